@@ -256,9 +256,9 @@ def _suspended(shell: Any, when: str | None) -> str:
     from memguard._config.values import IDLE, duration
     from memguard._suspend import own, when_idle
 
-    found = cells.attach(shell)
+    found, ignored = cells.attach(shell), _suspend.ignores_host_memory()
     if when is None:
-        return f"{own.suspend(_suspend.TIMEOUT, 'asked', found.owner)}; the next cell brings it back"
+        return f"{own.suspend(_suspend.TIMEOUT, 'asked', found.owner, ignored)}; the next cell brings it back"
     if when == "never":
         when_idle.end()
         return "this process stays on its GPUs, however long it is idle"

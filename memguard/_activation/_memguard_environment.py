@@ -73,7 +73,7 @@ def arm() -> None:
         return
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_forked)
-    _wait(_Finder(activate))
+    _wait(_Finder())
 
 
 def _forked() -> None:
@@ -287,7 +287,7 @@ def _is_fork_server() -> bool:
 class _Finder:
     """Finds what the other finders find, and makes the loader call `act` before it creates the module."""
 
-    def __init__(self, act: Callable[[], None]) -> None:
+    def __init__(self, act: Callable[[], None] = activate) -> None:
         self._act = act
 
     def find_spec(

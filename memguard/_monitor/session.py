@@ -106,7 +106,7 @@ class Session:
         # By its name: a process that leaves its GPUs is a matter of a layer above, which uses this one.
         when_idle = importlib.import_module("memguard._suspend.when_idle")
         self._undo.add("the watch for idleness", when_idle.end_of_budget)
-        when_idle.of_budget(suspend.when_idle, suspend.host_memory == "ignore")
+        when_idle.of_budget(suspend.when_idle)
 
     def _tell_others(self) -> None:
         """`memguard ps` shows the budget, and `memguard suspend PID` asks this process, if the budget allows it."""

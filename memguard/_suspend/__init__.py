@@ -24,20 +24,23 @@ TIMEOUT = 60.0
 """Seconds that the GPUs' work may take to end before the process leaves them."""
 
 
-def suspend(*, timeout: float | str = TIMEOUT, why: Why = "asked", host_memory: HostMemory = "check") -> Suspension:
+def suspend(*, timeout: float | str = TIMEOUT, why: Why = "asked", host_memory: HostMemory | None = None) -> Suspension:
     """Take this process off its GPUs: every byte and its contexts, of whatever framework, into its host memory.
 
     `resume` brings it back to the same addresses. Until then the frameworks' functions that need a GPU wait, on every
     thread, and memguard's raise Suspended; `ledger()` says what lies in host memory. `timeout` (seconds, or `"30s"`) is
     for the work that the GPUs have under way. `host_memory="ignore"` is for a machine that gets more memory when it is
-    needed: where it does not, the process is killed. No budget is needed.
+    needed: where it does not, the process is killed. None is what the budget says. No budget is needed.
+
+    In a notebook the next cell brings it back before it runs, and on the thread of the cells what needs a GPU raises
+    Suspended until then.
 
     Raises CannotSuspend with each reason why it is not possible now, and then nothing was changed; Suspended if it is
     suspended already. A Ctrl-C takes back what was done.
     """
-    from memguard._suspend import own  # here: the helper process imports this package, and needs no guard
+    from memguard._suspend import cells, own  # here: the helper process imports this package, and needs no guard
 
-    return own.suspend(_seconds(timeout), why, ignore_host_memory=_ignored(host_memory))
+    return own.suspend(_seconds(timeout), why, cells.owner(), _ignored(host_memory))
 
 
 def resume(*, timeout: float | str | None = None, progress: Progress | None = None) -> None:
@@ -52,7 +55,7 @@ def resume(*, timeout: float | str | None = None, progress: Progress | None = No
     own.resume(None if timeout is None else _seconds(timeout), progress)
 
 
-def suspended(*, timeout: float | str = TIMEOUT, host_memory: HostMemory = "check") -> Block[Suspension]:
+def suspended(*, timeout: float | str = TIMEOUT, host_memory: HostMemory | None = None) -> Block[Suspension]:
     """A block of work that needs no GPU: the process is off its GPUs within it, and back after it.
 
     On this thread a framework's function that needs a GPU raises Suspended in the block, as nobody could end its wait;
@@ -87,7 +90,18 @@ def _seconds(given: float | str) -> float:
         raise MemguardError(str(error)) from None
 
 
-def _ignored(host_memory: HostMemory) -> bool:
+def ignores_host_memory() -> bool:
+    """Whether the active budget has `suspend: {host_memory: ignore}`."""
+    from memguard import _api
+
+    session = _api._active
+    section = session.guard.budget.suspend if session is not None and session.active else None
+    return section is not None and section.host_memory == "ignore"
+
+
+def _ignored(host_memory: HostMemory | None) -> bool:
+    if host_memory is None:
+        return ignores_host_memory()
     if host_memory not in get_args(HostMemory):
         raise ValueError(f"host_memory is 'check' or 'ignore', found {host_memory!r}")
     return host_memory == "ignore"

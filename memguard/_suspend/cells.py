@@ -8,6 +8,7 @@ whether the input is complete. An interruption becomes an error too: ipykernel a
 from __future__ import annotations
 
 import ast
+import os
 import sys
 import threading
 import time
@@ -128,7 +129,7 @@ class Cells:
         except Exception as error:
             return _refusal(line, f"{type(error).__name__}: {error}")
         except BaseException as error:  # Ctrl-C, or what a signal handler raises
-            return _refusal(line, _interrupted(error))
+            return _refusal(line, _interrupted(error, self.shell))
         if off is not None and off.bytes:
             line.end(f"back on the GPUs in {format_duration(time.monotonic() - began)}: {off.text_of_bytes}")
         else:
@@ -148,14 +149,15 @@ def _refusal(line: Line, text: str) -> NotRun:
     return NotRun(f"this cell did not run: {text}")
 
 
-def _interrupted(error: BaseException) -> str:
+def _interrupted(error: BaseException, shell: Any) -> str:
     what = "interrupted" if isinstance(error, KeyboardInterrupt) else type(error).__name__
     off = suspension.now
     if off is None:
         return f"{what}; the process is on its GPUs\n    fix: run the cell again"
+    look = "%memguard" if shell.find_line_magic("memguard") is not None else "`memguard ps` in a shell"
     return (
         f"{what}; the process stays {off}, whole\n"
-        "    fix: run a cell again: it waits for room again; %memguard shows who holds the GPUs meanwhile"
+        f"    fix: run a cell again: it waits for room again; {look} shows who holds the GPUs meanwhile"
     )
 
 
@@ -191,8 +193,7 @@ def attach(shell: Any) -> Cells:
     for name in _NAMES:
         shell.events.register(name, getattr(cells, name))
     cells._ran = True
-    if _in_cell(shell):  # which has begun: its end will come
-        cells._running[threading.get_ident()] = 1
+    cells._running = dict.fromkeys(_in_cells(shell), 1)  # their end will come
     shell.input_transformers_post.append(cells.transform)
     return cells
 
@@ -223,14 +224,47 @@ def of(shell: Any) -> Cells | None:
     return None
 
 
-def _in_cell(shell: Any) -> bool:
-    """Whether this is called by a cell: `%load_ext memguard`, `memguard.init(...)`."""
-    here: Any = sys._getframe(1)
-    while here is not None:
-        if here.f_code.co_name in ("run_code", "run_cell_async") and here.f_locals.get("self") is shell:
-            return True
-        here = here.f_back
-    return False
+def owner() -> int | None:
+    """The thread on which a call that needs a GPU raises Suspended, once this thread has suspended the process.
+
+    In a notebook it is the one of the cells, which then begin to be what brings the process back. None in other
+    programs, and for a thread beside a cell that runs: that one waits.
+    """
+    shell = shell_here()
+    if shell is None:
+        return None
+    found = attach(shell)
+    others = found.running and threading.get_ident() != found.owner
+    return None if others else found.owner
+
+
+def shell_here() -> Any:
+    """IPython's shell of this process; None if there is none. A forked child has a copy, which runs no cells."""
+    get = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    shell = get() if callable(get) and not _forked else None
+    session = getattr(getattr(shell, "kernel", None), "session", None)
+    return None if getattr(session, "pid", os.getpid()) != os.getpid() else shell
+
+
+def _is_child() -> None:
+    global _forked
+    _forked = True
+
+
+_forked = False
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_is_child)
+
+
+def _in_cells(shell: Any) -> Iterator[int]:
+    """The threads that run a cell now: this may be called by one (`%load_ext memguard`, `memguard.init(...)`)."""
+    for thread, frame in sys._current_frames().items():
+        here: Any = frame
+        while here is not None:
+            if here.f_code.co_name == "run_code" and here.f_locals.get("self") is shell:
+                yield thread
+                break
+            here = here.f_back
 
 
 def _is_ours(function: Any) -> bool:

@@ -2,7 +2,7 @@
 
 `close` replaces the functions that the frameworks' tables name (`_frameworks/*gates.py`), of those frameworks that are
 imported now. The replacements wait until `Gate.open`, and then call the original with the same arguments. On the thread
-that is inside `with memguard.suspended():` they raise `Suspended`: it would wait for itself.
+that is inside `with memguard.suspended():` they raise `Suspended`: it would wait for itself. So would a notebook's.
 
 A function that somebody took by name before (`from torch.cuda import synchronize`) is gated where the table names
 what it calls underneath.
@@ -95,7 +95,7 @@ class Gate:
         if threading.get_ident() == self.owner:
             raise Suspended(
                 f"{what} needs the GPU, and this process is suspended: it is off its GPUs\n"
-                "    fix: end the `with memguard.suspended():` block first"
+                "    fix: end the `with memguard.suspended():` block; in a notebook run a cell or %memguard resume"
             )
         if not self._said:
             self._said = True

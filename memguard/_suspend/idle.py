@@ -118,9 +118,11 @@ class Watcher:
 
     def _seen(self) -> Look:
         now, cells = self._clock(), self._cells()
-        if suspension.now is not None:
+        if _off():
             return Look(now, cells, None, off=True)
         used = self._used()
+        if _off():  # by another thread meanwhile
+            return Look(now, cells, None, off=True)
         if used is None:
             self._once("unknown", "NVML does not say whether this process uses a GPU: only cells count as work")
         return Look(now, cells, used)
@@ -145,3 +147,7 @@ class Watcher:
             self._say(text)
         else:
             _log.info("suspend: %s", text)
+
+
+def _off() -> bool:
+    return suspension.now is not None

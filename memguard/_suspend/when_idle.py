@@ -14,20 +14,40 @@ from memguard import _api
 from memguard._devices import suspension
 from memguard._devices.nvml import Nvml
 from memguard._frameworks import real_imports
+from memguard._frameworks.import_hook import ImportHook
 from memguard._logs import log as _log
+from memguard._specs import SPECS
 from memguard._suspend import cells, proc
+from memguard._suspend.cells import shell_here
 from memguard._suspend.idle import Watcher
-from memguard.errors import DeviceError, Suspended
+from memguard.errors import MemguardError
 
 Source = Literal["budget", "environment", "notebook"]
 """Who asked. The budget's ends with it; a later one replaces it, except that the budget's gives way to the others'."""
+_LOCK = 5.0
+"""Seconds for the work on the GPUs to end. There should be none."""
+_CHILD = "_memguard_child"
+"""The module that applies a budget for `memguard run`."""
+_hook = ImportHook()
 _watcher: Watcher | None = None
 _source: Source | None = None
 _lock = threading.Lock()
 
 
-def of_budget(seconds: float, ignore_host_memory: bool) -> None:
-    """The budget has `suspend: {when_idle: ...}`. In a plain script that is a warning: nothing would bring it back."""
+def of_budget(seconds: float) -> None:
+    """The budget has `suspend: {when_idle: ...}`. In a plain script that is a warning: nothing would bring it back.
+
+    Under `memguard run` the budget comes before the program: what that is shows at its first framework.
+    """
+    if _CHILD in sys.modules and shell_here() is None and not any(spec.hook in sys.modules for spec in SPECS.values()):
+        for spec in SPECS.values():
+            _hook.watch(spec.hook, functools.partial(_of_budget, seconds))
+    else:
+        _of_budget(seconds)
+
+
+def _of_budget(seconds: float) -> None:
+    _hook.clear()
     shell = shell_here()
     if shell is None:
         _log.warning(
@@ -35,14 +55,14 @@ def of_budget(seconds: float, ignore_host_memory: bool) -> None:
             "    fix: call memguard.suspend() and memguard.resume() where it may wait, or start a notebook with it "
             "(MEMGUARD_CONFIG=budget.yaml jupyter lab)"
         )
-        return
-    if _source in ("environment", "notebook") and alive():
+    elif _source in ("environment", "notebook") and alive():
         _log.info("suspend: when_idle of the budget gives way to what was asked for in this process")
-        return
-    begin(seconds, shell, "budget", ignore_host_memory)
+    else:
+        begin(seconds, shell, "budget")
 
 
 def end_of_budget() -> None:
+    _hook.clear()
     if _source == "budget":
         end()
 
@@ -59,11 +79,11 @@ def of_environment(text: str) -> None:
         begin(seconds, shell, "environment")
 
 
-def begin(seconds: float, shell: Any, source: Source, ignore_host_memory: bool = False) -> None:
+def begin(seconds: float, shell: Any, source: Source) -> None:
     """Watch from now on, instead of what watched before."""
     global _watcher, _source
     found = cells.attach(shell)
-    watcher = Watcher(seconds, found.ran, Usage(), functools.partial(_leave, found, ignore_host_memory), _say)
+    watcher = Watcher(seconds, found.ran, Usage(), functools.partial(_leave, found), _say)
     with _lock:
         if _watcher is not None:
             _watcher.stop()
@@ -90,12 +110,6 @@ def seconds() -> float | None:
     return watcher.seconds if watcher is not None and watcher.alive else None
 
 
-def shell_here() -> Any:
-    """IPython's shell of this process; None if there is none."""
-    get = getattr(sys.modules.get("IPython"), "get_ipython", None)
-    return get() if callable(get) else None
-
-
 class Usage:
     """Whether this process has used a GPU since it was asked last, by NVML."""
 
@@ -110,7 +124,7 @@ class Usage:
             return None
         try:
             answers = [*self._answers(os.getpid())]
-        except (DeviceError, Suspended):  # it may be leaving just now
+        except MemguardError:  # also Suspended, if another thread suspends the process just now
             self._uuids = []
             return None
         return True if True in answers else None if not answers or None in answers else False
@@ -124,7 +138,7 @@ class Usage:
                 yield used
 
 
-def _leave(found: cells.Cells, ignore_host_memory: bool) -> bool:
+def _leave(found: cells.Cells) -> bool:
     """Take the process off its GPUs, unless a cell runs. On the watcher's thread."""
     from memguard import _suspend
     from memguard._suspend import own
@@ -132,7 +146,7 @@ def _leave(found: cells.Cells, ignore_host_memory: bool) -> bool:
     with found.none() as free:
         if not free or suspension.now is not None or not has_gpu():
             return False
-        own.suspend(_suspend.TIMEOUT, "idle", found.owner, ignore_host_memory)
+        own.suspend(_LOCK, "idle", found.owner, _suspend.ignores_host_memory())
     return True
 
 

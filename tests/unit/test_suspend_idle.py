@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 import memguard
 from memguard._devices import suspension
 from memguard._devices.suspension import Off
-from memguard._suspend import when_idle
+from memguard._suspend import cells, own, when_idle
 from memguard._suspend.idle import Look, Watcher, idle_for, patience
 from memguard._suspend.when_idle import Usage, has_gpu
 from memguard.errors import CannotSuspend, DeviceError, MemguardError
@@ -259,3 +261,55 @@ def test_below_memguard_run_a_plain_script_hears_nothing(no_shell: None, caplog:
     assert when_idle.seconds() is None and caplog.records == []
     with pytest.raises(ValueError, match="is not between 1s and"):
         when_idle.of_environment("10ms")
+
+
+@pytest.mark.parametrize("host_memory", ["check", "ignore"])
+def test_what_the_budget_says_of_host_memory_goes_for_whoever_suspends(
+    host_memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(own, "suspend", lambda timeout, why, owner, ignored: asked.append((why, ignored)))
+    monkeypatch.setattr(cells, "owner", lambda: None)
+    budget = {"version": 1, "frameworks": {"torch": {"share": "50%"}}, "suspend": {"host_memory": host_memory}}
+    with memguard.guard(budget, simulate="h200"):
+        memguard.suspend()
+        memguard.suspend(host_memory="ignore")
+        memguard.suspend(host_memory="check")
+        shell = SimpleNamespace(input_transformers_post=[], events=SimpleNamespace(callbacks={}))
+        assert when_idle._leave(cells.Cells(shell))
+    ignored = host_memory == "ignore"
+    assert asked == [("asked", ignored), ("asked", True), ("asked", False), ("idle", ignored)]
+
+
+def test_a_forked_child_has_no_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    shell = SimpleNamespace(kernel=None)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    assert cells.shell_here() is shell
+    shell.kernel = SimpleNamespace(session=SimpleNamespace(pid=1))  # forked before memguard was imported
+    assert cells.shell_here() is None
+    shell.kernel = None
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if cells.shell_here() is None and not when_idle.alive() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_what_memguard_run_starts_shows_at_its_first_framework(
+    no_shell: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    (tmp_path / "cupy.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in ("torch", "tensorflow", "cupy", "jax", "pycuda.driver", "numba.cuda"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setitem(sys.modules, "_memguard_child", ModuleType("_memguard_child"))
+    before = [*sys.meta_path]
+    when_idle.of_budget(600.0)
+    assert caplog.records == []
+    when_idle.end_of_budget()
+    assert sys.meta_path == before
+    when_idle.of_budget(600.0)
+    begun = []
+    monkeypatch.setattr(when_idle, "shell_here", lambda: "a shell")
+    monkeypatch.setattr(when_idle, "begin", lambda *given: begun.append(given))
+    importlib.import_module("cupy")
+    assert begun == [(600.0, "a shell", "budget")] and caplog.records == [] and sys.meta_path == before
