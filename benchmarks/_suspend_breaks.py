@@ -12,7 +12,7 @@ from typing import Any
 import _listed
 from _run import MIB, ROOT
 from _suspend_arrays import REHEARSAL
-from _suspend_children import HERE, Broke, Child, command, end, target
+from _suspend_children import HERE, Broke, Child, end, resume, target
 from _suspend_rounds import small
 
 ROUNDS = 30
@@ -44,7 +44,7 @@ def calls(name: str) -> dict[str, Any]:
         except Broke as error:
             code = child.process.poll()
             if code is None:
-                command("resume", str(child.pid))  # whatever holds the GIL goes on
+                resume(child.pid)  # whatever holds the GIL goes on
                 found["hung"].append(str(error)[-1500:])
             else:
                 found["crashed"].append({"call": child.crashed_in(), "rc": code, "text": str(error)[-700:]})
@@ -77,7 +77,7 @@ def inside(what: str, way: str) -> dict[str, Any]:
                 one = child.must("broken", 150, way=way, step=step, what=what, delay=delay)
                 one.update(step=step, delay=delay, back="by itself")
                 if one["away"]:
-                    said = command("resume", str(child.pid))
+                    said = resume(child.pid)
                     one["back"] = "by memguard resume" if said["rc"] == 0 else f"rc {said['rc']}: {said['err'][-300:]}"
                     _until_on(child)
                 if child.must("away")["away"]:
@@ -137,7 +137,7 @@ def _killed(child: Child, way: str, step: str, delay: float) -> dict[str, Any]:
     if way == "on":
         found["first"] = _controlled(child, "off", None, 0.0)["reached"]
     found |= _controlled(child, way, step, delay)
-    said = command("resume", str(child.pid), limit=90)
+    said = resume(child.pid)
     found["back"] = (
         "by memguard resume" if said["rc"] == 0 else f"rc {said['rc']}: {(said['err'] + said['out'])[-300:]}"
     )

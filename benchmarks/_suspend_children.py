@@ -220,7 +220,7 @@ def host_bytes(pid: int) -> int:
     return sum(int(lines[name].split()[0]) << 10 for name in ("RssAnon", "VmSwap"))
 
 
-def command(*words: str, limit: float = 60.0, after: float = 0.0) -> dict[str, Any]:
+def command(*words: str, limit: float = 60.0) -> dict[str, Any]:
     """`memguard WORDS` in a process of its own: code, seconds, and what it printed."""
     started = time.monotonic()
     if REHEARSAL:
@@ -237,6 +237,11 @@ def command(*words: str, limit: float = 60.0, after: float = 0.0) -> dict[str, A
         out, err = child.communicate()
         err += f"\n(killed after {limit:.0f} s)"
     return {"rc": child.returncode, "seconds": round(time.monotonic() - started, 2), "out": out, "err": err[-1500:]}
+
+
+def resume(pid: int) -> dict[str, Any]:
+    """`memguard resume PID`, which waits for room, but not for ever."""
+    return command("resume", str(pid), "--wait", "45s", limit=100)
 
 
 def _rehearsed(*words: str) -> dict[str, Any]:

@@ -54,11 +54,14 @@ class Grabber:
     def begin(self, seed: int) -> dict[str, Any]:
         self.card, self.raw, self.draw = Card(), raw(), random.Random(seed)
         self.stop, self.times, self.bytes = threading.Event(), 0, 0
+        self.thread: threading.Thread | None = None
         return {}
 
     def go(self, keep: int) -> dict[str, Any]:
         """Until `halt`, on a thread: a part of what is free but `keep`, for up to 300 ms; and as long nothing."""
-        threading.Thread(target=self._grab, args=(keep,), daemon=True).start()
+        self.stop.clear()
+        self.thread = threading.Thread(target=self._grab, args=(keep,), daemon=True)
+        self.thread.start()
         return {}
 
     def _grab(self, keep: int) -> None:
@@ -77,6 +80,8 @@ class Grabber:
 
     def halt(self) -> dict[str, Any]:
         self.stop.set()
+        if self.thread is not None:
+            self.thread.join(10)
         return {"times": self.times, "most": self.bytes}
 
 

@@ -209,7 +209,8 @@ PROVOKED: dict[str, Callable[[], Any]] = {
 def refused(what: str) -> dict[str, Any]:
     """One reason: refused, unchanged; gone: off and back."""
     card = Card()
-    with target(FRAMEWORK.get(what, "torch"), size=16 * MIB, by_others=what == _listed.STOPPED) as child:
+    allows: dict[str, Any] = {"by_others": True, "limit": "8GiB"} if what == _listed.STOPPED else {}
+    with target(FRAMEWORK.get(what, "torch"), size=16 * MIB, **allows) as child:
         if what == _listed.STOPPED:
             return _stopped(child)
         child.must("provoke", 90, what=what)

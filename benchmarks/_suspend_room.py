@@ -97,7 +97,10 @@ def stranger() -> dict[str, Any]:
                 if "error" in on:
                     found["lost" if on["lost"] else "late"] += 1
                     found["texts"].append(on["error"]["text"][:300])
+                    grabber.must("halt")  # the next process needs room to begin
                     fresh.drop()
+                    fresh.get()
+                    grabber.must("go", keep=small(8 * MIB))
                 else:
                     found["on_s"].append(round(on["seconds"], 2))
                     found["wrong"] += child.must("check")["wrong"]

@@ -11,7 +11,7 @@ from typing import Any
 import _listed
 from _run import GIB, MIB
 from _suspend_arrays import REHEARSAL
-from _suspend_children import Card, Child, command, host_bytes, other, target
+from _suspend_children import Card, Child, command, host_bytes, other, resume, target
 
 ROUNDS, CHECKED = 20, 5
 """Rounds of each process; after each of the first so many every array is read back whole."""
@@ -70,7 +70,7 @@ def _rounds(child: Child, card: Card) -> dict[str, Any]:
 
 def _said(ledger: str) -> str | None:
     """The line of the ledger that says it is suspended."""
-    return next((line.strip() for line in ledger.splitlines() if "in host memory" in line), None)
+    return next((line.strip() for line in ledger.splitlines() if "suspended, " in line), None)
 
 
 def seconds(name: str) -> dict[str, Any]:
@@ -150,13 +150,13 @@ def outside() -> dict[str, Any]:
         gone = card.of(child.pid) is None
         away = child.must("away")["away"]
         listed_off = _listed_pids(command("ps", "--json"))
-        on = command("resume", str(child.pid))
+        on = resume(child.pid)
         wrong = child.must("check")["wrong"]
         not_allowed = command("suspend", str(shy.pid))
         shy.touched = True
         unsafe = command("suspend", str(shy.pid), "--unsafe")
         shy_gone = card.of(shy.pid) is None
-        unsafe_on = command("resume", str(shy.pid))
+        unsafe_on = resume(shy.pid)
         return {
             "listed": child.pid in listed, "off": _short(off), "gone": gone, "away": away,
             "listed_off": child.pid in listed_off, "on": _short(on), "wrong": wrong,
