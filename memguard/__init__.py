@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from memguard._retry import call as call
     from memguard._retry import retry as retry
     from memguard._simulation.recorder import record_trace as record_trace
+    from memguard._suspend import resume as resume
+    from memguard._suspend import suspend as suspend
+    from memguard._suspend import suspended as suspended
+    from memguard._suspend.types import Suspension as Suspension
     from memguard._timeline import load_timeline as load_timeline
     from memguard._types import Event as Event
     from memguard._types import WorkloadReport as WorkloadReport
@@ -83,6 +87,8 @@ _HOMES = {
     **dict.fromkeys(("attempts", "call", "retry"), "memguard._retry"),
     "load_timeline": "memguard._timeline",
     "record_trace": "memguard._simulation.recorder",
+    **dict.fromkeys(("resume", "suspend", "suspended"), "memguard._suspend"),
+    "Suspension": "memguard._suspend.types",
     **dict.fromkeys(("load_ipython_extension", "unload_ipython_extension"), "memguard.notebook"),
 }
 
@@ -106,6 +112,7 @@ __all__ = [
     "PlanError",
     "Reclaimable",
     "Suspended",
+    "Suspension",
     "TimelineError",
     "TraceError",
     "UnderPressure",
@@ -126,8 +133,11 @@ __all__ = [
     "record_trace",
     "require",
     "resize",
+    "resume",
     "retry",
     "shutdown",
+    "suspend",
+    "suspended",
     "trim",
     "unload_ipython_extension",
     "workload",

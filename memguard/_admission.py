@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from memguard import _joint
 from memguard._blocks import End
+from memguard._devices import suspension
 from memguard._devices.host import Host
 from memguard._frameworks.base import Framework
 from memguard._ledger.overhead import totals
@@ -194,7 +195,14 @@ class Admission:
     def _turn(self, work: _Work, report: WorkloadReport) -> Iterator[float]:
         """Try until it is admitted. Yields the seconds to wait before the next try; raises BudgetExceeded."""
         pause, waits = _FIRST, False
-        while (refused := self._try(work)) is not None:
+        while True:
+            if suspension.now is not None:  # since it began to wait: nobody has room or takes any until it is back
+                if time.monotonic() >= work.deadline:
+                    raise suspension.refused(f"workload {work.name!r}")
+                yield min(_LAST, work.deadline - time.monotonic())
+                continue
+            if (refused := self._try(work)) is None:
+                break
             error, hopeless = refused
             now = time.monotonic()
             if hopeless or now >= work.deadline:
@@ -413,7 +421,7 @@ class Admission:
 
     def _in_use(self, framework: str) -> dict[str, int | None]:
         """What its arrays occupy, by UUID; empty if that cannot be read."""
-        one = self._guard._frameworks.get(framework)
+        one = self._guard._frameworks.get(framework) if suspension.now is None else None
         found: dict[str, int | None] = {}
         for part in self._guard.plan.devices if one is not None else ():
             assert one is not None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args
 
 from memguard import _workers
 from memguard._blocks import Block, End
+from memguard._devices import suspension
 from memguard._frameworks import real_imports
 from memguard._guard import Guard
 from memguard._locks import free, not_for_ever
@@ -156,6 +157,7 @@ def _apply(
                 f"another budget is active in this process{which}\n"
                 "    fix: memguard.shutdown() first, or memguard.init(..., replace=True)"
             )
+    suspension.check("memguard.init")
     why = None
     try:
         session = _planned(loaded, simulate, before)  # first: a budget that does not fit changes nothing
@@ -365,6 +367,8 @@ def shutdown() -> list[str]:
         if outlived(_active):
             _log.debug("memguard.shutdown of a budget that is over: the one that came after it stays")
             return []
+        if _active is not None:
+            suspension.check("memguard.shutdown")  # what was changed is taken back on the GPUs
         _idle = _stand_in = None
         if _environment is not None:
             _environment.disarm()

@@ -119,6 +119,10 @@ class Caps:
             if self._on_event is not None:
                 self._on_event(event)
 
+    def _changed(self) -> None:
+        """What adapters call when a setting was changed that a cap depends on."""
+        self._find_drift()
+
     def _drift_of(self, name: str, entry: Entry) -> tuple[str, ...]:
         """What was changed since the cap was set; what is known already if that cannot be checked."""
         if entry.enforcement is not Enforcement.ENFORCED and not entry.drift:

@@ -49,6 +49,8 @@ Name = Literal[
     "allocator-swap",
     "budget-too-large",
     "unified-memory",
+    # suspending (checks/suspending.py)
+    "suspend-impossible",
     # how frameworks were built and installed (checks/build.py, checks/failures.py)
     "nvcc-missing",
     "compiler-missing",

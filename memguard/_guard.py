@@ -117,7 +117,7 @@ class Guard(Shares):
             entries = {name: Entry(self._create(name)) for name in self.budget.frameworks}
             for name, entry in entries.items():
                 entry.framework.on_warning = functools.partial(self._met_the_cap, name)
-                entry.framework.on_change = self._find_drift
+                entry.framework.on_change = self._changed
             states = {name: entry.framework.state() for name, entry in entries.items()}
             for entry in entries.values():
                 entry.framework.on_refusal, entry.framework.on_shortage = self._refused, self._shortage

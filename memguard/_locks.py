@@ -17,6 +17,8 @@ _WITHIN = 2.0
 """Seconds that a call waits for another thread, if that may be waiting for the call that this one interrupted."""
 _LOOK = 0.05
 """Seconds from one look to the next, meanwhile, whether it is."""
+_patient: list[int] = []
+"""Threads that wait in `not_for_ever`."""
 _awaited: list[int] = []
 """Threads that another thread waits for by `awaiting`, perhaps with a lock of its own."""
 
@@ -50,12 +52,21 @@ def not_for_ever(lock: Any) -> None:
 
 
 def _free_in_time(lock: Any) -> bool:
-    for _ in range(max(round(_WITHIN / _LOOK), 1)):
-        if threading.get_ident() in _awaited:
-            return free(lock, 0)
-        if free(lock, _LOOK):
-            return True
-    return False
+    """One wait at a time on each thread: under a storm of signals, waits within waits would add up to minutes."""
+    thread = threading.get_ident()
+    if thread in _patient:
+        return False
+    try:
+        _patient.append(thread)
+        for _ in range(max(round(_WITHIN / _LOOK), 1)):
+            if thread in _awaited:
+                return free(lock, 0)
+            if free(lock, _LOOK):
+                return True
+        return False
+    finally:
+        if thread in _patient:
+            _patient.remove(thread)
 
 
 def awaiting(thread: int, wait: Callable[..., T], *given: Any) -> T:

@@ -11,7 +11,7 @@ from memguard._caps import Caps, Entry
 from memguard._devices import contexts
 from memguard._locks import not_for_ever
 from memguard._logs import log as _log
-from memguard._reclaim.reclaimer import Reclaimer
+from memguard._reclaim.reclaimer import Reclaimer, Sibling
 from memguard._types import Device, DevicePlan, Enforcement, Event, Plan, Room, Shortage
 from memguard._units import format_size, round_down
 from memguard.errors import CapNotApplied
@@ -156,7 +156,7 @@ class Shares(Caps):
             before = [self._reclaimer.available(part.device) for part in self.plan.devices]
             for part in self.plan.devices:  # PyTorch trims every device at once: read around all of them
                 # `usage` and not `state`, which would wait for a running import.
-                self._trim([n for n in chosen if self._reclaimer.sibling(n).usage(part.device)], part.device)
+                self._trim([n for n in chosen if self._sibling(n).usage(part.device)], part.device)
             after = [self._reclaimer.available(part.device) for part in self.plan.devices]
             self._wake()
             return sum(max(b - a, 0) for a, b in zip(before, after, strict=True))
@@ -208,7 +208,12 @@ class Shares(Caps):
             return
         with contexts.beside_captures():
             for name in names:
-                self._reclaimer.sibling(name).trim(device)
+                self._sibling(name).trim(device)
+
+    def _sibling(self, name: str) -> Sibling:
+        """Raises NotActive if a finalizer within this call has ended the budget."""
+        self._check_active()
+        return self._reclaimer.sibling(name)
 
     def _capturing(self) -> bool:
         """Whether this thread captures a CUDA graph."""

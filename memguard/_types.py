@@ -322,7 +322,8 @@ class Event(NamedTuple):
     behind each time; without a framework: unaccounted memory goes on growing), probe (a probe failed, or works again),
     trim, oom, note (a cap no longer holds, or holds again; a setting made later met it), refused (only in timelines:
     an allocator refused `times` requests, whether or not the program catches the errors), reclaim (siblings gave back
-    `bytes` for `framework`, or its elastic cap moved), retry (a function is run again, after `bytes` came back).
+    `bytes` for `framework`, or its elastic cap moved), retry (a function is run again, after `bytes` came back),
+    suspended (the process left its GPUs with `bytes`, within `seconds`: no sample follows until the next), resumed.
     """
 
     time: float

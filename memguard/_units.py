@@ -92,6 +92,19 @@ def format_size(size: int | None) -> str:
     return f"{size} B"
 
 
+def format_duration(seconds: float) -> str:
+    """`0.8 s`, `45 s`, `10 min`, `2 h 5 min`, `3 d 4 h`."""
+    if seconds < 9.95:
+        return f"{seconds:.1f}".removesuffix(".0") + " s"
+    if seconds < 59.5:
+        return f"{seconds:.0f} s"
+    for unit, scale, part, size in (("min", 60, "s", 1), ("h", 3600, "min", 60), ("d", 86400, "h", 3600)):
+        whole, rest = divmod(round(seconds / size), scale // size)
+        if unit == "d" or whole < {"min": 60, "h": 24}[unit]:
+            return f"{whole} {unit} {rest} {part}" if rest else f"{whole} {unit}"
+    raise AssertionError(seconds)
+
+
 def round_down(size: int, granule: int = GRANULE) -> int:
     """The largest multiple of `granule` that is not above `size`."""
     return size // granule * granule

@@ -3,6 +3,8 @@
     %memguard                                        the ledger
     %memguard plan                                   each cap, and whether it is enforced yet
     %memguard trim [FRAMEWORK]                       give idle caches back to the driver
+    %memguard suspend [--when-idle 10min]            off the GPUs until the next cell; now, or when there is no work
+    %memguard resume                                 back on the GPUs
     %%memguard --framework torch --needs 4GiB        admission before the cell; its peak, and what it left, after it
 
 It shows the active budget, which `memguard.init` in a cell or MEMGUARD_CONFIG applied.
@@ -21,13 +23,15 @@ from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType, T
 from typing import Any, NoReturn
 
 from memguard import _api
+from memguard._devices import suspension
 from memguard._oom import hooks
 from memguard._oom.report import Report
+from memguard._suspend import cells
 from memguard._types import WorkloadReport
-from memguard._units import format_size
+from memguard._units import format_duration, format_size
 from memguard.errors import MemguardError
 
-_LINE = "%memguard [plan | trim [FRAMEWORK]]"
+_LINE = "%memguard [plan | trim [FRAMEWORK] | suspend [--when-idle DURATION | --when-idle never] | resume]"
 _TRACEBACK = vars(BaseException)["__traceback__"]
 _GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _CELL = "%%memguard --framework NAME [--needs SIZE] [--name TEXT]"
@@ -41,6 +45,7 @@ def load_ipython_extension(shell: Any) -> None:
     shell.events.register("pre_run_cell", extension.runs)
     shell.events.register("post_run_cell", extension.ran)
     hooks.display = extension.show
+    cells.attach(shell)
 
 
 def unload_ipython_extension(shell: Any) -> None:
@@ -59,6 +64,7 @@ def _unload(shell: Any) -> None:
                 shell.events.unregister(event, callback)
     if _is_ours(hooks.display):
         hooks.display = None
+    cells.let_go(shell)
 
 
 def _is_ours(function: Any) -> bool:
@@ -83,7 +89,7 @@ class Extension:
             return self._cell(_cell_options(line), cell)
         words = _words(line, _LINE)
         try:
-            return _line(words)
+            return _line(words, self._shell)
         except MemguardError as error:
             _refuse(str(error))
 
@@ -228,16 +234,54 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         waiting += [other for other in (cause, context, *members) if other is not None]
 
 
-def _line(words: list[str]) -> Any:
+def _line(words: list[str], shell: Any) -> Any:
     if not words:
         return _api.ledger()
     if words == ["plan"]:
         print(_api.current())
     elif words[0] == "trim" and len(words) <= 2:
         print(f"{format_size(_api.trim(*words[1:]))} given back to the driver")
+    elif words[0] == "suspend" and len(words) in (1, 3) and words[1:2] in ([], ["--when-idle"]):
+        print(_suspended(shell, words[2] if len(words) == 3 else None))
+    elif words == ["resume"]:
+        print(_resumed(shell))
     else:
         _refuse(f"usage: {_LINE}\n       {_CELL}")
     return None
+
+
+def _suspended(shell: Any, when: str | None) -> str:
+    """`%memguard suspend`, now or when idle: what follows from it."""
+    from memguard import _suspend
+    from memguard._config.values import IDLE, duration
+    from memguard._suspend import own, when_idle
+
+    found = cells.attach(shell)
+    if when is None:
+        return f"{own.suspend(_suspend.TIMEOUT, 'asked', found.owner)}; the next cell brings it back"
+    if when == "never":
+        when_idle.end()
+        return "this process stays on its GPUs, however long it is idle"
+    try:
+        seconds = duration(when, *IDLE)
+    except ValueError as error:
+        _refuse(str(error))
+    when_idle.begin(seconds, shell, "notebook")
+    return f"idle for {format_duration(seconds)}, this process leaves its GPUs; the next cell brings it back"
+
+
+def _resumed(shell: Any) -> str:
+    """`%memguard resume`: waits for room."""
+    from memguard import _suspend
+    from memguard._suspend import progress
+
+    off = suspension.now
+    line = progress.Line(shell)
+    try:
+        _suspend.resume(progress=line.show)
+    finally:
+        line.end()
+    return "this process is on its GPUs" if off is None else f"back on the GPUs: {off.text_of_bytes}"
 
 
 def _run(body: Any, last: Any, names: dict[str, Any]) -> Any:

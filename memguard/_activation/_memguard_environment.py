@@ -1,8 +1,11 @@
 """Applies the budget that MEMGUARD_CONFIG names, just before the first framework is imported.
 
-If the variable is set, `memguard.pth` loads this file while Python starts and calls `arm`, which puts one finder into
-`sys.meta_path`. Nothing of memguard is imported until one of `MODULES` is imported or a function of memguard is called.
-So this file uses only the standard library, and repeats a few names of `memguard._workers`.
+MEMGUARD_WHEN_IDLE (`memguard run --when-idle`) is for notebooks: the process leaves its GPUs when it is idle. That is
+watched from the first framework on too, and nothing happens in other programs.
+
+If one of these variables is set, `memguard.pth` loads this file while Python starts and calls `arm`, which puts a
+finder for each into `sys.meta_path`. Nothing of memguard is imported until one of `MODULES` is imported or a function
+of memguard is called. So this file uses only the standard library, and repeats a few names of `memguard._workers`.
 
 If a budget cannot be applied, there is one message and the program runs without it: the variable reaches every Python
 that is started with it, and most of these do not use a GPU. `memguard run` and `memguard.init` are stricter.
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 CONFIG, DISABLE, SIMULATE, CHILDREN = "MEMGUARD_CONFIG", "MEMGUARD_DISABLE", "MEMGUARD_SIMULATE", "MEMGUARD_CHILDREN"
+WHEN_IDLE = "MEMGUARD_WHEN_IDLE"
 MODULES = ("torch", "tensorflow", "cupy", "jax", "pycuda.driver", "numba.cuda")
 """The first import of one of these applies the budget. They are the rows' `hook`s (`memguard/_specs.py`), written out
 because nothing of memguard may be imported yet; a test compares them. Not `numba`, which most programs use for the CPU.
@@ -54,6 +58,9 @@ def arm() -> None:
     It does so even if nothing is applied here: a child may start without MEMGUARD_DISABLE, and none inherits
     MEMGUARD_RUN.
     """
+    if os.environ.get(WHEN_IDLE) and not _is_set(DISABLE):
+        _waiting["idle"] = idle = _Finder(watch)
+        sys.meta_path = [idle, *sys.meta_path]
     config = os.environ.get(CONFIG, "")
     if not config:
         return
@@ -66,7 +73,7 @@ def arm() -> None:
         return
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_forked)
-    _wait(_Finder())
+    _wait(_Finder(activate))
 
 
 def _forked() -> None:
@@ -88,7 +95,13 @@ def disarm() -> None:
 
 
 def activate() -> None:
-    """Apply the budget now, if that is still to be done. Failure is logged on stderr.
+    """Apply the budget now, if that is still to be done. Failure is logged on stderr. Then `watch`."""
+    _activate_once()
+    watch()
+
+
+def _activate_once() -> None:
+    """`activate`, without the watch.
 
     Of two threads one does, and the other waits for it.
     """
@@ -122,6 +135,23 @@ def _activate(finder: _Finder) -> None:
     except BaseException:  # Ctrl-C: this import fails, and the next one must be capped too
         _wait(finder)
         raise
+
+
+def watch() -> None:
+    """In a notebook's kernel, and in IPython: leave the GPUs when nothing is to be done. Quietly not elsewhere."""
+    finder = _waiting.pop("idle", None)
+    if finder is None:
+        return
+    _leave(finder)
+    get = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    if _is_tool(getattr(sys, "argv", ())) or _is_worker() or not callable(get) or get() is None:
+        return
+    try:
+        from memguard._suspend import when_idle
+
+        when_idle.of_environment(os.environ.get(WHEN_IDLE, ""))
+    except Exception as error:
+        _write(f"memguard: this process is not watched for idleness: {error}")
 
 
 def _importing() -> bool:
@@ -204,12 +234,20 @@ def _wait(finder: _Finder) -> None:
     sys.meta_path = [finder, *sys.meta_path]
 
 
-def _leave() -> None:
-    """As `memguard._frameworks.import_hook.leave`: another list, as other threads walk through this one."""
+def _leave(finder: _Finder | None = None) -> None:
+    """Take the finder of the budget away, or this one.
+
+    As `memguard._frameworks.import_hook.leave`: another list, as other threads walk through this one.
+    """
+    idle = _waiting.get("idle")
     while True:
         now = sys.meta_path
         before = [*now]
-        kept = [one for one in before if not isinstance(one, _Finder)]
+        kept = [
+            one
+            for one in before
+            if not isinstance(one, _Finder) or (one is idle if finder is None else one is not finder)
+        ]
         if len(kept) == len(before):
             return
         if sys.meta_path is now and now == before:
@@ -247,26 +285,29 @@ def _is_fork_server() -> bool:
 
 
 class _Finder:
-    """Finds what the other finders find, and makes the loader apply the budget before it creates the module."""
+    """Finds what the other finders find, and makes the loader call `act` before it creates the module."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act = act
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         spec = _find(fullname, path, target) if fullname in MODULES else None
         if spec is not None and hasattr(spec.loader, "create_module"):
-            spec.loader = _Loader(spec.loader, path)  # type: ignore[assignment]
+            spec.loader = _Loader(spec.loader, path, self._act)  # type: ignore[assignment]
         return spec
 
 
 class _Loader:
-    """Applies the budget when the module is created: `importlib.util.find_spec("torch")` alone must not."""
+    """Calls `act` when the module is created: `importlib.util.find_spec("torch")` alone must not."""
 
-    def __init__(self, inner: Any, path: Sequence[str] | None) -> None:
-        self._inner, self._path = inner, path
+    def __init__(self, inner: Any, path: Sequence[str] | None, act: Callable[[], None]) -> None:
+        self._inner, self._path, self._act = inner, path, act
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         spec.loader = self._inner
-        activate()
+        self._act()
         again = _find(spec.name, self._path)  # the budget has installed import hooks
         if again is not None and again.loader is not None and not isinstance(again.loader, _Loader):
             spec.loader = again.loader

@@ -180,6 +180,21 @@ class MonitorConfig(_Model):
     timeline_size: values.TimelineSize = _key("The most that the timeline may take on disk; at least 1MiB.", "64MiB")
 
 
+class SuspendConfig(_Model):
+    """When this process may leave its GPUs. `when_idle` is in seconds; None: never by itself."""
+
+    when_idle: Annotated[values.WhenIdle | None, WRITTEN] = _key(
+        "In a notebook: without work for so long, it leaves its GPUs until the next cell. From 1s to 7 days.",
+        examples=["10min"],
+    )
+    by_others: bool = _key(
+        "Whether other processes of the user may suspend it: memguard suspend PID.", False, strict=True
+    )
+    host_memory: Literal["check", "ignore"] = _key(
+        "check: not if host memory is too small for it. ignore: for a machine whose memory grows.", "check"
+    )
+
+
 class DoctorConfig(_Model):
     """What `memguard doctor` reads of the budget; nothing else uses it."""
 
@@ -193,8 +208,8 @@ class Budget(_Model):
     """How much memory of each GPU one process may take, and which framework gets which part of it.
 
     A budget cannot be changed. Two are equal if they mean the same, however they were written. `devices` has a whole
-    UUID (`GPU-` and lower case), a CUDA ordinal in digits, or a name pattern as key. `monitor` and `doctor` are None if
-    nothing is asked of them.
+    UUID (`GPU-` and lower case), a CUDA ordinal in digits, or a name pattern as key. `monitor`, `suspend` and `doctor`
+    are None if nothing is asked of them.
     """
 
     model_config = ConfigDict(
@@ -236,6 +251,11 @@ class Budget(_Model):
         examples=[["trim"]],
         json_schema_extra=_UNIQUE,
     )
+    suspend: Annotated[
+        SuspendConfig | None,
+        WRITTEN,
+        AfterValidator(lambda suspend: suspend if suspend != SuspendConfig() else None),
+    ] = _key("When this process may leave its GPUs. Without this key only when it asks for it itself.")
     doctor: Annotated[
         DoctorConfig | None, WRITTEN, AfterValidator(lambda doctor: doctor if doctor.ignore else None)
     ] = _key("What `memguard doctor` reads of the budget; nothing else uses it.")
@@ -338,7 +358,7 @@ def _budget(document: Document, source: str) -> Budget:
 def _fields() -> "Fields":
     """The fields of each level by key."""
     models: dict[str, type[_Model]] = {"": Budget, "device": DeviceBudget, "monitor": MonitorConfig, **MODELS}
-    models["doctor"] = DoctorConfig
+    models |= {"suspend": SuspendConfig, "doctor": DoctorConfig}
     return {"frameworks": MODELS, **{level: model.model_fields for level, model in models.items()}}
 
 

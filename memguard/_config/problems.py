@@ -20,7 +20,8 @@ from memguard._units import short
 from memguard.errors import Problem
 
 Fields = Mapping[str, Mapping[str, Any]]
-"""The fields of each level by key; the levels are "", `device`, `frameworks`, `monitor`, `doctor`, each framework."""
+"""The fields of each level by key; the levels are "", `device`, `frameworks`, `monitor`, `suspend`, `doctor`, and each
+framework."""
 
 _EXAMPLE = "torch: {share: 50%}"
 _SHAPES = {
@@ -29,9 +30,15 @@ _SHAPES = {
     "devices": ("one line for each GPU", "for example '0: {limit: 50%}' under devices"),
     "frameworks": ("one line for each framework", f"for example '{_EXAMPLE}' under frameworks"),
     "monitor": ("its settings", "'monitor: {}' for the defaults, or for example 'monitor: {interval: 1s}'"),
+    "suspend": ("its settings", "for example 'suspend: {when_idle: 10min}'"),
     "doctor": ("its settings", "'doctor: {ignore: []}', or remove the key"),
 }
-_OFF = {"monitor": "remove the key: nothing watches then", "forecast": "write '0'"}
+_OFF = {
+    "monitor": "remove the key: nothing watches then",
+    "forecast": "write '0'",
+    "suspend": "remove the key: only the program itself suspends it then",
+    "when_idle": "remove the key: it is not suspended by itself then",
+}
 """What to do about a word such as `off`, which stands for no value of these keys."""
 # Words that people write, each with the one that it stands for.
 _VALUES = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
@@ -50,6 +57,10 @@ _KEYS = {
     **dict.fromkeys(("max_size", "size", "file_size", "log_size", "rotate"), "timeline_size"),
     **dict.fromkeys(("pressure", "when_critical", "on_critical", "on_memory_pressure"), "on_pressure"),
     **dict.fromkeys(("busy", "if_busy", "when_busy"), "on_busy"),
+    **dict.fromkeys(("sleep", "hibernate", "suspension", "suspended", "offload", "swap"), "suspend"),
+    **dict.fromkeys(("idle", "if_idle", "on_idle", "idle_after", "after", "idle_timeout", "idle_for"), "when_idle"),
+    **dict.fromkeys(("others", "from_outside", "outside", "allow_others", "external"), "by_others"),
+    **dict.fromkeys(("host", "ram", "host_ram", "system_memory", "host_mem"), "host_memory"),
     **dict.fromkeys(("skip", "ignored", "exclude", "silence"), "ignore"),
     **dict.fromkeys(("ver", "format", "format_version", "schema_version"), "version"),
     **{meant.normal(alias): name for name, spec in SPECS.items() for alias in spec.aliases},
@@ -339,7 +350,7 @@ def _written(value: object) -> str:
 
 def _home(name: str, value: object, fields: Fields, data: object) -> str:
     """What to do with a key that belongs elsewhere; "" if it belongs nowhere."""
-    for level in ("frameworks", "device", "monitor", "doctor", *SPECS):
+    for level in ("frameworks", "device", "monitor", "suspend", "doctor", *SPECS):
         if name in fields[level]:
             if level in SPECS and name in SIZES:
                 owner = next(meant.unsized(data), "torch")

@@ -22,6 +22,8 @@ T = TypeVar("T")
 
 INTERVAL, FORECAST = (0.05, 3600.0), (1.0, 3600.0)
 """The least and the most seconds between two samples, and that the monitor may look ahead (0 turns that off)."""
+IDLE = (1.0, 604800.0)
+"""The least and the most seconds without work before a process is suspended."""
 WARN, CRITICAL = "85%", "95%"
 """The monitor's levels by default."""
 MAX_PATH = 1024
@@ -365,6 +367,7 @@ Forecast = Annotated[
         {"const": 0},
     ),
 ]
+WhenIdle = Annotated[float, Value(lambda value: duration(value, *IDLE), duration_text, *_seconds(*IDLE))]
 Timeline = Annotated[str, Value(timeline, None, _PATH)]
 TimelineSize = Annotated[int, Value(lambda value: size(value, MIB), text, *_sizes(MIB))]
 Version = Annotated[int, Value(version, None, {"const": 1})]

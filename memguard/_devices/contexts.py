@@ -12,7 +12,7 @@ from collections.abc import Callable
 from ctypes import byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any, NamedTuple
 
-from memguard._devices import libcuda
+from memguard._devices import libcuda, suspension
 from memguard._devices.libcuda import check
 from memguard.errors import DeviceError
 
@@ -57,7 +57,11 @@ def loaded() -> libcuda.DriverAPI | None:
 
 
 def driver() -> libcuda.DriverAPI:
-    """libcuda, initialised. Raises DeviceError if nothing has initialised CUDA in this process."""
+    """libcuda, initialised, to give a GPU work. Raises DeviceError if nothing has initialised CUDA in this process,
+    Suspended while it is off its GPUs: a synchronize would end it then, and an allocation wait.
+    """
+    if suspension.now is not None:
+        raise suspension.refused("CUDA")
     cuda = _initialised if _initialised is not None else loaded()
     if cuda is None:
         raise DeviceError("nothing has initialised CUDA in this process\n    fix: make an array on the GPU first")

@@ -183,6 +183,8 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "cuCheckpointProcessUnlock": (_Int, POINTER(CUcheckpointUnlockArgs)),
 }
 """The parameters of each function. All return a CUresult."""
+CHECKPOINT = tuple(f"cuCheckpointProcess{name}" for name in ("GetState", "Lock", "Checkpoint", "Restore", "Unlock"))
+"""What suspends and resumes a process. Driver 570 brought these functions."""
 
 
 class DriverAPI:
@@ -240,6 +242,15 @@ def opened(path: str) -> ctypes.CDLL | None:
         return ctypes.CDLL(path, mode=getattr(os, "RTLD_NOLOAD", 4) | os.RTLD_LAZY)
     except OSError:
         return None
+
+
+def exports(*functions: str) -> bool | None:
+    """Whether the libcuda that this process has loaded has these functions; None if it has loaded none."""
+    try:
+        library = ctypes.CDLL(_NAME, mode=getattr(os, "RTLD_NOLOAD", 4))
+    except OSError:
+        return None
+    return all(address(library, function) is not None for function in functions)
 
 
 def address(library: ctypes.CDLL, function: str) -> int | None:

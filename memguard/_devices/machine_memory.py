@@ -19,11 +19,27 @@ def available(root: str = "/") -> int | None:
         return None
 
 
-def parse(text: str) -> int | None:
-    """`MemAvailable` in bytes from the text of /proc/meminfo; None if it is not there or no number."""
+def grantable(root: str = "/") -> int | None:
+    """Bytes that the kernel still grants to processes, used or not, where it grants no more than there are; None where
+    it does (`vm.overcommit_memory` is 0 or 1, as usual), and if that is unknown.
+    """
+    try:
+        with open(os.path.join(root, "proc/sys/vm/overcommit_memory"), encoding="ascii", errors="replace") as file:
+            if file.read().strip() != "2":
+                return None
+        with open(os.path.join(root, "proc/meminfo"), encoding="ascii", errors="replace") as file:
+            text = file.read()
+    except OSError:
+        return None
+    limit, granted = parse(text, "CommitLimit:"), parse(text, "Committed_AS:")
+    return None if limit is None or granted is None else max(limit - granted, 0)
+
+
+def parse(text: str, field: str = _AVAILABLE) -> int | None:
+    """A field in bytes from the text of /proc/meminfo; None if it is not there or no number."""
     for line in text.splitlines():
         name, *rest = line.split()[:3] or [""]
-        if name == _AVAILABLE and len(rest) == 2 and rest[0].isascii() and rest[0].isdecimal() and rest[1] == "kB":
+        if name == field and len(rest) == 2 and rest[0].isascii() and rest[0].isdecimal() and rest[1] == "kB":
             return int(rest[0]) << 10
     return None
 

@@ -13,11 +13,13 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from ctypes import Structure, byref, c_char, c_uint, c_ulonglong
 from struct import Struct
 from typing import Any, NamedTuple, TypeVar
 
+from memguard._devices import suspension
 from memguard._logs import log as _log
 from memguard._types import Device, MemoryInfo, memory_info_of
 from memguard._units import MAX_SIZE, is_whole, short
@@ -159,6 +161,8 @@ class _Process(Structure):
     )
 
 
+_RECENT = 5.0
+"""Seconds for which a process's utilisation is asked: NVML's own samples are up to a second apart."""
 _ROOM, _MOST_ROOM = 32, 1 << 16
 """Processes that a list has room for: at first, and at most."""
 _FIGURES, _ENTRY = Struct("@I4Q"), Struct("@IQII")
@@ -181,6 +185,18 @@ class _Ready(NamedTuple):
     listed: Callable[..., int] | None
     figures: list[tuple[_Memory, Any]]
     lists: list[tuple[c_uint, Any, Any, bytes | None, Mapping[int, int | None]]]
+
+
+_all: weakref.WeakSet[Nvml] = weakref.WeakSet()
+
+
+def forget_prepared() -> None:
+    """This process leaves its GPUs: the next readings come through `Nvml._call`, which then refuses them.
+
+    So a reading is not checked while the process is on its GPUs.
+    """
+    for one in list(_all):
+        one._ready = {}
 
 
 class _Here(threading.local):
@@ -225,6 +241,7 @@ class Nvml:
         """By UUID what `_prepare` found: so that a reading is one call of NVML, and hardly anything beside it."""
         self._bytes_trusted = True
         self._here = threading.local()  # `doing`: what this thread asks about, for the text of an error
+        _all.add(self)
 
     def devices(self) -> tuple[Device, ...]:
         """The GPUs of the machine in NVML's order, whatever CUDA_VISIBLE_DEVICES says; without those in `refused`.
@@ -307,6 +324,13 @@ class Nvml:
             return self._call("processes of", work, uuid)
         return self._call("processes of", self._processes, uuid)
 
+    def utilisation(self, uuid: str) -> Mapping[int, int] | None:
+        """The share of time in which a process kept the GPU busy, in percent, by PID, over the last few seconds.
+
+        nvmlDeviceGetProcessUtilization. Who is not in it did nothing. None if NVML does not say, or sampled nobody.
+        """
+        return self._call("utilisation of", self._utilisation, uuid)
+
     def _prepare(self, uuid: str) -> None:
         """Remember NVML's functions and the handle, once a reading with them has worked."""
         n = sys.modules.get("pynvml")
@@ -321,17 +345,41 @@ class Nvml:
             listed = find("nvmlDeviceGetComputeRunningProcesses_v3")
         except n.NVMLError:
             listed = None
-        self._ready[uuid] = _Ready(n, find, handle, ask, n.nvmlMemory_v2, listed, [], [])
+        ready = self._ready
+        ready[uuid] = _Ready(n, find, handle, ask, n.nvmlMemory_v2, listed, [], [])
+        if suspension.now is not None:  # since the reading began
+            ready.pop(uuid, None)
 
     def mig(self, uuid: str) -> bool:
         """Whether MIG divides the GPU. This version does not support the parts."""
         return self._call("MIG mode of", lambda n, uuid: self._mig(n, self._handle(n, uuid)), uuid)
 
+    def driver(self) -> str:
+        """The driver's version, as 580.159.04."""
+        return self._call("driver version", lambda n, _: str(n.nvmlSystemGetDriverVersion()), "")
+
+    def mps(self, uuid: str) -> frozenset[int]:
+        """The processes that use the GPU through the Multi-Process Service, of which it has a server as well."""
+        return self._call("MPS processes of", lambda n, uuid: self._mps(n, self._handle(n, uuid)), uuid)
+
+    def vgpu(self, uuid: str) -> bool:
+        """Whether it is a virtual GPU: this machine is a guest that has a part of a card. A card passed on whole is
+        none."""
+        return self._call("virtualization mode of", lambda n, uuid: self._vgpu(n, self._handle(n, uuid)), uuid)
+
+    def used_since(self, uuid: str, pid: int, stamp: int) -> tuple[bool | None, int]:
+        """Whether a process has used the GPU since `stamp`, and NVML's newest stamp; None if NVML does not say.
+
+        A stamp is NVML's: microseconds, of a call before; 0 for all of the few seconds that it remembers. What takes
+        much less than a percent of a sampling period (a sixth of a second to one second) may not show.
+        """
+        return self._call("utilization of", lambda n, uuid: self._used_since(n, uuid, pid, stamp), uuid)
+
     def close(self) -> None:
         """Shut NVML down (nvmlShutdown). The next call initialises it again."""
         with self._lock:
             pid, self._pid = self._pid, None  # first: NVML counts, and must not be shut down once too often
-            if pid == os.getpid() and not self._turning:
+            if pid == os.getpid() and not self._turning and suspension.now is None:  # NVML would wait till then
                 import pynvml
 
                 if _possible(pynvml):
@@ -350,6 +398,8 @@ class Nvml:
 
     def _call(self, what: str, work: Callable[[Any, str], T], uuid: str) -> T:
         """What `work` finds about the GPU. `what` is for the text of an error."""
+        if suspension.now is not None:  # NVML's calls wait until the process is back
+            raise suspension.refused("NVML")
         n = self._pynvml()  # not timed: it may come from a slow disk
         here = _here
         if here.calls and not _possible(n):
@@ -531,6 +581,20 @@ class Nvml:
             return {}
         return self._summed(uuid, [(process.pid, process.usedGpuMemory) for process in processes])
 
+    def _utilisation(self, n: Any, uuid: str) -> dict[int, int] | None:
+        since = int((time.time() - _RECENT) * 1e6)
+        try:
+            samples = n.nvmlDeviceGetProcessUtilization(self._handle(n, uuid), since)
+        except n.NVMLError_Uninitialized:
+            raise
+        except (n.NVMLError, n.NVMLLibraryMismatchError, AttributeError):  # also if there is no sample
+            return None
+        found: dict[int, int] = {}
+        for sample in samples:
+            if 0 <= sample.smUtil <= 100:  # some drivers give figures that cannot be
+                found[sample.pid] = max(found.get(sample.pid, 0), sample.smUtil)
+        return found or None
+
     def _summed(self, uuid: str, processes: Iterable[tuple[Any, ...]]) -> dict[int, int | None]:
         """The bytes by PID, which NVML may list more than once. An entry begins with PID and bytes."""
         found: dict[int, int | None] = {}
@@ -545,6 +609,26 @@ class Nvml:
             found[pid] = together if together is None or together <= total else None
         return found
 
+    def _used_since(self, n: Any, uuid: str, pid: int, stamp: int) -> tuple[bool | None, int]:
+        try:
+            samples = n.nvmlDeviceGetProcessUtilization(self._handle(n, uuid), stamp)
+        except n.NVMLError_NotFound:  # none is newer
+            return False, stamp
+        except (n.NVMLError_NotSupported, n.NVMLError_FunctionNotFound, n.NVMLError_NoPermission):
+            return None, stamp
+        except n.NVMLError as error:
+            if error.value == n.NVML_SUCCESS:  # what nvidia-ml-py makes of an empty list
+                return False, stamp
+            raise
+        fresh = [
+            sample
+            for sample in samples
+            # Entries of processes that have ended may hold anything.
+            if sample.timeStamp > stamp and max(_parts(sample)) <= 100
+        ]
+        used = any(sample.pid == pid and any(_parts(sample)) for sample in fresh)
+        return used, max((sample.timeStamp for sample in fresh), default=stamp)
+
     @staticmethod
     def _architecture(n: Any, handle: Any) -> str:
         try:
@@ -558,6 +642,25 @@ class Nvml:
             return bool(n.nvmlDeviceGetMigMode(handle)[0])
         except (n.NVMLError_FunctionNotFound, n.NVMLError_NotSupported, n.NVMLLibraryMismatchError):
             return False
+
+    @staticmethod
+    def _mps(n: Any, handle: Any) -> frozenset[int]:
+        try:
+            return frozenset(process.pid for process in n.nvmlDeviceGetMPSComputeRunningProcesses(handle))
+        except (n.NVMLError_FunctionNotFound, n.NVMLError_NotSupported, n.NVMLLibraryMismatchError):
+            return frozenset()
+
+    @staticmethod
+    def _vgpu(n: Any, handle: Any) -> bool:
+        try:
+            return bool(n.nvmlDeviceGetVirtualizationMode(handle) == n.NVML_GPU_VIRTUALIZATION_MODE_VGPU)
+        except (n.NVMLError_FunctionNotFound, n.NVMLError_NotSupported, n.NVMLLibraryMismatchError):
+            return False
+
+
+def _parts(sample: Any) -> tuple[int, ...]:
+    """Per cent of each engine."""
+    return sample.smUtil, sample.memUtil, sample.encUtil, sample.decUtil
 
 
 def _function(n: Any, name: str) -> Callable[..., int] | None:

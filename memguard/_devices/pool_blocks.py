@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from ctypes import c_uint64, c_void_p
 
-from memguard._devices import contexts, streams
+from memguard._devices import contexts, streams, suspension
 from memguard._devices.libcuda import DriverAPI, check
 from memguard._devices.pool_cap import PoolCap
 from memguard._devices.pools import CappedPool, DefaultPool
@@ -110,7 +110,8 @@ class PoolBlocks:
                 contexts.driver().cuStreamSynchronize(_streams[self.context])
 
     def _settle(self) -> None:
-        cuda = contexts.loaded()
+        # While the process is off its GPUs, all frees wait: the next block that is taken or given back settles them.
+        cuda = contexts.loaded() if suspension.now is None else None
         while self._waiting and cuda is not None:  # None in a forked child, where CUDA cannot be used
             try:
                 held = self._waiting.popleft()

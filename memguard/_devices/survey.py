@@ -130,6 +130,8 @@ def _gpu(
     with contextlib.suppress(*quiet):
         found["mig"] = bool(n.nvmlDeviceGetMigMode(handle)[0])
     with contextlib.suppress(*quiet):
+        found["vgpu"] = n.nvmlDeviceGetVirtualizationMode(handle) == n.NVML_GPU_VIRTUALIZATION_MODE_VGPU
+    with contextlib.suppress(*quiet):
         found["mode"] = _MODES.get(n.nvmlDeviceGetComputeMode(handle))
     with contextlib.suppress(*quiet):
         found.update(_memory(n, quiet, handle))
@@ -165,6 +167,7 @@ def driver() -> Iterator[dict[str, Any]]:
     with contextlib.suppress(AttributeError):  # a library of that name that is not the driver's
         if cuda.cuDriverGetVersion(number) == 0:
             found["version"] = number.value
+    found["checkpoint"] = libcuda.exports(*libcuda.CHECKPOINT)
     yield dict(found)
     try:
         code = cuda.cuInit(0)

@@ -7,7 +7,16 @@ ledger, the monitor, trims and exit hooks read it.
 
 from __future__ import annotations
 
+import os
+import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from memguard._logs import log as _log
+from memguard._logs import text_of
+from memguard._units import format_size
+from memguard.errors import Suspended
 
 
 @dataclass(frozen=True)
@@ -18,6 +27,61 @@ class Off:
     since: float
     moving: bool = False
 
+    def __str__(self) -> str:
+        """`suspended, 12.3 GiB in host memory`."""
+        return f"suspended, {self.text_of_bytes} in host memory" if self.bytes else "suspended"
+
+    @property
+    def text_of_bytes(self) -> str:
+        """`12.3 GiB`, of all GPUs together."""
+        return format_size(sum(self.bytes.values()))
+
 
 now: Off | None = None
 """Set before the first gate closes, None again after the last one opened. One assignment each: readers take no lock."""
+_later: deque[Callable[[], object]] = deque()
+"""What destructors would have given back to the driver."""
+_of_parent: list[deque[Callable[[], object]]] = []
+
+
+def refused(what: str) -> Suspended:
+    """The error of a call that needs the GPUs while the process is off them. `what` names the call."""
+    off = now
+    since = "" if off is None else f" since {time.strftime('%H:%M:%S', time.localtime(off.since))}"
+    return Suspended(
+        f"{what}: this process is off its GPUs{since} ({off or 'suspended'})\n"
+        f"    fix: memguard.resume(), or `memguard resume {os.getpid()}` from a shell; inside "
+        "`with memguard.suspended():` end the block first"
+    )
+
+
+def check(what: str) -> None:
+    """Raise Suspended if this process is off its GPUs."""
+    if now is not None:
+        raise refused(what)
+
+
+def put_off(call: Callable[[], object]) -> None:
+    """Call it once the process is back. For destructors, on any thread at any moment: it takes no lock."""
+    _later.append(call)
+
+
+def catch_up() -> None:
+    """Do what was put off. The process is back on its GPUs."""
+    while _later:
+        try:
+            call = _later.popleft()
+        except IndexError:  # another thread was faster
+            return
+        try:
+            call()
+        except Exception as error:
+            _log.warning("what was put off while the process was suspended failed: %s", text_of(error))
+
+
+def forked() -> None:
+    """In a forked child, which has no CUDA: what its parent put off is not its own, and is not ended here."""
+    global now, _later
+    now = None
+    _of_parent.append(_later)
+    _later = deque()

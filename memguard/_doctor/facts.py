@@ -43,6 +43,7 @@ class Cuda(_Fact):
     """libcuda. `path` is the file that was loaded, links resolved; `candidates` are all that the loader could find.
 
     `version` is cuDriverGetVersion (13000), `init` cuInit's result by name (CUDA_SUCCESS), `error` dlopen's.
+    `checkpoint`: it has the functions that suspend a process.
     """
 
     path: str | None = None
@@ -50,6 +51,7 @@ class Cuda(_Fact):
     error: str | None = None
     version: int | None = None
     init: str | None = None
+    checkpoint: bool | None = None
     devices: tuple[CudaDevice, ...] = ()
 
 
@@ -78,6 +80,7 @@ class NvmlFacts(_Fact):
 
 class NvmlDevice(_Fact):
     """A GPU as NVML numbers it. `mode`: Default, Exclusive_Process, Prohibited. `error`: why NVML gives no handle.
+    `vgpu`: the machine is a guest that has a part of a card.
 
     `processes`: bytes by PID, None if NVML does not say how many; the doctor's own processes are left out.
     """
@@ -90,6 +93,7 @@ class NvmlDevice(_Fact):
     used: int | None = None
     free: int | None = None
     mig: bool | None = None
+    vgpu: bool | None = None
     mode: str | None = None
     processes: dict[str, int | None] = {}
     error: str | None = None
@@ -217,12 +221,15 @@ class Script(_Fact):
 
 
 class BudgetFacts(_Fact):
-    """The budget to check. `limits`: bytes by UUID of its GPUs; `errors`: why it cannot be planned."""
+    """The budget to check. `limits`: bytes by UUID of its GPUs; `errors`: why it cannot be planned. `suspend`: it says
+    when the process leaves its GPUs.
+    """
 
     source: str = "budget"
     frameworks: tuple[str, ...] = ()
     limits: dict[str, int] = {}
     errors: tuple[str, ...] = ()
+    suspend: bool = False
 
 
 class Facts(_Fact):

@@ -96,6 +96,9 @@ def _html(text: str) -> str:
 
 def _process(part: DeviceLedger) -> str:
     limit = "" if part.limit is None else f" of its limit of {format_size(part.limit)}"
+    if part.suspended is not None:
+        limit = "" if part.limit is None else f" (its limit: {format_size(part.limit)})"
+        return f"this process: suspended, {format_size(part.suspended)} in host memory{limit}"
     return f"this process: {format_size(part.process)}{limit}"
 
 

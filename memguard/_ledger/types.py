@@ -21,6 +21,7 @@ from memguard._units import format_size
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+_OWN = ("framework", "overhead", "unaccounted", "suspended")
 EXCHANGE = "exchange"
 """The row of what is held for other processes, beside the frameworks'."""
 
@@ -29,10 +30,10 @@ EXCHANGE = "exchange"
 class Row:
     """One line of the ledger. Sizes are bytes, None if unknown; `bytes` is what counts in the sum.
 
-    kind: framework, overhead, unaccounted, other processes, driver reserve, free. `lent` is the part of a framework's
-    memory that others have views of, each byte once; None if nothing is lent. `refused` says how often a framework of
-    the budget was refused memory on this GPU since the budget is active, as far as its allocator tells of it, and
-    `last_refused` when it last was (seconds, as `time.time()`); None if unknown, or for other rows.
+    kind: framework, overhead, unaccounted, suspended, other processes, driver reserve, free. `lent` is the part of a
+    framework's memory that others have views of, each byte once; None if nothing is lent. `refused` says how often a
+    framework of the budget was refused memory on this GPU since the budget is active, as far as its allocator tells of
+    it, and `last_refused` when it last was (seconds, as `time.time()`); None if unknown, or for other rows.
     """
 
     kind: str
@@ -93,6 +94,10 @@ class DeviceLedger:
 
     `sum`: what the rows that add up come to, in bytes. It is `device.total`; of a GPU with unified memory `process`,
     without the rows `other processes`, `driver reserve` and `free`; and None there if `process` is unknown.
+
+    `suspended`: the bytes that the process has in host memory instead, while it is off the GPU; None otherwise. Its
+    rows are then as they were, a row of kind `suspended` takes them off again, and `process` is 0. What others hold is
+    not known from within then, and so `sum` is None, unless somebody else reads the GPU.
     """
 
     device: Device
@@ -100,6 +105,7 @@ class DeviceLedger:
     process: int | None
     limit: int | None = None
     moved: bool = False
+    suspended: int | None = None
 
     @classmethod
     def later(
@@ -107,7 +113,7 @@ class DeviceLedger:
     ) -> DeviceLedger:
         """One whose rows are made when somebody looks at them, by a call that always gives the same ones."""
         found = cls.__new__(cls)
-        vars(found).update(device=device, process=process, limit=limit, moved=moved, _rows=rows)
+        vars(found).update(device=device, process=process, limit=limit, moved=moved, suspended=None, _rows=rows)
         return found
 
     def __getattr__(self, name: str) -> Any:
@@ -120,15 +126,17 @@ class DeviceLedger:
         return rows
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.device, self.rows, self.process, self.limit, self.moved)
+        return type(self), (self.device, self.rows, self.process, self.limit, self.moved, self.suspended)
 
     @property
     def own_rows(self) -> tuple[Row, ...]:
-        """What this process holds: frameworks, overhead, unaccounted."""
-        return tuple(row for row in self.rows if row.kind in ("framework", "overhead", "unaccounted"))
+        """What this process holds: frameworks, overhead, unaccounted; and what takes that off while it is suspended."""
+        return tuple(row for row in self.rows if row.kind in _OWN)
 
     @property
     def sum(self) -> int | None:
+        if self.suspended is not None and any(row.kind == "free" and row.bytes is None for row in self.rows):
+            return None
         if not self.device.unified:
             return sum(row.bytes or 0 for row in self.rows)
         return None if self.process is None else sum(row.bytes or 0 for row in self.own_rows)
@@ -166,6 +174,7 @@ class Ledger:
                     "process": part.process,
                     "limit": part.limit,
                     "moved": part.moved,
+                    "suspended": part.suspended,
                     "rows": [vars(row) for row in part.rows],
                 }
                 for part in self.devices

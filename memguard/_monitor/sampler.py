@@ -32,6 +32,8 @@ _MOST = 60.0
 """Seconds of CPU that one sample may cost. More, or less than nothing, comes of a clock that the program replaced."""
 _BEGIN = 0.2
 """Seconds that `stop` waits for a thread whose `start` was interrupted, and which may never begin."""
+_LOOK = 0.005
+"""Seconds between two looks of `pause` at the sample that is under way."""
 JOIN = 2.0
 """Seconds that `stop` waits for a sample that hangs in the driver; the thread then ends by itself."""
 
@@ -108,6 +110,7 @@ class Monitor:
         self._thread: threading.Thread | None = None
         self._begun = Flag()
         self._interval = settings.interval
+        self._paused = self._ticking = False
         self._failures = 0
         self._complained: set[str] = set()
 
@@ -143,8 +146,28 @@ class Monitor:
         if self._begun.is_set():  # else `join` would raise
             thread.join(JOIN)
 
+    def pause(self, seconds: float) -> bool:
+        """Take no sample until `go_on`. False if the one under way has not ended within that time.
+
+        Called on its own thread, by a callback, it does not wait.
+        """
+        self._paused = True
+        until = time.monotonic() + seconds
+        while self._ticking and self._thread is not threading.current_thread():
+            if self._thread is None or not self._thread.is_alive():
+                break
+            if time.monotonic() >= until:
+                return False
+            time.sleep(_LOOK)
+        return True
+
+    def go_on(self) -> None:
+        """Take samples again."""
+        self._paused = False
+
     def forked(self) -> None:
         """In a forked child: no thread runs there."""
+        self._paused = self._ticking = False
         self._stop = Flag()
         self._thread = None
         self._ring = deque(maxlen=KEPT)
@@ -164,7 +187,7 @@ class Monitor:
             wait = self._settings.interval
             try:
                 begun = self._cpu()
-                self._tick(lambda: stop.is_set() or os.getpid() != pid)
+                self._tick_unless_paused(lambda: stop.is_set() or os.getpid() != pid)
                 if os.getpid() != pid:  # a callback forked: this is the child, on a copy of this thread
                     return
                 cost = self._cpu() - begun
@@ -191,6 +214,14 @@ class Monitor:
         """Seconds until the next attempt: twice as long each time, up to a bound."""
         interval = self._settings.interval
         return min(interval * 2.0 ** min(self._failures, 30), max(SLOWEST_RETRY, interval))
+
+    def _tick_unless_paused(self, over: Callable[[], bool]) -> None:
+        self._ticking = True  # first: whoever pauses looks at it afterwards
+        try:
+            if not self._paused:
+                self._tick(over)
+        finally:
+            self._ticking = False
 
     def _tick(self, over: Callable[[], bool]) -> None:
         """One sample, and what follows from it; nothing follows once `over` is true."""

@@ -6,6 +6,7 @@ The monitor's thread notices and reports. What frees memory or raises waits for 
 from __future__ import annotations
 
 import atexit
+import importlib
 import os
 import threading
 import time
@@ -13,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from memguard._devices import contexts
+from memguard._devices import contexts, suspension
 from memguard._logs import log as _log
 from memguard._logs import text_of
 from memguard._monitor.leaks import Workloads
@@ -43,6 +44,11 @@ def outlived(active: Session | None) -> bool:
     """Whether this thread is the monitor of a budget that is over, while another budget is active."""
     own = getattr(_thread, "session", None)
     return own is not None and active is not None and active is not own
+
+
+def on_monitor() -> bool:
+    """Whether this thread is a monitor's, as that of a function of `on_pressure` may be."""
+    return getattr(_thread, "session", None) is not None
 
 
 class Session:
@@ -85,11 +91,21 @@ class Session:
             hooks.install(self._scene, self._write_oom, self._announce_oom)
             if self.guard.budget.monitor is not None:
                 self._start_monitor()
+            self._watch_idleness()
         except BaseException:
             self.guard.stop()
             raise
         if getattr(_thread, "session", None) is not None:
             _thread.session = self  # a monitor's callback began this budget, and may end it
+
+    def _watch_idleness(self) -> None:
+        suspend = self.guard.budget.suspend
+        if suspend is None or suspend.when_idle is None:
+            return
+        # By its name: a process that leaves its GPUs is a matter of a layer above, which uses this one.
+        when_idle = importlib.import_module("memguard._suspend.when_idle")
+        self._undo.add("the watch for idleness", when_idle.end_of_budget)
+        when_idle.of_budget(suspend.when_idle, suspend.host_memory == "ignore")
 
     def _start_monitor(self) -> None:
         from memguard._monitor.pressure import Settings
@@ -152,6 +168,8 @@ class Session:
         """Trim what the budget says to trim under pressure. Raise UnderPressure if it says so and pressure lasts."""
         if not self._due and not self._raises:  # mostly
             return
+        if suspension.now is not None:  # both wait until the process is back
+            return
         here = self._here
         if getattr(here, "busy", False) or getattr(here, "monitor", False):
             return
@@ -207,7 +225,7 @@ class Session:
         ledger = guard.ledger()
         processes = {
             part.device.uuid: {p: n for p, n in guard.host.processes(part.device).items() if p != guard.host.pid}
-            for part in guard.plan.devices
+            for part in (guard.plan.devices if suspension.now is None else ())
         }
         samples = self.monitor.last(10.0) if self.monitor is not None else []
         return hooks.Scene(ledger, guard.plan, processes, tuple(samples), guard.budget, guard.peaks())
@@ -273,6 +291,10 @@ class Session:
             self._call(event)
 
     # any thread
+
+    def announce(self, event: Event) -> None:
+        """Something that was done from outside the budget: into the timeline, and to the callbacks."""
+        self._announce(event)
 
     def _announce(self, event: Event) -> None:
         """Into the timeline, and to the callbacks."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from memguard import _api
-from memguard._devices import contexts
+from memguard._devices import contexts, suspension
 from memguard._joint import POOL
 from memguard._logs import log as _log
 from memguard._logs import text_of
@@ -37,6 +37,8 @@ def active() -> Guard | None:
 
 def capturing() -> bool:
     """Whether this thread captures a CUDA graph, with a framework of the budget, torch or CuPy."""
+    if suspension.now is not None:  # a process that captures is not taken off its GPUs
+        return False
     try:
         guard = active()
         if guard is not None:

@@ -18,6 +18,7 @@ from datetime import datetime, timezone
 
 from memguard import _api
 from memguard._blocks import Block, End
+from memguard._devices import suspension
 from memguard._frameworks.base import Framework
 from memguard._guard import Guard
 from memguard._logs import log as _log
@@ -73,6 +74,7 @@ def _begin(path: str | os.PathLike[str], interval: float) -> End:
     if not os.access(os.path.dirname(target), os.W_OK | os.X_OK):
         raise TraceError(f"{target}: its folder cannot be written\n    fix: make the folder, or name another")
     guard = _api.current()
+    suspension.check("memguard.record_trace")
     if isinstance(guard, IdleGuard):
         _log.warning("no trace is recorded: %s", guard.why)
         return lambda error: None

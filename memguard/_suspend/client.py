@@ -13,7 +13,6 @@ import os
 import select
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
@@ -32,9 +31,9 @@ _GRACE = 5.0
 """Seconds after `limit` in which the helper must have said so itself."""
 _TURN = 0.2
 """Seconds after which who waits for an answer looks whether another thread still reads for it."""
-_SCRUBBED = ("MEMGUARD_", "PYTHON", "CUDA_VISIBLE_DEVICES")
-"""Of the environment: a budget is not for the helper, and it must see every GPU."""
-_CODE = "from memguard._suspend import helper; helper.main()"
+_SCRUBBED = ("MEMGUARD_", "PYTHON", "CUDA_VISIBLE_DEVICES", "CUDA_INJECTION")
+"""Of the environment: a budget or a profiler is not for the helper, and it must see every GPU."""
+_CODE = "import sys; sys.path[:] = {path!r}\nfrom memguard._suspend import helper; helper.main({parent})"
 
 
 class _Connection:
@@ -45,11 +44,12 @@ class _Connection:
 
         path = [os.path.abspath(entry) for entry in importable()]
         given = {name: value for name, value in os.environ.items() if not name.startswith(_SCRUBBED)}
-        self.said = tempfile.TemporaryFile()  # noqa: SIM115 -- closed in `close`
+        # In memory: a full disk must not keep a process from coming back.
+        self.said = os.fdopen(os.memfd_create("memguard-helper"), "w+b")
         try:
             self.process = subprocess.Popen(
                 # -I -S: nothing of the environment's is imported, and MEMGUARD_CONFIG's file is not read
-                [sys.executable, "-I", "-S", "-c", f"import sys; sys.path[:] = {path!r}\n{_CODE}"],
+                [sys.executable or "python3", "-I", "-S", "-c", _CODE.format(path=path, parent=os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self.said,
@@ -63,7 +63,10 @@ class _Connection:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.stdin, self.stdout = self.process.stdin, self.process.stdout
         self.dead = False
-        self._writing, self._reading = threading.RLock(), threading.Lock()
+        self.operations: set[object] = set()
+        """Those under way: it is not killed for another request's sake then."""
+        os.set_blocking(self.stdout.fileno(), False)  # a signal handler may read what this thread was about to
+        self._writing, self._reading = threading.RLock(), threading.RLock()
         self._data = b""
         self._answers: dict[int, dict[str, Any] | None] = {}
         self._next = 0
@@ -97,7 +100,13 @@ class _Connection:
         if not self._reading.acquire(timeout=patience):
             return
         try:
-            if self.dead or not select.select([self.stdout], [], [], patience)[0]:
+            if self.dead:
+                return
+            poll = select.poll()  # not `select`: a program may have more than 1,024 files open
+            poll.register(self.stdout, select.POLLIN)
+            if not poll.poll(1000 * patience):
+                # Not only by its end of the pipe: something that it started may have that too.
+                self.dead = self.process.poll() is not None
                 return
             got = os.read(self.stdout.fileno(), 1 << 16)
             if not got:
@@ -105,6 +114,8 @@ class _Connection:
             *lines, self._data = (self._data + got).split(b"\n")
             for line in lines:
                 self._take(json.loads(line))
+        except BlockingIOError:
+            return
         except (OSError, ValueError):
             self.dead = True
         finally:
@@ -197,10 +208,11 @@ class Client:
 
     def close(self) -> None:
         """End the helper: not within an operation. The next request starts another."""
+        self._after_fork()
         with self._lock:
             connection, self._connection = self._connection, None
             self._watched.clear()
-        if connection is not None and self._pid == os.getpid():
+        if connection is not None:
             connection.close(kill=False)
 
     def request(self, op: str, limit: float, /, **fields: Any) -> dict[str, Any]:
@@ -214,14 +226,23 @@ class Client:
         return self._ask(connection, op, limit, fields)
 
     def _ask(self, connection: _Connection, op: str, limit: float, fields: dict[str, Any]) -> dict[str, Any]:
-        number = connection.send({"op": op, "limit": limit, **fields})
-        answer = connection.wait(number, time.monotonic() + limit + _GRACE)
-        if answer is None or answer.get("timeout"):
-            died = answer is None and connection.dead
+        operation, mark = op in _OPERATIONS, object()
+        if operation:
+            connection.operations.add(mark)
+        try:
+            number = connection.send({"op": op, "limit": limit, **fields})
+            answer = connection.wait(number, time.monotonic() + limit + _GRACE)
+        finally:
+            connection.operations.discard(mark)
+        if answer is None:
+            died = connection.dead
             text = connection.last_words() if died else ""
-            # One that says that a call hangs is sound, and ends by itself. Any other is killed.
-            self._drop(connection, kill=answer is None or op not in _OPERATIONS)
+            self._drop(connection, kill=True)
             return {"trouble": "died" if died else "timeout", "text": text}
+        if answer.get("timeout"):  # it is sound, and a call hangs
+            if not connection.operations:
+                self._drop(connection, kill=not operation)
+            return {"trouble": "timeout"}
         if answer.get("ended"):
             return {"trouble": "ended"}
         if "error" in answer:
@@ -230,13 +251,8 @@ class Client:
 
     def _connected(self) -> _Connection | str:
         """The helper, which has answered; or why there is none."""
+        self._after_fork()
         with self._lock:
-            if self._pid != os.getpid():  # a fork: the parent's helper is not ours
-                if self._connection is not None:
-                    self._connection.forget()
-                self._pid, self._connection, self._holding = os.getpid(), None, None
-                self._watched, self._events = set(), deque()
-                _leaving.clear()
             _reap()
             if self._connection is not None and not self._connection.dead:
                 return self._connection
@@ -246,10 +262,21 @@ class Client:
             ready = self._ask(connection, "ping", START, {})
             if "trouble" in ready:
                 self._drop(connection, kill=True)
-                return str(ready["text"] or "the helper process does not answer")
+                return str(ready.get("text") or "the helper process does not answer")
             for process in tuple(self._watched):
                 connection.send({"op": "watch", **process._asdict()})
             return connection
+
+    def _after_fork(self) -> None:
+        """In a forked child: the parent's helper is not ours, and a lock may be held by a thread that is not here."""
+        if self._pid == os.getpid():
+            return
+        connection, self._connection, self._holding = self._connection, None, None
+        self._lock, self._watched, self._events = threading.RLock(), set(), deque()
+        self._pid = os.getpid()
+        _leaving.clear()
+        if connection is not None:
+            connection.forget()
 
     def _drop(self, connection: _Connection, kill: bool) -> None:
         with self._lock:
@@ -281,7 +308,10 @@ class Client:
         return self._driver("unlock", process, limit)
 
     def usage(self, limit: float = 20.0) -> dict[str, Card] | None:
-        gpus = self.request("usage", limit).get("gpus")
+        answer = self.request("usage", limit)
+        if answer.get("trouble") == "died":  # since it was asked last: another one tells as well
+            answer = self.request("usage", limit)
+        gpus = answer.get("gpus")
         if gpus is None:
             return None
         return {
@@ -292,14 +322,19 @@ class Client:
     def hold(self, sizes: Mapping[str, int], limit: float = 60.0) -> Answer:
         answer = self.request("hold", limit, bytes=dict(sizes))
         if "trouble" in answer:
-            return Answer(None, trouble="room", text=answer.get("text") or answer["trouble"])
+            return Answer(None, trouble="room", text=answer.get("text") or "the helper process did not answer")
         self._holding = self._connection
         return Answer(0)
 
     def release(self, limit: float = 60.0) -> None:
         self._holding = None
-        if self._connection is not None:
-            self.request("release", limit)
+        self._tell("release", limit)
+
+    def _tell(self, op: str, limit: float, **fields: Any) -> None:
+        """Ask the helper if it lives: none is started for what went with it."""
+        connection = self._connection
+        if connection is not None and not connection.dead and self._pid == os.getpid():
+            self._ask(connection, op, limit, fields)
 
     def _driver(self, op: str, process: Process, limit: float, **fields: Any) -> Answer:
         return self._answer(self.request(op, limit, **process._asdict(), **fields))
@@ -320,8 +355,7 @@ class Client:
 
     def unwatch(self, process: Process) -> None:
         self._watched.discard(process)
-        if self._connection is not None:
-            self.request("unwatch", 10.0, **process._asdict())
+        self._tell("unwatch", 10.0, **process._asdict())
 
     def next_event(self, timeout: float) -> Event | None:
         """The next event of a watched process; None if there is none within `timeout` seconds."""

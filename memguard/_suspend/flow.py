@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
-from memguard._suspend import measure, said
+from memguard._suspend import meanwhile, measure, said
 from memguard._suspend.door import Card, Door
 from memguard._suspend.identity import anonymous_bytes, stopped
 from memguard._suspend.steps import Answer, Course, Do, End, Goal, Why
@@ -27,7 +27,8 @@ Room = Callable[[Process, Needs, Door, threading.Event | None], AbstractContextM
 """Makes room for a restore and keeps it within the block, in which the restore is called.
 
 It gets the process, its bytes by GPU (None: nobody knows), the door to hold them with, and the event that ends its
-wait. It gives "" if there is room, else why not: then no restore is begun.
+wait: nobody wants it any more, or the process is back already. It gives "" if there is room, else why not: then no
+restore is begun.
 """
 
 
@@ -91,7 +92,7 @@ def take_off(
     wanted_back = flow.interruption is not None or (cancel is not None and cancel.is_set())
     if off.end is not End.SUSPENDED or not wanted_back:
         return off
-    flow.cancel, flow.needs, flow.quiet = give_up, off.bytes, True
+    flow.cancel, flow.needs, flow.quiet = give_up, off.bytes or None, True
     on = flow.run(Goal.ON)
     why = Why(Do.CHECKPOINT, None, "cancelled", "")
     text = on.text if on.end is not End.RUNNING else said.text(Goal.OFF, End.RUNNING, why, process)
@@ -157,6 +158,7 @@ def free_now(process: Process, needs: Needs, client: Door, cancel: threading.Eve
     yield ""
 
 
+_NO_NVML = "NVML does not say how much memory it has on which GPU\n    fix: run `nvidia-smi` and check the driver"
 _MARGIN = 4 * MIB
 """A restore with 1.5 MiB to spare worked, one that lacked 0.4 MiB destroyed the process (H200)."""
 
@@ -175,7 +177,8 @@ class _Flow:
         needs: Needs = None,
     ) -> None:
         self.process, self.client, self.on_step, self.cancel = process, client, on_step, cancel
-        self.room, self.limits, self.needs = room or free_now, limits, needs
+        self.room, self.limits = room or free_now, limits
+        self.needs = needs or None  # none at all is not known: a context has bytes
         self.lock_timeout, self.settle = lock_timeout, settle
         self.parts: dict[str, float] = {}
         self.interruption: BaseException | None = None
@@ -229,11 +232,11 @@ class _Flow:
     def _done(self, step: Do, course: Course) -> Answer:
         client, process, limits = self.client, self.process, self.limits
         if step is Do.ASK:
-            copying = course.long and course.why is not None and course.why.step in (Do.CHECKPOINT, Do.RESTORE)
-            longest = limits.of_copy(self.needs) if copying else self.lock_timeout + limits.lock
-            return client.state(process, longest if course.long else limits.state)
+            return client.state(process, self._patience(course))
         if step is Do.LOCK:
             self.before, self.host = client.usage(), anonymous_bytes(process)
+            if self.before is None:  # then nobody could tell whether there is room for it to come back
+                return Answer(None, trouble="start", text=_NO_NVML)
             if self.needs is None:
                 self.needs = measure.left(process.pid, self.before, None)
             return client.lock(process, max(1, round(1000 * self.lock_timeout)), self.lock_timeout + limits.lock)
@@ -247,12 +250,29 @@ class _Flow:
             return client.checkpoint(process, limits.of_copy(self.needs))
         return client.unlock(process, limits.unlock)
 
+    def _patience(self, course: Course) -> float:
+        """Seconds for the state to be asked: it waits while an operation is under way, also of one who has died."""
+        if stopped(self.process) or course.given_up or not (course.long or course.goal is Goal.ON):
+            return self.limits.state
+        if course.goal is Goal.OFF and course.why is not None and course.why.step is Do.LOCK:
+            return self.lock_timeout + self.limits.lock
+        return self._longest()
+
+    def _longest(self) -> float:
+        """Seconds that a copy may take."""
+        size = anonymous_bytes(self.process) if self.needs is None else None
+        return self.limits.of_copy(self.needs if size is None else {"": size})
+
     def _restored(self) -> Answer:
         """Wait for room, and restore within it. Until the restore begins, an interruption leaves it suspended."""
         begun = False
         started = time.monotonic()
         try:
-            with self.room(self.process, self.needs, self.client, self.cancel) as lacking:
+            patience = self._longest()
+            with (
+                meanwhile.end_of_wait(self.process, self.client, self.cancel, patience) as stop,
+                self.room(self.process, self.needs, self.client, stop) as lacking,
+            ):
                 self._count("room", started)
                 if self._cancelled():
                     return Answer(None, trouble="cancelled")

@@ -48,11 +48,13 @@ class _Job:
 
 
 class Helper:
-    """Serves requests from `read` to `write` until `read` closes. `driver` is opened at the first need."""
+    """Serves requests from `read` to `write` until `read` closes, or `parent` is no longer its parent.
 
-    def __init__(self, read: int, write: int, driver: Callable[[], Checkpoint]) -> None:
-        self._read, self._write, self._open = read, write, driver
-        self._parent = os.getppid()
+    `driver` is opened at the first need.
+    """
+
+    def __init__(self, read: int, write: int, driver: Callable[[], Checkpoint], parent: int) -> None:
+        self._read, self._write, self._open, self._parent = read, write, driver, parent
         self._lock = threading.RLock()
         self._opening = threading.Lock()
         self._driver: Checkpoint | None = None
@@ -187,7 +189,7 @@ class Helper:
             if self._holder is None:
                 import importlib
 
-                self._holder = importlib.import_module("memguard._suspend.holder").Holder()
+                self._holder = importlib.import_module("memguard._devices.placeholder").Holder()
             return self._holder
 
     def _release(self) -> None:
@@ -232,14 +234,15 @@ class Helper:
                 self._checkpoint().unlock(process.pid)  # 401 if it is no longer locked, which does no harm
 
 
-def main() -> None:
+def main(parent: int | None = None) -> None:
+    """`parent`: the PID of who started it, which may have ended already."""
     for name in _IGNORED:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     # A library that prints must not do it into the answers.
     answers = os.dup(1)
     os.dup2(2, 1)
     try:
-        Helper(0, answers, _driver).run()
+        Helper(0, answers, _driver, parent or os.getppid()).run()
     finally:
         os._exit(0)  # not through the exits of libcuda, in which a call that hangs would be waited for
 

@@ -12,9 +12,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 
+from memguard._devices.placeholder import MARGIN
 from memguard._suspend import who
 from memguard._suspend.door import Card, Door
-from memguard._suspend.holder import MARGIN
 from memguard._suspend.identity import anonymous_bytes
 from memguard._suspend.turn import Turn
 from memguard._suspend.types import Process, Progress, Wait

@@ -68,7 +68,7 @@ _STATES = {
     None: "the driver does not say how it is",
     State.RUNNING: "it ran when the driver was asked last",
     State.LOCKED: "it is locked: its CUDA calls wait",
-    State.CHECKPOINTED: "it is off its GPUs, and nobody knows whether the driver can bring it back",
+    State.CHECKPOINTED: "it was off its GPUs when the driver was asked last",
     State.FAILED: "the driver says that it failed",
 }
 _KNOWN: dict[tuple[Do, int | None], tuple[str, str]] = {

@@ -87,6 +87,10 @@ class Course:
     """It was locked by us, or nobody knows by whom."""
     back: bool = False
     """What was done is being taken back."""
+    given_up: bool = False
+    """It is left suspended: there is no room, or nobody wants it back any more."""
+    doubtful: bool = False
+    """A restore gave no answer. It may have failed, which destroys the process, and it would look suspended still."""
     long: bool = False
     why: Why | None = None
     state: State | None = None
@@ -112,7 +116,7 @@ class Course:
             return self
         cancelled = Answer(None, trouble="cancelled")
         if self.goal is Goal.ON:
-            return self._because(cancelled, End.SUSPENDED)
+            return self._give_up(cancelled)
         if self.next in (Do.SETTLE, Do.CHECKPOINT):
             return replace(self._because(cancelled, Do.UNLOCK), back=True)
         return self._because(cancelled, End.UNTOUCHED)
@@ -128,6 +132,10 @@ class Course:
         assert isinstance(self.next, Do)
         why = self.why or Why(self.next, answer.code, answer.trouble, answer.text)
         return replace(self, next=then, why=why)
+
+    def _give_up(self, answer: Answer) -> Course:
+        """No restore is begun. The state is asked once more: somebody else may have brought it back meanwhile."""
+        return replace(self._because(answer, Do.ASK), given_up=True)
 
     def _asked(self, answer: Answer) -> Course:
         if answer.code == driver.SUCCESS and answer.state is not None:
@@ -168,6 +176,8 @@ class Course:
             return known._unlock()
         if self._destroyed():
             return replace(known, next=End.LOST)
+        if self.given_up:
+            return replace(known, next=End.UNKNOWN if self.doubtful else End.SUSPENDED)
         code = self.why.code if self.why is not None and self.why.step is Do.RESTORE else None
         if self.restores >= _MOST or code not in (None, driver.ILLEGAL_STATE):
             return replace(known, next=End.UNKNOWN)
@@ -198,12 +208,11 @@ class Course:
 
     def _restored(self, answer: Answer) -> Course:
         if answer.trouble in ("room", "cancelled"):
-            return self._because(answer, End.SUSPENDED)
-        if answer.trouble == "unheld" and self.restores < _MOST:
-            return replace(self, restores=self.restores + 1)
+            return self._give_up(answer)
         if answer.trouble == "unheld":
-            return self._because(answer, End.SUSPENDED)
-        known = replace(self, restores=self.restores + 1, long=answer.code is None)
+            return replace(self, restores=self.restores + 1) if self.restores < _MOST else self._give_up(answer)
+        doubtful = self.doubtful or (answer.code is None and answer.trouble != "start")
+        known = replace(self, restores=self.restores + 1, long=answer.code is None, doubtful=doubtful)
         if answer.code == driver.SUCCESS:
             return replace(known, next=Do.UNLOCK, unlocks=self.unlocks + 1)
         if answer.code is not None:  # what it said counts more than an answer that did not come before

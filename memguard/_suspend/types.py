@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from memguard._text import shown
+from memguard._units import format_size
+
 Why = Literal["asked", "idle", "by_others", "unsafe"]
 """Who wanted it: the program, its own idle time, another process that it allows, or one that it does not allow."""
 
@@ -67,3 +70,9 @@ class Suspension:
     def total(self) -> int:
         """All bytes that left the GPUs."""
         return sum(self.bytes.values())
+
+    def __str__(self) -> str:
+        """`suspended in 4.1 s: 12.3 GiB left GPU-…; host memory grew by 12.4 GiB`."""
+        each = ", ".join(f"{format_size(size)} left {uuid}" for uuid, size in self.bytes.items())
+        host = "" if self.host is None else f"; host memory grew by {format_size(self.host)}"
+        return shown(f"suspended in {self.seconds:.1f} s: {each or 'what was on its GPUs is unknown'}{host}")

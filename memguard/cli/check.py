@@ -10,7 +10,7 @@ import click
 if TYPE_CHECKING:
     from fractions import Fraction
 
-    from memguard._config import Budget, DeviceBudget, DeviceOverride, FrameworkBudget, MonitorConfig
+    from memguard._config import Budget, DeviceBudget, DeviceOverride, FrameworkBudget, MonitorConfig, SuspendConfig
 
 
 @click.command("check")
@@ -49,6 +49,8 @@ def _summary(budget: Budget) -> Iterator[tuple[str, str]]:
             yield from _timeline_folder(budget.monitor.timeline)
     if budget.on_pressure:
         yield "on_pressure", f"{' and '.join(budget.on_pressure)} when the pressure becomes critical"
+    if budget.suspend is not None:
+        yield "suspend", _suspend(budget.suspend)
     if budget.doctor is not None:
         yield "doctor", f"leaves out {', '.join(budget.doctor.ignore)}"
 
@@ -72,6 +74,17 @@ def _monitor(monitor: MonitorConfig) -> str:
     levels = f"warn from {percent_text(monitor.warn)}, critical from {percent_text(monitor.critical)}"
     forecast = f"forecast {duration_text(monitor.forecast)} ahead" if monitor.forecast else "no forecast"
     return f"every {duration_text(monitor.interval)}, {levels}, {forecast}"
+
+
+def _suspend(suspend: SuspendConfig) -> str:
+    from memguard._config.values import duration_text
+
+    parts = ["when it asks for it"]
+    if suspend.when_idle is not None:
+        parts.append(f"in a notebook after {duration_text(suspend.when_idle)} without work")
+    if suspend.by_others:
+        parts.append("by other processes of the user")
+    return ", ".join(parts) + ("; host memory is not checked" if suspend.host_memory == "ignore" else "")
 
 
 def _device(device: DeviceBudget | DeviceOverride) -> str:

@@ -43,23 +43,33 @@ _FATAL = ("driver-", "cuda-init-failed", "visible-devices-", "container-", "devi
     help="The budget file; by default budget.yaml in this folder or one above.",
 )
 @gpu_option.option("--simulate", "gpus")
+@click.option(
+    "--when-idle",
+    metavar="DURATION",
+    help="Notebooks started by COMMAND leave their GPUs when they are idle for so long: 10min. Needs no budget.",
+)
 @click.option("--doctor", "examine", is_flag=True, help="Run `memguard doctor` first, and do not start after an error.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def run(budget: str | None, gpus: tuple[str, ...], examine: bool, command: tuple[str, ...]) -> None:
+def run(
+    budget: str | None, gpus: tuple[str, ...], when_idle: str | None, examine: bool, command: tuple[str, ...]
+) -> None:
     """Start COMMAND under a budget: memguard run -c budget.yaml -- python train.py
 
     COMMAND replaces memguard, so exit code, signals and standard input are its own. It need not be Python: each
     Python that a shell script starts gets the budget. Processes that those start, such as the workers of torchrun and
-    multiprocessing, do not: call memguard.init there.
+    multiprocessing, do not: call memguard.init there. --when-idle is for all of them that are notebooks.
     """
     from memguard import _config, _workers
     from memguard.cli.support import budget_file, ignored_environment
 
     if examine and gpus:
         raise click.UsageError("--doctor examines real GPUs and --simulate uses none: leave one out")
+    environ = _with_idle(os.environ, when_idle)
     if not gpus and _workers.disabled(os.environ):
         click.echo(f"memguard: {_workers.DISABLE} is set: {command[0]} runs without a budget", err=True)
         _exec(command, os.environ)
+    if when_idle is not None and budget is None and not gpus and not examine and budget_file.found() is None:
+        _exec(command, environ)
     # The program may change its directory before Python starts.
     path = Path(budget).absolute() if budget is not None else budget_file.nearest("memguard run -c FILE -- COMMAND")
     loaded = _config.load(path)
@@ -71,7 +81,7 @@ def run(budget: str | None, gpus: tuple[str, ...], examine: bool, command: tuple
 
         gpus = SimulatedHost(gpus).names  # reports an unknown name before the program starts
         click.echo(f"memguard: simulated GPUs ({', '.join(gpus)}): nothing limits a real one", err=True)
-    _exec(command, environment(os.environ, path, gpus))
+    _exec(command, environment(environ, path, gpus))
 
 
 def _examine(budget: Budget, command: Sequence[str]) -> None:
@@ -125,6 +135,19 @@ def environment(environ: Mapping[str, str], budget: Path, gpus: Sequence[str] = 
     if gpus:
         result["MEMGUARD_SIMULATE"] = ",".join(gpus)
     return result
+
+
+def _with_idle(environ: Mapping[str, str], when_idle: str | None) -> Mapping[str, str]:
+    """`environ` with what tells notebooks when to leave their GPUs."""
+    if when_idle is None:
+        return environ
+    from memguard._config.values import IDLE, duration, duration_text
+
+    try:
+        seconds = duration(when_idle, *IDLE)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--when-idle") from None
+    return {**environ, "MEMGUARD_WHEN_IDLE": duration_text(seconds)}
 
 
 def _exec(command: Sequence[str], environ: Mapping[str, str]) -> NoReturn:

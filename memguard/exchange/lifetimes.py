@@ -17,14 +17,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from memguard._devices import streams
+from memguard._devices import streams, suspension
 from memguard._devices.streams import LEGACY, PER_THREAD, Mark
 from memguard._logs import log as _log
 from memguard.errors import DeviceError
 from memguard.exchange.view import View
 
-_POLL = 0.001
-"""Seconds between two checks of work that must end before memory is released."""
+_POLL, _REST = 0.001, 0.1
+"""Seconds between two checks of work that must end before memory is released; while the process is off its GPUs."""
 
 
 class Offer(NamedTuple):
@@ -95,7 +95,7 @@ class _Parked:
 
     __slots__ = ("mark", "offer", "thread")
 
-    def __init__(self, offer: Offer, mark: Mark | _Later | None) -> None:
+    def __init__(self, offer: Offer, mark: Mark | _Later | _WhenBack | None) -> None:
         self.offer: Offer | None = offer
         self.mark, self.thread = mark, offer.thread
 
@@ -129,6 +129,8 @@ def begin(
 
 def sweep() -> None:
     """Release the parked memory whose work is done, as far as this thread may release it."""
+    if suspension.now is not None:  # CUDA may not be asked
+        return
     here = threading.get_ident()
     for _ in range(len(_parked)):
         try:
@@ -177,11 +179,13 @@ def covered(parts: Iterable[tuple[int, int]]) -> int:
     return total
 
 
-def _running_work(offer: Offer, stream: int | None, context: int | None = None) -> Mark | _Later | None:
+def _running_work(offer: Offer, stream: int | None, context: int | None = None) -> Mark | _Later | _WhenBack | None:
     """The consumer's work that still runs, if the producer has no stream that could wait for it; else None."""
     _, shape, _, _, device, _ = offer.view
     if device is None or 0 in shape:
         return None
+    if suspension.now is not None:
+        return _WhenBack(offer._replace(owner=None), stream, context)
     # Here the handle of the per-thread default stream means this thread's, and others may have used theirs.
     stream = None if stream == PER_THREAD else stream
     mine = None if offer.stream == PER_THREAD else offer.stream
@@ -239,7 +243,27 @@ class _Later:
             self._mark.close()
 
 
-def _passed(mark: Mark | _Later) -> bool:
+class _WhenBack:
+    """Work that may be asked about once the process is back on its GPUs. `offer` is without its owner."""
+
+    def __init__(self, offer: Offer, stream: int | None, context: int | None) -> None:
+        self._asked: tuple[Offer, int | None, int | None] | None = (offer, stream, context)
+        self._mark: Mark | _Later | _WhenBack | None = None
+
+    def passed(self) -> bool:
+        if suspension.now is not None:
+            return False
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            self._mark = _running_work(*asked)
+        return self._mark is None or self._mark.passed()
+
+    def close(self) -> None:
+        if self._mark is not None:
+            self._mark.close()
+
+
+def _passed(mark: Mark | _Later | _WhenBack) -> bool:
     """Whether the work is done; closes the mark if so. An error counts as done: the context is gone, and its memory."""
     try:
         if not mark.passed():
@@ -274,7 +298,7 @@ class _Sweeper:
     def _run(self) -> None:
         try:
             while any(parked.thread is None for parked in list(_parked)):
-                time.sleep(_POLL)
+                time.sleep(_POLL if suspension.now is None else _REST)
                 sweep()
         finally:
             self._running = False

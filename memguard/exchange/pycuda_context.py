@@ -14,6 +14,7 @@ import sys
 import threading
 from typing import Any
 
+from memguard._devices import suspension
 from memguard._logs import log as _log
 from memguard.errors import DeviceError
 from memguard.exchange.arguments import is_ordinal
@@ -78,6 +79,7 @@ class pycuda_context:  # noqa: N801 (a context manager that is entered by its na
         self.device = device
 
     def __enter__(self) -> Any:
+        suspension.check("memguard.exchange.pycuda_context")
         here = _threads.open
         context = here.contexts.get(self.device)
         if context is None:

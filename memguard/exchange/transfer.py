@@ -7,7 +7,7 @@ import sys
 import threading
 from typing import Any, NamedTuple
 
-from memguard._devices import copies, streams
+from memguard._devices import copies, streams, suspension
 from memguard._logs import log as _log
 from memguard._units import format_size
 from memguard.errors import CannotShare
@@ -62,6 +62,8 @@ def to(x: Any, framework: str, *, copy: bool | None = None, stream: Any = None, 
     Without it that is the framework's current stream, or the host waits if the framework names none. The memory lives
     as long as any view of it.
     """
+    if suspension.now is not None:
+        raise suspension.refused("memguard.exchange.to")
     consumer = registry.by_name(framework)
     if copy is not None or device is not None or consumer.module not in sys.modules:
         arguments.check(copy, device, consumer)

@@ -4,11 +4,11 @@
  * bytes that are free. `faults` has lines `CALL WHAT NUMBER`, of which a call takes the first one with its name away:
  *   code N  returns N and does nothing; a restore that returns 1 or 2 destroys the process
  *   hang D  does not return until the file `over` is there; D is 1: the operation is done at once all the same
- *   die D   kills the caller; D is 1: the operation is done all the same, half a second later
+ *   die N   kills the caller; if N is not 0, the operation is done all the same, N ms later
  *   slow N  takes N ms
  *   stopped N  never returns while the file `stopped` is there; then it is done
  * While an operation is under way, also one whose caller was killed, other calls for that process wait. `calls` records
- * each call. Codes and what they do are those of an H200 with driver 580.159. */
+ * each call. CHECKPOINT_STUB_INIT=hang: so does cuInit. It prints, as some libraries do. Codes and what they do are those of an H200 with driver 580.159. */
 #include <fcntl.h>
 #include <signal.h>
 #include <stdio.h>
@@ -151,7 +151,8 @@ static int do_it(const char *call, int pid, int before, int after) {
     } else if (!strcmp(what, "die")) {
         if (number && !fork()) { /* the target goes on: this child has the gate until it has */
             setsid();
-            usleep(500000);
+            for (int file = 0; file < 256; file++) if (file != gate) close(file);
+            usleep((unsigned)number * 1000);
             done(call, pid, before, after);
             _exit(0);
         }
@@ -168,7 +169,13 @@ static int do_it(const char *call, int pid, int before, int after) {
     return code;
 }
 
-int cuInit(unsigned flags) { (void)flags; return getenv("CHECKPOINT_STUB") ? 0 : 100; }
+int cuInit(unsigned flags) {
+    (void)flags;
+    printf("cuInit\n");
+    fflush(stdout);
+    if (getenv("CHECKPOINT_STUB_INIT")) hang();
+    return getenv("CHECKPOINT_STUB") ? 0 : 100;
+}
 int cuDriverGetVersion(int *version) { *version = 13000; return 0; }
 int cuGetErrorName(int code, const char **name) { *name = code == 100 ? "CUDA_ERROR_NO_DEVICE" : 0; return *name ? 0 : 1; }
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from stub_gpus import GIB, MIB, TWO, UUIDS, Run
@@ -169,6 +171,18 @@ def test_a_gpu_divided_by_mig_is_refused_with_its_name(run: Run) -> None:
     )
     assert "Tesla T4" in found["text"] and "MIG enabled" in found["text"] and "\n    fix: " in found["text"]
     assert found["count"] == 2
+
+
+def test_virtual_gpus_and_the_version_of_the_driver(run: Run) -> None:
+    code = f"result['found'] = [Nvml().vgpu({UUIDS[0]!r}), Nvml().vgpu({UUIDS[1]!r}), Nvml().driver()]"
+    assert run(code, TWO, virtual0=2, driver="570.1")["found"] == [True, False, "570.1"]
+    assert run(code, TWO, virtual0=1, driver="570.1")["found"] == [False, False, "570.1"], "passed on whole"
+
+
+def test_clients_of_mps(run: Run) -> None:
+    code = f"result['found'] = sorted(Nvml().mps({UUIDS[0]!r}))"
+    assert run(code, mps0="7:1024,9:2048")["found"] == [7, 9]
+    assert run(code)["found"] == []
 
 
 def test_a_gpu_that_knows_no_mig_has_none(run: Run) -> None:
@@ -464,3 +478,68 @@ def test_another_system_than_linux(monkeypatch: pytest.MonkeyPatch, system: str,
     with pytest.raises(DeviceError, match=re.escape(text)) as caught:
         RealHost()
     assert "memguard.init(..., simulate='h200')" in str(caught.value)
+
+
+# who has used a GPU
+
+
+def used(run: Run, seen: str, *stamps: int, **more: Any) -> list[Any]:
+    """Answers for PID 7, each with the stamp of the call before, or one of `stamps`."""
+    code = f"""
+        nvml, stamp = Nvml(), 0
+        for given in {[*stamps] or [None, None]}:
+            answer, stamp = nvml.used_since({UUIDS[0]!r}, 7, stamp if given is None else given)
+            result.setdefault("found", []).append([answer, stamp])
+    """
+    return run(code, utilization0=seen, **more)["found"]  # type: ignore[no-any-return]
+
+
+def test_what_a_process_has_used_since_the_last_look(run: Run) -> None:
+    assert used(run, "7:1000:3,8:1500:90") == [[True, 1500], [False, 1500]]
+    assert used(run, "7:1000:0,8:1500:90") == [[False, 1500], [False, 1500]]
+    assert used(run, "8:1500:90,7:2000:1", 1500, 2000) == [[True, 2000], [False, 2000]]
+    assert used(run, "") == [[False, 0], [False, 0]]
+
+
+def test_entries_that_hold_anything_are_no_use(run: Run) -> None:
+    assert used(run, "7:99999999999:4294967295,7:1000:0") == [[False, 1000], [False, 1000]]
+
+
+@pytest.mark.parametrize("code", [3, 4])
+def test_a_gpu_whose_driver_does_not_say_who_uses_it(run: Run, code: int) -> None:
+    assert used(run, "7:1000:3", utilization_code=code) == [[None, 0], [None, 0]]
+
+
+def test_a_driver_without_that_function_does_not_say_either(run: Run, build: Callable[..., Path]) -> None:
+    assert used(run, "7:1000:3", without=("UTILIZATION",)) == [[None, 0], [None, 0]]
+
+
+def test_a_lost_gpu_is_an_error_of_the_reading(run: Run) -> None:
+    code = f"""
+        nvml = Nvml()
+        nvml.devices()
+        scenario(lost="0")
+        result["said"] = refused(lambda: nvml.used_since({UUIDS[0]!r}, 7, 0))
+        """
+    assert "utilization of" in run(code)["said"]
+
+
+def test_the_utilisation_of_each_process(run: Run) -> None:
+    found = run(
+        """
+        USERS = (41, 80), (42, 3), (41, 90), (43, 4000000)
+        nvml = Nvml()
+        (device,) = nvml.devices()
+        for name, changes in (
+            ("some", {"utilization0": ",".join(f"{pid}:{9 * 10**15}:{busy}" for pid, busy in USERS)}),
+            ("nobody", {"utilization0": ""}),
+            ("denied", {"utilization0": "41:9000000000000000:80", "utilization_code": 4}),
+            ("not supported", {"utilization_code": 3}),
+        ):
+            scenario(**changes)
+            said = nvml.utilisation(device.uuid)
+            result[name] = said if said is None else sorted(said.items())
+        """
+    )
+    assert found["some"] == [[41, 90], [42, 3]]
+    assert found["nobody"] is found["denied"] is found["not supported"] is None

@@ -43,6 +43,7 @@ def test_a_driver_that_works(surveyed: Callable[..., Driver], cuda: Path) -> Non
     assert first.free == 143_771 * MIB - 615 * MIB - 3 * GIB
     assert first.processes == {"8": 3072, "9": None}, "7 is the doctor's own"
     assert second.uuid == UUIDS[1]
+    assert first.vgpu is None and driver.checkpoint is False, "neither the stub NVML nor the stub libcuda knows it"
     assert (driver.path, driver.version, driver.init) == (str(cuda / "libcuda.so.1"), 13000, "CUDA_SUCCESS")
     assert driver.candidates[0] == driver.path
     gpu, part = driver.devices
@@ -171,3 +172,10 @@ def test_every_libcuda_that_the_loader_could_find(tmp_path: Path) -> None:
     cache = CACHE.format(**folders)
     found = survey.candidates(f"{folders['e']}::{tmp_path}/none", cache, [str(tmp_path / "link"), str(folders["d"])])
     assert found == [str(folders[name] / "libcuda.so.1") for name in "eabd"]
+
+
+@pytest.mark.parametrize(("mode", "virtual"), [(0, False), (1, False), (2, True), (3, False)])
+def test_a_virtual_gpu_is_none_that_was_passed_on_whole(
+    surveyed: Callable[..., Driver], mode: int, virtual: bool
+) -> None:
+    assert surveyed(virtual0=str(mode)).nvml.devices[0].vgpu is virtual

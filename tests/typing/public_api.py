@@ -9,7 +9,7 @@ from pathlib import Path
 from typing_extensions import assert_type
 
 import memguard
-from memguard import Budget, Event, Guard, Ledger, WorkloadReport, exchange
+from memguard import Budget, Event, Guard, Ledger, Suspension, WorkloadReport, exchange
 from memguard._doctor import DoctorReport, Finding
 from memguard._types import Device, Plan
 from memguard.errors import Problem
@@ -62,6 +62,25 @@ def examining() -> None:
     memguard.doctor({"version": 1, "frameworks": {"torch": {"share": "50%"}}})
     memguard.doctor(3)  # type: ignore[arg-type]
     memguard.doctor("budget.yaml", ["torch"])  # type: ignore[call-arg]
+
+
+def suspending() -> None:
+    assert_type(memguard.suspend(timeout="30s", why="idle", host_memory="ignore"), Suspension)
+    memguard.suspend("30s")  # type: ignore[call-arg]
+    memguard.suspend(why="bored")  # type: ignore[arg-type]
+    memguard.resume(timeout=60, progress=lambda wait: print(wait.free, wait.holders))
+    with memguard.suspended() as found:
+        assert_type(found, Suspension)
+        assert_type(found.total, int)
+        assert_type(found.host, int | None)
+
+
+@memguard.suspended(timeout=5)
+def without_a_gpu(rows: int) -> str:
+    return str(rows)
+
+
+assert_type(without_a_gpu(3), str)
 
 
 def exchanging(x: object) -> None:

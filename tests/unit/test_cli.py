@@ -20,7 +20,7 @@ from memguard import cli, errors
 from memguard._simulation.trace import read
 from memguard._timeline.writer import Writer
 
-COMMANDS = ["check", "doctor", "plan", "reclaim", "replay", "run", "schema", "simulate"]
+COMMANDS = ["check", "doctor", "plan", "ps", "reclaim", "replay", "resume", "run", "schema", "simulate", "suspend"]
 HOME = Path(memguard.__file__).parents[1]
 
 

@@ -26,6 +26,7 @@ from memguard._config import (
     DoctorConfig,
     FrameworkBudget,
     MonitorConfig,
+    SuspendConfig,
     from_mapping,
     json_schema,
     load,
@@ -154,6 +155,25 @@ def test_a_forecast_of_0_is_none(written: str) -> None:
     assert Draft202012Validator(json_schema()).is_valid(plain(GOOD + f"monitor: {{forecast: {written}}}"))
 
 
+def test_when_a_process_may_leave_its_gpus() -> None:
+    assert parse(GOOD).suspend is parse(GOOD + "suspend: {}").suspend is None
+    assert parse(GOOD + "suspend: {by_others: false, host_memory: check}").suspend is None
+    budget = parse(GOOD + "suspend: {when_idle: 10min}")
+    assert budget.suspend == SuspendConfig(when_idle=600.0, by_others=False, host_memory="check")
+    assert budget.model_dump(exclude_none=True)["suspend"] == {
+        "when_idle": "600s",
+        "by_others": False,
+        "host_memory": "check",
+    }
+
+
+@pytest.mark.parametrize(("written", "seconds"), [("1s", 1.0), ("2", 2.0), ("1.5h", 5400.0), ("168h", 604800.0)])
+def test_how_long_idle_is(written: str, seconds: float) -> None:
+    suspend = parse(GOOD + f"suspend: {{when_idle: {written}}}").suspend
+    assert suspend is not None and suspend.when_idle == seconds
+    assert Draft202012Validator(json_schema()).is_valid(plain(GOOD + f"suspend: {{when_idle: {written}}}"))
+
+
 def test_the_findings_that_the_doctor_ignores() -> None:
     assert parse(GOOD).doctor is None
     assert parse(GOOD + "doctor: {}").doctor is parse(GOOD + "doctor: {ignore: []}").doctor is None
@@ -196,6 +216,9 @@ def test_equal_means_the_same_budget_however_written() -> None:
             GOOD + "doctor: {ignore: [wsl, mig]}",
             GOOD + "doctor: {ignore: [wsl]}",
         ),
+        (GOOD + "suspend: {when_idle: 60}", GOOD + "suspend: {when_idle: 1min}", GOOD + "suspend: {when_idle: 1h}"),
+        (GOOD, GOOD + "suspend: {by_others: false}", GOOD + "suspend: {by_others: true}"),
+        (GOOD, GOOD + "suspend: {host_memory: check}", GOOD + "suspend: {host_memory: ignore}"),
     ],
     ids=[
         "on_busy",
@@ -212,6 +235,9 @@ def test_equal_means_the_same_budget_however_written() -> None:
         "on_pressure",
         "doctor",
         "ignore",
+        "when_idle",
+        "by_others",
+        "host_memory",
     ],
 )
 def test_equality_hash_and_pickle_know_every_key(left_out: str, written: str, another: str) -> None:
@@ -486,6 +512,14 @@ def plain(text: str) -> Any:
         WATCHED + "on_pressure: [trim, trim]",
         GOOD + "doctor:",
         GOOD + "doctor: off",
+        GOOD + "suspend:",
+        GOOD + "suspend: on",
+        GOOD + "suspend: {idle: 1s}",
+        GOOD + "suspend: {when_idle: 0}",
+        GOOD + "suspend: {when_idle: never}",
+        GOOD + "suspend: {when_idle: 700000}",
+        GOOD + "suspend: {by_others: yes}",
+        GOOD + "suspend: {host_memory: false}",
         GOOD + "doctor: {ignored: []}",
         GOOD + "doctor: {ignore: }",
         GOOD + "doctor: {ignore: mig}",
@@ -518,6 +552,8 @@ def test_the_schema_is_a_schema_and_names_what_the_models_name() -> None:
     ignore = resolved(properties["doctor"])["properties"]["ignore"]
     assert ignore["items"]["enum"] == list(NAMES)
     assert ignore["default"] == list(DoctorConfig().ignore)
+    suspend = resolved(properties["suspend"])["properties"]
+    assert list(suspend) == list(SuspendConfig.model_fields)
     dumped = MonitorConfig().model_dump(exclude_none=True)
     assert {key: entry["default"] for key, entry in monitor.items() if "default" in entry} == dumped
     least = parse(GOOD)
@@ -585,6 +621,17 @@ def test_check_shows_the_monitor(tmp_path: Path) -> None:
     output = CliRunner().invoke(check, [str(tmp_path / "b.yaml")]).output
     assert "every 2s, warn from 85%, critical from 95%, no forecast\n" in output
     assert "timeline" not in output
+
+
+def test_check_shows_when_the_process_may_leave_its_gpus(tmp_path: Path) -> None:
+    def said(suspend: str) -> str:
+        (tmp_path / "b.yaml").write_text(GOOD + suspend)
+        return CliRunner().invoke(check, [str(tmp_path / "b.yaml")]).output
+
+    line = "  suspend      when it asks for it, in a notebook after 600s without work, by other processes of the user\n"
+    assert line in said("suspend: {when_idle: 10min, by_others: true}")
+    assert "when it asks for it; host memory is not checked\n" in said("suspend: {host_memory: ignore}")
+    assert "suspend" not in said("suspend: {}")
 
 
 def test_check_shows_what_the_doctor_ignores(tmp_path: Path) -> None:

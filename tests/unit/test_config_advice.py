@@ -173,11 +173,12 @@ WHOLE: dict[str, Any] = {
         "timeline_size": "32MiB",
     },
     "on_pressure": ["trim"],
+    "suspend": {"when_idle": "10min", "by_others": True, "host_memory": "ignore"},
     "doctor": {"ignore": ["mig"]},
 }  # fmt: skip
 LEVELS: list[tuple[str, ...]] = [
     (), ("device",), ("devices", "0"), ("frameworks",), *(("frameworks", name) for name in WHOLE["frameworks"]),
-    ("monitor",), ("doctor",),
+    ("monitor",), ("suspend",), ("doctor",),
 ]  # fmt: skip
 
 
@@ -268,7 +269,7 @@ def test_every_key_one_level_up_or_down_or_beside() -> None:
                 continue  # a setting of one framework below another: told that it is one, and may be removed
             assert budget == from_mapping(WHOLE), (key, home, level)
             tried += 1
-    for key in ("on_busy", "on_pressure", "monitor", "doctor", "device", "devices", "frameworks"):
+    for key in ("on_busy", "on_pressure", "monitor", "suspend", "doctor", "device", "devices", "frameworks"):
         for level in LEVELS[1:]:
             if key == level[0]:
                 continue
@@ -432,6 +433,15 @@ WRONG: list[tuple[Any, dict[str, Any]]] = [
     (budget(monitor={"log_file": "a.jsonl"}), budget(monitor={"timeline": "a.jsonl"})),
     (budget(monitor={"frequency": "2s"}), budget(monitor={"interval": "2s"})),
     (budget(on_busy="error"), budget(on_busy="raise")), (budget(on_busy="Warning"), budget(on_busy="warn")),
+    (budget(suspend=True), budget(suspend={"when_idle": "10min"})), (budget(suspend="off"), budget()),
+    (budget(suspend={"when_idle": "5m"}), budget(suspend={"when_idle": "5min"})),
+    (budget(suspend={"when_idle": "never"}), budget()),
+    (budget(suspend={"when_idle": 0}), budget(suspend={"when_idle": "10min"})),
+    (budget(suspend={"idle": "1h"}), budget(suspend={"when_idle": "1h"})),
+    (budget(suspend={"by_others": "yes"}), budget(suspend={"by_others": True})),
+    (budget(suspend={"host_memory": "ignored"}), budget(suspend={"host_memory": "ignore"})),
+    (budget(when_idle="10min"), budget(suspend={"when_idle": "10min"})),
+    (budget(whatever={"by_others": True}), budget(suspend={"by_others": True})),
     (budget(monitor={}, on_pressure="trim"), budget(monitor={}, on_pressure=["trim"])),
     (budget(monitor={}, on_pressure=["free"]), budget(monitor={}, on_pressure=["trim"])),
     (budget(monitor={}, on_pressure=["trim", "trim"]), budget(monitor={}, on_pressure=["trim"])),
@@ -504,6 +514,7 @@ def test_one_round_of_fixes_does_what_was_meant(wrong: dict[str, Any], meant: di
 
 HIDDEN = [
     ({"version": 1, "memory": {"pytorch": {"share": "60%"}}}, SHARE),
+    (budget(sleep={"idle_after": "10min"}), budget(suspend={"when_idle": "10min"})),
     (budget(watch={"every": "1s"}), budget(monitor={"interval": "1s"})),
     ({"version": 1, "framworks": {"pytorch": {"shar": "60%"}}}, SHARE),
     (budget(devcie={"limt": "40GB"}), LIMIT),

@@ -171,6 +171,13 @@ from memguard.errors import ConfigError
         (GOOD + "monitor: {interval: 1e-1}", 4, 21, "monitor.interval", "'1e-1' is not a duration", "'500ms'"),
         (GOOD + "monitor: {interval: true}", 4, 21, "monitor.interval", "True is not a duration", "'500ms'"),
         (GOOD + "monitor: {interval: 1:30}", 4, 21, "monitor.interval", "'1:30' is not a duration", "'500ms'"),
+        (GOOD + "suspend:", 4, 9, "suspend", "expected its settings, found nothing", "{when_idle: 10min}'"),
+        (GOOD + "suspend: {when_idle: 500ms}", 4, 22, "suspend.when_idle", "'500ms' is not between 1s and", "'10min'"),
+        (GOOD + "suspend: {when_idle: off}", 4, 22, "suspend.when_idle", "'off' is not a duration", "remove the key"),
+        (GOOD + "suspend: {when_idel: 1h}", 4, 11, "suspend.when_idel", "unknown key 'when_idel'; allowed: when_idle, "
+         "by_others, host_memory", "did you mean 'when_idle'?"),
+        (GOOD + "suspend: {by_others: on}", 4, 22, "suspend.by_others", "true or false, found 'on'", "write 'true'"),
+        (GOOD + "suspend: {host_memory: no}", 4, 24, "suspend.host_memory", "check or ignore", "'check'"),
         (GOOD + "monitor: {warn: 85}", 4, 17, "monitor.warn", "85 is not a percentage", "'85%'"),
         (GOOD + "monitor: {warn: 0.85}", 4, 17, "monitor.warn", "'0.85' is not a percentage", "'85%'"),
         (GOOD + "monitor: {warn: }", 4, 16, "monitor.warn", "has no value", "write '85%'"),
@@ -308,7 +315,7 @@ from memguard.errors import ConfigError
          "torch 7GiB is 1GiB more", "raise the limit to 8GiB, with room for the reserve"),
         (GOOD + "device: {limit: 2GiB, reserve: 2GiB}", 4, 32, "device.reserve", "leaves nothing", "lower the reserve"),
         # the doctor
-        (GOOD + "docter: {}", 4, 1, "docter", "monitor, on_pressure, doctor", "did you mean 'doctor'?"),
+        (GOOD + "docter: {}", 4, 1, "docter", "monitor, on_pressure, suspend, doctor", "did you mean 'doctor'?"),
         (GOOD + "ignore: [mig]", 4, 1, "ignore", "unknown key 'ignore' here", "move it below 'doctor:'"),
         (GOOD + "doctor:", 4, 8, "doctor", "expected its settings, found nothing", "write 'doctor: {ignore: []}'"),
         (GOOD + "doctor: [mig]", 4, 9, "doctor", "expected its settings, found a list", "write 'doctor: {ignore: []}'"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 import textwrap
@@ -471,10 +470,11 @@ def test_two_installations_arm_once(python: Path, folder: Path) -> None:
 
 
 def test_without_the_variable_the_line_looks_up_and_does_nothing_else() -> None:
-    """One line, as `site` wants it: an import, one look into the environment, and the rest behind it."""
+    """One line, as `site` wants it: an import, two looks into the environment, and the rest behind them."""
     lines = PTH.read_text().splitlines()
     assert len(lines) == 1
-    assert re.match(r'import os; "MEMGUARD_CONFIG" in os\.environ and exec\(', lines[0])
+    looks = '"MEMGUARD_CONFIG" in os.environ or "MEMGUARD_WHEN_IDLE" in os.environ'
+    assert lines[0].startswith(f"import os; ({looks}) and exec(")
     before = set(sys.modules)
     exec(lines[0].replace("MEMGUARD_CONFIG", "MEMGUARD_NEVER_SET"), {})
     assert set(sys.modules) == before

@@ -14,7 +14,7 @@ from interruptions import Points
 import memguard
 from memguard import _api
 from memguard._frameworks.simulated.adapter import SimulatedFramework
-from memguard.errors import MemguardError
+from memguard.errors import MemguardError, NotActive
 
 BUDGET: dict[str, Any] = {"version": 1, "frameworks": {"torch": {"limit": "4GiB"}}}
 
@@ -94,3 +94,20 @@ def test_a_block_within_another_call_does_not_wait_for_ever(monkeypatch: pytest.
         one.join(15)
     assert not any(one.is_alive() for one in threads)
     assert len(refused) == 1 and "wait for each other" in refused[0]
+
+
+def test_a_trim_whose_budget_a_finalizer_ends_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    memguard.init({**BUDGET, "frameworks": {"torch": {"limit": "4GiB"}, "cupy": {"limit": "1GiB"}}}, simulate="h200")
+    asked: list[str] = []
+    usage = SimulatedFramework.usage
+
+    def ending(self: SimulatedFramework, device: Any) -> Any:
+        asked.append(self.name)
+        if len(asked) == 1:
+            memguard.shutdown()
+        return usage(self, device)
+
+    monkeypatch.setattr(SimulatedFramework, "usage", ending)
+    with pytest.raises(NotActive, match="it was shut down"):
+        memguard.trim()
+    assert len(asked) == 1

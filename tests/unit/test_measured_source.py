@@ -15,7 +15,7 @@ import memguard
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(memguard.__file__).parent
-APART = ("memguard._doctor", "memguard.cli")
+APART = ("memguard._doctor", "memguard._suspend", "memguard.cli")
 
 RUN = """
 import glob, sys, time
@@ -85,6 +85,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         "cli/run.py",
         "_doctor/facts.py",
         "_doctor/a/b.py",
+        "_suspend/gate.py",
     ):
         (tmp_path / "memguard" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "memguard" / name).write_text("before\n")
@@ -106,6 +107,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         ("cli/run.py", False),
         ("_doctor/facts.py", False),
         ("_doctor/a/b.py", False),
+        ("_suspend/gate.py", False),
     ],
 )
 def test_results_are_stale_if_what_they_measured_has_changed(
@@ -114,7 +116,7 @@ def test_results_are_stale_if_what_they_measured_has_changed(
     before, whole = measured.source_hash(), measured.source_hash(whole=True)
     (tmp_path / "memguard" / changed).write_text("after\n")
     assert (measured.source_hash() != before) is stale
-    assert measured.source_hash(whole=True) != whole  # the doctor's own results
+    assert measured.source_hash(whole=True) != whole  # the doctor's own results, and those of suspensions
 
 
 def test_without_a_checkout_the_hash_is_that_of_the_installed_package(

@@ -71,6 +71,9 @@ COMMANDS: dict[str, tuple[list[str], int]] = {
     "doctor unknown": (["doctor", "--ignore", EVIL], 2),
     "run absent": (["run", "-c", f"{EVIL}.yaml", "--", "true"], 2),
     "run not found": (["run", "-c", "b.yaml", "--", f"no-{EVIL}"], 127),
+    **{f"{name} absent": ([name, str((1 << 31) - 1)], 2) for name in ("suspend", "resume")},
+    **{f"{name} no number": ([name, EVIL], 2) for name in ("suspend", "resume")},
+    **{f"{name} --help": ([name, "--help"], 0) for name in ("ps", "suspend", "resume")},
     "help": (["--help"], 0),
     "version": (["--version"], 0),
     **{f"{name} --help": ([name, "--help"], 0) for name in ("check", "doctor", "plan", "replay", "run", "simulate")},
@@ -78,7 +81,7 @@ COMMANDS: dict[str, tuple[list[str], int]] = {
     "extra argument": (["check", "b.yaml", EVIL], 2),
     "unknown option": (["plan", f"--{EVIL}"], 2),
 }
-ANSWERS = ("doctor", "reclaim", "replay", "simulate")
+ANSWERS = ("doctor", "reclaim", "replay", "resume", "simulate", "suspend")
 
 
 class Raw(io.RawIOBase):

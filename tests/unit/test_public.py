@@ -184,8 +184,11 @@ def test_arguments_of_the_public_functions() -> None:
         "record_trace": ["path", "interval"],
         "require": ["framework", "size"],
         "resize": ["framework", "size"],
+        "resume": ["timeout", "progress"],
         "retry": ["times", "shrink", "floor", "multiple", "ranks"],
         "shutdown": [],
+        "suspend": ["timeout", "why", "host_memory"],
+        "suspended": ["timeout", "host_memory"],
         "trim": ["framework"],
         "unload_ipython_extension": ["shell"],
         "workload": ["name", "framework", "needs", "wait"],
@@ -204,7 +207,7 @@ PUBLIC_ERRORS = [
 def test_every_error_is_public_and_in_the_tree_of_the_docstring() -> None:
     names = {error.__name__ for error in PUBLIC_ERRORS if error is not errors.ProblemsError}  # nobody catches that one
     public = {name for name in memguard.__all__ if inspect.isclass(getattr(memguard, name))}
-    assert names == public - {"Budget", "Event", "Guard", "Ledger", "Reclaimable", "WorkloadReport"}
+    assert names == public - {"Budget", "Event", "Guard", "Ledger", "Reclaimable", "Suspension", "WorkloadReport"}
     for name in names:
         assert name in (errors.__doc__ or "")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from memguard._suspend.door import Card, Door
 from memguard._suspend.flow import Outcome
 from memguard._suspend.identity import anonymous_bytes, lives, process_of, start_of, this_process
 from memguard._suspend.simulated import Direct
-from memguard._suspend.steps import End
+from memguard._suspend.steps import Answer, End
 from memguard._suspend.types import Process
 from memguard._units import GIB, MIB
 
@@ -121,8 +121,9 @@ def test_cancelled_twice_it_stays_suspended() -> None:
 
     @contextmanager
     def waits(process: Process, needs: flow.Needs, client: Door, cancel: threading.Event | None) -> Iterator[str]:
-        assert cancel is give_up and needs == {A: 4 * GIB, B: GIB}
+        assert cancel is not None and not cancel.is_set() and needs == {A: 4 * GIB, B: GIB}
         give_up.set()
+        assert cancel.wait(5)
         yield "interrupted"
 
     def on_step(name: str) -> None:
@@ -147,6 +148,36 @@ def test_a_restore_that_was_begun_is_ended() -> None:
     assert back.end is End.RUNNING and target.state is State.RUNNING
 
 
+@pytest.mark.parametrize("needs", [None, {}])
+def test_without_a_record_each_gpu_must_have_what_it_has_in_host_memory(needs: flow.Needs) -> None:
+    driver, client, target = simulated()
+    me = this_process()
+    driver.targets = {me.pid: target}
+    target.state = State.CHECKPOINTED
+    driver.others[B] = 8 * GIB - MIB
+    back = flow.finish(me, client=client, needs=needs)
+    assert back.end is End.SUSPENDED and "GPU-b has 1.0 MiB free" in back.text
+    driver.others[B] = 0
+    assert flow.finish(me, client=client, needs=needs).end is End.RUNNING
+    other = flow.finish(Process(1 << 22, 1), client=client, needs=needs)
+    assert other.end is End.UNTOUCHED, "nobody has that PID"
+
+
+def test_brought_back_by_another_while_it_waits_for_room() -> None:
+    """The room would never come: the process itself has it."""
+    driver, client, target = simulated()
+    off = flow.take_off(ME, client=client, settle=0)
+
+    @contextmanager
+    def never(process: Process, needs: flow.Needs, client: Door, cancel: threading.Event | None) -> Iterator[str]:
+        assert driver.restore(7) == driver.unlock(7) == 0
+        assert cancel is not None and cancel.wait(10)
+        yield "there is no room"
+
+    back = flow.bring_back(ME, client=client, needs=off.bytes, room=never)
+    assert (back.end, back.text) == (End.RUNNING, "") and target.calls.count("restore") == 1
+
+
 def test_a_placeholder_that_has_gone_with_its_helper_is_made_again() -> None:
     driver, client, target = simulated()
     off = flow.take_off(ME, client=client, settle=0)
@@ -164,18 +195,68 @@ def test_a_placeholder_that_has_gone_with_its_helper_is_made_again() -> None:
     assert rooms == ["", ""] and target.calls.count("restore") == 1
 
 
+class Interruptible(Direct):
+    """Raises after the call of that number is done, counted down from when it was set."""
+
+    interrupt: int | None = None
+    other: tuple[int, str] | None = None
+    """Before the call of that number, another program makes one of its own."""
+    acted = False
+
+    def state(self, process: Process, limit: float = 10.0) -> Answer:
+        self.another()
+        return self.count(super().state(process, limit))
+
+    def _call(self, call: Callable[[int], int], process: Process) -> Answer:
+        self.another()
+        return self.count(super()._call(call, process))
+
+    def another(self) -> None:
+        if self.other is not None:
+            number, call = self.other
+            self.other = (number - 1, call) if number else None
+            target = self.driver.targets[7]
+            if not number and (call != "restore" or all(self.driver.free(u) >= n for u, n in target.bytes.items())):
+                waiting, self.driver.faults = self.driver.faults, {}
+                self.acted = {"lock": lambda pid: self.driver.lock(pid, 1)}.get(call, getattr(self.driver, call))(
+                    7
+                ) == 0
+                self.driver.faults = waiting
+
+    def count(self, answer: Answer) -> Answer:
+        if self.interrupt is not None:
+            self.interrupt = self.interrupt - 1 if self.interrupt else None
+            if self.interrupt is None:
+                raise Interrupted
+        return answer
+
+
+def test_interrupted_within_the_restore_it_comes_back() -> None:
+    driver, _, target = simulated()
+    client = Interruptible(driver)
+    off = flow.take_off(ME, client=client, settle=0)
+    client.interrupt = 1
+    back = flow.bring_back(ME, client=client, needs=off.bytes, room=held)
+    assert back.end is End.RUNNING and target.state is State.RUNNING and isinstance(back.interruption, Interrupted)
+
+
 faults = st.one_of(
     st.builds(Fault, st.just("code"), st.sampled_from((1, 2, 3, 46, 304, 401, 600, 801, 999))),
     st.builds(Fault, st.sampled_from(("hang", "die")), st.just(0), st.booleans()),
 )
 
 
+seldom = st.sampled_from((False,) * 5 + (True,))
+moments = st.sampled_from((None,) * 12 + tuple(range(8)))
+
+
 class Suspended(RuleBasedStateMachine):
     """Off and back, in any order, with calls that fail, hang or end the helper, and strangers on the card."""
 
-    @initialize(managed=st.booleans(), importer=st.sampled_from((False, False, False, True)))
+    @initialize(managed=seldom, importer=seldom)
     def begin(self, managed: bool, importer: bool) -> None:
-        self.driver, self.client, self.target = simulated(managed=managed, importer=importer)
+        self.driver, _, self.target = simulated(managed=managed, importer=importer)
+        self.client = Interruptible(self.driver)
         self.needs = dict(self.target.bytes)
         self.breaks = importer
         """Whether a restore may destroy the process for another reason than a lack of room."""
@@ -185,12 +266,23 @@ class Suspended(RuleBasedStateMachine):
         self.driver.fail(call, fault)
         self.breaks = self.breaks or (call == "restore" and fault.code in (1, 2))
 
-    @rule(size=st.integers(0, 16 * GIB), uuid=st.sampled_from((A, B)))
-    def stranger(self, size: int, uuid: str) -> None:
+    @rule(uuid=st.sampled_from((A, B)), spare=st.sampled_from((-GIB, -1, 0, MIB, 4 * MIB - 1, 4 * MIB, 4 * GIB)))
+    def stranger(self, uuid: str, spare: int) -> None:
+        """Another process leaves that much more free than this one needs."""
         self.driver.others[uuid] = 0
-        self.driver.others[uuid] = min(size, max(self.driver.free(uuid), 0))
+        self.driver.others[uuid] = max(self.driver.free(uuid) - self.needs[uuid] - spare, 0)
 
-    @rule(at=st.none() | st.integers(0, 8), raises=st.booleans(), twice=st.booleans())
+    @rule(number=st.integers(0, 8))
+    def interrupted_within(self, number: int) -> None:
+        """A Ctrl-C comes into the wait for the answer of one of the next calls, which is done all the same."""
+        self.client.interrupt = number
+
+    @rule(number=st.integers(0, 6), call=st.sampled_from(CALLS[1:]))
+    def another_program(self, number: int, call: str) -> None:
+        if not self.target.importer:
+            self.client.other = number, call
+
+    @rule(at=moments, raises=st.booleans(), twice=st.booleans())
     def take_off(self, at: int | None, raises: bool, twice: bool) -> None:
         before, (cancel, on_step), give_up = self.target.state, self.cancelling(at, raises), threading.Event()
         if twice:
@@ -200,7 +292,7 @@ class Suspended(RuleBasedStateMachine):
             before,
         )
 
-    @rule(at=st.none() | st.integers(0, 8), raises=st.booleans(), room=st.sampled_from((held, flow.free_now)))
+    @rule(at=moments, raises=st.booleans(), room=st.sampled_from((held, flow.free_now)))
     def bring_back(self, at: int | None, raises: bool, room: flow.Room) -> None:
         before, (cancel, on_step) = self.target.state, self.cancelling(at, raises)
         back = flow.bring_back(ME, client=self.client, needs=self.needs, room=room, on_step=on_step, cancel=cancel)
@@ -210,6 +302,7 @@ class Suspended(RuleBasedStateMachine):
     def resumed(self) -> None:
         """What `memguard resume PID` does once nothing fails and there is room: always back."""
         self.driver.faults.clear()
+        self.client.interrupt = self.client.other = None
         others, self.driver.others = self.driver.others, dict.fromkeys(self.driver.cards, 0)
         before, breaks = self.target.state, self.target.importer
         back = flow.finish(ME, client=self.client, needs=self.needs, room=held)
@@ -236,11 +329,12 @@ class Suspended(RuleBasedStateMachine):
         elif end is End.RUNNING:
             assert target.state is State.RUNNING and target.whole
         elif end is End.UNTOUCHED:
-            assert target.state is before and target.whole
+            assert target.whole and (target.state is before or self.client.acted)
         elif end is End.LOST:
             assert not target.whole
         else:
             assert end is End.UNKNOWN
+        self.client.acted = False
         assert not any(self.driver.held.values()), "a placeholder is left"
         assert target.whole or self.breaks, "a restore was begun without room"
         if not target.whole:

@@ -71,9 +71,15 @@ def test_off(answers: list[Answer], steps: str, ended: End, says: str) -> None:
         ([OFF, OK, DIED, LOCKED, OK, RUNNING], "state restore unlock state unlock state", End.RUNNING, ""),
         ([OFF, Answer(2), OFF], "state restore state", End.LOST, "too little room"),
         ([OFF, Answer(1), OFF], "state restore state", End.LOST, "IPC"),
-        ([OFF, Answer(304), OFF], "state restore state", End.UNKNOWN, "off its GPUs, and nobody knows"),
+        ([OFF, Answer(304), OFF], "state restore state", End.UNKNOWN, "was off its GPUs when"),
         ([OFF, Answer(401), RUNNING], "state restore state", End.RUNNING, ""),
-        ([OFF, Answer(None, trouble="room", text="pid 8 has it all")], "state restore", End.SUSPENDED, "pid 8 has it"),
+        ([OFF, Answer(None, trouble="room", text="pid 8 has it"), OFF], "state restore state", End.SUSPENDED,
+         "pid 8 has it"),
+        ([OFF, Answer(None, trouble="room", text="none"), RUNNING], "state restore state", End.RUNNING, ""),
+        ([OFF, Answer(None, trouble="room", text="none"), HANGS, HANGS], "state restore state state", End.UNKNOWN,
+         "was off its GPUs when"),
+        ([OFF, DIED, OFF, Answer(None, trouble="room", text="none"), OFF], "state restore state restore state",
+         End.UNKNOWN, "during `restore`"),
         ([OFF, Answer(None, trouble="unheld"), OK, OK, RUNNING], "state restore restore unlock state", End.RUNNING, ""),
         ([LOCKED, Answer(999), LOCKED, Answer(999), LOCKED, Answer(999), LOCKED],
          "state unlock state unlock state unlock state", End.UNKNOWN, "it is locked"),
@@ -96,7 +102,8 @@ def test_cancelled() -> None:
     asked = settled.after(OK)
     assert asked.next is Do.ASK and asked.cancel() is asked, "first it must be known where it is"
     back = Course(Goal.ON).after(OFF)
-    assert back.next is Do.RESTORE and back.cancel().next is End.SUSPENDED
+    assert back.next is Do.RESTORE and back.cancel().after(OFF).next is End.SUSPENDED
+    assert back.cancel().after(RUNNING).next is End.RUNNING, "somebody else has brought it back"
     restored = back.after(OK)
     assert restored.next is Do.UNLOCK and restored.cancel() is restored, "a restore that was begun is ended"
 

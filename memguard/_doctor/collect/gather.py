@@ -266,4 +266,5 @@ def _budget(budget: Budget | None, driver: Driver) -> BudgetFacts | None:
         frameworks=tuple(budget.frameworks),
         limits=limits,
         errors=errors,
+        suspend=getattr(budget, "suspend", None) is not None,
     )

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from memguard._devices import contexts
+from memguard._devices import contexts, suspension
 from memguard._devices.nvml import Nvml
 from memguard._doctor.facts import Process
 from memguard._doctor.probes.main import libraries
@@ -43,6 +43,8 @@ def _bytes(uuids: Iterable[str]) -> dict[str, int | None]:
     NVML lists the host's PIDs, so a process in a container does not find its own.
     """
     found: dict[str, int | None] = {}
+    if suspension.now is not None:  # it has none on any
+        return found
     nvml = Nvml()
     try:
         for uuid in uuids:
@@ -64,7 +66,7 @@ def _foreign() -> bool | None:
 
     The current context is not enough: the first call of the CUDA runtime, as PyTorch's, makes the primary one current.
     """
-    if "pycuda.driver" not in sys.modules or not contexts.initialised():
+    if suspension.now is not None or "pycuda.driver" not in sys.modules or not contexts.initialised():
         return None
     made = getattr(getattr(sys.modules.get("pycuda.autoinit"), "context", None), "handle", None)
     known = {made if isinstance(made, int) else None, contexts.current_handle()} - {None}

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from memguard._devices import contexts
+from memguard._devices import contexts, suspension
 from memguard._frameworks import rmm
 from memguard._frameworks.cupy.adapter import CuPy, _imported, _named
 from memguard._frameworks.cupy.limits import LIMIT
@@ -130,7 +130,13 @@ class JointCuPy(JointCapped, CuPy):
                     self._among = among
                     among[self.ptr] = size
 
-            def __del__(self) -> None:  # before CuPy gives it back, after which the address may be another's
+            def __del__(self) -> None:
+                if suspension.now is not None:  # `cudaFreeAsync` would keep this thread until the process is back
+                    suspension.put_off(self._ends)
+                else:
+                    self._ends()
+
+            def _ends(self) -> None:  # before CuPy gives it back, after which the address may be another's
                 if self._among is not None:
                     self._among.pop(self.ptr, None)
                 inherited = getattr(super(), "__del__", None)

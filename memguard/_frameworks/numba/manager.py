@@ -15,7 +15,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
-from memguard._devices import contexts, streams
+from memguard._devices import contexts, streams, suspension
 from memguard._frameworks.driver_pages import whole
 from memguard._frameworks.least import addresses
 from memguard._frameworks.numba.bank import Bank
@@ -231,6 +231,11 @@ def capped(driver: Any) -> type:
             try:
                 if block.state is not state:
                     return
+                if suspension.now is not None:  # the driver would keep this thread until the process is back
+                    block.state = PENDING
+                    self.pool.idle.pop(block, None)
+                    self.deallocations.add_later(self.carry_out, block)
+                    return
                 block.state = BACK
                 self.pool.idle.pop(block, None)
                 # One call, so that what the driver took back is noted at once.
@@ -297,7 +302,13 @@ def _pending_frees(driver: Any) -> type:
             super().__init__()
             self._manager, self._pool = manager, manager.pool
 
+        def add_later(self, free: Callable[[Block], None], block: Block) -> None:
+            """Pend a free without looking whether a flush is due."""
+            self._cons.append((free, block, 0))
+
         def clear(self) -> None:
+            if suspension.now is not None:  # also streams, events and modules pend: all wait until the process is back
+                return
             try:
                 super().clear()
             except BaseException as error:

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
-from memguard._devices import contexts, streams
+from memguard._devices import contexts, streams, suspension
 from memguard._frameworks.replacements import Replacements
 from memguard.errors import DeviceError
 
@@ -71,7 +71,8 @@ def watch(driver: Any, replaced: Replacements, tell: Callable[[], None]) -> bool
         def finish() -> Any:
             try:
                 if driver not in _lost:
-                    mark()
+                    if suspension.now is None:  # else all its work has ended: the GPU is left after that
+                        mark()
                     _unmarked.discard(one)
             except DeviceError:
                 end()

@@ -133,6 +133,12 @@ class Server:
         with self._lock:
             return len({peer.pid or id(peer) for peer in list(export.peers)})
 
+    def counts(self) -> tuple[int, int]:
+        """How many arrays of this process others can attach or hold, and how many of others' it has attached."""
+        with self._lock:
+            offered = sum(export.description.kind != wire.NOTHING for export in list(self._exports.values()))
+            return offered, len(self._attached)
+
     def watch(self, connection: socket.socket, ended: Callable[[], None]) -> None:
         """Call `ended` on the thread when the other end has gone. Raises OSError."""
         with self._lock:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from memguard._devices import shared_memory, streams
+from memguard._devices import shared_memory, streams, suspension
 from memguard._devices.shared_memory import Allocation, Mapping
 from memguard._units import MIB, format_size
 from memguard.errors import CannotShare
@@ -115,6 +115,7 @@ def export(x: Any, *, copy: bool = True) -> Handle:
     copy=False shares its own memory, which is possible only if nothing else lies in the driver's block. The host waits
     for work on the array. Raises CannotShare; ValueError and DeviceError as `to` does.
     """
+    suspension.check("memguard.exchange.export")
     producer = registry.of(x)
     offer = producer.offer(x)
     if offer.view.device is None:
@@ -151,6 +152,7 @@ def attach(handle: Handle | str, framework: str, *, copy: bool | None = None, st
     The memory stays mapped as long as any view of it lives, also after the exporter closes it or ends. Initialises
     CUDA if nothing has. Raises CannotShare; DeviceError if there is no driver; ValueError if `handle` is no handle.
     """
+    suspension.check("memguard.exchange.attach")
     arguments.check(copy, None, registry.by_name(framework))
     handle = handle if isinstance(handle, Handle) else Handle.parse(handle)
     with contextlib.ExitStack() as undo:

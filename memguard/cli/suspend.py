@@ -1,0 +1,64 @@
+"""`memguard suspend`: take another process off its GPUs."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+
+@click.command("suspend")
+@click.argument("pid", type=click.IntRange(1, (1 << 31) - 1))
+@click.option("--tree", is_flag=True, help="Also the processes that it has started, and theirs: all or none.")
+@click.option("--unsafe", is_flag=True, help="Also if the process does not allow it: it may crash, or be lost.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; sizes in bytes.")
+@click.pass_context
+def suspend(context: click.Context, pid: int, tree: bool, unsafe: bool, as_json: bool) -> None:
+    """Take process PID off its GPUs: all that it has there goes into its host memory until `memguard resume PID`.
+
+    The process must run under a budget with `suspend: {by_others: true}`, and then suspends itself if nothing speaks
+    against it. Any other process is only suspended with --unsafe. Only processes of your own, in this container.
+
+    Exit code 0: it is suspended; 1: no, and why: it runs on; 2: the driver or the process does not say; 130: Ctrl-C.
+    """
+    from memguard._suspend import outside, processes
+    from memguard._suspend.client import Client
+    from memguard.cli.support import waiting
+
+    process, stop = outside.found(pid), outside.Stop()
+    with Client() as client:
+        chosen, sizes = [process], dict[int, dict[str, int]]()
+        if tree or unsafe:
+            listed = processes.listing(processes.read(lambda: client))
+            if tree:
+                chosen = outside.family(process, listed, lambda row: row.state == "running")
+            sizes = {one.pid: outside.sizes_of(listed.of(one.pid)) for one in chosen}
+        if unsafe and not as_json:
+            _warn()
+        results, interrupted = waiting.interruptible(
+            lambda: outside.suspend(
+                chosen, client, sizes=sizes, unsafe=unsafe, stop=stop, say=lambda line: click.echo(line, err=True)
+            ),
+            stop,
+            "interrupted: what was done is taken back; interrupt again to leave it as it is",
+        )
+    code = max(one.code for one in results)
+    if as_json:
+        found = {"memguard_suspend": 1, "processes": [one.as_dict() for one in results]}
+        if unsafe:
+            found["hazards"] = list(outside.HAZARDS)
+        click.echo(json.dumps(found, indent=2))
+    else:
+        for result in results:
+            click.echo(result.text, err=result.code != outside.DONE)
+    context.exit(130 if interrupted and code else code)
+
+
+def _warn() -> None:
+    from memguard._suspend import outside
+
+    click.echo(
+        "--unsafe: the process does not know that it is suspended. What memguard cannot see from here:", err=True
+    )
+    for line in outside.HAZARDS:
+        click.echo(f"  - {line}", err=True)

@@ -1,0 +1,160 @@
+"""A way off the GPUs without a driver, for the tests of a suspended process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from memguard._devices import contexts, suspension
+from memguard._devices.nvml import Nvml
+from memguard._suspend import own
+from memguard._suspend.types import Process, Suspension, Wait, Why
+from memguard._suspend.waiting import Calls
+from memguard._types import MemoryInfo
+from memguard._units import GIB
+from memguard.errors import CannotResume, CannotSuspend
+
+
+class FakeGate:
+    """Closed, then open. Nothing is replaced."""
+
+    def __init__(self, owner: int | None) -> None:
+        self.owner, self.closed = owner, True
+        self.told: Callable[[], object] = lambda: None
+
+    def open(self) -> None:
+        self.closed = False
+        self.told()
+
+
+class FakeWay:
+    """Says what it was asked, and fails, waits or is interrupted where a test wants it.
+
+    `at` is called with the name of each step (`checks`, `lock`, `checkpoint`, `room`, `restore`), on the flow's thread.
+    """
+
+    def __init__(self, sizes: dict[str, int] | None = None) -> None:
+        self.sizes = sizes or {}
+        self.steps: list[str] = []
+        self.at: Callable[[str], object] = lambda step: None
+        self.room = threading.Event()
+        self.room.set()
+        self.by_others = threading.Event()
+        self.gates: list[FakeGate] = []
+        self.closed = 0
+        self.running = True
+        self.memory_of: MemoryInfo | None = None
+
+    def gate(self, owner: int | None, undo: Any) -> FakeGate:
+        made = FakeGate(owner)
+        undo.add("the gate", made.open)
+        self.gates.append(made)
+        return made
+
+    def _step(self, name: str) -> None:
+        self.steps.append(name)
+        self.at(name)
+
+    def check(self, ignore_host_memory: bool) -> None:
+        self._step("checks")
+
+    def off(self, why: Why, timeout: float, calls: Calls, close: Callable[[], None]) -> Suspension:
+        close()
+        self._step("lock")
+        if calls.stop.is_set():
+            raise CannotSuspend([("driver", "this was interrupted; nothing was changed", "try again")])
+        self.running = False
+        self._step("checkpoint")
+        if calls.stop.is_set() and self._wait(calls.give_up, None, calls):
+            self.running = True
+            raise CannotSuspend([("driver", "this was interrupted; it was brought back", "try again")])
+        return Suspension(Process(1, 2), self.sizes, None, time.time(), 0.1, why)
+
+    def back(self, found: Suspension, timeout: float | None, calls: Calls) -> None:
+        self._step("room")
+        if not self._wait(calls.stop, timeout, calls):
+            raise CannotResume("there is no room; it stays suspended and whole\n    fix: memguard.resume()")
+        self._step("restore")
+        self.running = True
+
+    def _wait(self, stop: threading.Event, timeout: float | None, calls: Calls) -> bool:
+        until = time.monotonic() + (30 if timeout is None else timeout)
+        while not self.room.is_set():
+            calls.tell(Wait("GPU-1", 2 * GIB, GIB, 0, ("python (7) 70 GiB",), 0.1))
+            if stop.is_set() or time.monotonic() >= until:
+                return False
+            time.sleep(0.005)
+        return not stop.is_set()
+
+    def returned(self, seconds: float) -> bool:
+        return self.by_others.wait(min(seconds, 0.02))
+
+    def memory(self, uuid: str) -> MemoryInfo | None:
+        return self.memory_of
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@contextmanager
+def way_of(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int] | None = None) -> Iterator[FakeWay]:
+    """This process leaves by a fake way. At the end it is on its GPUs again, with nothing left."""
+    way = FakeWay(sizes)
+    monkeypatch.setattr(own, "chosen_way", lambda: way)
+    monkeypatch.setattr(own, "closed_gate", way.gate)
+    try:
+        yield way
+    finally:
+        way.room.set()
+        if own.current() is not None:
+            way.at = lambda step: None
+            own.resume(10, None)
+        assert suspension.now is None and own.current() is None
+        assert not any(gate.closed for gate in way.gates)
+        assert way.running
+
+
+class Touched(AssertionError):
+    """NVML, CUDA or a framework was called while the process was off its GPUs."""
+
+
+class Doors:
+    """Each call through a door to the GPUs while the process is suspended is noted and fails."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.touched: list[str] = []
+        self._patch = monkeypatch
+
+    def guard(self, owner: Any, *names: str) -> None:
+        for name in names:
+            original = getattr(owner, name)
+
+            def call(*args: Any, _original: Any = original, _name: str = name, **kwargs: Any) -> Any:
+                if suspension.now is not None and not suspension.now.moving:
+                    self.touched.append(_name)
+                    raise Touched(_name)
+                return _original(*args, **kwargs)
+
+            self._patch.setattr(owner, name, call)
+
+    def library(self, cuda: Any) -> Any:
+        """libcuda in whose place every call fails the test while suspended."""
+        doors = self
+
+        class Library:
+            def __getattr__(self, name: str) -> Any:
+                if suspension.now is not None and not suspension.now.moving:
+                    doors.touched.append(name)
+                    raise Touched(name)
+                return getattr(cuda, name)
+
+        self._patch.setattr(contexts, "_initialised", Library())
+        return contexts._initialised
+
+
+__all__ = ["Doors", "FakeWay", "Nvml", "Touched", "way_of"]

@@ -1,0 +1,127 @@
+"""A Jupyter kernel that leaves its (simulated) GPU when it is idle, and is back before the next cell runs."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from notebooks import Notebook, error, kernel, text
+
+BUDGET = """version: 1
+device: {limit: 40GiB}
+frameworks:
+  torch: {limit: 10GiB}
+"""
+SETUP = """
+import os, signal, threading, time
+import memguard
+from memguard import _api
+from memguard._devices import suspension
+from memguard._suspend import own, progress, when_idle
+class Gate:
+    closed = False
+    def open(self): pass
+own.closed_gate = lambda owner, undo: Gate()
+ways, made = [], own.chosen_way
+def chosen():
+    ways.append(made())
+    return ways[-1]
+own.chosen_way = chosen
+waits = threading.Event()
+def shown(line, wait, before=progress.Line.show):
+    before(line, wait)
+    waits.set()
+progress.Line.show = shown
+def others(size):
+    driver = ways[-1].driver
+    driver.others = dict.fromkeys(driver.others, size)
+def once_it_waits(do):
+    waits.clear()
+    threading.Thread(target=lambda: (waits.wait(30), time.sleep(0.1), do()), daemon=True).start()
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+_api.current().frameworks["torch"].allocate(5 << 30)
+"""
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    folder = tmp_path_factory.mktemp("kernel")
+    (folder / "budget.yaml").write_text(BUDGET)
+    with kernel(folder, MEMGUARD_CONFIG="budget.yaml", MEMGUARD_SIMULATE="h200") as started:
+        started.run("%load_ext memguard", *SETUP.splitlines())
+        yield started
+
+
+@pytest.fixture
+def nb(shared: Notebook) -> Iterator[Notebook]:
+    yield shared
+    shared.run("%memguard resume", "%memguard suspend --when-idle never")
+
+
+def test_the_next_cell_brings_the_process_back_before_it_runs(nb: Notebook) -> None:
+    said = r"suspended in .*: 5\.\d+ GiB left GPU.*; the next cell brings it back"
+    assert re.match(said, nb.text("%memguard suspend"))
+    shown = nb.text("print(suspension.now, ways[-1].driver.targets[os.getpid()].state.name)")
+    assert "None RUNNING" in shown and "back on the GPUs in" in shown
+
+
+def test_magics_alone_do_not_bring_it_back(nb: Notebook) -> None:
+    nb.run("%memguard suspend")
+    assert "suspended, 5" in nb.text("%memguard")
+    assert "suspended, 5" in nb.text("%memguard")
+    assert "back on the GPUs: 5" in nb.text("%memguard resume")
+    assert "this process is on its GPUs" in nb.text("%memguard resume")
+
+
+def test_idle_and_back(nb: Notebook) -> None:
+    nb.run("%memguard suspend --when-idle 1s")
+    time.sleep(2.5)
+    assert "suspended, 5" in nb.text("%memguard")
+    assert "None" in nb.text("print(suspension.now)")
+    why = nb.text("%memguard suspend --when-idle never", "print(ways[-1].driver.targets[os.getpid()].calls)")
+    assert "['lock', 'checkpoint', 'restore', 'unlock']" in why
+    count = nb.text("print(len(ways))")
+    time.sleep(1.5)
+    assert nb.text("print(len(ways))") == count
+
+
+def test_a_cell_waits_for_room_and_says_who_has_it(nb: Notebook) -> None:
+    nb.run("once_it_waits(lambda: others(0))", "%memguard suspend", "others(136 << 30)")
+    said = nb.text("print('ran', suspension.now)")
+    assert re.search(r"back on the GPUs in .*: 5\.\d+ GiB", said) and said.endswith("ran None\n")
+
+
+def test_an_interrupted_wait_leaves_it_suspended_and_the_cell_does_not_run(nb: Notebook, tmp_path: Path) -> None:
+    file = tmp_path / "ran"
+    then = "once_it_waits(lambda: (interrupt(), once_it_waits(lambda: others(0))))"
+    nb.run(then, "%memguard suspend", "others(136 << 30)")
+    outputs = nb.fails(f"open({str(file)!r}, 'w')")
+    assert re.search(r"waits for room on GPU-0000.* \[#*-+\] .* of 5\.\d+ GiB free", text(outputs))
+    assert "interrupted; the process stays suspended, 5." in error(outputs) and "fix: run a cell" in error(outputs)
+    assert "Traceback" not in error(outputs) and not file.exists()
+    assert "suspended, 5." in nb.text("%memguard")
+    assert "back on the GPUs" in nb.text(f"open({str(file)!r}, 'w').close()")
+    assert file.exists()
+
+
+def test_a_kernel_below_memguard_run_is_watched_without_the_extension(tmp_path: Path) -> None:
+    (tmp_path / "budget.yaml").write_text(BUDGET)
+    given = {"MEMGUARD_CONFIG": "budget.yaml", "MEMGUARD_SIMULATE": "h200", "MEMGUARD_WHEN_IDLE": "1s"}
+    with kernel(tmp_path, **given) as nb:
+        nb.run(*SETUP.splitlines())
+        time.sleep(2.5)
+        shown = nb.text("print(len(ways), suspension.now, when_idle.seconds())")
+        assert "back on the GPUs in" in shown and "1 None 1.0" in shown
+
+
+def test_a_kernel_under_a_budget_with_when_idle_is_watched_until_the_budget_ends(tmp_path: Path) -> None:
+    (tmp_path / "budget.yaml").write_text(BUDGET + "suspend: {when_idle: 1s}\n")
+    with kernel(tmp_path, MEMGUARD_CONFIG="budget.yaml", MEMGUARD_SIMULATE="h200") as nb:
+        nb.run(*SETUP.splitlines())
+        time.sleep(2.5)
+        assert "1 None 1.0" in nb.text("print(len(ways), suspension.now, when_idle.seconds())")
+        assert "None False" in nb.text("memguard.shutdown()", "print(when_idle.seconds(), when_idle.alive())")

@@ -1,0 +1,231 @@
+"""Suspending from outside: who belongs together, what is needed to come back, and how a wait is shown."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from memguard._devices.checkpoint import State
+from memguard._devices.simulated_checkpoint import SimulatedCheckpoint, Target
+from memguard._suspend import outside, processes, records
+from memguard._suspend.identity import process_of, this_process
+from memguard._suspend.outside import NO, UNKNOWN, Stop
+from memguard._suspend.processes import Listing, Row
+from memguard._suspend.records import Record
+from memguard._suspend.simulated import Direct
+from memguard._suspend.turn import folder
+from memguard._suspend.types import Process, Wait
+from memguard._units import GIB, MIB
+from memguard.cli.support import waiting
+
+A, B = "GPU-a", "GPU-b"
+
+
+def row(pid: int, sizes: dict[str, int | None] | None = None, state: processes.At = "running") -> Row:
+    return Row(pid, 1, "me", "python", sizes or {A: GIB}, None, None, None, state)
+
+
+@pytest.fixture
+def parent() -> Iterator[tuple[Process, list[int]]]:
+    """A process with a child that has a child."""
+    inner = "import subprocess, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
+    program = f"import subprocess, sys, time\nchild = subprocess.Popen([sys.executable, '-c', {inner!r}])\n"
+    program += "print(child.pid, flush=True)\ntime.sleep(60)"
+    started = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert started.stdout is not None
+    pids = [int(started.stdout.readline()), int(started.stdout.readline())]
+    child = process_of(started.pid)
+    assert child is not None
+    yield child, sorted(pids)
+    os.killpg(started.pid, signal.SIGKILL)
+    started.wait()
+    started.stdout.close()
+
+
+def test_those_furthest_down_go_first(parent: tuple[Process, list[int]]) -> None:
+    process, (child, grandchild) = parent
+    listed = Listing((), tuple(map(row, (process.pid, child, grandchild, os.getpid()))), ())
+    chosen = outside.family(process, listed, lambda one: one.state == "running")
+    assert [one.pid for one in chosen] == [grandchild, child, process.pid]
+    assert chosen[0] == process_of(grandchild)
+    launcher = Listing((), (row(grandchild), row(child, state="suspended")), ())
+    chosen = outside.family(process, launcher, lambda one: one.state == "running")
+    assert [one.pid for one in chosen] == [grandchild]  # neither the launcher nor what is off already
+    assert outside.family(process, Listing((), (), ()), lambda one: True) == [process]
+
+
+def test_memguards_helpers_are_no_part_of_a_tree(
+    parent: tuple[Process, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, (child, grandchild) = parent
+    listed = Listing((), tuple(map(row, (process.pid, child, grandchild))), ())
+    monkeypatch.setattr(processes, "is_helper", lambda pid: pid == child)
+    chosen = outside.family(process, listed, lambda one: True)
+    assert [one.pid for one in chosen] == [grandchild, process.pid]
+
+
+def test_a_helper_is_told_by_its_command() -> None:
+    code = "import time\ntime.sleep(60)\nfrom memguard._suspend import helper; helper.main()"
+    helper = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        until = time.monotonic() + 10
+        while not processes.is_helper(helper.pid) and time.monotonic() < until:
+            time.sleep(0.01)  # until it has begun with its program
+        assert processes.is_helper(helper.pid) and not processes.is_helper(os.getpid())
+        assert processes.person(helper.pid).command == "memguard (room for a restore)"
+    finally:
+        helper.kill()
+        helper.wait()
+
+
+def test_unknown_sizes_are_none_at_all() -> None:
+    assert outside.sizes_of(row(1, {A: GIB, B: 2 * GIB})) == {A: GIB, B: 2 * GIB}
+    assert (
+        outside.sizes_of(row(1, {A: GIB, B: None})) == outside.sizes_of(row(1, {A: 0})) == outside.sizes_of(None) == {}
+    )
+
+
+def test_a_restore_never_begins_with_less_than_it_needs() -> None:
+    """What NVML lists is less than what a process has: unless that was measured, more is asked for."""
+    record = Record(Process(1, 2), "suspended", {A: GIB}, 5.0, "asked", measured=True)
+    assert outside.needs_of(record) == {A: GIB}
+    unmeasured = Record(Process(1, 2), "checkpoint", {A: GIB}, 5.0, "asked")
+    assert outside.needs_of(unmeasured) == {A: GIB + outside.SPARE}
+    for sizes in (None, {}):
+        assert outside.needs_of(Record(Process(1, 2), "suspended", sizes, 5.0, "asked", measured=True)) is None
+    assert outside.needs_of(None) is None
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[SimulatedCheckpoint, Process, str]:
+    """This process, under a simulated driver."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    driver = SimulatedCheckpoint({A: 16 * GIB})
+    driver.targets[os.getpid()] = Target({A: 4 * GIB})
+    return driver, this_process(), folder()
+
+
+def test_resume_from_each_state(here: tuple[SimulatedCheckpoint, Process, str]) -> None:
+    driver, process, where = here
+    target = driver.targets[process.pid]
+    client = Direct(driver)
+    result = outside.resume(process, client)
+    assert (result.code, result.changed) == (0, False) and "nothing was to be done" in result.text
+    driver.lock(process.pid, 1)
+    result = outside.resume(process, client)
+    assert (result.code, result.changed) == (0, True) and "was locked, and runs on" in result.text
+    driver.lock(process.pid, 1)
+    driver.checkpoint(process.pid)
+    records.write(Record(process, "suspended", {A: 4 * GIB}, time.time() - 90, "asked", measured=True), where)
+    result = outside.resume(process, client)
+    assert result.code == 0 and "back on its GPUs with 4.00 GiB, after 90 s" in result.text
+    assert target.whole and target.state is State.RUNNING and records.of(process, where) is None
+
+
+def test_without_room_and_without_an_end(here: tuple[SimulatedCheckpoint, Process, str]) -> None:
+    driver, process, where = here
+    driver.lock(process.pid, 1)
+    driver.checkpoint(process.pid)
+    driver.others[A] = 13 * GIB
+    records.write(Record(process, "suspended", {A: 4 * GIB}, 5.0, "asked", measured=True), where)
+    waits: list[Wait] = []
+    result = outside.resume(process, Direct(driver), timeout=0.0, progress=waits.append)
+    assert (result.code, result.state) == (NO, "suspended") and "stays suspended and whole" in result.text
+    assert waits[0].uuid == A and waits[0].free == 3 * GIB and not waits[0].ahead
+    cancel = threading.Event()
+    cancel.set()
+    assert outside.resume(process, Direct(driver), cancel=cancel).state == "suspended"
+    record = records.of(process, where)
+    assert record is not None and (record.step, record.since) == ("suspended", 5.0)
+
+
+def test_lost_is_said_and_kept(here: tuple[SimulatedCheckpoint, Process, str]) -> None:
+    driver, process, where = here
+    driver.lock(process.pid, 1)
+    driver.checkpoint(process.pid)
+    driver.targets[process.pid].importer = True
+    result = outside.resume(process, Direct(driver))
+    assert (result.code, result.state) == (NO, "lost") and "is lost" in result.text
+    record = records.of(process, where)
+    assert record is not None and record.step == "lost"
+
+
+def test_one_that_does_not_answer_is_unknown(here: tuple[SimulatedCheckpoint, Process, str]) -> None:
+    driver, process, where = here
+    records.write_budget(records.Budgeted(process, "b", True), where)
+    (result,) = outside.suspend([process], Direct(driver), sizes={})
+    assert result.code == UNKNOWN and "does not answer" in result.text
+
+
+def test_interrupted_before_it_began(here: tuple[SimulatedCheckpoint, Process, str]) -> None:
+    driver, process, _ = here
+    stop = Stop()
+    stop.once.set()
+    (result,) = outside.suspend([process], Direct(driver), sizes={}, unsafe=True, stop=stop)
+    assert result.code == NO and "nothing was changed" in result.text and driver.targets[process.pid].calls == []
+
+
+WAIT = Wait(A, 4 * GIB, GIB, 2, ("9.00 GiB  python (PID 7, bob)",), 3.0)
+
+
+def test_the_lines_of_a_wait() -> None:
+    assert waiting.lines(WAIT) == [
+        "GPU-a: 1.00 GiB free, 4.00 GiB needed; 2 came before it",
+        "    9.00 GiB  python (PID 7, bob)",
+    ]
+    assert waiting.lines(replace(WAIT, free=5 * GIB, ahead=0))[0] == "GPU-a: 5.00 GiB free, enough"
+
+
+def test_a_line_only_when_something_changes(capsys: pytest.CaptureFixture[str]) -> None:
+    show = waiting._Plain()
+    for free in (GIB, GIB, 2 * GIB, 2 * GIB):
+        show(replace(WAIT, free=free, seconds=9.0))
+    said = capsys.readouterr().err
+    assert said.count("waits for room on GPU-a") == 2 and "2.00 GiB free" in said
+
+
+def test_bars_on_a_terminal() -> None:
+    import io
+
+    from rich.console import Console
+    from rich.live import Live
+
+    out = io.StringIO()
+    with Live(console=Console(file=out, force_terminal=True, width=100)) as live:
+        show = waiting._Drawn(live)
+        show(WAIT)
+        show(replace(WAIT, uuid=B, holders=("1.00 GiB  \x1b[31mevil",), free=MIB))
+    text = out.getvalue()
+    assert "Ctrl-C leaves it suspended" in text and "bob" in text and "\x1b[31mevil" not in text
+    assert "━" in text and not any("━" in line and "GPU" in line for line in text.splitlines())
+
+
+def test_ctrl_c_once_and_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    stop = Stop()
+
+    def call() -> str:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.once.wait(10) and not stop.twice.is_set()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.twice.wait(10)
+        return "ended by itself"
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert waiting.interruptible(call, stop, "says once") == ("ended by itself", True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err.count("says once") == 1
+    with pytest.raises(ValueError, match="what it raises"):
+        waiting.interruptible(lambda: (_ for _ in ()).throw(ValueError("what it raises")), Stop(), "")
