@@ -1,0 +1,157 @@
+"""Which functions of cuda-python (`cuda.bindings`, `cuda.core`) and RMM wait while the process is off its GPUs.
+
+Who holds the GIL was not read or measured. `cuda.core` and RMM call the driver in C, past those names. Numba
+uses both. Methods that start with two underscores are left out where the type is written in C.
+"""
+
+from __future__ import annotations
+
+from memguard._frameworks.gated import Gates, entries, kinds
+
+AT_ONCE = (
+    "cuCheckpoint*",
+    "cuGetError*",
+    "cuGetProcAddress*",
+    "cuGetExportTable",
+    "cuDriverGetVersion",
+    "cuDeviceGet*",
+    "cuDeviceComputeCapability",
+    "cuDeviceTotalMem",
+    "cuCtxGet*",
+    "cuCtxSetCurrent",
+    "cuCtxPushCurrent",
+    "cuCtxPopCurrent",
+    "cuPointerGetAttribute",
+    "cuPointerGetAttributes",
+    "cuStreamIsCapturing",
+    "cuStreamWaitEvent",
+    "cuDevicePrimaryCtxGetState",
+    "cuDevicePrimaryCtxRetain",
+    "cuMemPoolTrimTo",
+    "cuMemPoolGetAttribute",
+    "cuMemPoolSetAttribute",
+    "cuMemAddressReserve",
+)
+"""What the driver answers at once in a suspended process (H200, driver 580.159), or what does not ask it."""
+_RUNTIME_AT_ONCE = (
+    "cudaGetError*",
+    "cudaGetLastError",
+    "cudaPeekAtLastError",
+    "cudaGetDevice*",
+    "cudaSetDevice",
+    "cudaDriverGetVersion",
+    "cudaRuntimeGetVersion",
+    "cudaDeviceGetAttribute",
+    "cudaPointerGetAttributes",
+)
+_EACH = "each function of the driver that does not answer at once"
+
+GATES = (
+    Gates(
+        hook="cuda.bindings.driver",
+        waits=entries("cuda.bindings.driver", "crash", _EACH, "cu[A-Z]*", but=AT_ONCE),
+        left=("cuda.bindings.cydriver: code in C or Cython that calls it goes past the gate",),
+    ),
+    Gates(
+        hook="cuda.bindings.runtime",
+        waits=entries(
+            "cuda.bindings.runtime",
+            "crash",
+            _EACH,
+            "cuda[A-Z]*",
+            but=_RUNTIME_AT_ONCE,
+        ),
+    ),
+    Gates(
+        hook="cuda.core",
+        waits=(
+            *entries("cuda.core._stream", "crash", "cuStreamSynchronize", "Stream.sync"),
+            *entries(
+                "cuda.core._stream", "wait", "cuEventRecord, cuStreamDestroy", "Stream.record Stream.wait Stream.close"
+            ),
+            *entries("cuda.core._event", "crash", "cuEventSynchronize, cuEventQuery", "Event.sync Event.is_done"),
+            *entries("cuda.core._event", "wait", "cuEventDestroy", "Event.close"),
+            *entries("cuda.core._device", "crash", "cuCtxSynchronize, cuMemAllocAsync", "Device.sync Device.allocate"),
+            *entries(
+                "cuda.core._device", "wait", "cuStreamCreate, cuEventCreate", "Device.create_stream Device.create_event"
+            ),
+            *entries("cuda.core._launcher", "wait", "cuLaunchKernelEx", "launch"),
+            *entries("cuda.core", "wait", "cuLaunchKernelEx", "launch"),
+            *entries(
+                "cuda.core._module",
+                "wait",
+                "cuLibraryLoadData, cuLibraryGetKernel",
+                "ObjectCode.get_kernel ObjectCode.handle",
+            ),
+            *entries("cuda.core._memory._buffer", "wait", "cuMemcpyAsync", "Buffer.copy_to Buffer.copy_from"),
+            *entries(
+                "cuda.core._memory._buffer",
+                "wait",
+                "cuMemFreeAsync, cuMemsetD8Async",
+                "Buffer.close Buffer.fill",
+                optional=True,
+            ),
+            *entries(
+                "cuda.core._memory._memory_pool", "crash", "cuMemAllocFromPoolAsync", "_MemPool.allocate", optional=True
+            ),
+            *entries(
+                "cuda.core._memory._memory_pool",
+                "wait",
+                "cuMemFreeAsync, cuMemPoolDestroy",
+                "_MemPool.deallocate _MemPool.close",
+                optional=True,
+            ),
+            *entries(
+                "cuda.core._memory._legacy",
+                "wait",
+                "cuMemAlloc, cuMemHostAlloc",
+                "_SynchronousMemoryResource.allocate _SynchronousMemoryResource.deallocate"
+                " LegacyPinnedMemoryResource.allocate LegacyPinnedMemoryResource.deallocate",
+                optional=True,
+            ),
+            *entries(
+                "cuda.core.graph._graph_builder",
+                "wait",
+                "cuGraphLaunch",
+                "Graph.launch Graph.upload Graph.close",
+                optional=True,
+            ),
+        ),
+        kept=(
+            *kinds("cuda.core._module", "cuLibraryUnload, taken to crash as cuModuleUnload does", "ObjectCode Kernel"),
+            *kinds("cuda.core._stream", "cuStreamDestroy", "Stream"),
+            *kinds("cuda.core._event", "cuEventDestroy", "Event"),
+            *kinds("cuda.core._memory._buffer", "cuMemFreeAsync", "Buffer MemoryResource"),
+            *kinds("cuda.core.graph._graph_builder", "cuGraphExecDestroy", "Graph"),
+        ),
+    ),
+    Gates(
+        hook="rmm",
+        waits=(
+            *entries(
+                "rmm.pylibrmm.stream",
+                "crash",
+                "cuStreamSynchronize, cuStreamQuery",
+                "Stream.synchronize Stream.is_done",
+                optional=True,
+            ),
+            *entries(
+                "rmm.pylibrmm.memory_resource",
+                "crash",
+                "cuMemAllocAsync with an asynchronous resource",
+                "DeviceMemoryResource.allocate DeviceMemoryResource.deallocate",
+                optional=True,
+            ),
+            *entries(
+                "rmm.pylibrmm.device_buffer",
+                "wait",
+                "cuMemcpyAsync, then cuStreamSynchronize",
+                "DeviceBuffer.copy_to_host DeviceBuffer.copy_from_host DeviceBuffer.copy_from_device"
+                " DeviceBuffer.tobytes DeviceBuffer.reserve DeviceBuffer.resize to_device copy_ptr_to_host"
+                " copy_host_to_ptr copy_device_to_ptr",
+                optional=True,
+            ),
+        ),
+        kept=kinds("rmm.pylibrmm.device_buffer", "cuMemFreeAsync", "DeviceBuffer"),
+    ),
+)

@@ -1,0 +1,103 @@
+"""Which of JAX's functions wait while the process is off its GPUs.
+
+A compiled function that ran before runs again without a line of Python (`PjitFunction`): its launch waits in the
+driver. So do arithmetic operators. Their results wait in Python. Who holds the GIL was not read or measured.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from memguard._frameworks.gated import Gates, entries, kinds
+
+
+def of_gpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """A method of an array on a GPU."""
+    return bool(args[0].platform() != "cpu")
+
+
+def any_of_gpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """One of the arrays in the list is on a GPU."""
+    return any(one.platform() != "cpu" for one in args[0])
+
+
+def gpu_program(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """A compiled program for GPUs."""
+    return bool(args[0].client.platform != "cpu")
+
+
+def gpu_client(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """A method of the client that has the GPUs."""
+    return bool(args[0].platform != "cpu")
+
+
+def gpu_live(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """JAX has GPUs in use."""
+    return any(one.platform != "cpu" for one in _clients())
+
+
+def programs() -> object:
+    """Each compiled program: when JAX drops one from its caches, that unloads its module."""
+    return [client.live_executables() for client in _clients()]
+
+
+def _clients() -> list[Any]:
+    bridge: Any = sys.modules.get("jax._src.xla_bridge")
+    return [*getattr(bridge, "_backends", {}).values()]
+
+
+_JAXLIB = "jaxlib._jax"
+
+GATES = (
+    Gates(
+        hook="jax",
+        waits=(
+            *entries(
+                _JAXLIB,
+                "wait",
+                "the end of the array's computation, then cuMemcpyDtoHAsync",
+                "ArrayImpl.block_until_ready ArrayImpl.copy_to_host_async ArrayImpl._value ArrayImpl.__array__"
+                " ArrayImpl.__dlpack__ ArrayImpl._copy_single_device_array_to_host_async"
+                " ArrayImpl._single_device_array_to_np_array_did_copy ArrayImpl.__getitem__ ArrayImpl.item"
+                " ArrayImpl.tolist ArrayImpl.__bool__ ArrayImpl.__int__ ArrayImpl.__float__ ArrayImpl.__complex__"
+                " ArrayImpl.__index__ ArrayImpl.__repr__ ArrayImpl.__str__ ArrayImpl.__reduce__",
+                touches=of_gpu,
+            ),
+            *entries(_JAXLIB, "wait", "the end of the computations", "batched_block_until_ready", touches=any_of_gpu),
+            *entries(
+                _JAXLIB,
+                "wait",
+                "cuLaunchKernel",
+                "LoadedExecutable.execute_sharded LoadedExecutable.execute LoadedExecutable.execute_with_token",
+                optional=True,
+                touches=gpu_program,
+            ),
+            *entries(
+                _JAXLIB,
+                "wait",
+                "cuModuleLoadDataEx, cuMemAlloc for autotuning, cuStreamSynchronize",
+                "Client.compile_and_load Client.compile Client.deserialize_executable Client.defragment",
+                optional=True,
+                touches=gpu_client,
+            ),
+            *entries(
+                "jax._src.interpreters.pxla", "wait", "cuLaunchKernel", "ExecuteReplicated.__call__", touches=gpu_live
+            ),
+            *entries(
+                "jax",
+                "wait",
+                "cuMemcpyHtoDAsync, the end of the computations",
+                "device_put device_get block_until_ready effects_barrier",
+                touches=gpu_live,
+            ),
+            *entries("jax", "crash", "cuModuleUnload", "clear_caches", touches=gpu_live),
+        ),
+        kept=kinds(_JAXLIB, "cuModuleUnload crashes", "LoadedExecutable"),
+        holds=programs,
+        left=(
+            "jax: a compiled function that ran before, and operators: the launch waits in the driver",
+            "jax: a program that is compiled anew while suspended waits, and is not kept alive",
+        ),
+    ),
+)

@@ -1,0 +1,46 @@
+"""Which of Numba's functions wait while the process is off its GPUs.
+
+Numba calls the driver through attributes of one object, which it makes at their first use (`Driver.__getattr__`). Those
+that are there are gated one by one, and the making of others waits. It frees memory, events, streams and modules in
+batches (`_PendingDeallocs.clear`), in finalizers too: that is put off.
+"""
+
+from __future__ import annotations
+
+from memguard._frameworks.cuda_python_gates import AT_ONCE
+from memguard._frameworks.gated import Gates, entries
+
+_DRIVER = "numba.cuda.cudadrv.driver"
+_UNREGISTERS = "driver.cuMemHostUnregister"
+
+GATES = (
+    Gates(
+        hook="numba.cuda.cudadrv.driver",
+        waits=(
+            *entries(
+                _DRIVER,
+                "crash",
+                "each function of the driver that does not answer at once",
+                "driver.cu*",
+                optional=True,
+                but=(*AT_ONCE, "cuMemHostUnregister"),
+            ),
+            *entries(_DRIVER, "crash", "a function of the driver at its first use", "Driver.__getattr__"),
+            *entries(_DRIVER, "crash", "cuCtxSynchronize", "Context.synchronize"),
+            *entries(_DRIVER, "crash", "cuStreamSynchronize", "Stream.synchronize"),
+            *entries(
+                _DRIVER,
+                "crash",
+                "cuEventSynchronize, cuEventQuery, cuEventElapsedTime",
+                "Event.synchronize Event.query Event.elapsed_time event_elapsed_time",
+            ),
+            *entries(_DRIVER, "fail", "cuMemGetInfo", "Context.get_memory_info"),
+            *entries(_DRIVER, "wait", "cuModuleUnload of each module", "Context.reset"),
+            *entries("numba.cuda.dispatcher", "wait", "cuLaunchKernelEx", "launch", optional=True),
+        ),
+        later=(
+            *entries(_DRIVER, "crash", "cuModuleUnload, cuMemFree and the like", "_PendingDeallocs.clear"),
+            *entries(_DRIVER, "wait", "cuMemHostUnregister", _UNREGISTERS, optional=True),
+        ),
+    ),
+)
