@@ -186,6 +186,13 @@ def test_each_bar_can_be_missed(what: str) -> None:
     assert [name for name, (passed, _) in benchmark.suspend_checks(s).items() if not passed] == [bar]
 
 
+def test_a_call_that_needs_no_driver_may_go_on_and_is_named() -> None:
+    s = suspend_results.whole()
+    s["calls jax"]["ends"]["operator"] = {"went on": 30}
+    passed, figure = benchmark.suspend_checks(s)[_listed.of_calls("jax")[0]]
+    assert passed and "asked the driver nothing: operator" in figure
+
+
 # Tables
 
 
