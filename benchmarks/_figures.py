@@ -66,6 +66,7 @@ SOURCES = {
     "answer": "memguard.exchange.ipc.sharing: ANSWER_TIMEOUT",
     "budget file": "memguard._config.positions: MAX_BYTES",
     "burst": "memguard._monitor.sampler: BURST",
+    "exit's patience": "memguard._suspend.leaving: PATIENCE",
     "facts": "memguard._doctor.bounds: TEXT",
     "forecast": "memguard._monitor.pressure: Settings.forecast",
     "hysteresis": "memguard._monitor.pressure: Settings.hysteresis",

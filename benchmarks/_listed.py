@@ -418,6 +418,99 @@ ELASTIC: dict[str, tuple[str, ...]] = {
     "fixed shares, schedule *": (SCHEDULES_FIXED,),
 }
 
+SUSPEND_STEPS: dict[str, tuple[str, ...]] = {
+    "off": ("state", "lock", "settle", "checkpoint"),
+    "on": ("state", "room", "restore", "unlock"),
+}
+"""Of a process that leaves its GPU, and that comes back: at each the helper is killed, and Ctrl-C pressed."""
+BREAKS = ("helper killed", "SIGINT", "controller killed")
+STOPPED = "a stopped process"
+REFUSED: dict[str, tuple[str, ...]] = {
+    "managed memory of cupy": ("managed-memory",),
+    "managed memory of numba": ("managed-memory",),
+    "torch gave a tensor": ("cuda-ipc",),
+    "torch opened a tensor": ("cuda-ipc",),
+    "memguard.exchange gave an array": ("cuda-ipc",),
+    "a capture": ("capture",),
+    "torch.profiler": ("profiler",),
+    "NCCL, one rank": ("nccl",),
+    "a child with a context": ("children",),
+    "too little host memory": ("host-memory",),
+    STOPPED: ("stopped",),
+}
+"""What is provoked, and the code of the reason that has to be among those given."""
+OUTSIDE = (
+    "outside: memguard ps lists a process while it runs and while it is suspended",
+    "outside: memguard suspend and resume take it off and bring it back, values right",
+    "outside: a process that does not allow it is refused, and taken with --unsafe",
+)
+PEAK = ("tensorflow after a peak of 60 GiB: 0 bytes while suspended",)
+TURNS = (
+    "turns: two processes of 44 GiB take turns on 80 GB",
+    "turns: both lie in host memory for a moment, and all values are right",
+)
+NO_ROOM = (
+    "no room: it waits, says who holds the card, and stays suspended and whole",
+    "no room: it comes back when there is room, values right",
+)
+STRANGER = ("stranger: 20 rounds beside a process that grabs memory at random lose nothing",)
+NOTEBOOK = (
+    "notebook: an idle kernel leaves the card, and another process has the whole of it",
+    "notebook: the next cell brings it back and computes the right value",
+    "notebook: a refused cell does not run, and the kernel stays whole",
+)
+CONTROL = ("control: without gates a synchronize of another thread ends the process",)
+
+
+def of_rounds(who: str) -> tuple[str, ...]:
+    return (
+        f"{who}: the values are the same after five rounds and after twenty",
+        f"{who}: NVML lists nothing of it while it is suspended",
+        f"{who}: after 20 rounds no more is taken of the card and of host memory than after one",
+        f"{who}: ledger and timeline say that it was suspended",
+    )
+
+
+def of_calls(name: str) -> tuple[str, ...]:
+    return (
+        f"{name}: every kind of call of another thread waits or is refused, 30 rounds",
+        f"{name}: no such call ends the process, and the values are right",
+    )
+
+
+def of_break(what: str, way: str) -> tuple[str, ...]:
+    return (f"{what}, {way}: the process is back each time, values right",)
+
+
+def of_refused(what: str) -> tuple[str, ...]:
+    return (f"refused: {what}",)
+
+
+def of_seconds(name: str) -> tuple[str, ...]:
+    return (f"seconds: {name} is off the card at each size, and back with its values",)
+
+
+def of_window(which: str) -> tuple[str, ...]:
+    return (f"window, {which}: measured, and told what a stranger can do in it",)
+
+
+SUSPEND: dict[str, tuple[str, ...]] = {
+    **{f"rounds {name}": of_rounds(name) for name in SIX},
+    "rounds six": of_rounds("all six"),
+    **{f"calls {name}": of_calls(name) for name in SIX},
+    "control": CONTROL,
+    **{f"{what}, {way}": of_break(what, way) for what in BREAKS for way in SUSPEND_STEPS},
+    **{f"refused {what}": of_refused(what) for what in REFUSED},
+    "outside": OUTSIDE,
+    "peak": PEAK,
+    **{f"seconds {name}": of_seconds(name) for name in SIX},
+    "turns": TURNS,
+    "no room": NO_ROOM,
+    "stranger": STRANGER,
+    **{f"window, context {which}": of_window(f"context {which}") for which in ("stays", "goes")},
+    "notebook": NOTEBOOK,
+}
+
 BY_COMMAND: dict[str, dict[str, tuple[str, ...]]] = {
     "main_job": MAIN_JOB,
     "all_frameworks": ALL_FRAMEWORKS,
@@ -435,6 +528,7 @@ BY_COMMAND: dict[str, dict[str, tuple[str, ...]]] = {
     "readings": READINGS,
     "init": INIT,
     "elastic": ELASTIC,
+    "suspend": SUSPEND,
 }
 """By the name of the program in `about.command` of a result."""
 
@@ -456,6 +550,7 @@ FILES: dict[str, str | None] = {
     "h200-training.json": "training",
     "h200-init.json": "init",
     "h200-elastic.json": "elastic",
+    "h200-suspend.json": "suspend",
     "h200-x2-ddp.json": "ddp",
     "replay.json": "replay",
     "startup.json": "startup",

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import _elastic_table
 import _exchange_tables
 import _figures
+import _suspend_table
 import _ways
 from _listed import FILES, lacking, list_of, not_measured
 from _run import RESULTS, ROOT, numba_note, source_hash
@@ -27,7 +28,7 @@ from checks import peers_rounds
 LABELS = {**_exchange_tables.PLAIN, "tensorflow": "TensorFlow ¹"}
 STALE = "STALE: memguard has changed since this was measured."
 MIB, GIB = 1 << 20, 1 << 30
-WITH_NUMBA = ("main_job", "watch", "readings", "moment", "exchange", "peers", "elastic")
+WITH_NUMBA = ("main_job", "watch", "readings", "moment", "exchange", "peers", "elastic", "suspend")
 """Programs that put np.row_stack back for Numba, and whose sections do not say so themselves."""
 
 
@@ -646,6 +647,18 @@ def elastic() -> list[str]:
     return [*_elastic_table.whole(result["scenarios"]), "", *origin("h200-elastic.json", result)]
 
 
+def suspend() -> list[str]:
+    if not measured("h200-suspend.json"):
+        lacks = not_measured(set(FILES) - {"h200-suspend.json"})["h200-suspend.json"]
+        return [
+            "## A process steps off the card",
+            "",
+            f"`memguard.suspend`: not measured yet. `benchmarks/suspend.py` has {len(lacks)} checks.",
+        ]
+    result = load("h200-suspend.json")
+    return [*_suspend_table.whole(result["scenarios"]), "", *origin("h200-suspend.json", result)]
+
+
 def others() -> list[str]:
     """Results beyond the list, as of another kind of card: their checks, and those that were missed."""
     found = [path.name for path in sorted(RESULTS.glob("*.json")) if path.name not in FILES]
@@ -700,6 +713,7 @@ def results() -> str:
         training,
         init_of_six,
         elastic,
+        suspend,
         others,
     )
     return "\n\n".join("\n".join(lines) for part in parts if (lines := part()))
@@ -792,6 +806,8 @@ def readme_table() -> str:
         )
     if measured("h200-elastic.json"):
         rows.append((*_elastic_table.row(load("h200-elastic.json")["scenarios"]), "elastic"))
+    if measured("h200-suspend.json"):
+        rows.append((*_suspend_table.row(load("h200-suspend.json")["scenarios"]), "suspend"))
     rows += [
         (
             "A leak of 1 GiB/s, 20 GiB below the cap",

@@ -30,7 +30,9 @@ START = 60.0
 _GRACE = 5.0
 """Seconds after `limit` in which the helper must have said so itself."""
 _TURN = 0.2
-"""Seconds after which who waits for an answer looks whether another thread still reads for it."""
+"""Seconds for which one thread reads at a time."""
+_LOOK = 0.01
+"""Seconds after which who waits for an answer looks whether the thread that reads has got it."""
 _SCRUBBED = ("MEMGUARD_", "PYTHON", "CUDA_VISIBLE_DEVICES", "CUDA_INJECTION")
 """Of the environment: a budget or a profiler is not for the helper, and it must see every GPU."""
 _CODE = "import sys; sys.path[:] = {path!r}\nfrom memguard._suspend import helper; helper.main({parent})"
@@ -89,18 +91,18 @@ class _Connection:
         """The answer; None if none came until then, or the helper has died (`dead`)."""
         try:
             while self._answers.get(number) is None and not self.dead and time.monotonic() < until:
-                self.read(until)
+                self.read(until, number)
             return self._answers.get(number)
         finally:
             self._answers.pop(number, None)
 
-    def read(self, until: float) -> None:
-        """Read what has come, or wait for it until then; shorter if another thread reads already."""
+    def read(self, until: float, number: int = 0) -> None:
+        """Read what has come, or wait for it until then; shorter if another thread reads already, or has read it."""
         patience = max(0.0, min(until - time.monotonic(), _TURN))
-        if not self._reading.acquire(timeout=patience):
+        if not self._reading.acquire(timeout=min(patience, _LOOK) if number else patience):
             return
         try:
-            if self.dead:
+            if self.dead or self._answers.get(number) is not None:
                 return
             poll = select.poll()  # not `select`: a program may have more than 1,024 files open
             poll.register(self.stdout, select.POLLIN)

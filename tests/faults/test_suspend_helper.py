@@ -23,7 +23,7 @@ from stub_gpus import GIB, ONE, UUIDS
 from memguard._devices.checkpoint import State
 from memguard._suspend import flow
 from memguard._suspend.client import Client
-from memguard._suspend.identity import process_of
+from memguard._suspend.identity import process_of, this_process
 from memguard._suspend.steps import Answer, End
 from memguard._suspend.types import Process
 
@@ -415,6 +415,22 @@ def test_who_watches_is_told(machine: Machine) -> None:
     event = mine.next_event(10)
     assert event is not None and event.what == "ended"
     assert machine.back(mine).end is End.ENDED
+
+
+def test_an_answer_comes_at_once_while_another_thread_waits_for_news(machine: Machine) -> None:
+    """Whoever reads for others lets them know: they do not wait on for what is there."""
+    client = machine.client()
+    assert client.state(machine.process).code == 0
+    own = this_process()  # it has no GPU, so there is no news of it
+    client.watch(own)
+    waiting = threading.Thread(target=client.next_event, args=(60.0,), daemon=True)
+    waiting.start()
+    begun = time.monotonic()
+    for _ in range(20):
+        assert client.state(machine.process).code == 0
+    assert time.monotonic() - begun < 1.5, "each waited for 0.2 s"
+    assert waiting.is_alive()
+    client.unwatch(own)
 
 
 def test_a_pid_that_was_given_again_is_never_touched(machine: Machine) -> None:

@@ -13,12 +13,24 @@ from typing import Any
 
 import elastic_results
 import pytest
+import suspend_results
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-_run, _listed, _independent, _sampler, checks, table, _moment, replay, elastic = (
+_run, _listed, _independent, _sampler, checks, table, _moment, replay, elastic, suspend = (
     importlib.import_module(name)
-    for name in ("_run", "_listed", "_independent", "_sampler", "checks", "table", "_moment", "replay", "elastic")
+    for name in (
+        "_run",
+        "_listed",
+        "_independent",
+        "_sampler",
+        "checks",
+        "table",
+        "_moment",
+        "replay",
+        "elastic",
+        "suspend",
+    )
 )
 RESULTS = ROOT / "benchmarks" / "results"
 MIB, GIB, PAGE = 1 << 20, 1 << 30, 2 << 20
@@ -166,6 +178,7 @@ WHOLE: dict[str, Whole] = {
     "replay": (replayed, checks.replay_checks, lambda r: r),
     "ddp": (ddp, lambda r: checks.ddp_checks(r["ranks"]), lambda r: r),
     "elastic": (elastic_results.whole, elastic.elastic_checks, lambda s: s),
+    "suspend": (suspend_results.whole, suspend.suspend_checks, lambda s: s),
 }
 
 
@@ -191,7 +204,7 @@ def killed(benchmark: str) -> list[tuple[str, str, str]]:
 
 
 SCENARIOS = [
-    case for name in ("main_job", "all_frameworks", "watch", "exchange", "elastic") for case in killed(name)
+    case for name in ("main_job", "all_frameworks", "watch", "exchange", "elastic", "suspend") for case in killed(name)
     if case[1] != "nothing stays lent"  # of all scenarios
 ]  # fmt: skip
 

@@ -1,0 +1,280 @@
+"""The processes of `suspend.py`, seen by their parent: asked with a time limit, and ended without harm to the machine.
+
+The parent itself has no CUDA. It reads NVML, which a suspended process cannot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from _run import ROOT
+from _suspend_arrays import REHEARSAL
+
+HERE = Path(__file__).resolve().parent
+ORDERLY = 20.0
+"""Seconds in which a process must end by itself."""
+harsh: list[str] = []
+"""Processes that had to be killed although they were restored and could not be suspended again."""
+
+
+class Broke(Exception):
+    """A child died, or did not answer in time."""
+
+
+class Child:
+    """One process of `_suspend_target.py` or `_suspend_others.py`, which answers each line with a line."""
+
+    def __init__(self, script: str, *words: str, env: dict[str, str] | None = None) -> None:
+        environment = {
+            **os.environ,
+            "PYTHONFAULTHANDLER": "1",
+            "TF_CPP_MIN_LOG_LEVEL": "2",
+            "TF_FORCE_GPU_ALLOW_GROWTH": "true",
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            **(env or {}),
+        }
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(HERE), environment.get("PYTHONPATH", "")])
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (a pipe that nobody reads fills up)
+        self.words = words
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / script), *words],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True, env=environment,
+        )  # fmt: skip
+        self.touched = False
+        """Whether anybody has begun to suspend it."""
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        end(self)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with contextlib.suppress(ValueError):
+            for line in self.process.stdout:
+                if line.startswith("ANSWER "):  # libraries print what they like
+                    self._lines.put(line[7:])
+        self._lines.put(None)
+
+    def send(self, do: str, /, **fields: Any) -> None:
+        assert self.process.stdin is not None
+        self.touched |= do in ("off", "round", "broken", "calls")
+        with contextlib.suppress(OSError):
+            self.process.stdin.write(json.dumps({"do": do, **fields}) + "\n")
+            self.process.stdin.flush()
+
+    def answer(self, limit: float, what: str = "its answer") -> dict[str, Any]:
+        """Raises Broke if it dies, or does not answer within `limit` seconds."""
+        try:
+            line = self._lines.get(timeout=limit)
+        except queue.Empty:
+            raise Broke(f"{' '.join(self.words)}: {what} did not come in {limit:.0f} s; {self.stderr()}") from None
+        if line is None:
+            code = self.process.wait(10)
+            self._lines.put(None)
+            raise Broke(f"{' '.join(self.words)}: it died at {what}, rc {code}; {self.stderr()}")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def ask(self, do: str, limit: float = 60.0, /, **fields: Any) -> dict[str, Any]:
+        """Its answer, which may have an `error`."""
+        self.send(do, **fields)
+        return self.answer(limit, do)
+
+    def must(self, do: str, limit: float = 60.0, /, **fields: Any) -> dict[str, Any]:
+        """Its answer. Raises Broke if that is an error."""
+        found = self.ask(do, limit, **fields)
+        if found.get("error"):
+            raise Broke(f"{' '.join(self.words)}: {do}: {found['error']['exception']}: {found['error']['text']}")
+        return found
+
+    def stderr(self, last: int = 1500) -> str:
+        self.errors.flush()
+        with open(f"/proc/self/fd/{self.errors.fileno()}", errors="replace") as file:
+            return file.read()[-last:]
+
+    def crashed_in(self) -> str:
+        """The function of this benchmark in which it crashed, by faulthandler's words; empty if it says nothing."""
+        lines = self.stderr(20000).partition("Current thread")[2].splitlines()
+        return next((line.rpartition(" in ")[2].strip() for line in lines if " in call: " in line), "")
+
+
+_door: Any = None
+_opening = threading.Lock()
+
+
+def door() -> Any:
+    """The parent's own helper process."""
+    global _door
+    with _opening:
+        if _door is None:
+            from memguard._suspend.client import Client
+
+            _door = Client()
+        return _door
+
+
+def end(child: Child) -> None:
+    """End a process. One that was restored is suspended again first: killed as it is, it may hang the machine."""
+    process = child.process
+    if process.poll() is None:
+        with contextlib.suppress(OSError):
+            os.kill(process.pid, signal.SIGCONT)
+        off = REHEARSAL or not child.touched or away_again(process.pid)
+        if not (child.touched and off):
+            with contextlib.suppress(OSError, ValueError):
+                assert process.stdin is not None
+                process.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(ORDERLY)
+        if process.poll() is None:
+            if not off:
+                harsh.append(f"{process.pid}: {' '.join(child.words)}")
+            process.kill()
+    process.wait(60)
+    child.errors.close()
+
+
+def away_again(pid: int) -> bool:
+    """Whether it is off its GPUs now, or has none: then it may be killed."""
+    from memguard._devices.checkpoint import State
+    from memguard._suspend import flow
+    from memguard._suspend.identity import process_of
+    from memguard._suspend.steps import End
+
+    process = process_of(pid)
+    if process is None:
+        return True
+    state = door().state(process, 30.0)
+    if state.state is State.LOCKED:
+        door().unlock(process, 60.0)
+    if state.state is State.CHECKPOINTED or state.code == 3:
+        return True
+    done = flow.take_off(process, client=door(), lock_timeout=5.0)
+    return done.end in (End.SUSPENDED, End.ENDED, End.LOST)
+
+
+# NVML, for a process that is never suspended
+
+
+class Card:
+    """The first GPU."""
+
+    def __init__(self) -> None:
+        if REHEARSAL:
+            return
+        import pynvml
+
+        pynvml.nvmlInit()
+        self._nvml, self._handle = pynvml, pynvml.nvmlDeviceGetHandleByIndex(0)
+
+    def free(self) -> int:
+        if REHEARSAL:
+            import _suspend_stand_in as stand
+
+            return stand.free()
+        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).free)
+
+    def total(self) -> int:
+        if REHEARSAL:
+            import _suspend_stand_in as stand
+
+            return stand.TOTAL
+        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).total)
+
+    def of(self, pid: int) -> int | None:
+        """Bytes that NVML lists for a process; None if it is not in the list."""
+        if REHEARSAL:
+            import _suspend_stand_in as stand
+
+            return stand.listed().get(pid)
+        for one in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle):
+            if one.pid == pid:
+                return int(one.usedGpuMemory or 0)
+        return None
+
+
+def host_bytes(pid: int) -> int:
+    """Its anonymous host memory, resident or swapped."""
+    with open(f"/proc/{pid}/status") as file:
+        lines = dict(line.split(":", 1) for line in file if ":" in line)
+    return sum(int(lines[name].split()[0]) << 10 for name in ("RssAnon", "VmSwap"))
+
+
+def command(*words: str, limit: float = 60.0) -> dict[str, Any]:
+    """`memguard WORDS` in a process of its own: code, seconds, and what it printed."""
+    started = time.monotonic()
+    if REHEARSAL:
+        return _rehearsed(*words)
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    child = subprocess.Popen(
+        [sys.executable, "-m", "memguard", *words],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+    )  # fmt: skip
+    try:
+        out, err = child.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        child.kill()  # it has no GPU memory of its own; its helper ends what it has begun
+        out, err = child.communicate()
+        err += f"\n(killed after {limit:.0f} s)"
+    return {"rc": child.returncode, "seconds": round(time.monotonic() - started, 2), "out": out, "err": err[-1500:]}
+
+
+def resume(pid: int) -> dict[str, Any]:
+    """`memguard resume PID`, which waits for room, but not for ever."""
+    return command("resume", str(pid), "--wait", "45s", limit=100)
+
+
+def _rehearsed(*words: str) -> dict[str, Any]:
+    import _suspend_stand_in as stand
+
+    pids = [int(word) for word in words if word.isdigit()]
+    if words[0] == "ps":
+        found = {pid: one for path in Path(REHEARSAL).glob("*.process") if (one := stand.read(pid := int(path.stem)))}
+        return {
+            "rc": 0,
+            "seconds": 0.0,
+            "out": json.dumps([{"pid": pid, **one} for pid, one in found.items()]),
+            "err": "",
+        }
+    if words[0] == "suspend" and "--unsafe" not in words and not (stand.read(pids[0]) or {}).get("by_others"):
+        return {"rc": 1, "seconds": 0.0, "out": "", "err": "it does not allow others"}
+    if words[0] == "suspend" and Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[0] == "T":
+        return {"rc": 1, "seconds": 0.0, "out": "", "err": "it is stopped\n    fix: continue it"}
+    stand.write(pids[0], suspended=words[0] == "suspend")
+    return {"rc": 0, "seconds": 0.0, "out": "", "err": ""}
+
+
+@contextlib.contextmanager
+def target(*words: str, env: dict[str, str] | None = None, **begin: Any) -> Iterator[Child]:
+    """A process with arrays of these frameworks. It is ended without harm, also if the block raises."""
+    with Child("_suspend_target.py", *words, env=env) as child:
+        child.must("begin", 180, names=list(words), **begin)
+        yield child
+
+
+@contextlib.contextmanager
+def other(what: str, **begin: Any) -> Iterator[Child]:
+    """A process that takes memory from the driver itself, and is never suspended (`_suspend_others.py`)."""
+    with Child("_suspend_others.py", what) as child:
+        child.must("begin", 60, **begin)
+        yield child

@@ -1,0 +1,167 @@
+"""A process leaves its GPU, whatever frameworks it uses, and comes back as it was: on a real GPU.
+
+    python benchmarks/suspend.py -o benchmarks/results/h200-suspend.json
+
+a  rounds     each of the six alone, and all six in one process, 20 times off and back under a budget with its monitor
+b  calls      every kind of call of other threads while the process is off, 30 rounds. Control: without gates
+c  breaks     the helper, or the program that suspends another one, killed at each step; Ctrl-C at each step
+d  refusals   each reason not to suspend that one card can provoke; `memguard ps`, `suspend` and `resume`
+f  peak       TensorFlow after a peak of 60 GiB
+e  seconds    out and in at 1 and 16 GiB, PyTorch at 60 GiB too; the first time and the second
+g  turns      two processes of 44 GiB on 80 GB
+h  room       no room; a stranger that grabs memory; the window between the placeholder's end and the restore
+i  notebook   a Jupyter kernel that goes off when it is idle
+
+Parts a, b, c, d and f run at the same time, some 150 s. The others run one after the other, as they take times or fill
+the card: e some 220 s, g 100, h 120, i 40. The times are estimates until a result has them. `--part abcdf` runs parts,
+`--only` scenarios by name, separated by semicolons, and `--merge` takes the others from another run's JSON: the whole
+in two calls is `--part abcdfi -o one.json`, and then `--part egh --merge one.json`. The result is written after each
+scenario, so that what ends the run does not lose what was measured.
+
+The card needs to be this program's alone, and the machine 110 GiB of free host memory. A process that was restored is
+suspended again before it is killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import _suspend_breaks
+import _suspend_notebook
+import _suspend_refused
+import _suspend_room
+import _suspend_rounds
+from _listed import BREAKS, REFUSED, SIX, SUSPEND_STEPS
+from _run import RESULTS, attempt, conclude, header, keep_runs, merged
+from _suspend_checks import suspend_checks
+from _suspend_children import harsh
+
+Scenario = Callable[[], dict[str, Any]]
+_BREAKS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "helper killed": functools.partial(_suspend_breaks.inside, "helper"),
+    "SIGINT": functools.partial(_suspend_breaks.inside, "sigint"),
+    "controller killed": _suspend_breaks.controller,
+}
+PARTS: dict[str, dict[str, Scenario]] = {
+    "f": {"peak": _suspend_rounds.peak},  # the longest of those that run together
+    "a": {
+        "rounds six": functools.partial(_suspend_rounds.values, SIX),
+        **{f"rounds {name}": functools.partial(_suspend_rounds.values, (name,)) for name in SIX},
+    },
+    "b": {
+        **{f"calls {name}": functools.partial(_suspend_breaks.calls, name) for name in SIX},
+        "control": _suspend_breaks.control,
+    },
+    "c": {f"{what}, {way}": functools.partial(_BREAKS[what], way) for what in BREAKS for way in SUSPEND_STEPS},
+    "d": {
+        **{f"refused {what}": functools.partial(_suspend_refused.refused, what) for what in REFUSED},
+        "outside": _suspend_rounds.outside,
+    },
+    "e": {f"seconds {name}": functools.partial(_suspend_rounds.seconds, name) for name in SIX},
+    "g": {"turns": _suspend_rounds.turns},
+    "h": {
+        "no room": _suspend_room.no_room,
+        "stranger": _suspend_room.stranger,
+        "window, context stays": functools.partial(_suspend_room.window, True),
+        "window, context goes": functools.partial(_suspend_room.window, False),
+    },
+    "i": {"notebook": _suspend_notebook.notebook},
+}
+SCENARIOS: dict[str, Scenario] = {name: do for of in PARTS.values() for name, do in of.items()}
+TOGETHER = "fabcd"
+AT_ONCE = 14
+"""Processes and their helpers, on 16 cores. Where times count it is one."""
+
+
+def run(name: str) -> tuple[str, dict[str, Any]]:
+    started = time.monotonic()
+    outcome = attempt(SCENARIOS[name])
+    outcome.setdefault("returncode", 0)
+    outcome["wall_s"] = round(time.monotonic() - started, 1)
+    print(f"{name}: rc {outcome['returncode']}, {outcome['wall_s']} s", file=sys.stderr, flush=True)
+    if outcome["returncode"]:
+        print(str(outcome.get("stderr_tail", ""))[-1200:], file=sys.stderr, flush=True)
+    return name, outcome
+
+
+def ran(names: Sequence[str], tell: Callable[[str, dict[str, Any]], None]) -> None:
+    """These scenarios, and each outcome as soon as it is there."""
+    together = [name for part in TOGETHER for name in PARTS[part] if name in names]
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        for done in as_completed([threads.submit(run, name) for name in together]):
+            tell(*done.result())
+    for name in names:
+        if name not in together:
+            tell(*run(name))
+
+
+def chosen(parts: str | None, only: str | None) -> list[str]:
+    """The scenarios that are asked for; all if nothing is. SystemExit for a name that is none."""
+    if parts is None and only is None:
+        return list(SCENARIOS)
+    wanted = [name for part in parts or "" for name in PARTS.get(part, (f"part {part}",))]
+    wanted += only.split(";") if only else []
+    if unknown := [name for name in wanted if name not in SCENARIOS]:
+        raise SystemExit(f"no such scenario: {', '.join(unknown)}; there are: {'; '.join(SCENARIOS)}")
+    return [name for name in SCENARIOS if name in wanted]
+
+
+class Result:
+    """The whole result, written each time that something was added. What stood in the file before is kept as a run."""
+
+    def __init__(self, output: Path | None, before: dict[str, Any]) -> None:
+        self.output, self._started, self._lock = output, time.monotonic(), threading.Lock()
+        self.scenarios: dict[str, Any] = dict(before)
+        self.about = header("python benchmarks/suspend.py", whole=True)
+        paths = dict.fromkeys((output.resolve(), RESULTS / output.name)) if output else {}
+        self._earlier = [json.loads(path.read_text()) for path in paths if path.exists()]
+
+    def add(self, name: str, outcome: dict[str, Any]) -> None:
+        with self._lock:
+            self.scenarios[name] = outcome
+            if self.output is not None:
+                new = self.output.with_suffix(".part")
+                new.write_text(json.dumps(self.whole(), indent=1) + "\n")
+                new.replace(self.output)
+
+    def whole(self) -> dict[str, Any]:
+        scenarios = {name: self.scenarios[name] for name in SCENARIOS if name in self.scenarios}
+        result: dict[str, Any] = {
+            "about": self.about,
+            "seconds": round(time.monotonic() - self._started, 1),
+            "harsh": list(harsh),
+            "scenarios": scenarios,
+            "checks": suspend_checks(scenarios),
+        }
+        for one in self._earlier:
+            keep_runs(one, result)
+        return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", help="letters of parts, as abcd")
+    parser.add_argument("--only", help="names of scenarios, separated by semicolons")
+    parser.add_argument("--merge", type=Path, action="append", default=[], help="scenarios from another run's JSON")
+    parser.add_argument("-o", "--output", type=Path)
+    arguments = parser.parse_args()
+    before = merged(arguments.merge, "scenarios")["scenarios"]
+    result = Result(arguments.output, before)
+    ran([name for name in chosen(arguments.part, arguments.only) if name not in before], result.add)
+    if harsh:
+        print(f"killed although they were restored: {'; '.join(harsh)}", file=sys.stderr)
+    conclude(result.whole(), arguments.output)
+
+
+if __name__ == "__main__":
+    main()

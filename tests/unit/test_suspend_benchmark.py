@@ -1,0 +1,215 @@
+"""`benchmarks/suspend.py` without a GPU: a rehearsal over stand-ins, its bars, its tables."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import suspend_results
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+_checks, _listed, _room, _run, _table, _children, benchmark = (
+    importlib.import_module(name)
+    for name in (
+        "_suspend_checks", "_listed", "_suspend_room", "_run", "_suspend_table", "_suspend_children", "suspend",
+    )
+)  # fmt: skip
+MIB, GIB = 1 << 20, 1 << 30
+
+
+# Rehearsals: the parent, its processes and their answers are real, the card and the driver are files
+
+
+def rehearsed(folder: Path, *words: str, limit: float = 100) -> tuple[dict[str, Any], str]:
+    environment = {**os.environ, "MEMGUARD_SUSPEND_REHEARSAL": str(folder)}
+    output = folder / "out.json"
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "suspend.py"), *words, "-o", str(output)],
+        env=environment, capture_output=True, text=True, timeout=limit,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(output.read_text()), done.stderr
+
+
+def test_scenarios_run_side_by_side_and_pass_over_stand_ins(tmp_path: Path) -> None:
+    names = [
+        "rounds cupy", "control", "helper killed, on", "SIGINT, off", "refused a capture", "refused a stopped process",
+        "outside", "no room", "notebook",
+    ]  # fmt: skip
+    result, _ = rehearsed(tmp_path, "--only", ";".join(names))
+    assert set(result["scenarios"]) == set(names) and result["harsh"] == []
+    wanted = [check for name in names for check in _listed.SUSPEND[name]]
+    assert [name for name in wanted if not result["checks"][name][0]] == []
+    assert {tuple(figure) for name, figure in result["checks"].items() if name not in wanted} == {
+        (False, f"not started: {key}") for key in _listed.SUSPEND if key not in names
+    }
+    assert not (tmp_path / "out.part").exists()
+
+
+def test_what_was_measured_stays_when_a_part_breaks_and_is_taken_over(tmp_path: Path) -> None:
+    """A scenario that raises is told as one that died; `--merge` measures only what is not there."""
+    first, _ = rehearsed(tmp_path, "--only", "seconds cupy;turns")
+    assert first["scenarios"]["turns"]["returncode"] == 0
+    (tmp_path / "out.json").rename(tmp_path / "before.json")
+    second, told = rehearsed(tmp_path, "--only", "turns;seconds numba", "--merge", str(tmp_path / "before.json"))
+    assert list(second["scenarios"]) == ["seconds cupy", "seconds numba", "turns"]
+    assert "turns" not in told and "seconds numba: rc 0" in told
+
+
+def test_a_scenario_that_raises_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def breaks() -> dict[str, Any]:
+        raise _children.Broke("torch: it died at off, rc -11; Segmentation fault")
+
+    told: dict[str, Any] = {}
+    monkeypatch.setitem(benchmark.SCENARIOS, "rounds torch", breaks)
+    monkeypatch.setitem(benchmark.SCENARIOS, "rounds jax", lambda: {"rounds": 1})
+    benchmark.ran(["rounds torch", "rounds jax"], told.__setitem__)
+    assert told["rounds jax"]["returncode"] == 0 and told["rounds torch"]["returncode"] == 1
+    assert "Segmentation fault" in benchmark.suspend_checks(told)[_listed.of_rounds("torch")[0]][1]
+    result = benchmark.Result(tmp_path / "out.json", {})
+    result.add("rounds torch", told["rounds torch"])
+    assert list(json.loads((tmp_path / "out.json").read_text())["scenarios"]) == ["rounds torch"]
+
+
+def test_an_earlier_run_of_the_same_code_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    result = benchmark.Result(tmp_path / "out.json", {})
+    result.add("peak", {"returncode": 1, "stderr_tail": "died"})
+    again = benchmark.Result(tmp_path / "out.json", {})
+    again.about = {**again.about, "date": "2099-01-01T00:00:00+00:00"}
+    again.add("peak", {"returncode": 0, **suspend_results.whole()["peak"]})
+    again.add("turns", {"returncode": 0, **suspend_results.whole()["turns"]})
+    _run.conclude(again.whole(), tmp_path / "out.json")
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert [list(run["failed"]) for run in found["earlier_runs"]] == [list(_listed.PEAK)]
+
+
+def test_a_crash_names_the_call(tmp_path: Path) -> None:
+    """The control's process dies in a call: faulthandler says in which."""
+    result, _ = rehearsed(tmp_path, "--only", "control")
+    assert result["scenarios"]["control"]["rc"] == -11
+    assert result["scenarios"]["control"]["call"] == "call: synchronize"
+
+
+def test_names_that_are_none_and_parts() -> None:
+    assert benchmark.chosen("gi", None) == ["turns", "notebook"]
+    assert benchmark.chosen(None, "peak") == ["peak"] and benchmark.chosen(None, None) == list(benchmark.SCENARIOS)
+    with pytest.raises(SystemExit, match="part x"):
+        benchmark.chosen("x", None)
+    assert sorted(benchmark.SCENARIOS) == sorted(_listed.SUSPEND)
+    assert set(benchmark.TOGETHER) < set(benchmark.PARTS)
+
+
+def test_a_gap_is_from_the_rise_to_the_fall() -> None:
+    changes = [(0.1, 100 * MIB), (150.0, 2 * GIB), (151.0, 3 * GIB), (170.0, 2 * GIB), (176.0, 20 * MIB)]
+    found = _room._gap({"changes": changes, "looks": 5000, "longest_ms": 0.4})
+    assert (found["rise_ms"], found["fall_ms"], found["ms"]) == (150.0, 176.0, 26.0)
+    none = _room._gap({"changes": changes[:1], "looks": 9, "longest_ms": 0.4})
+    assert none["ms"] is None and none["free"] == [100 * MIB] * 3
+
+
+# Bars
+
+first = ("rounds", 3)
+BROKEN: dict[str, tuple[tuple[Any, ...], Any, str]] = {
+    "another value": (("rounds jax", "wrong"), 1, _listed.of_rounds("jax")[0]),
+    "still listed": (("rounds six", "listed_while_off"), 1, _listed.of_rounds("all six")[1]),
+    "not back by NVML": (("rounds torch", "missing_when_back"), 1, _listed.of_rounds("torch")[1]),
+    "a page more on the card": (("rounds cupy", "card", 19), 604 * MIB, _listed.of_rounds("cupy")[2]),
+    "more host memory": (("rounds numba", "host", 19), 2 * GIB, _listed.of_rounds("numba")[2]),
+    "a ledger that does not say it": (("rounds pycuda", "ledger"), None, _listed.of_rounds("pycuda")[3]),
+    "a timeline without it": (("rounds torch", "timeline", "resumed"), 19, _listed.of_rounds("torch")[3]),
+    "a call that goes on": (("calls torch", "ends", "synchronize"), {"waited": 29, "went on": 1}, "waits"),
+    "a call that fails": (("calls torch", "ends", "copy to host"), {"CUDAError: 304": 30}, "waits"),
+    "a call that never returns": (("calls torch", "ends", "synchronize"), {"never returned": 30}, "waits"),
+    "a call that ran seldom": (("calls torch", "ends", "synchronize"), {"waited": 3}, "waits"),
+    "a crash": (("calls torch", "crashed"), [{"call": "call: item", "rc": -11}], _listed.of_calls("torch")[1]),
+    "a call that holds the GIL": (("calls torch", "hung"), ["it did not answer"], _listed.of_calls("torch")[1]),
+    "a control that lives": (("control", "rc"), None, _listed.CONTROL[0]),
+    "a control that ends otherwise": (("control", "rc"), 1, _listed.CONTROL[0]),
+    "lost when killed": (("helper killed, on", *first, "wrong"), 2, _listed.of_break("helper killed", "on")[0]),
+    "left away": (("SIGINT, off", *first, "away_at_last"), True, _listed.of_break("SIGINT", "off")[0]),
+    "no strike": (("SIGINT, on", *first, "struck"), False, _listed.of_break("SIGINT", "on")[0]),
+    "too few rounds": (("controller killed, off", *first, "step"), "lock", "broken"),
+    "it does not answer": (("controller killed, on", *first, "wrong"), "dead", "killed"),
+    "not refused": (("refused a capture", "refused"), False, _listed.of_refused("a capture")[0]),
+    "another reason": (("refused a capture", "codes"), ["nccl"], _listed.of_refused("a capture")[0]),
+    "no remedy": (("refused torch.profiler", "text"), "no", _listed.of_refused("torch.profiler")[0]),
+    "touched": (("refused a capture", "on_card"), False, _listed.of_refused("a capture")[0]),
+    "for ever": (("refused a capture", "after"), "cannot suspend", _listed.of_refused("a capture")[0]),
+    "not in ps": (("outside", "listed_off"), False, _listed.OUTSIDE[0]),
+    "not off": (("outside", "gone"), False, _listed.OUTSIDE[1]),
+    "taken without leave": (("outside", "not_allowed", "rc"), 0, _listed.OUTSIDE[2]),
+    "unsafe and lost": (("outside", "unsafe_wrong"), 1, _listed.OUTSIDE[2]),
+    "a peak that was none": (("peak", "before"), 2 * GIB, _listed.PEAK[0]),
+    "a peak that stays": (("peak", "while_off"), 500 * MIB, _listed.PEAK[0]),
+    "wrong at 60 GiB": (("seconds torch", "sizes", "60", "wrong"), 1, _listed.of_seconds("torch")[0]),
+    "no 60 GiB": (("seconds torch", "sizes"), {}, _listed.of_seconds("torch")[0]),
+    "less than it says": (("seconds jax", "sizes", "16", "rounds", 0, "bytes"), GIB, _listed.of_seconds("jax")[0]),
+    "there was room for both": (("turns", "apart"), [44 * GIB, 45 * GIB], _listed.TURNS[0]),
+    "not both at once": (("turns", "most_host"), 45 * GIB, _listed.TURNS[1]),
+    "nobody named": (("no room", "names"), False, _listed.NO_ROOM[0]),
+    "lost without room": (("no room", "lost"), True, _listed.NO_ROOM[0]),
+    "there was room": (("no room", "free"), 9 * GIB, _listed.NO_ROOM[0]),
+    "not back": (("no room", "on"), {"text": "no"}, _listed.NO_ROOM[1]),
+    "lost to a stranger": (("stranger", "lost"), 1, _listed.STRANGER[0]),
+    "a stranger that sleeps": (("stranger", "grabbed", "times"), 3, _listed.STRANGER[0]),
+    "no window seen": (("window, context goes", "sampled"), [], _listed.of_window("context goes")[0]),
+    "nobody tried": (("window, context stays", "tries"), 0, _listed.of_window("context stays")[0]),
+    "a kernel that stays": (("notebook", "off_s"), None, _listed.NOTEBOOK[0]),
+    "a wrong cell": (("notebook", "next", "text"), "WRONG", _listed.NOTEBOOK[1]),
+    "a refused cell that ran": (("notebook", "refused", "text"), "it ran", _listed.NOTEBOOK[2]),
+    "a variable of a refused cell": (("notebook", "last", "text"), "RIGHT\nTrue", _listed.NOTEBOOK[2]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_each_bar_can_be_missed(what: str) -> None:
+    path, value, bar = BROKEN[what]
+    s = suspend_results.whole()
+    place: Any = s
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    short = {
+        "waits": _listed.of_calls("torch")[0],
+        "broken": _listed.of_break("controller killed", "off")[0],
+        "killed": _listed.of_break("controller killed", "on")[0],
+    }
+    bar = short.get(bar, bar)
+    assert [name for name, (passed, _) in benchmark.suspend_checks(s).items() if not passed] == [bar]
+
+
+def test_a_call_that_needs_no_driver_may_go_on_and_is_named() -> None:
+    s = suspend_results.whole()
+    s["calls jax"]["ends"]["operator"] = {"went on": 30}
+    passed, figure = benchmark.suspend_checks(s)[_listed.of_calls("jax")[0]]
+    assert passed and "asked the driver nothing: operator" in figure
+
+
+# Tables
+
+
+def test_the_tables_have_every_figure_and_none_of_what_was_not_measured() -> None:
+    s = suspend_results.whole()
+    text = "\n".join(_table.whole(s))
+    for said in (
+        "| all six in one process | 20 | 0 | 0 | +0.0 | +19.0 | 0.90 / 0.40 |",
+        "| PyTorch | 60 | 60.49 | 36.00 / 15.00 s (0.60 / 0.25) |", "TensorFlow after a peak of 60 GiB held 61.0 GiB",
+        "| JAX | 16 | 16.49 | 9.60 / 4.00 s (0.58 / 0.24) | – |", "Two processes of 44 GiB", "rc -11",
+        "| PyTorch | 2 | 30 | 58 | 2 | 0 | 0 | 0 |", "| SIGINT, off | 20 | 20 | 0 |",
+        "| controller killed, on | 20 | 20 | 20 |", "0 of 20 lost, 1 found no room",
+        "whose context goes, and the restore's taking: 12.5 to 12.5 ms",
+    ):  # fmt: skip
+        assert said in text, said
+    assert _table.row(s)[1] == (
+        "140 rounds in 7 processes, 0 arrays with other values; 16 GiB of PyTorch out in 9.6 s, in in 4.0 s"
+    )
+    died = {key: {"returncode": -9} for key in s}
+    assert _table.whole(died) == _table.whole({}) == ["## A process steps off the card"]
