@@ -8,6 +8,7 @@ Which of these a function would do is its `harm`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple
 
 Harm = Literal["crash", "fail", "hold", "wait"]
@@ -47,6 +48,8 @@ class Gates(NamedTuple):
     `later` are functions that finalizers call: they do nothing now, and are called once the gate has opened. `kept` are
     types whose destructors call the driver: their objects stay alive until then, and so does what `holds` returns.
     `imports` are further modules whose import calls the driver. `left` are sentences on what no gate reaches.
+    `refuses` makes a block in which what no name reaches (operators) calls its argument first, with a name for people:
+    on the thread that entered the block only.
     """
 
     hook: str
@@ -56,6 +59,7 @@ class Gates(NamedTuple):
     holds: Callable[[], object] | None = None
     imports: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
+    refuses: Callable[[Callable[[str], None]], AbstractContextManager[object]] | None = None
 
 
 def entries(

@@ -67,8 +67,10 @@ def suspended(*, timeout: float | str = TIMEOUT, host_memory: HostMemory | None 
 
     def begin() -> tuple[Suspension, End]:
         found = own.suspend(seconds, "asked", threading.get_ident(), ignored)
+        refusals = own.refusals()
 
         def end(error: BaseException | None) -> None:
+            refusals.close()
             if own.current() is not found:  # somebody has brought it back already
                 return
             try:

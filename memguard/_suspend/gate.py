@@ -46,6 +46,7 @@ class Gate:
         self._later: list[Callable[[], object]] = []
         self._kept = Kept()
         self._said = False
+        self._tables: list[Gates] = []
 
     @property
     def inside(self) -> int:
@@ -55,6 +56,7 @@ class Gate:
     def close(self, given: Iterable[Gates] | None = None) -> None:
         """Replace the functions. What is interrupted here is taken back by `open`."""
         chosen = [*(tables() if given is None else given)]
+        self._tables = chosen
         self.closed = True
         left: list[str] = []
         imports = LateImports(chosen, self)
@@ -87,6 +89,14 @@ class Gate:
             except Exception as error:  # what a finalizer raises goes nowhere either
                 _log.debug("suspend: a finalizer failed: %s", error)
         self._kept.drop()
+
+    def on_this_thread(self) -> contextlib.ExitStack:
+        """Until the stack is closed, what no name reaches (operators) comes to `enter` too, on the calling thread."""
+        with contextlib.ExitStack() as stack:
+            for table in self._tables:
+                if table.refuses is not None and table.hook in sys.modules:
+                    stack.enter_context(table.refuses(self.enter))
+            return stack.pop_all()
 
     def enter(self, what: str) -> None:
         """Wait until the gate opens; at once if it is open. Raises Suspended on the owner's thread."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -35,6 +36,8 @@ class Gate(Protocol):
     closed: bool
 
     def open(self) -> None: ...
+
+    def on_this_thread(self) -> contextlib.ExitStack: ...
 
 
 class Way(Protocol):
@@ -259,6 +262,12 @@ def _announce(event: Event) -> None:
     session = _api._active
     if session is not None and session.guard.active:
         session.announce(event)
+
+
+def refusals() -> contextlib.ExitStack:
+    """What the gate does on the thread of a block, until it is closed: before the process comes back."""
+    own = _now
+    return contextlib.ExitStack() if own is None or own.gate is None else own.gate.on_this_thread()
 
 
 def current() -> Suspension | None:

@@ -123,3 +123,45 @@ def test_every_entry(stubbed: dict[str, str], modules: str, least: int, tmp_path
     assert done.returncode == 0, done.stderr[-3000:]
     places, refused = map(int, done.stdout.split()[-2:])
     assert places >= least and refused <= 1
+
+
+def test_torchs_operators_refuse_the_thread_of_a_block() -> None:
+    """Tensors without data stand for those on a GPU."""
+    code = """
+    import threading, torch
+    from memguard._frameworks.torch import gates as table
+    from memguard._suspend import gate as gates
+    from memguard.errors import Suspended
+
+    table._cuda = lambda one: getattr(one, "is_meta", False) is True or one == "meta"
+    x, host = torch.ones(3, device="meta"), torch.ones(3)
+    calls = {
+        "add": lambda: x + x, "sum": lambda: x.sum(), "cat": lambda: torch.cat([host, x]), "index": lambda: x[0],
+        "factory": lambda: torch.ones(2, device="meta"), "in place": lambda: x.add_(1), "print": lambda: repr(x),
+    }
+    chosen = [part._replace(waits=(), kept=()) for part in table.GATES]
+    gate = gates.close(threading.get_ident(), given=chosen)
+    with gate.on_this_thread():
+        for name, call in calls.items():
+            try:
+                call()
+            except Suspended as error:
+                assert "needs the GPU" in str(error), name
+            else:
+                raise AssertionError(name)
+        assert (x.shape, x.dtype, x.size(0), float((host + host).sum())) == ((3,), torch.float32, 3, 6.0)
+        thread = threading.Thread(target=lambda: done.append(x + x))
+        done = []
+        thread.start()
+        thread.join()
+        assert done, "another thread is not held by it"
+        gate.closed = False
+        x + x
+        gate.closed = True
+    x + x
+    gate.open()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=environment()
+    )
+    assert done.returncode == 0, done.stderr

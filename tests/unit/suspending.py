@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +31,9 @@ class FakeGate:
     def open(self) -> None:
         self.closed = False
         self.told()
+
+    def on_this_thread(self) -> contextlib.ExitStack:
+        return contextlib.ExitStack()
 
 
 class FakeWay:

@@ -6,6 +6,8 @@ sources nor measured. The entries of `torch._C` are optional: only builds with C
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from memguard._frameworks.gated import Gates, entries, kinds
@@ -30,6 +32,38 @@ def _cuda(one: Any) -> bool:
 def freed_on_gpu(tensor: Any) -> bool:
     """Its memory is the GPU's, or page-locked: freeing that may record an event."""
     return bool(tensor.is_cuda or tensor.is_pinned())
+
+
+_ASKS_NO_GPU = frozenset(
+    (
+        "__get__", "size", "dim", "stride", "numel", "nelement", "ndimension", "element_size", "storage_offset",
+        "data_ptr", "get_device", "is_contiguous", "is_floating_point", "is_complex", "is_pinned",
+    )
+)  # fmt: skip
+"""What a tensor on a GPU answers by itself; `__get__` is of its attributes, such as `shape`."""
+
+
+def refusing(enter: Callable[[str], None]) -> AbstractContextManager[object]:
+    """A block in which every function and operator with a tensor on a GPU calls `enter` first, on this thread.
+
+    A `TorchFunctionMode`: it sees what Python calls. What C++ runs by itself (a backward pass) begins with such a call.
+    """
+    from torch.overrides import TorchFunctionMode
+
+    class Refusing(TorchFunctionMode):  # type: ignore[misc]
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            given = {} if kwargs is None else kwargs
+            name = getattr(func, "__name__", "a function")
+            if name not in _ASKS_NO_GPU and any(_any_cuda(one) for one in (*args, *given.values())):
+                enter(f"torch's {name}")
+            return func(*args, **given)
+
+    made: AbstractContextManager[object] = Refusing()
+    return made
+
+
+def _any_cuda(one: Any) -> bool:
+    return any(_cuda(part) for part in one) if isinstance(one, (list, tuple)) else _cuda(one)
 
 
 _SYNCHRONIZES = "cuStreamSynchronize, after a copy that waits in the driver"
@@ -144,8 +178,9 @@ GATES = (
             ),
         ),
         left=(
-            "torch: operators on GPU tensors wait in the driver",
+            "torch: operators on GPU tensors wait in the driver; on the thread of a `suspended` block they raise",
             "torch: compiled graphs and scripted functions wait in the driver",
         ),
+        refuses=refusing,
     ),
 )
