@@ -12,7 +12,7 @@ import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from stub_gpus import GIB, ONE, UUIDS
@@ -139,6 +139,11 @@ class Machine:
         found: dict[str, Any] = json.loads(done.stdout)
         return found
 
+    def row(self, process: Process) -> dict[str, Any]:
+        """What `memguard ps` says of it. Processes of other tests may be listed too, found through /proc."""
+        (found,) = [row for row in self.json("ps")["processes"] if row["pid"] == process.pid]
+        return cast("dict[str, Any]", found)
+
     def resume(self, process: Process) -> outside.Result:
         """As the command does it, in this process."""
         names = ("CHECKPOINT_STUB", "NVML_STUB", "ROOM_STUB_UUID", "LD_LIBRARY_PATH")
@@ -178,8 +183,7 @@ def test_off_unsafe_listed_and_back(machine: Machine) -> None:
     machine.scenario()
     record = machine.record(process)
     assert record is not None and (record.step, record.why, record.bytes) == ("suspended", "unsafe", {UUIDS[0]: GIB})
-    listed = machine.json("ps")
-    (row,) = listed["processes"]
+    row = machine.row(process)
     assert (row["pid"], row["state"], row["bytes"]) == (pid, "suspended", {UUIDS[0]: GIB})
     again = machine.call("suspend", pid, "--unsafe")
     assert again.returncode == 0 and "already" in again.stdout
@@ -217,7 +221,7 @@ def test_a_suspend_that_is_killed_is_finished_by_resume(machine: Machine, step: 
     assert machine.becomes(process.pid, CHECKPOINTED if step == "suspended" else RUNNING)  # by its helper
     if step == "suspended":
         machine.scenario()
-        (row,) = machine.json("ps")["processes"]
+        row = machine.row(process)
         assert (row["state"], row["step"], row["worker"]) == ("suspended", "checkpoint", None)
     done = machine.resume(process)
     assert (done.code, done.changed) == (0, step == "suspended"), done.text
@@ -273,7 +277,7 @@ def test_it_allows_it_and_suspends_itself(machine: Machine) -> None:
         listener.start(suspend, "b.yaml")
     """
     process = machine.start(says)
-    (row,) = machine.json("ps")["processes"]
+    row = machine.row(process)
     assert (row["budget"], row["by_others"], row["state"]) == ("b.yaml", True, "running")
     for options in ((), ("--unsafe",)):
         done = machine.call("suspend", process.pid, *options)
@@ -305,14 +309,14 @@ def test_a_budget_that_allows_it(machine: Machine) -> None:
         threading.Thread(target=tell).start()
     """
     process = machine.start(says, loads=False)
-    (row,) = machine.json("ps")["processes"]
+    row = machine.row(process)
     assert (row["budget"], row["by_others"], row["state"]) == ("budget", True, "running")
     done = machine.call("suspend", process.pid)
     assert done.returncode == 0, done.stderr
     out = machine.targets[0].stdout
     assert out is not None and out.readline() == "off\n" and machine.state(process.pid) == CHECKPOINTED
     machine.scenario()
-    (row,) = machine.json("ps")["processes"]
+    row = machine.row(process)
     assert (row["state"], row["why"], row["bytes"]) == ("suspended", "by_others", {UUIDS[0]: GIB})
     assert "already" in machine.call("suspend", process.pid).stdout
     back = machine.call("resume", process.pid)
@@ -328,7 +332,7 @@ def test_one_that_was_started_elsewhere(machine: Machine) -> None:
     here = machine.environ["XDG_RUNTIME_DIR"]
     (machine.folder / "other").mkdir(0o700)
     machine.environ["XDG_RUNTIME_DIR"] = str(machine.folder / "other")
-    (row,) = machine.json("ps")["processes"]
+    row = machine.row(process)
     assert (row["budget"], row["by_others"]) == ("b.yaml", True)
     done = machine.call("suspend", process.pid)
     assert done.returncode == 1 and "division by zero" in done.stderr
