@@ -70,7 +70,7 @@ def shared(folder: Path) -> Iterator[Notebook]:
 @pytest.fixture
 def nb(shared: Notebook) -> Iterator[Notebook]:
     yield shared
-    shared.run("%memguard resume", "%memguard suspend --when-idle never")
+    shared.run("%memguard suspend --when-idle never", "%memguard resume")
 
 
 def test_the_next_cell_brings_the_process_back_before_it_runs(nb: Notebook) -> None:
