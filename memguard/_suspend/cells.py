@@ -118,12 +118,9 @@ class Cells:
         off = suspension.now
         began = time.monotonic()
         try:
-            while self._leaving or ((now := suspension.now) is not None and now.moving and _nobody_knows()):
+            while self._leaving:  # the watcher has decided, and may not have begun
                 time.sleep(_SLICE)
             _suspend.resume(progress=line.show)
-            while suspension.now is not None:  # another thread brings it back
-                time.sleep(_SLICE)
-                _suspend.resume(progress=line.show)
         except CannotResume as error:
             return _refusal(line, str(error))
         except Exception as error:
@@ -135,13 +132,6 @@ class Cells:
         else:
             line.end()
         return None
-
-
-def _nobody_knows() -> bool:
-    """Whether it still leaves its GPUs: there is nothing yet to bring back."""
-    from memguard._suspend import own
-
-    return own.current() is None
 
 
 def _refusal(line: Line, text: str) -> NotRun:

@@ -182,17 +182,17 @@ def _take_back(own: _Own) -> None:
 
 
 def resume(timeout: float | None, progress: Progress | None) -> None:
-    """Bring this process back. As `memguard.resume`."""
-    own = _now
-    if own is None or own.suspension is None:
+    """Bring this process back. As `memguard.resume`. What another thread is at ends first: it may just be leaving."""
+    if _turn.mine and current() is None:  # within the call that takes it off: there is nothing yet to bring back
         return
     patience = -1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)
-    if _turn.mine or _turn.take(_resume, patience, own, timeout, progress) is None:
+    if _turn.mine or _turn.take(_resume, patience, timeout, progress) is None:
         raise Suspended(f"{_BUSY}\n    fix: wait for it")
 
 
-def _resume(own: _Own, timeout: float | None, progress: Progress | None) -> None:
-    if _now is own:
+def _resume(timeout: float | None, progress: Progress | None) -> None:
+    own = _now
+    if own is not None and own.suspension is not None:
         _return(own, timeout, progress)
 
 

@@ -87,6 +87,25 @@ def test_another_thread_may_bring_it_back(way: FakeWay) -> None:
     assert own.current() is None
 
 
+def test_resume_waits_for_a_suspension_that_another_thread_has_begun(way: FakeWay) -> None:
+    """Of the watch for idleness: else it would come right after `resume` has found nothing to do."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def at(step: str) -> None:
+        if step == "lock":
+            begun.set()
+            go_on.wait(10)
+
+    way.at = at
+    leaves = threading.Thread(target=memguard.suspend)
+    leaves.start()
+    assert begun.wait(10)
+    threading.Timer(0.1, go_on.set).start()
+    memguard.resume(timeout=10)
+    leaves.join(10)
+    assert way.running and suspension.now is None and way.steps[-2:] == ["room", "restore"]
+
+
 def test_two_threads_at_once_suspend_once(way: FakeWay) -> None:
     inside, go_on, errors = threading.Event(), threading.Event(), []
 
