@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import os
 
+from memguard._suspend import proc
 from memguard._suspend.types import Process
-
-
-def _fields(pid: int) -> list[str] | None:
-    """The fields of `/proc/PID/stat` behind the name, from the third on; None if there is no such process."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            text = file.read()
-    except OSError:  # also if it ends meanwhile (ESRCH)
-        return None
-    fields = text.rpartition(")")[2].split()
-    return fields if len(fields) > 19 else None
 
 
 def start_of(pid: int) -> int | None:
     """When it started, in clock ticks since the machine did; None if there is no such process, or it has ended."""
-    fields = _fields(pid)
-    return None if fields is None or fields[0] in "ZX" else int(fields[19])
+    found = proc.stat("/", pid)
+    return None if found is None or found.state in "ZX" else found.start
 
 
 def process_of(pid: int) -> Process | None:
@@ -40,8 +30,8 @@ def lives(process: Process) -> bool:
 
 def stopped(process: Process) -> bool:
     """Whether somebody has stopped it (SIGSTOP, Ctrl-Z, a debugger): then the driver's calls wait for ever."""
-    fields = _fields(process.pid)
-    return fields is not None and fields[0] in "Tt"
+    found = proc.stat("/", process.pid)
+    return found is not None and found.state in "Tt"
 
 
 def anonymous_bytes(process: Process) -> int | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memguard._devices.checkpoint import State
-from memguard._suspend import facts, flow, listener, proc, processes, records, refusals, room, steps
+from memguard._suspend import facts, flow, listener, proc, processes, records, refusals, room, steps, who
 from memguard._suspend.door import Door
 from memguard._suspend.identity import process_of
 from memguard._suspend.processes import Listing
@@ -99,9 +99,9 @@ def found(pid: int) -> Process:
     process = process_of(pid)
     if process is None:
         raise NotThereError(f"there is no process {pid} here\n    fix: `memguard ps` lists those with GPU memory")
-    user = processes.user_of(pid)
+    user = who.user_of(pid)
     if user is not None and user != os.geteuid():
-        name = processes.owner(pid)
+        name = who.owner(pid)
         raise NotAllowedError(
             f"process {pid} is {name}'s: only its own user can suspend or resume it\n"
             f"    fix: as that user: sudo -u {name} memguard ..."
@@ -117,7 +117,7 @@ def family(process: Process, listed: Listing, wanted: Callable[[processes.Row], 
     chosen = []
     for pid, stat in (proc.family("/", process.pid) or {}).items():
         row = listed.of(pid)
-        own = processes.user_of(pid) == os.geteuid() and not processes.is_helper(pid)
+        own = who.user_of(pid) == os.geteuid() and not processes.is_helper(pid)
         if row is not None and own and wanted(row):
             chosen.append(Process(pid, stat.start))
     first = listed.of(process.pid)

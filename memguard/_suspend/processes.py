@@ -21,7 +21,7 @@ from memguard._suspend import identity, listener, proc, records, who, working
 from memguard._suspend.door import Door
 from memguard._suspend.records import Budgeted, Record
 from memguard._suspend.types import Process
-from memguard._units import GIB, format_size
+from memguard._units import format_size
 from memguard.errors import DeviceError, MemguardError
 
 SCHEMA = 1
@@ -36,8 +36,6 @@ _AT: Mapping[State | None, At] = {
 STATE, STATES = 3.0, 20.0
 """Seconds in which the driver must say a process's state, and all of them."""
 _HELPER = "from memguard._suspend import helper"
-_UNLISTED = GIB
-"""The driver itself holds some hundred MiB of each GPU."""
 
 
 @dataclass(frozen=True)
@@ -208,17 +206,8 @@ def _busy(pid: int, gpus: Iterable[Gpu]) -> int | None:
 
 
 def _unlisted(gpus: Iterable[Gpu]) -> list[str]:
-    lines = []
-    for gpu in gpus:
-        if gpu.used is None or None in gpu.processes.values():
-            continue
-        rest = gpu.used - sum(size or 0 for size in gpu.processes.values())
-        if rest >= _UNLISTED:
-            lines.append(
-                f"GPU {gpu.index}: {format_size(rest)} belong to processes that are not listed here "
-                "(another container, the driver)"
-            )
-    return lines
+    sizes = [(gpu.index, who.unlisted(gpu.processes, gpu.used)) for gpu in gpus]
+    return [f"GPU {index}: {format_size(size)} belong to {who.UNLISTED}" for index, size in sizes if size]
 
 
 # Reading.
@@ -277,31 +266,12 @@ def _gpus() -> tuple[Gpu, ...]:
 
 def person(pid: int) -> Person:
     command = "memguard (room for a restore)" if is_helper(pid) else who.command(pid)
-    return Person(identity.start_of(pid), owner(pid), command)
+    return Person(identity.start_of(pid), who.owner(pid), command)
 
 
 def is_helper(pid: int, root: str = "/") -> bool:
     """Whether it is a helper process of memguard's, whose context is a placeholder's."""
     return _HELPER in (proc.text(proc.of(root, pid, "cmdline")) or "")
-
-
-def owner(pid: int) -> str:
-    """The user's name: of who runs it, also where Linux gives its files to root."""
-    user = user_of(pid)
-    if user is None:
-        return who.owner(pid)
-    import pwd
-
-    try:
-        return pwd.getpwuid(user).pw_name
-    except KeyError:
-        return str(user)
-
-
-def user_of(pid: int, root: str = "/") -> int | None:
-    """Its effective user's number; None if there is no such process, or it cannot be read."""
-    status = proc.status(root, pid)
-    return None if status is None else status.user
 
 
 def candidates(root: str, without: Collection[int]) -> list[Process]:

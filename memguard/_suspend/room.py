@@ -86,9 +86,11 @@ class Waiting:
                     held = client.hold(needs)
                     if not held.trouble:
                         return ""
-                    missing = {held.text: 0}
+                    failed = held.text
+                else:
+                    failed = ""
                 waits = _waits(needs, cards, ahead, self._clock() - started)
-                lacking = _words(waits, missing)
+                lacking = _words(waits, missing, failed)
                 if self._progress is not None:
                     for wait in waits:
                         self._progress(wait)
@@ -109,8 +111,9 @@ def _waits(
     return found
 
 
-def _words(waits: list[Wait], missing: Mapping[str, int]) -> str:
-    lines = []
+def _words(waits: list[Wait], missing: Mapping[str, int], failed: str) -> str:
+    """`failed`: why the room could not be held, although it was free a moment before."""
+    lines: list[str] = []
     for wait in waits:
         if wait.uuid in missing:
             lines.append(f"{wait.uuid} has {format_size(wait.free)} free, and it needs {format_size(wait.needs)}")
@@ -119,5 +122,4 @@ def _words(waits: list[Wait], missing: Mapping[str, int]) -> str:
         else:
             continue
         lines += [f"    {line}" for line in wait.holders]
-    lines += [text for text in missing if text not in {wait.uuid for wait in waits}]
-    return "\n".join(lines)
+    return "\n".join([*lines, failed] if failed else lines)

@@ -5,29 +5,36 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from memguard._suspend import proc
 from memguard._text import shown
-from memguard._units import format_size
+from memguard._units import GIB, format_size
 
 _LONGEST = 60
 """Characters of a command line: its beginning says which program it is."""
 
 
-def holders(processes: Mapping[int, int | None], used: int | None, without: int = 0) -> tuple[str, ...]:
+UNLISTED = "processes that are not listed here (another container, the driver)"
+_DRIVER = GIB
+"""The driver itself holds some hundred MiB of each GPU: less than this is nobody's."""
+
+
+def holders(processes: Mapping[int, int | None], used: int | None) -> tuple[str, ...]:
     """One line for each process, most first; `used` are the GPU's used bytes.
 
-    What no process is listed for gets a line of its own: other containers' processes are not in the list. `without` is
-    a PID to leave out: the helper's own placeholder is nobody's memory.
+    What no process is listed for gets a line of its own: other containers' processes are not in the list.
     """
     sizes = sorted(processes.items(), key=lambda entry: (-(entry[1] or 0), entry[0]))
-    lines = [f"{format_size(size)}  {name(pid)}" for pid, size in sizes if pid != without]
-    rest = None if used is None else used - sum(size or 0 for size in processes.values())
-    if rest is not None and rest >= _NOTHING and None not in processes.values():
-        lines.append(f"{format_size(rest)}  processes that are not listed here (another container, the driver)")
-    return tuple(lines)
+    lines = [f"{format_size(size)}  {name(pid)}" for pid, size in sizes]
+    rest = unlisted(processes, used)
+    return (*lines, f"{format_size(rest)}  {UNLISTED}") if rest else tuple(lines)
 
 
-_NOTHING = 1 << 30
-"""The driver itself holds some hundred MiB of each GPU."""
+def unlisted(processes: Mapping[int, int | None], used: int | None) -> int:
+    """Bytes that no process is listed for; 0 if they are nobody's, or NVML does not say what each has."""
+    if used is None or None in processes.values():
+        return 0
+    rest = used - sum(size or 0 for size in processes.values())
+    return rest if rest >= _DRIVER else 0
 
 
 def name(pid: int) -> str:
@@ -49,15 +56,23 @@ def command(pid: int) -> str:
     return line if len(line) <= _LONGEST else line[: _LONGEST - 1] + "…"
 
 
+def user_of(pid: int, root: str = "/") -> int | None:
+    """Its effective user's number; None if there is no such process, or it cannot be read."""
+    status = proc.status(root, pid)
+    return None if status is None else status.user
+
+
 def owner(pid: int) -> str:
-    """The user's name, or the number where it has none; empty if there is no such process."""
-    try:
-        uid = os.stat(f"/proc/{pid}").st_uid
-    except OSError:
-        return ""
+    """The name of the user who runs it, or the number where it has none; empty if there is no such process."""
+    user = user_of(pid)
+    if user is None:
+        try:
+            user = os.stat(f"/proc/{pid}").st_uid
+        except OSError:
+            return ""
     import pwd
 
     try:
-        return pwd.getpwuid(uid).pw_name
+        return pwd.getpwuid(user).pw_name
     except KeyError:
-        return str(uid)
+        return str(user)
