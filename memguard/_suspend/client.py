@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import select
+import socket
 import subprocess
 import sys
 import threading
@@ -48,22 +49,26 @@ class _Connection:
         given = {name: value for name, value in os.environ.items() if not name.startswith(_SCRUBBED)}
         # In memory: a full disk must not keep a process from coming back.
         self.said = os.fdopen(os.memfd_create("memguard-helper"), "w+b")
-        try:
-            self.process = subprocess.Popen(
-                # -I -S: nothing of the environment's is imported, and MEMGUARD_CONFIG's file is not read
-                [sys.executable or "python3", "-I", "-S", "-c", _CODE.format(path=path, parent=os.getpid())],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self.said,
-                env={**given, **(environ or {})},
-                start_new_session=True,
-                bufsize=0,
-            )
-        except BaseException:
-            self.said.close()
-            raise
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.stdin, self.stdout = self.process.stdin, self.process.stdout
+        undo = contextlib.ExitStack()
+        undo.callback(self.said.close)
+        with undo:
+            # A socket, not a pipe: MSG_NOSIGNAL spares a program that does not ignore SIGPIPE when the helper has died.
+            self.stdin, stdin = socket.socketpair()
+            undo.callback(self.stdin.close)
+            with stdin:
+                self.process = subprocess.Popen(
+                    # -I -S: nothing of the environment's is imported, and MEMGUARD_CONFIG's file is not read
+                    [sys.executable or "python3", "-I", "-S", "-c", _CODE.format(path=path, parent=os.getpid())],
+                    stdin=stdin.fileno(),
+                    stdout=subprocess.PIPE,
+                    stderr=self.said,
+                    env={**given, **(environ or {})},
+                    start_new_session=True,
+                    bufsize=0,
+                )
+            undo.pop_all()
+        assert self.process.stdout is not None
+        self.stdout = self.process.stdout
         self.dead = False
         self.operations: set[object] = set()
         """Those under way: it is not killed for another request's sake then."""
@@ -82,7 +87,7 @@ class _Connection:
             line = memoryview((json.dumps({"id": number, **request}) + "\n").encode())
             try:
                 while line:
-                    line = line[os.write(self.stdin.fileno(), line) :]
+                    line = line[self.stdin.send(line, socket.MSG_NOSIGNAL) :]
             except (OSError, ValueError):
                 self.dead = True
         return number

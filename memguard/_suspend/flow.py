@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from memguard._suspend import meanwhile, measure, said
 from memguard._suspend.door import Card, Door
 from memguard._suspend.identity import anonymous_bytes, stopped
+from memguard._suspend.room import bytes_of, short
 from memguard._suspend.steps import Answer, Course, Do, End, Goal, Why
 from memguard._suspend.types import Process
 from memguard._units import MIB, format_size
@@ -111,26 +112,10 @@ def bring_back(
 ) -> Outcome:
     """Back on its GPUs: RUNNING, whatever state it was in; SUSPENDED if there is no room, or `cancel` was set first.
 
-    `needs`: the bytes of its `Suspension`. Without them, `room` has to know.
+    Also one that somebody left who has died: locked, off its GPUs, half restored. `needs`: the bytes of its
+    `Suspension`. Without them, `room` has to know.
     """
     return _Flow(process, client, on_step, cancel, room, limits or Limits(), needs=needs).run(Goal.ON)
-
-
-def finish(
-    process: Process,
-    *,
-    client: Door,
-    needs: Needs = None,
-    room: Room | None = None,
-    on_step: OnStep | None = None,
-    cancel: threading.Event | None = None,
-    limits: Limits | None = None,
-) -> Outcome:
-    """Bring a process back that somebody left who has died: locked, off its GPUs, half restored.
-
-    Not while somebody still works on it: what is locked is unlocked.
-    """
-    return bring_back(process, client=client, needs=needs, room=room, on_step=on_step, cancel=cancel, limits=limits)
 
 
 @contextlib.contextmanager
@@ -143,24 +128,18 @@ def free_now(process: Process, needs: Needs, client: Door, cancel: threading.Eve
     if cards is None:
         yield "NVML does not say what is free"
         return
-    wanted = needs
+    wanted = bytes_of(process, cards) if needs is None else needs
     if wanted is None:
-        most = anonymous_bytes(process)
-        if most is None:
-            yield "nobody knows how many bytes it needs"
-            return
-        wanted = dict.fromkeys(cards, most)
-    for uuid, size in wanted.items():
+        yield "nobody knows how many bytes it needs"
+        return
+    for uuid, lacks in short(wanted, cards).items():
         free = cards[uuid].free if uuid in cards else 0
-        if free < size + _MARGIN:
-            yield f"{uuid} has {format_size(free)} free, and it needs {format_size(size + _MARGIN)}"
-            return
+        yield f"{uuid} has {format_size(free)} free, and it needs {format_size(free + lacks)}"
+        return
     yield ""
 
 
 _NO_NVML = "NVML does not say how much memory it has on which GPU\n    fix: run `nvidia-smi` and check the driver"
-_MARGIN = 4 * MIB
-"""A restore with 1.5 MiB to spare worked, one that lacked 0.4 MiB destroyed the process (H200)."""
 
 
 class _Flow:

@@ -265,7 +265,7 @@ def resume(
             found = work.found
             wait = room.Waiting(timeout, progress)
             needs = needs_of(found)
-            done = flow.finish(process, client=client, needs=needs, room=wait, on_step=work, cancel=cancel)
+            done = flow.bring_back(process, client=client, needs=needs, room=wait, on_step=work, cancel=cancel)
             work.ended(done.end.value)
     except (BusyError, OSError) as error:
         return Result(process, NO, str(error))

@@ -35,6 +35,12 @@ def short(needs: Mapping[str, int], cards: Mapping[str, Card]) -> dict[str, int]
     return lacking
 
 
+def bytes_of(process: Process, cards: Mapping[str, Card]) -> dict[str, int] | None:
+    """Where nobody recorded it: each GPU must have what the process holds in host memory. None: unknown."""
+    most = anonymous_bytes(process)
+    return None if most is None else dict.fromkeys(cards, most)
+
+
 class Waiting:
     """A `flow.Room`. It waits `timeout` seconds at most (None: without end), and tells `progress` how it stands."""
 
@@ -54,12 +60,10 @@ class Waiting:
     ) -> Iterator[str]:
         if needs is None:
             cards = client.usage()
-            most = anonymous_bytes(process)
-            if cards is None or most is None:
+            needs = None if cards is None else bytes_of(process, cards)
+            if needs is None:
                 yield "nobody knows how many bytes it needs, and neither NVML nor /proc says"
                 return
-            # Nobody recorded it: each GPU must have what the process holds in host memory.
-            needs = dict.fromkeys(cards, most)
         try:
             turn = Turn(needs, self._where).__enter__()
         except (OSError, MemguardError) as error:

@@ -154,10 +154,9 @@ def _exec(command: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # None if it was closed when we started
             stream.flush()
-    for name in ("SIGPIPE", "SIGXFSZ"):
-        # Python ignores these, and an ignored signal would stay ignored in the command.
-        if hasattr(signal, name):  # not on Windows
-            signal.signal(getattr(signal, name), signal.SIG_DFL)
+    # Python ignores these, and an ignored signal would stay ignored in the command.
+    names = [getattr(signal, name) for name in ("SIGPIPE", "SIGXFSZ") if hasattr(signal, name)]  # not on Windows
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in names}
     try:
         if sys.platform == "win32":  # exec would return to the shell while the command still runs
             raise SystemExit(subprocess.call(list(command), env=dict(environ)))
@@ -167,3 +166,6 @@ def _exec(command: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
         raise SystemExit(_NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE) from None
     except ValueError as error:  # for example a null byte in an argument
         raise MemguardError(f"{command[0]}: {error}") from None
+    finally:  # there is no command
+        for number, handler in before.items():
+            signal.signal(number, handler)

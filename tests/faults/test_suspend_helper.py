@@ -108,7 +108,9 @@ class Machine:
         return flow.take_off(self.process, client=client, **options)
 
     def back(self, client: Client, **options: Any) -> flow.Outcome:
-        return flow.finish(self.process, client=client, **{"needs": NEEDS, "limits": SHORT, "room": room, **options})
+        return flow.bring_back(
+            self.process, client=client, **{"needs": NEEDS, "limits": SHORT, "room": room, **options}
+        )
 
     def end(self) -> None:
         (self.folder / "over").write_text("")
@@ -184,6 +186,19 @@ def test_killed_before_each_step_it_always_comes_back(machine: Machine, step: st
     judge(machine, machine.off(client, on_step=kill))
     assert machine.back(client, on_step=kill).end is End.RUNNING and machine.state is State.RUNNING
     assert killed and client.pid != killed[0]
+
+
+def test_a_program_that_does_not_ignore_sigpipe_survives_the_death_of_its_helper(machine: Machine) -> None:
+    client = machine.client()
+    assert client.state(machine.process).state is State.RUNNING and client._connection is not None
+    client._connection.process.kill()
+    os.waitid(os.P_PID, client._connection.process.pid, os.WEXITED | os.WNOWAIT)  # nothing has noticed it yet
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        assert client.state(machine.process).trouble == "died"
+    finally:
+        signal.signal(signal.SIGPIPE, before)
+    assert client.state(machine.process).state is State.RUNNING
 
 
 @pytest.mark.parametrize("call", CALLS)

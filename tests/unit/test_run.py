@@ -13,9 +13,11 @@ import venv
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 import memguard
 from memguard._distribution import requirement
+from memguard.cli import main
 from memguard.cli.run import environment
 from memguard.cli.support import ignored_environment
 from memguard.errors import MemguardError
@@ -155,6 +157,13 @@ def test_signals_that_python_ignores_are_not_ignored_in_the_command(folder: Path
     status = run(folder, "cat", "/proc/self/status").stdout
     ignored = int(next(line.split()[1] for line in status.splitlines() if line.startswith("SigIgn")), 16)
     assert not ignored & 1 << (signal.SIGPIPE - 1)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="SIGPIPE")
+def test_a_command_that_is_not_found_leaves_the_signals_as_they_were(folder: Path) -> None:
+    before = signal.getsignal(signal.SIGPIPE)
+    done = CliRunner().invoke(main, ["run", "-c", str(folder / "budget.yaml"), "--", "no-such-command"])
+    assert done.exit_code == 127 and signal.getsignal(signal.SIGPIPE) is before
 
 
 def test_the_budget_is_found_from_wherever_python_starts(folder: Path) -> None:

@@ -70,7 +70,7 @@ def test_without_room_it_stays_suspended_and_is_not_restored() -> None:
     assert back.end is End.SUSPENDED and "GPU-a has" in back.text and "stays suspended and whole" in back.text
     assert "restore" not in target.calls and target.whole
     driver.others[A] = 0
-    assert flow.finish(ME, client=client, needs=off.bytes).end is End.RUNNING
+    assert flow.bring_back(ME, client=client, needs=off.bytes).end is End.RUNNING
 
 
 @pytest.mark.parametrize(
@@ -155,11 +155,11 @@ def test_without_a_record_each_gpu_must_have_what_it_has_in_host_memory(needs: f
     driver.targets = {me.pid: target}
     target.state = State.CHECKPOINTED
     driver.others[B] = 8 * GIB - MIB
-    back = flow.finish(me, client=client, needs=needs)
+    back = flow.bring_back(me, client=client, needs=needs)
     assert back.end is End.SUSPENDED and "GPU-b has 1.0 MiB free" in back.text
     driver.others[B] = 0
-    assert flow.finish(me, client=client, needs=needs).end is End.RUNNING
-    other = flow.finish(Process(1 << 22, 1), client=client, needs=needs)
+    assert flow.bring_back(me, client=client, needs=needs).end is End.RUNNING
+    other = flow.bring_back(Process(1 << 22, 1), client=client, needs=needs)
     assert other.end is End.UNTOUCHED, "nobody has that PID"
 
 
@@ -305,7 +305,7 @@ class Suspended(RuleBasedStateMachine):
         self.client.interrupt = self.client.other = None
         others, self.driver.others = self.driver.others, dict.fromkeys(self.driver.cards, 0)
         before, breaks = self.target.state, self.target.importer
-        back = flow.finish(ME, client=self.client, needs=self.needs, room=held)
+        back = flow.bring_back(ME, client=self.client, needs=self.needs, room=held)
         assert back.end is End.RUNNING or (breaks and before is State.CHECKPOINTED and back.end is End.LOST)
         self.driver.others = {uuid: min(size, self.driver.free(uuid)) for uuid, size in others.items()}
         self.judge(back, before)
