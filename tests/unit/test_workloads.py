@@ -337,7 +337,11 @@ PIECE = 64 * MIB
 
 
 def crowd(*, reserving: bool) -> tuple[int, int]:
-    """Out-of-memory errors, and workloads that ran. All arrays have one size: nothing is left in fragments."""
+    """Out-of-memory errors, and workloads that ran. All arrays have one size: nothing is left in fragments.
+
+    Without reservations the first round begins and ends together: all of them were admitted to the same bytes.
+    """
+    together = threading.Barrier(1 if reserving else 16)
     guard = start(SMALL)
     (gpu,) = guard.host.devices()
     host_of(guard).occupy(gpu, 1, guard.host.memory(gpu).free - 12 * GIB)  # the caps add up to more than is free
@@ -347,7 +351,7 @@ def crowd(*, reserving: bool) -> tuple[int, int]:
 
     def work(seed: int) -> None:
         rng = random.Random(seed)
-        for _ in range(12):
+        for number in range(12):
             name = rng.choice(["torch", "cupy"])
             pieces = rng.randint(1, 32 if name == "torch" else 64)
             mine: list[int] = []
@@ -355,6 +359,8 @@ def crowd(*, reserving: bool) -> tuple[int, int]:
                 wait = {"needs": pieces * PIECE, "wait": "60s"} if reserving else {}
                 if not reserving:
                     memguard.require(name, pieces * PIECE)
+                if number == 0:
+                    together.wait(60)
                 with memguard.workload("w", framework=name, **wait):  # type: ignore[arg-type]
                     counts["admitted"] += 1
                     for _ in range(pieces):
@@ -369,6 +375,8 @@ def crowd(*, reserving: bool) -> tuple[int, int]:
                     strange.append(error)
             except BaseException as error:
                 strange.append(error)
+            if number == 0:
+                together.wait(60)
             while mine:
                 frameworks[name].free(mine.pop())
 
