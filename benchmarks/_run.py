@@ -30,7 +30,7 @@ GIB = 1 << 30
 SIX = {"tensorflow": "20%", "torch": "25%", "jax": "20%", "cupy": "15%", "pycuda": "10%", "numba": "10%"}
 """All six frameworks, with their shares of `SIX_LIMIT`."""
 SIX_LIMIT = 40 * GIB
-APART = ("_doctor", "_suspend", "cli")
+APART = ("_doctor", "_report", "_suggest", "_suspend", "_top", "cli")
 """Packages of memguard that no measured program loads."""
 _PACKAGES = (
     "torch", "tensorflow", "pycuda", "cupy-cuda13x", "cupy-cuda12x", "jax", "jaxlib", "numba", "numba-cuda", "rmm-cu13",
@@ -58,7 +58,7 @@ def package() -> Path:
 def source_hash(whole: bool = False) -> str:
     """A hash of `memguard/`: results measured with another one are stale.
 
-    Without `cli/`, `_doctor/` and `_suspend/`, unless `whole`: a program under a budget loads nothing of them until it
+    Without those `APART`, unless `whole`: a program under a budget loads nothing of them until it
     asks, so they change no figure of it. tests/unit/test_measured_source.py holds that.
     """
     digest, folder = hashlib.sha256(), package()

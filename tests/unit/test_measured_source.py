@@ -15,7 +15,14 @@ import memguard
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(memguard.__file__).parent
-APART = ("memguard._doctor", "memguard._suspend", "memguard.cli")
+APART = (
+    "memguard._doctor",
+    "memguard._report",
+    "memguard._suggest",
+    "memguard._suspend",
+    "memguard._top",
+    "memguard.cli",
+)
 
 RUN = """
 import glob, sys, time
