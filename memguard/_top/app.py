@@ -1,0 +1,331 @@
+"""The screen of `memguard top`, with textual. It draws `view`, and of that only the lines that changed."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Sequence
+from typing import ClassVar
+
+from rich.segment import Segment
+from rich.style import Style
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.events import Resize
+from textual.geometry import Size
+from textual.message import Message
+from textual.scroll_view import ScrollView
+from textual.strip import Strip
+from textual.widget import Widget
+
+from memguard._text import fitting
+from memguard._top import styles
+from memguard._top.bars import BLOCKS
+from memguard._top.dialogs import Ask, AskCap, Help
+from memguard._top.snapshot import Snapshot, Target
+from memguard._top.sources import Source
+from memguard._top.texts import clean, cut, gib, left
+from memguard._top.view import Key, Line, Span, View, view
+from memguard.errors import MemguardError
+
+KEYS = "q quit  ? help  t trim  c cap  p pause  ↑↓ select"
+_TOGETHER = 20.0
+"""Seconds that the end waits for a reading that is under way."""
+
+
+@functools.lru_cache(maxsize=200)
+def _style(name: str, colour: bool) -> Style:
+    return Style.parse(styles.style(name, colour))
+
+
+def _strip(line: Line, width: int, colour: bool) -> Strip:
+    segments = [Segment(span.text, _style(span.style, colour)) for span in line.spans]
+    return Strip(segments).adjust_cell_length(width)
+
+
+class Lines(Widget):
+    """Lines that do not scroll."""
+
+    def __init__(self, colour: bool, id: str) -> None:  # noqa: A002 (textual's name)
+        super().__init__(id=id)
+        self._colour, self._lines = colour, tuple[Line, ...]()
+
+    def show(self, lines: Sequence[Line]) -> None:
+        if tuple(lines) != self._lines:
+            self._lines = tuple(lines)
+            self.refresh()
+
+    def render_line(self, y: int) -> Strip:
+        width = self.size.width
+        return _strip(self._lines[y], width, self._colour) if y < len(self._lines) else Strip.blank(width)
+
+
+class Board(ScrollView, can_focus=False):
+    """The GPUs. More than fits is scrolled."""
+
+    def __init__(self, colour: bool, id: str) -> None:  # noqa: A002 (textual's name)
+        super().__init__(id=id)
+        self._colour, self._lines = colour, tuple[Line, ...]()
+
+    def show(self, lines: Sequence[Line]) -> None:
+        before, self._lines = self._lines, tuple(lines)
+        width = max((len(line.text) for line in lines), default=0)
+        if len(before) != len(self._lines) or self.virtual_size.width != width:
+            self.virtual_size = Size(width, len(self._lines))
+            self.refresh()
+            return
+        for number, (old, new) in enumerate(zip(before, self._lines, strict=True)):
+            if old != new:
+                self.refresh_lines(number)
+
+    def render_line(self, y: int) -> Strip:
+        x, down = self.scroll_offset
+        width, number = self.size.width, y + int(down)
+        if number >= len(self._lines):
+            return Strip.blank(width)
+        line = self._lines[number]
+        strip = _strip(line, max(len(line.text), int(x) + width), self._colour)
+        return strip.crop(int(x), int(x) + width)
+
+    def reveal(self, number: int) -> None:
+        """Scroll as little as shows the line."""
+        top, height = int(self.scroll_offset.y), self.size.height
+        if number < top or number >= top + height:
+            self.scroll_to(y=number if number < top else number - height + 1, animate=False)
+
+
+class Read(Message):
+    """A new snapshot came."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        super().__init__()
+        self.snapshot = snapshot
+
+
+class Answered(Message):
+    """What became of something that was asked."""
+
+    def __init__(self, text: str, wrong: bool) -> None:
+        super().__init__()
+        self.text, self.wrong = text, wrong
+
+
+class Reader(threading.Thread):
+    """Reads the source again and again, and posts what it finds. The screen never waits for it."""
+
+    def __init__(self, app: Top, source: Source, seconds: float) -> None:
+        super().__init__(name="memguard-top", daemon=True)
+        self._app, self._source, self._seconds = app, source, seconds
+        self._over, self.paused = threading.Event(), False
+
+    def run(self) -> None:
+        while not self._over.is_set():
+            if not self.paused:
+                self._app.post_message(Read(self._source.read()))
+            self._over.wait(self._seconds)
+
+    def end(self) -> None:
+        self._over.set()
+        self.join(_TOGETHER)
+
+
+class Top(App[None]):
+    """Head, board, events, foot."""
+
+    CSS = """
+    Screen { background: ansi_default; color: ansi_default; }
+    Lines, Board { background: ansi_default; color: ansi_default; }
+    #head, #foot { height: 1; }
+    #board { height: 1fr; scrollbar-size-horizontal: 1; scrollbar-size-vertical: 1; }
+    #events { height: 6; }
+    """
+    ENABLE_COMMAND_PALETTE = False
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q,ctrl+c", "quit", "quit", priority=False),
+        Binding("question_mark,h", "help", "help"),
+        Binding("t", "trim", "trim"),
+        Binding("c", "cap", "cap"),
+        Binding("p", "pause", "pause"),
+        Binding("up,k", "select(-1)", "up"),
+        Binding("down,j", "select(1)", "down"),
+        Binding("pageup", "page(-1)", "page up"),
+        Binding("pagedown,space", "page(1)", "page down"),
+        Binding("left", "sideways(-8)", "left"),
+        Binding("right", "sideways(8)", "right"),
+    ]
+
+    def __init__(self, source: Source, seconds: float, *, colour: bool = True, ascii_only: bool = False) -> None:
+        super().__init__(ansi_color=True)
+        self._source, self._colour, self._ascii = source, colour, ascii_only
+        self._reader = Reader(self, source, seconds)
+        self.snapshot: Snapshot | None = None
+        self.selected: Key | None = None
+        self.said: tuple[str, bool] | None = None
+        self._view: View | None = None
+
+    def compose(self) -> ComposeResult:
+        yield Lines(self._colour, "head")
+        yield Board(self._colour, "board")
+        yield Lines(self._colour, "events")
+        yield Lines(self._colour, "foot")
+
+    def on_mount(self) -> None:
+        self._draw()
+        self._reader.start()
+
+    def on_unmount(self) -> None:
+        self._reader.end()
+
+    def on_read(self, message: Read) -> None:
+        if not self._reader.paused:
+            self.snapshot = message.snapshot
+            self._draw()
+
+    def on_answered(self, message: Answered) -> None:
+        self._say(message.text, message.wrong)
+
+    def on_resize(self, event: Resize) -> None:
+        self._draw(event.size)
+
+    # drawing
+
+    def _draw(self, size: Size | None = None) -> None:
+        width, height = size or self.size
+        room = 6 if height < 30 else min(2 + height // 4, 20)
+        events = self.query_one("#events", Lines)
+        if events.styles.height is None or events.styles.height.value != room:
+            events.styles.height = room
+        self._foot(width)
+        if self.snapshot is None:
+            self.query_one("#head", Lines).show([Line((Span(left("memguard top  reading", width), "title"),))])
+            return
+        found = view(self.snapshot, width, ascii_only=self._ascii, selected=self.selected)
+        if self.selected not in found.keys:
+            self.selected = found.keys[0] if found.keys else None
+            found = view(self.snapshot, width, ascii_only=self._ascii, selected=self.selected)
+        self._view = found
+        self.query_one("#head", Lines).show([found.head])
+        self.query_one("#board", Board).show(found.body)
+        rule = "-" if self._ascii else BLOCKS.rule
+        title = Line((Span(f"{rule * 2} events {rule * max(width - 10, 0)}", "rule"),))
+        events.show([title, *found.events[-(room - 1) :]])
+
+    def _foot(self, width: int) -> None:
+        text, style = KEYS, "foot"
+        if self._reader.paused:
+            text = f"PAUSED  {KEYS}"
+        if self.said is not None:
+            text, style = self.said[0], "wrong" if self.said[1] else "answer"
+        text = fitting(text, "ascii") if self._ascii else text
+        self.query_one("#foot", Lines).show([Line((Span(left(cut(text, width), width), style),))])
+
+    def _say(self, text: str, wrong: bool = False) -> None:
+        """In the foot, until the next key."""
+        self.said = clean(text.replace("\n    ", "; ")), wrong
+        self._foot(self.size.width)
+
+    # keys
+
+    def on_key(self) -> None:
+        if self.said is not None:
+            self.said = None
+            self._foot(self.size.width)
+
+    def action_help(self) -> None:
+        self.push_screen(Help())
+
+    def action_pause(self) -> None:
+        self._reader.paused = not self._reader.paused
+        self._foot(self.size.width)
+
+    def action_select(self, step: int) -> None:
+        if self._view is None or not self._view.keys:
+            return
+        keys = self._view.keys
+        at = keys.index(self.selected) if self.selected in keys else 0
+        board = self.query_one("#board", Board)
+        if not 0 <= at + step < len(keys):
+            board.scroll_relative(y=step, animate=False)
+            return
+        self.selected = keys[at + step]
+        self._draw()
+        assert self._view is not None
+        board.reveal(next(n for n, line in enumerate(self._view.body) if line.key == self.selected))
+
+    def action_page(self, step: int) -> None:
+        board = self.query_one("#board", Board)
+        board.scroll_relative(y=step * max(board.size.height - 1, 1), animate=False)
+
+    def action_sideways(self, step: int) -> None:
+        self.query_one("#board", Board).scroll_relative(x=step, animate=False)
+
+    def action_trim(self) -> None:
+        found = self._chosen()
+        if found is None:
+            return
+        key, target = found
+        what = key.framework or "all frameworks"
+        question = f"Trim {clean(what)} of {_who(target)}?\n\n{_WHEN}"
+        self._ask(question, lambda: self._source.trim(key.target, key.framework))
+
+    def action_cap(self) -> None:
+        found = self._chosen()
+        if found is None:
+            return
+        key, target = found
+        if key.framework is None:
+            self._say("select a framework first: a process has no cap of its own", True)
+            return
+        name = key.framework
+        now = next((part.cap for share in target.shares for part in share.frameworks
+                    if (share.uuid, part.name) == (key.uuid, name)), None)  # fmt: skip
+
+        def ask(cap: int | None) -> None:
+            if cap is not None:
+                question = f"Change the cap of {clean(name)} of {_who(target)} to {gib(cap)} GiB?\n\n{_WHEN}"
+                self._ask(question, lambda: self._source.resize(key.target, name, cap))
+
+        self.push_screen(AskCap(f"{clean(name)} of {_who(target)}", now), ask)
+
+    def _chosen(self) -> tuple[Key, Target] | None:
+        """What the keys are about; says why not if nothing can be asked of it."""
+        target = None
+        if self.snapshot is not None and self.selected is not None:
+            target = self.snapshot.target(self.selected.target)
+        if target is None or self.selected is None:
+            self._say("nothing is selected: no process here tells memguard top of itself", True)
+            return None
+        try:
+            self._source.check(target.key)
+        except MemguardError as error:
+            self._say(str(error), True)
+            return None
+        return self.selected, target
+
+    def _ask(self, question: str, do: object) -> None:
+        def answered(yes: bool | None) -> None:
+            if yes:
+                threading.Thread(target=self._do, args=(do,), daemon=True).start()
+
+        self.push_screen(Ask(question), answered)
+
+    def _do(self, do: object) -> None:
+        assert callable(do)
+        try:
+            self.post_message(Answered(do(), False))
+        except MemguardError as error:
+            self.post_message(Answered(str(error), True))
+
+
+_WHEN = "The process does it at its next memguard.checkpoint(), on its own thread."
+
+
+def _who(target: Target) -> str:
+    return clean(target.name) if target.pid is None else f"PID {target.pid} ({clean(target.name)})"
+
+
+def run(source: Source, seconds: float) -> None:
+    """Show it until somebody quits."""
+    ascii_only = fitting("".join(BLOCKS)) != "".join(BLOCKS)
+    Top(source, seconds, colour="NO_COLOR" not in os.environ, ascii_only=ascii_only).run()

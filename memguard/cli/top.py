@@ -1,0 +1,102 @@
+"""`memguard top`: who holds each GPU's memory, live."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from memguard.errors import MemguardError
+
+if TYPE_CHECKING:
+    from memguard._top.sources import Source
+
+
+@click.command("top")
+@click.argument("timelines", metavar="TIMELINE...", nargs=-1, required=True, type=click.Path())
+@click.option("--once", is_flag=True, help="Print it once, as text, and end.")
+@click.option("--json", "as_json", is_flag=True, help="Print it once, as JSON; sizes in bytes.")
+@click.option("--interval", default="500ms", show_default=True, help="The time between two readings.")
+def top(timelines: tuple[str, ...], once: bool, as_json: bool, interval: str) -> None:
+    """Watch each GPU: frameworks against their caps, other processes, pressure, forecasts, the last events.
+
+    It follows what each TIMELINE says, while it is written and after. `?` lists the keys. The screen needs textual:
+    install memguard-gpu[top]. --once and --json do not.
+
+    Exit code 0: it was shown; 2: the command line or a timeline is invalid; 3: no NVIDIA driver or GPU.
+    """
+    from memguard._top import sources
+
+    seconds = _seconds(interval)
+    source: sources.Source = sources.Timelines(timelines)
+    try:
+        if once or as_json:
+            _print(source, as_json)
+        else:
+            _show(source, seconds)
+    finally:
+        source.close()
+
+
+def _seconds(text: str) -> float:
+    from memguard._units import parse_duration
+
+    try:
+        seconds = parse_duration(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--interval") from None
+    if not 0.1 <= seconds <= 3600:
+        raise click.BadParameter(f"{text} is not between 100ms and 1h", param_hint="--interval")
+    return seconds
+
+
+def _print(source: Source, as_json: bool) -> None:
+    from memguard._text import fitting
+    from memguard._top import view
+    from memguard._top.bars import BLOCKS
+    from memguard.errors import TimelineError
+
+    found = source.read()
+    wrong = [target for target in found.targets if not target.shares and target.state in ("missing", "unreadable")]
+    if wrong and len(wrong) == len(found.targets):
+        raise TimelineError("\n".join(note for target in wrong for note in target.notes))
+    if as_json:
+        click.echo(json.dumps(found.as_dict(), indent=2))
+        return
+    width = shutil.get_terminal_size().columns
+    ascii_only = fitting("".join(BLOCKS)) != "".join(BLOCKS)
+    for line in view.plain(view.view(found, width, ascii_only=ascii_only)):
+        click.echo(line)
+
+
+def _show(source: Source, seconds: float) -> None:
+    if os.environ.get("TERM", "dumb") in ("dumb", "unknown", "") or not _terminal():
+        raise click.UsageError(
+            "this is no terminal with a screen (TERM, or a redirected standard output)\n    fix: memguard top --once"
+        )
+    try:
+        from memguard._top import app
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "textual":
+            raise
+        raise MemguardError(missing()) from None
+    app.run(source, seconds)
+
+
+def _terminal() -> bool:
+    """Whether keys come from a terminal and the screen goes to one. textual writes to standard error."""
+    streams = (sys.__stdin__, sys.__stdout__, sys.__stderr__)
+    return all(stream is not None and stream.isatty() for stream in streams)
+
+
+def missing() -> str:
+    """What to do where textual is not installed."""
+    return (
+        "the screen of memguard top needs textual, which is not installed\n"
+        "    fix: pip install 'textual>=1.0' (the extra memguard-gpu[top])\n"
+        "    or: memguard top --once, or --json, which need nothing more"
+    )
