@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from memguard._top.texts import cell_width, cut
+
 
 class Signs(NamedTuple):
     """One character each. `unknown` fills what may be held or not."""
@@ -28,7 +30,7 @@ def cells(sizes: Sequence[int], total: int, width: int) -> list[int]:
     """
     if total <= 0 or width <= 0:
         return [0] * len(sizes)
-    wanted = [0 if size <= 0 else max(1, round(size * width / total)) for size in sizes]
+    wanted = [0 if size <= 0 else max(1, min(round(size * width / total), width)) for size in sizes]
     while sum(wanted) > width:  # taken from the widest: the narrow ones would vanish
         wanted[wanted.index(max(wanted))] -= 1
     return wanted
@@ -101,15 +103,18 @@ def _marked(pieces: Sequence[Piece], at: int, signs: Signs, cap: int | None) -> 
 
 
 def card_bar(
-    sizes: Sequence[tuple[str, int]], total: int, width: int, signs: Signs, fills: Mapping[str, str]
+    sizes: Sequence[tuple[str, int]], total: int, width: int, signs: Signs, fills: Mapping[str, str], rest: str = "free"
 ) -> list[Piece]:
-    """A whole card: each part with its name in it, as far as there is room. `fills`: other characters than `used`."""
+    """A whole card: each part with its name in it, as far as there is room.
+
+    `fills`: other characters than `used`. `rest`, the role of what is left: `free`, or `unknown`.
+    """
     counts = cells([size for _, size in sizes], total, width)
     pieces = []
     for (name, _), count in zip(sizes, counts, strict=True):
         if count:
-            fill = fills.get(name, signs.used)
-            label = name[: count - 1] if count > 3 else name[:1]
-            pieces.append(Piece((label + fill * count)[:count], name))
-    rest = width - sum(counts)
-    return [*pieces, Piece(signs.free * rest, "free")] if rest else pieces
+            label = cut(name, count - 1 if count > 3 else 1, "")
+            pieces.append(Piece(label + fills.get(name, signs.used) * (count - cell_width(label)), name))
+    left = width - sum(counts)
+    sign = signs.unknown if rest == "unknown" else signs.free
+    return [*pieces, Piece(sign * left, rest)] if left else pieces

@@ -44,7 +44,7 @@ def cut(text: str, width: int, more: str = "…") -> str:
     """At most `width` cells."""
     if cell_width(text) <= width:
         return text
-    found, room = "", width - 1
+    found, room = "", width - len(more)
     for char in text:
         room -= cell_width(char)
         if room < 0:

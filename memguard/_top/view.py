@@ -126,7 +126,7 @@ def _card(gpu: Gpu, here: Sequence[tuple[Target, Share]], width: int, signs: Sig
         sizes += [("overhead", share.overhead or 0), ("unaccounted", max(share.unaccounted or 0, 0))]
     sizes += [("others", max(gpu.others or 0, 0)), ("reserve", gpu.reserved or 0)]
     fills = _ASCII_FILLS if signs is ASCII else FILLS
-    pieces = card_bar(sizes, gpu.total, width, signs, fills)
+    pieces = card_bar(sizes, gpu.total, width, signs, fills, "unknown" if gpu.free is None else "free")
     return [Span("["), *(Span(text, f"part:{role}") for text, role in pieces), Span("]")]
 
 
@@ -270,10 +270,13 @@ def _events(snapshot: Snapshot, width: int) -> list[Line]:
 def help_lines(width: int) -> list[str]:
     """What the keys do, and what the characters mean."""
     signs = BLOCKS
+    said = "Sizes are GiB. t and c ask first; the process does it at its next memguard.checkpoint(), on its own thread."
     return [
-        "q quit   ? this   p pause   t trim   c change a cap   up/down select, then scroll",
-        f"{signs.used} live arrays   {signs.cached} cached   {signs.unknown} held or not   {signs.free} room to the cap"
-        f"   {signs.cap} the cap",
-        *wrapped("Sizes are GiB. t and c ask first, and are done by the process itself at its next "
-                 "memguard.checkpoint(), on its own thread.", width, 4),
-    ]  # fmt: skip
+        "q quit   ? this help   p pause   arrows select, and scroll",
+        "t trim what is selected   c change the cap of the framework",
+        "",
+        f"{signs.used} live arrays   {signs.cached} cached   {signs.unknown} perhaps held   {signs.free} room   "
+        f"{signs.cap} the cap",
+        "",
+        *wrapped(said, width, 4),
+    ]
