@@ -129,7 +129,7 @@ class Follower:
             file.close()
             raise FileNotFoundError(self.path)
         story = self._running
-        story.whole = not header.dropped.events and self._older(header)
+        story.whole = self._older(header) and not header.dropped.events
         self._lines()
         if story.time is not None:
             self._heard = min(self._heard, story.time)  # its last line may be of yesterday
