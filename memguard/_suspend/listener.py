@@ -1,7 +1,6 @@
 """Other processes of this user may ask this one to suspend itself, if its budget says `suspend: {by_others: true}`.
 
-A Unix socket in the user's own folder, which nobody else can enter; the kernel says who asks (`SO_PEERCRED`). One short
-message is a request, one is the answer:
+At its socket (`sockets`) one short message is a request, one is the answer:
 
     {"memguard": 1, "op": "suspend"}    {"memguard": 1, "done": true, "bytes": {…}, "seconds": 0.7}
     {"memguard": 1, "op": "state"}      {"memguard": 1, "done": true, "step": "running"}
@@ -13,17 +12,15 @@ the budget. A forked child has none of it.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import socket
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from memguard._logs import log as _log
 from memguard._logs import text_of
-from memguard._suspend import HostMemory, records
+from memguard._suspend import HostMemory, records, sockets
 from memguard._suspend.identity import this_process
 from memguard._suspend.records import Budgeted
 from memguard._suspend.turn import folder
@@ -34,85 +31,27 @@ from memguard.errors import MemguardError, Suspended
 from memguard.exchange.ipc import wire
 
 VERSION = 1
-REQUEST = 5.0
-"""Seconds in which a peer must send its request."""
+KIND = "listen"
+"""How the socket's name begins."""
 ANSWER = 600.0
 """Seconds in which the answer must come: the GPUs' work ends first, and the copy takes as long as it takes."""
-MOST = 4
-"""Requests that are served at once. One that asks beyond that waits for its turn."""
-_AGAIN = 1.0
-"""Seconds until the next try where there is no file descriptor for a connection; and for a connection in `tidy`."""
 _TEXT = 2000
 """Characters of an answer's text."""
 Ask = Callable[[], Suspension]
 
 
 class Listener:
-    """One socket, and the thread that listens there."""
+    """What this process answers at its socket."""
 
     def __init__(self, ask: Ask, path: str) -> None:
-        self._ask, self.path, self._pid = ask, path, os.getpid()
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        self._over = threading.Event()
-        self._places = threading.Semaphore(MOST)
+        self._ask = ask
+        self._socket = sockets.Listening(self._serve, path)
+        self.begin, self.end = self._socket.begin, self._socket.end
 
-    def begin(self) -> None:
-        folder, name = os.path.split(self.path)
-        new = os.path.join(folder, f"new-{name}")
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(new)
-        with _short(new) as path:
-            self._socket.bind(path)
-        os.chmod(new, 0o600)
-        self._socket.listen(16)
-        os.rename(new, self.path)  # now: one that is bound and does not listen looks like a dead one's
-        threading.Thread(target=self._listen, name="memguard-listener", daemon=True).start()
-
-    def end(self) -> None:
-        """Nobody is served from now on. What is being answered is answered. In a forked child nothing is removed."""
-        self._over.set()
-        if self._pid == os.getpid():
-            with contextlib.suppress(OSError):
-                os.unlink(self.path)
-            with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closes it
-        else:
-            self._socket.close()
-
-    def _listen(self) -> None:
-        with self._socket:
-            while not self._over.is_set():
-                try:
-                    connection, _ = self._socket.accept()
-                except OSError as error:  # it was shut, or no file descriptor is left
-                    if not self._over.wait(_AGAIN):
-                        _log.debug("listener: %s", error)
-                    continue
-                self._places.acquire()
-                try:
-                    threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-                except RuntimeError as error:  # no thread to be had, or Python is ending
-                    _log.debug("listener: %s", error)
-                    connection.close()
-                    self._places.release()
-
-    def _serve(self, connection: socket.socket) -> None:
-        try:
-            with connection:
-                who = wire.peer(connection)
-                if not wire.same_user(who):
-                    raise wire.BadMessage(f"process {who.pid} belongs to user {who.uid}")
-                message, fd = wire.receive(connection, REQUEST)
-                if fd is not None:
-                    os.close(fd)
-                    raise wire.BadMessage("it came with a file descriptor")
-                answer = self._answer(_op(message), who.pid)
-                connection.settimeout(REQUEST)
-                wire.send(connection, {"memguard": VERSION, **answer})
-        except (OSError, EOFError, wire.BadMessage) as error:
-            _log.debug("listener: a peer was not served: %s", error)
-        finally:
-            self._places.release()
+    def _serve(self, connection: socket.socket, pid: int) -> None:
+        answer = self._answer(_op(sockets.received(connection)), pid)
+        connection.settimeout(sockets.REQUEST)
+        wire.send(connection, {"memguard": VERSION, **answer})
 
     def _answer(self, op: str, pid: int) -> dict[str, Any]:
         if op == "state":
@@ -144,20 +83,7 @@ def _op(message: Mapping[str, Any]) -> str:
 
 
 def path_of(process: Process, where: str | None = None) -> str:
-    return os.path.join(where or folder(), f"listen-{process.pid}-{process.start}")
-
-
-@contextlib.contextmanager
-def _short(path: str) -> Iterator[str]:
-    """The path, or one to the same place that fits into a socket's address (108 bytes)."""
-    if len(os.fsencode(path)) < 108:
-        yield path
-        return
-    fd = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{fd}/{os.path.basename(path)}"
-    finally:
-        os.close(fd)
+    return sockets.path_of(KIND, process, where)
 
 
 _active: list[Undo] = []
@@ -223,20 +149,7 @@ def _end() -> None:
 
 def tidy(where: str | None = None) -> None:
     """Remove the sockets that nobody listens at any more."""
-    for place in [where] if where is not None else records.folders():
-        for name in os.listdir(place):
-            if name.startswith("listen-"):
-                _tidy(os.path.join(place, name))
-
-
-def _tidy(path: str) -> None:
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(_AGAIN)
-        try:
-            with _short(path) as short:
-                connection.connect(short)
-        except ConnectionRefusedError:
-            os.unlink(path)
+    sockets.tidy(KIND, where)
 
 
 class RefusedError(MemguardError):
@@ -257,19 +170,9 @@ def request(process: Process, op: str = "suspend", *, seconds: float = ANSWER, w
     Raises RefusedError; SilentError if it does not listen, is not the process that it claims to be, or does not answer.
     """
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as connection:
-            connection.settimeout(REQUEST)
-            places = [where] if where is not None else records.folders(process)
-            paths = [path_of(process, one) for one in places]
-            with _short(next((path for path in paths if os.path.exists(path)), paths[0])) as path:
-                connection.connect(path)
-            who = wire.peer(connection)
-            if who.pid != process.pid or not wire.same_user(who):
-                raise SilentError(f"process {process.pid}: another process listens in its place")
+        with sockets.connected(KIND, process, where) as connection:
             wire.send(connection, {"memguard": VERSION, "op": op})
-            message, fd = wire.receive(connection, seconds)
-            if fd is not None:
-                os.close(fd)
+            message = sockets.received(connection, seconds)
         return _checked(message, op)
     except (OSError, EOFError, wire.BadMessage) as error:
         raise SilentError(f"process {process.pid} does not answer: {text_of(error)}") from None
