@@ -73,20 +73,25 @@ class Story:
     def _share(self, part: DeviceSample, now: float) -> Share:
         off = None if self.suspended is None else self.suspended.get(part.uuid)
         frameworks = tuple(
-            Part(name, one.held, one.in_use, one.reclaimable, one.cap, level=self._level(part.uuid, name))
+            Part(name, one.held, one.in_use, one.reclaimable, one.cap, level=self.level(part.uuid, name))
             for name, one in part.frameworks.items()
-        )
-        forecasts = tuple(
-            Forecast(framework, at)
-            for (uuid, framework), (said, at) in sorted(self.forecasts.items(), key=lambda item: item[1][1])
-            if uuid in (part.uuid, None) and now - said < FORECAST and now - at < _PASSED
         )
         return Share(
             part.uuid, part.process, part.limit, part.overhead, part.unaccounted, frameworks,
-            self._level(part.uuid, None), forecasts, off,
+            self.level(part.uuid, None), self.forecast_on(part.uuid, now), off,
         )  # fmt: skip
 
-    def _level(self, uuid: str, framework: str | None) -> str | None:
+    def forecast_on(self, uuid: str, now: float) -> tuple[Forecast, ...]:
+        """Those that still count, the next one first."""
+        found = sorted(self.forecasts.copy().items(), key=lambda item: item[1][1])
+        return tuple(
+            Forecast(framework, at)
+            for (on, framework), (said, at) in found
+            if on in (uuid, None) and now - said < FORECAST and now - at < _PASSED
+        )
+
+    def level(self, uuid: str, framework: str | None) -> str | None:
+        """The pressure that was told last."""
         level = self.levels.get((uuid, framework))
         if level is None:
             return Pressure.OK.value if self.whole else None

@@ -1,0 +1,224 @@
+"""A process lets others of its user watch it, and ask it to trim or to change a cap: `serve`.
+
+One message asks, one answers (`memguard._suspend.sockets`); a snapshot is longer than a message, and comes in pieces:
+
+    {"memguard": 1, "op": "snapshot"}    {"memguard": 1, "done": true, "text": "{…", "left": 2}
+    {"memguard": 1, "op": "more"}        {"memguard": 1, "done": true, "text": "…", "left": 1}
+    {"memguard": 1, "op": "trim", "framework": "torch"}                  {"memguard": 1, "done": true, "number": 3}
+    {"memguard": 1, "op": "resize", "framework": "torch", "bytes": 4096} {"memguard": 1, "done": false, "text": "…"}
+
+A snapshot is read on the listener's thread. What is asked waits for `Served.checkpoint`, on a thread of the program.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from memguard import _api
+from memguard._devices import contexts, suspension
+from memguard._ledger.types import DeviceLedger, Row
+from memguard._logs import log as _log
+from memguard._suspend import sockets
+from memguard._suspend.identity import this_process
+from memguard._suspend.turn import folder
+from memguard._top.requests import Requests
+from memguard._top.snapshot import Gpu, Part, Share, Target
+from memguard._top.state import Story
+from memguard._types import Event
+from memguard._undo import Undo
+from memguard._units import format_size, is_whole
+from memguard.errors import MemguardError
+from memguard.exchange.ipc import wire
+
+if TYPE_CHECKING:
+    from memguard._guard import Guard
+
+VERSION = 1
+KIND = "top"
+"""How the socket's name begins."""
+PIECE = 6000
+"""Characters of a snapshot in one message: with every quote escaped it still fits (`wire.LIMIT`)."""
+_TEXT = 2000
+
+
+class Served:
+    """A guard that others may watch, until `end`.
+
+    `whole`: it is served from the budget's beginning, so that a framework of whose pressure nothing was told is `ok`.
+    """
+
+    def __init__(self, guard: Guard, *, whole: bool = False, where: str | None = None) -> None:
+        self._guard, self._process, self._pid = guard, this_process(), os.getpid()
+        self._story = Story(guard.plan, whole=whole and guard.budget.monitor is not None)
+        self._requests, self._undo = Requests(), Undo()
+        self._name = os.path.basename(sys.argv[0] if sys.argv else "") or "python"
+        self.path = sockets.path_of(KIND, self._process, where or folder())
+
+    def begin(self) -> None:
+        """Raises OSError."""
+        listening = sockets.Listening(self._serve, self.path, "memguard-top")
+        try:
+            self._undo.add("the events for memguard top", _api.on_pressure(self._story.add))
+            self._undo.add("the listener for memguard top", listening.end)
+            listening.begin()
+        except BaseException:
+            self._undo.run()
+            raise
+
+    def end(self) -> None:
+        """Nobody is served from now on. May be called again, and in a forked child."""
+        self._undo.run()
+
+    def checkpoint(self) -> None:
+        """Do what others have asked for, on this thread. It costs next to nothing while nobody has."""
+        if suspension.now is None:
+            self._requests.perform()
+
+    # the listener's threads
+
+    def _serve(self, connection: socket.socket, pid: int) -> None:
+        message = sockets.received(connection)
+        op = _op(message)
+        if op == "more":
+            raise wire.BadMessage("there is no snapshot of which there could be more")
+        if op != "snapshot":
+            _send(connection, self._asked(op, message, pid))
+            return
+        try:
+            text = self._snapshot()
+        except MemguardError as error:
+            _send(connection, {"done": False, "text": str(error)[:_TEXT]})
+            return
+        while True:
+            piece, text = text[:PIECE], text[PIECE:]
+            _send(connection, {"done": True, "text": piece, "left": -(-len(text) // PIECE)})
+            if not text:
+                return
+            if _op(sockets.received(connection)) != "more":
+                raise wire.BadMessage("there is more of the snapshot")
+
+    def _snapshot(self) -> str:
+        contexts.relax()
+        target, gpus = self.target()
+        return json.dumps({"target": asdict(target), "gpus": [asdict(gpu) for gpu in gpus]})
+
+    def target(self) -> tuple[Target, tuple[Gpu, ...]]:
+        """What it tells of itself now. Raises MemguardError."""
+        ledger, now = self._guard.ledger(), time.time()
+        away = any(part.suspended is not None for part in ledger.devices)
+        target = Target(
+            key=f"{self._process.pid}-{self._process.start}",
+            name=self._name,
+            pid=self._process.pid,
+            state="suspended" if away else "live",
+            read=ledger.time,
+            since=now,
+            simulated=ledger.simulated,
+            shares=tuple(self._share(part, now) for part in ledger.devices),
+            events=tuple(self._story.events.copy()),
+            requests=self._requests.seen(),
+            notes=ledger.notes,
+        )
+        return target, tuple(_gpu(part) for part in ledger.devices)
+
+    def _share(self, part: DeviceLedger, now: float) -> Share:
+        uuid, story = part.device.uuid, self._story
+        frameworks = tuple(_part(row, story.level(uuid, row.name)) for row in part.rows if row.kind == "framework")
+        return Share(
+            uuid, part.process, part.limit, _sum(part, "overhead"), _sum(part, "unaccounted"), frameworks,
+            story.level(uuid, None), story.forecast_on(uuid, now), part.suspended,
+        )  # fmt: skip
+
+    def _asked(self, op: str, message: Mapping[str, Any], pid: int) -> dict[str, Any]:
+        framework = message["framework"]
+        try:
+            if framework is not None and framework not in self._guard.frameworks:
+                raise MemguardError(f"{framework!r} is not in the budget of process {self._process.pid}")
+            if op == "trim":
+                what = f"trim {framework or 'all frameworks'}"
+                number = self._requests.add(what, lambda: self._trim(framework, pid))
+            else:
+                cap = message["bytes"]
+                what = f"cap of {framework} to {format_size(cap)}"
+                number = self._requests.add(what, lambda: self._resize(framework, cap, pid))
+        except MemguardError as error:
+            return {"done": False, "text": str(error)[:_TEXT]}
+        _log.info("process %d asks: %s; it is done at the next checkpoint", pid, what)
+        return {"done": True, "number": number}
+
+    # the program's threads
+
+    def _trim(self, framework: str | None, pid: int) -> str:
+        returned = self._guard.trim(framework)
+        text = f"{format_size(returned)} went back to the driver"
+        self._tell(
+            "trim", f"trimmed {framework or 'all frameworks'}, as process {pid} asked: {text}", framework, returned
+        )
+        return text
+
+    def _resize(self, framework: str, cap: int, pid: int) -> str:
+        self._guard.resize(framework, cap)
+        text = f"its cap is {format_size(cap)}"
+        self._tell("note", f"{framework}: {text}, as process {pid} asked", framework, cap)
+        return text
+
+    def _tell(self, kind: str, text: str, framework: str | None, size: int) -> None:
+        _log.info("%s", text)
+        if (announce := self._guard._on_event) is not None:
+            announce(Event(time.time(), kind, text, framework=framework, bytes=size))
+
+
+def serve(guard: Guard, *, whole: bool = False, where: str | None = None) -> Served:
+    """Let other processes of this user watch the guard, and ask it to trim and to change caps.
+
+    Raises OSError; MemguardError if the user's folder is not safe. Call `checkpoint` of what it returns wherever the
+    program may trim, and `end` at the budget's end and in a forked child.
+    """
+    served = Served(guard, whole=whole, where=where)
+    served.begin()
+    return served
+
+
+def _send(connection: socket.socket, answer: Mapping[str, Any]) -> None:
+    connection.settimeout(sockets.REQUEST)
+    wire.send(connection, {"memguard": VERSION, **answer})
+
+
+def _op(message: Mapping[str, Any]) -> str:
+    """Raises BadMessage for what is no request."""
+    op, framework = message.get("op"), message.get("framework")
+    fields = {"snapshot": set[str](), "more": set[str](), "trim": {"framework"}, "resize": {"framework", "bytes"}}
+    known = isinstance(op, str) and op in fields and set(message) == {"memguard", "op", *fields[op]}
+    named = isinstance(framework, str) and len(framework) <= 100
+    if not known or message.get("memguard") != VERSION or not (named or (framework is None and op != "resize")):
+        raise wire.BadMessage("it is not a request")
+    if op == "resize" and not is_whole(message["bytes"]):
+        raise wire.BadMessage("its size is malformed")
+    return str(op)
+
+
+def _part(row: Row, level: str | None) -> Part:
+    held = None if row.at_least is not None or "held unknown" in row.note else row.bytes
+    return Part(row.name, held, row.in_use, row.reclaimable, row.cap, row.at_least, level, row.enforcement or None)
+
+
+def _sum(part: DeviceLedger, kind: str) -> int | None:
+    sizes = [row.bytes for row in part.rows if row.kind == kind]
+    return sum(size or 0 for size in sizes) if any(size is not None for size in sizes) else None
+
+
+def _gpu(part: DeviceLedger) -> Gpu:
+    device, sizes = part.device, {row.kind: row.bytes for row in part.rows}
+    free, others = sizes.get("free"), sizes.get("other processes")
+    used = None if others is None or part.process is None else others + part.process
+    return Gpu(
+        device.uuid, device.index, device.name, device.total, used, free, others, sizes.get("driver reserve"),
+        device.unified, device.simulated,
+    )  # fmt: skip
