@@ -249,19 +249,24 @@ def read(door: Callable[[], Door], root: str = "/", where: str | None = None) ->
 def _gpus() -> tuple[Gpu, ...]:
     nvml = Nvml()
     try:
-        found = []
-        for device in nvml.devices():
-            memory = nvml.memory(device.uuid)
-            listed = nvml.processes(device.uuid)
-            try:
-                busy = nvml.utilisation(device.uuid)
-            except DeviceError:
-                busy = None
-            total, free = memory.total or 0, memory.free or 0
-            found.append(Gpu(device.uuid, device.index, device.name, total, memory.used, free, listed, busy))
-        return tuple(found)
+        return gpus_of(nvml)
     finally:
         nvml.close()
+
+
+def gpus_of(nvml: Nvml, busy: bool = True) -> tuple[Gpu, ...]:
+    """Every GPU; without the processes' utilisation unless `busy`. Raises DeviceError."""
+    found = []
+    for device in nvml.devices():
+        memory = nvml.memory(device.uuid)
+        listed = nvml.processes(device.uuid)
+        try:
+            used = nvml.utilisation(device.uuid) if busy else None
+        except DeviceError:
+            used = None
+        total, free = memory.total or 0, memory.free or 0
+        found.append(Gpu(device.uuid, device.index, device.name, total, memory.used, free, listed, used))
+    return tuple(found)
 
 
 def person(pid: int) -> Person:

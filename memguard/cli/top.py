@@ -17,22 +17,21 @@ if TYPE_CHECKING:
 
 
 @click.command("top")
-@click.argument("timelines", metavar="TIMELINE...", nargs=-1, required=True, type=click.Path())
+@click.argument("timelines", metavar="[TIMELINE]...", nargs=-1, type=click.Path())
 @click.option("--once", is_flag=True, help="Print it once, as text, and end.")
 @click.option("--json", "as_json", is_flag=True, help="Print it once, as JSON; sizes in bytes.")
 @click.option("--interval", default="500ms", show_default=True, help="The time between two readings.")
 def top(timelines: tuple[str, ...], once: bool, as_json: bool, interval: str) -> None:
     """Watch each GPU: frameworks against their caps, other processes, pressure, forecasts, the last events.
 
-    It follows what each TIMELINE says, while it is written and after. `?` lists the keys. The screen needs textual:
-    install memguard-gpu[top]. --once and --json do not.
+    With one TIMELINE or several it follows what they say, while they are written and after. Without, it shows this
+    machine's GPUs and their processes. `?` lists the keys. The screen needs textual: install memguard-gpu[top]. --once
+    and --json do not.
 
     Exit code 0: it was shown; 2: the command line or a timeline is invalid; 3: no NVIDIA driver or GPU.
     """
-    from memguard._top import sources
-
     seconds = _seconds(interval)
-    source: sources.Source = sources.Timelines(timelines)
+    source = _source(timelines, live=not (once or as_json))
     try:
         if once or as_json:
             _print(source, as_json)
@@ -40,6 +39,23 @@ def top(timelines: tuple[str, ...], once: bool, as_json: bool, interval: str) ->
             _show(source, seconds)
     finally:
         source.close()
+
+
+def _source(timelines: tuple[str, ...], live: bool) -> Source:
+    """Raises DeviceError if there is nothing to show."""
+    if timelines:
+        from memguard._top.sources import Timelines
+
+        return Timelines(timelines)
+    from memguard._top.machine import Machine
+
+    machine = Machine(live)
+    try:
+        machine.begin()
+    except BaseException:
+        machine.close()
+        raise
+    return machine
 
 
 def _seconds(text: str) -> float:
