@@ -25,11 +25,11 @@ from memguard._top.bars import BLOCKS
 from memguard._top.dialogs import Ask, AskCap, Help
 from memguard._top.snapshot import Snapshot, Target
 from memguard._top.sources import Source
-from memguard._top.texts import clean, cut, gib, left
+from memguard._top.texts import clean, cut, gib, in_ascii, left
 from memguard._top.view import Key, Line, Span, View, view
 from memguard.errors import MemguardError
 
-KEYS = "q quit  ? help  t trim  c cap  p pause  ↑↓ select"
+KEYS = "q quit  ? help  t trim  c cap  p pause  up/down select"
 _TOGETHER = 20.0
 """Seconds that the end waits for a reading that is under way."""
 
@@ -163,12 +163,11 @@ class Top(App[None]):
         self.selected: Key | None = None
         self.said: tuple[str, bool] | None = None
         self._view: View | None = None
+        self._head, self._board = Lines(colour, "head"), Board(colour, "board")
+        self._events, self._footer = Lines(colour, "events"), Lines(colour, "foot")
 
     def compose(self) -> ComposeResult:
-        yield Lines(self._colour, "head")
-        yield Board(self._colour, "board")
-        yield Lines(self._colour, "events")
-        yield Lines(self._colour, "foot")
+        yield from (self._head, self._board, self._events, self._footer)
 
     def on_mount(self) -> None:
         self._draw()
@@ -193,20 +192,22 @@ class Top(App[None]):
     def _draw(self, size: Size | None = None) -> None:
         width, height = size or self.size
         room = 6 if height < 30 else min(2 + height // 4, 20)
-        events = self.query_one("#events", Lines)
+        if not self._board.is_attached:  # the end has begun
+            return
+        events = self._events
         if events.styles.height is None or events.styles.height.value != room:
             events.styles.height = room
         self._foot(width)
         if self.snapshot is None:
-            self.query_one("#head", Lines).show([Line((Span(left("memguard top  reading", width), "title"),))])
+            self._head.show([Line((Span(left("memguard top  reading", width), "title"),))])
             return
         found = view(self.snapshot, width, ascii_only=self._ascii, selected=self.selected)
         if self.selected not in found.keys:
             self.selected = found.keys[0] if found.keys else None
             found = view(self.snapshot, width, ascii_only=self._ascii, selected=self.selected)
         self._view = found
-        self.query_one("#head", Lines).show([found.head])
-        self.query_one("#board", Board).show(found.body)
+        self._head.show([found.head])
+        self._board.show(found.body)
         rule = "-" if self._ascii else BLOCKS.rule
         title = Line((Span(f"{rule * 2} events {rule * max(width - 10, 0)}", "rule"),))
         events.show([title, *found.events[-(room - 1) :]])
@@ -217,8 +218,8 @@ class Top(App[None]):
             text = f"PAUSED  {KEYS}"
         if self.said is not None:
             text, style = self.said[0], "wrong" if self.said[1] else "answer"
-        text = fitting(text, "ascii") if self._ascii else text
-        self.query_one("#foot", Lines).show([Line((Span(left(cut(text, width), width), style),))])
+        text = in_ascii(text) if self._ascii else text
+        self._footer.show([Line((Span(left(cut(text, width), width), style),))])
 
     def _say(self, text: str, wrong: bool = False) -> None:
         """In the foot, until the next key."""
@@ -244,21 +245,20 @@ class Top(App[None]):
             return
         keys = self._view.keys
         at = keys.index(self.selected) if self.selected in keys else 0
-        board = self.query_one("#board", Board)
         if not 0 <= at + step < len(keys):
-            board.scroll_relative(y=step, animate=False)
+            self._board.scroll_relative(y=step, animate=False)
             return
         self.selected = keys[at + step]
         self._draw()
         assert self._view is not None
-        board.reveal(next(n for n, line in enumerate(self._view.body) if line.key == self.selected))
+        self._board.reveal(next(n for n, line in enumerate(self._view.body) if line.key == self.selected))
 
     def action_page(self, step: int) -> None:
-        board = self.query_one("#board", Board)
+        board = self._board
         board.scroll_relative(y=step * max(board.size.height - 1, 1), animate=False)
 
     def action_sideways(self, step: int) -> None:
-        self.query_one("#board", Board).scroll_relative(x=step, animate=False)
+        self._board.scroll_relative(x=step, animate=False)
 
     def action_trim(self) -> None:
         found = self._chosen()

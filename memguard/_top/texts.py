@@ -34,6 +34,13 @@ def clean(text: str) -> str:
     return visible(text, keep="").strip()
 
 
+def in_ascii(text: str) -> str:
+    """As wide as the text: `~` where something was cut, `?` for what ASCII lacks."""
+    if text.isascii():
+        return text
+    return "".join(char if char.isascii() else "~" if char == "…" else "?" * cell_width(char) for char in text)
+
+
 def cell_width(text: str) -> int:
     if text.isascii():
         return len(text)

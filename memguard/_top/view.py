@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from memguard._top.bars import ASCII, BLOCKS, Signs, card_bar, framework_bar
 from memguard._top.snapshot import Gpu, Listed, Share, Snapshot, Target
-from memguard._top.texts import UNKNOWN, ago, clean, clock, cut, gib, left, right, wrapped
+from memguard._top.texts import UNKNOWN, ago, clean, clock, cut, gib, in_ascii, left, right, wrapped
 
 LEAST = 60
 """Columns: on a narrower screen the lines are cut."""
@@ -73,7 +73,15 @@ def view(snapshot: Snapshot, width: int, *, ascii_only: bool = False, selected: 
         body += _gpu(snapshot, gpu, width, signs, selected)
     body += _elsewhere(snapshot, width)
     body += [Line((Span(cut(f"note: {clean(note)}", width), "note"),)) for note in _notes(snapshot)]
-    return View(_head(snapshot, width), tuple(body), tuple(_events(snapshot, width)))
+    found = View(_head(snapshot, width), tuple(body), tuple(_events(snapshot, width)))
+    return _ascii(found) if ascii_only else found
+
+
+def _ascii(found: View) -> View:
+    def line(one: Line) -> Line:
+        return Line(tuple(Span(in_ascii(span.text), span.style) for span in one.spans), one.key)
+
+    return View(line(found.head), tuple(map(line, found.body)), tuple(map(line, found.events)))
 
 
 def plain(found: View) -> list[str]:
