@@ -13,9 +13,8 @@ from rich.style import Style
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.events import Resize
-from textual.geometry import Size
+from textual.geometry import Region, Size
 from textual.message import Message
-from textual.scroll_view import ScrollView
 from textual.strip import Strip
 from textual.widget import Widget
 
@@ -39,60 +38,47 @@ def _style(name: str, colour: bool) -> Style:
     return Style.parse(styles.style(name, colour))
 
 
-def _strip(line: Line, width: int, colour: bool) -> Strip:
-    segments = [Segment(span.text, _style(span.style, colour)) for span in line.spans]
-    return Strip(segments).adjust_cell_length(width)
-
-
 class Lines(Widget):
-    """Lines that do not scroll."""
+    """Lines, from line `top` and column `shift` on. Only those that changed are drawn again."""
 
     def __init__(self, colour: bool, id: str) -> None:  # noqa: A002 (textual's name)
         super().__init__(id=id)
         self._colour, self._lines = colour, tuple[Line, ...]()
-
-    def show(self, lines: Sequence[Line]) -> None:
-        if tuple(lines) != self._lines:
-            self._lines = tuple(lines)
-            self.refresh()
-
-    def render_line(self, y: int) -> Strip:
-        width = self.size.width
-        return _strip(self._lines[y], width, self._colour) if y < len(self._lines) else Strip.blank(width)
-
-
-class Board(ScrollView, can_focus=False):
-    """The GPUs. More than fits is scrolled."""
-
-    def __init__(self, colour: bool, id: str) -> None:  # noqa: A002 (textual's name)
-        super().__init__(id=id)
-        self._colour, self._lines = colour, tuple[Line, ...]()
+        self.top = self.shift = 0
 
     def show(self, lines: Sequence[Line]) -> None:
         before, self._lines = self._lines, tuple(lines)
-        width = max((len(line.text) for line in lines), default=0)
-        if len(before) != len(self._lines) or self.virtual_size.width != width:
-            self.virtual_size = Size(width, len(self._lines))
+        if len(before) != len(self._lines):
+            self.scroll_by(0)
             self.refresh()
             return
         for number, (old, new) in enumerate(zip(before, self._lines, strict=True)):
-            if old != new:
-                self.refresh_lines(number)
+            if old != new and self.top <= number < self.top + self.size.height:
+                self.refresh(Region(0, number - self.top, self.size.width, 1))
 
     def render_line(self, y: int) -> Strip:
-        x, down = self.scroll_offset
-        width, number = self.size.width, y + int(down)
+        width, number = self.size.width, y + self.top
         if number >= len(self._lines):
             return Strip.blank(width)
-        line = self._lines[number]
-        strip = _strip(line, max(len(line.text), int(x) + width), self._colour)
-        return strip.crop(int(x), int(x) + width)
+        segments = [Segment(span.text, _style(span.style, self._colour)) for span in self._lines[number].spans]
+        return Strip(segments).adjust_cell_length(self.shift + width).crop(self.shift, self.shift + width)
+
+    @property
+    def below(self) -> int:
+        """Lines that are hidden below."""
+        return max(len(self._lines) - self.top - self.size.height, 0)
+
+    def scroll_by(self, lines: int, columns: int = 0) -> None:
+        widest = max((len(line.text) for line in self._lines), default=0)
+        top = max(min(self.top + lines, len(self._lines) - self.size.height), 0)
+        shift = max(min(self.shift + columns, widest - self.size.width), 0)
+        if (top, shift) != (self.top, self.shift):
+            self.top, self.shift = top, shift
+            self.refresh()
 
     def reveal(self, number: int) -> None:
         """Scroll as little as shows the line."""
-        top, height = int(self.scroll_offset.y), self.size.height
-        if number < top or number >= top + height:
-            self.scroll_to(y=number if number < top else number - height + 1, animate=False)
+        self.scroll_by(min(number - self.top, 0) + max(number - self.top - self.size.height + 1, 0))
 
 
 class Read(Message):
@@ -135,9 +121,9 @@ class Top(App[None]):
 
     CSS = """
     Screen { background: ansi_default; color: ansi_default; }
-    Lines, Board { background: ansi_default; color: ansi_default; }
+    Lines { background: ansi_default; color: ansi_default; }
     #head, #foot { height: 1; }
-    #board { height: 1fr; scrollbar-size-horizontal: 1; scrollbar-size-vertical: 1; }
+    #board { height: 1fr; }
     #events { height: 6; }
     """
     ENABLE_COMMAND_PALETTE = False
@@ -163,7 +149,7 @@ class Top(App[None]):
         self.selected: Key | None = None
         self.said: tuple[str, bool] | None = None
         self._view: View | None = None
-        self._head, self._board = Lines(colour, "head"), Board(colour, "board")
+        self._head, self._board = Lines(colour, "head"), Lines(colour, "board")
         self._events, self._footer = Lines(colour, "events"), Lines(colour, "foot")
 
     def compose(self) -> ComposeResult:
@@ -209,7 +195,8 @@ class Top(App[None]):
         self._head.show([found.head])
         self._board.show(found.body)
         rule = "-" if self._ascii else BLOCKS.rule
-        title = Line((Span(f"{rule * 2} events {rule * max(width - 10, 0)}", "rule"),))
+        below = f"{self._board.below} more lines below {rule * 2}" if self._board.below else ""
+        title = Line((Span(f"{rule * 2} events {rule * max(width - 10 - len(below) - 1, 0)} {below}", "rule"),))
         events.show([title, *found.events[-(room - 1) :]])
 
     def _foot(self, width: int) -> None:
@@ -246,19 +233,27 @@ class Top(App[None]):
         keys = self._view.keys
         at = keys.index(self.selected) if self.selected in keys else 0
         if not 0 <= at + step < len(keys):
-            self._board.scroll_relative(y=step, animate=False)
+            self._scroll(step)
             return
         self.selected = keys[at + step]
-        self._draw()
-        assert self._view is not None
         self._board.reveal(next(n for n, line in enumerate(self._view.body) if line.key == self.selected))
+        self._draw()
 
     def action_page(self, step: int) -> None:
-        board = self._board
-        board.scroll_relative(y=step * max(board.size.height - 1, 1), animate=False)
+        self._scroll(step * max(self._board.size.height - 1, 1))
 
     def action_sideways(self, step: int) -> None:
-        self._board.scroll_relative(x=step, animate=False)
+        self._scroll(0, step)
+
+    def on_mouse_scroll_down(self) -> None:
+        self._scroll(3)
+
+    def on_mouse_scroll_up(self) -> None:
+        self._scroll(-3)
+
+    def _scroll(self, lines: int, columns: int = 0) -> None:
+        self._board.scroll_by(lines, columns)
+        self._draw()
 
     def action_trim(self) -> None:
         found = self._chosen()

@@ -113,7 +113,7 @@ def card_bar(
     pieces = []
     for (name, _), count in zip(sizes, counts, strict=True):
         if count:
-            label = cut(name, count - 1 if count > 3 else 1, "")
+            label = cut(name, count - 1 if count > 3 else name not in fills, "")
             pieces.append(Piece(label + fills.get(name, signs.used) * (count - cell_width(label)), name))
     left = width - sum(counts)
     sign = signs.unknown if rest == "unknown" else signs.free

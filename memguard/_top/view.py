@@ -224,16 +224,17 @@ def _listed(snapshot: Snapshot, gpu: Gpu) -> list[Listed]:
     """Processes that `top` does not ask itself, most first."""
     told = {target.pid for target in snapshot.targets if target.file is None}
     found = [one for one in snapshot.processes if gpu.uuid in one.bytes and one.pid not in told]
-    return sorted(found, key=lambda one: (-(one.bytes[gpu.uuid] or 0), one.pid))
+    return sorted(found, key=lambda one: (one.state != "running", -(one.bytes[gpu.uuid] or 0), one.pid))
 
 
 def _process(one: Listed, uuid: str | None, now: float) -> str:
     size = one.bytes.get(uuid) if uuid is not None else None
-    text = f"    {right(gib(size), 8)}  PID {one.pid} {clean(one.user or UNKNOWN)}  {clean(one.command or UNKNOWN)}"
+    state = ""
     if one.state != "running":
         since = "" if one.since is None else f" for {ago(now - one.since)}"
-        text = f"    {one.state}{since}:{text[3:]}"
-    return text
+        state = f"{clean(one.state)}{since}  "
+    who = f"PID {one.pid} {clean(one.user or UNKNOWN)}  {clean(one.command or UNKNOWN)}"
+    return f"    {right(gib(size), 8)}  {state}{who}"
 
 
 def _elsewhere(snapshot: Snapshot, width: int) -> Iterator[Line]:

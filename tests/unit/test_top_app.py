@@ -149,8 +149,7 @@ def test_nothing_is_hidden_on_80_by_24() -> None:
 
     async def look(pilot: Pilot[None], app: Top) -> None:
         board = app._board
-        assert len(board._lines) <= board.size.height and not board.show_vertical_scrollbar
-        assert not board.show_horizontal_scrollbar
+        assert len(board._lines) <= board.size.height and board.below == 0
 
     screen(source, (80, 24), look)
 
@@ -165,10 +164,11 @@ def test_keys_select_scroll_pause_help_and_quit() -> None:
         for _ in range(30):
             await pilot.press("down")
         assert app.selected.framework == "f29"
-        top = int(board.scroll_offset.y)
+        top = board.top
+        assert f"{board.below} more lines below" in text_of(app)
         assert any("> f29" in line.text for line in board._lines[top : top + board.size.height])
         await pilot.press("pageup", "pageup", "pageup")
-        assert board.scroll_offset.y == 0
+        assert board.top == 0
         await pilot.press("up")
         assert app.selected.framework == "f28"
         await pilot.press("question_mark")
