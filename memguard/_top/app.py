@@ -121,6 +121,7 @@ class Top(App[None]):
 
     CSS = """
     Screen { background: ansi_default; color: ansi_default; }
+    ModalScreen { background: transparent; }
     Lines { background: ansi_default; color: ansi_default; }
     #head, #foot { height: 1; }
     #board { height: 1fr; }
@@ -221,7 +222,7 @@ class Top(App[None]):
             self._foot(self.size.width)
 
     def action_help(self) -> None:
-        self.push_screen(Help())
+        self.push_screen(Help(self._ascii))
 
     def action_pause(self) -> None:
         self._reader.paused = not self._reader.paused
@@ -281,7 +282,7 @@ class Top(App[None]):
                 question = f"Change the cap of {clean(name)} of {_who(target)} to {gib(cap)} GiB?\n\n{_WHEN}"
                 self._ask(question, lambda: self._source.resize(key.target, name, cap))
 
-        self.push_screen(AskCap(f"{clean(name)} of {_who(target)}", now), ask)
+        self.push_screen(AskCap(f"{clean(name)} of {_who(target)}", now, self._ascii), ask)
 
     def _chosen(self) -> tuple[Key, Target] | None:
         """What the keys are about; says why not if nothing can be asked of it."""
@@ -303,7 +304,7 @@ class Top(App[None]):
             if yes:
                 threading.Thread(target=self._do, args=(do,), daemon=True).start()
 
-        self.push_screen(Ask(question), answered)
+        self.push_screen(Ask(question, self._ascii), answered)
 
     def _do(self, do: object) -> None:
         assert callable(do)
@@ -317,7 +318,8 @@ _WHEN = "The process does it at its next memguard.checkpoint(), on its own threa
 
 
 def _who(target: Target) -> str:
-    return clean(target.name) if target.pid is None else f"PID {target.pid} ({clean(target.name)})"
+    name = clean(target.name) if target.pid is None else f"PID {target.pid} ({clean(target.name)})"
+    return f"{name} on each of its GPUs" if len(target.shares) > 1 else name
 
 
 def run(source: Source, seconds: float) -> None:

@@ -8,6 +8,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.screen import ModalScreen
+from textual.widget import Widget
 from textual.widgets import Input, Static
 
 from memguard._top import view
@@ -23,6 +24,13 @@ _CSS = """
 """
 
 
+def _box(ascii_only: bool, *inner: Widget) -> Vertical:
+    box = Vertical(*inner)
+    if ascii_only:
+        box.styles.border = ("ascii", "white")
+    return box
+
+
 class Ask(ModalScreen[bool]):
     """A question: y or enter for yes, n or escape for no."""
 
@@ -32,12 +40,12 @@ class Ask(ModalScreen[bool]):
         Binding("n,escape,q", "answer(False)", "no"),
     ]
 
-    def __init__(self, question: str) -> None:
+    def __init__(self, question: str, ascii_only: bool = False) -> None:
         super().__init__()
-        self.question = question
+        self.question, self._ascii = question, ascii_only
 
     def compose(self) -> ComposeResult:
-        yield Vertical(Static(self.question, markup=False), Static("\ny yes   n no", markup=False))
+        yield _box(self._ascii, Static(self.question, markup=False), Static("\ny yes   n no", markup=False))
 
     def action_answer(self, yes: bool) -> None:
         self.dismiss(yes)
@@ -49,13 +57,14 @@ class AskCap(ModalScreen[int | None]):
     CSS = _CSS.format(name="AskCap")
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "leave", "leave it")]
 
-    def __init__(self, who: str, cap: int | None) -> None:
+    def __init__(self, who: str, cap: int | None, ascii_only: bool = False) -> None:
         super().__init__()
-        self.who, self.cap = who, cap
+        self.who, self.cap, self._ascii = who, cap, ascii_only
 
     def compose(self) -> ComposeResult:
         now = "none" if self.cap is None else f"{gib(self.cap)} GiB"
-        yield Vertical(
+        yield _box(
+            self._ascii,
             Static(f"The new cap of {self.who} (now {now}), for example 12GiB:", markup=False),
             Input(),
             Static("enter go on   escape leave it", id="said", markup=False),
@@ -80,8 +89,12 @@ class Help(ModalScreen[None]):
     CSS = _CSS.format(name="Help")
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,question_mark,enter,space", "leave", "close")]
 
+    def __init__(self, ascii_only: bool = False) -> None:
+        super().__init__()
+        self._ascii = ascii_only
+
     def compose(self) -> ComposeResult:
-        yield Vertical(Static("\n".join(view.help_lines(66)), markup=False))
+        yield _box(self._ascii, Static("\n".join(view.help_lines(66, self._ascii)), markup=False))
 
     def action_leave(self) -> None:
         self.dismiss(None)

@@ -276,9 +276,9 @@ def _events(snapshot: Snapshot, width: int) -> list[Line]:
     return lines
 
 
-def help_lines(width: int) -> list[str]:
+def help_lines(width: int, ascii_only: bool = False) -> list[str]:
     """What the keys do, and what the characters mean."""
-    signs = BLOCKS
+    signs = ASCII if ascii_only else BLOCKS
     said = "Sizes are GiB. t and c ask first; the process does it at its next memguard.checkpoint(), on its own thread."
     return [
         "q quit   ? this help   p pause   arrows select, and scroll",
