@@ -14,6 +14,7 @@ LEAST = 60
 _NAME, _NUMBER, _LEVEL = 12, 8, 10
 _LISTED = 8
 """Other processes of a GPU that are listed."""
+_NOBODY = "no process here tells memguard top of itself; a timeline does: memguard top run-PID-RANK.jsonl"
 _STATES = {
     "silent": "says nothing",
     "ended": "has ended: nobody writes the file",
@@ -72,7 +73,8 @@ def view(snapshot: Snapshot, width: int, *, ascii_only: bool = False, selected: 
         body += [Line(())] if number else []
         body += _gpu(snapshot, gpu, width, signs, selected)
     body += _elsewhere(snapshot, width)
-    body += [Line((Span(cut(f"note: {clean(note)}", width), "note"),)) for note in _notes(snapshot)]
+    for note in _notes(snapshot):
+        body += [Line((Span(line, "note"),)) for line in wrapped(f"note: {clean(note)}", width, 3)]
     found = View(_head(snapshot, width), tuple(body), tuple(_events(snapshot, width)))
     return _ascii(found) if ascii_only else found
 
@@ -249,7 +251,8 @@ def _elsewhere(snapshot: Snapshot, width: int) -> Iterator[Line]:
         if one.state != "running" and not shown & set(one.bytes):
             yield Line((Span(cut(_process(one, None, snapshot.time), width), "others"),))
     if snapshot.machine and not snapshot.targets:
-        yield Line((Span(cut("no process here tells memguard top of itself", width), "note"),))
+        for line in wrapped(_NOBODY, width, 2):
+            yield Line((Span(line, "note"),))
 
 
 def _notes(snapshot: Snapshot) -> list[str]:

@@ -180,3 +180,9 @@ def test_json_is_the_snapshot() -> None:
 
 def test_the_help_fits() -> None:
     assert all(cell_width(line) <= 66 for line in help_lines(66))
+
+
+def test_long_notes_are_wrapped_and_bounded() -> None:
+    lines = plain(view(replace(FOLLOWED, notes=("word " * 100, "x" * 500)), 80))
+    assert sum("word" in line for line in lines) == 3 and sum("xxx" in line for line in lines) <= 2
+    assert all(cell_width(line) <= 80 for line in lines)
