@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -122,3 +124,26 @@ def test_the_version_of_the_message_is_that_of_the_extra() -> None:
     project = Path(__file__).parents[2] / "pyproject.toml"
     (line,) = [line for line in project.read_text(encoding="utf-8").splitlines() if line.startswith("top = ")]
     assert line.partition('"')[2].partition('"')[0] in missing()
+
+
+def test_the_screen_in_the_documents_is_that_of_the_timeline_in_the_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from memguard._top.sources import Timelines
+    from memguard._top.view import plain, view
+
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    try:
+        docs = Path(__file__).parents[2] / "docs"
+        recorded = re.findall(r"^\{.*\}$", (docs / "timeline.md").read_text(encoding="utf-8"), re.MULTILINE)
+        path = tmp_path / "run-4711-0.jsonl"
+        path.write_text("\n".join(recorded) + "\n")
+        source = Timelines([str(path)], lambda: json.loads(recorded[-1])["t"])
+        lines = plain(view(source.read(), 80))
+        source.close()
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    (shown,) = re.findall(r"```\n(memguard top.*?)\n```", (docs / "top.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert shown == "\n".join(lines)
