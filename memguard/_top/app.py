@@ -18,6 +18,7 @@ from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
+from memguard._logs import text_of
 from memguard._text import fitting
 from memguard._top import styles
 from memguard._top.bars import BLOCKS
@@ -29,7 +30,7 @@ from memguard._top.view import Key, Line, Span, View, view
 from memguard.errors import MemguardError
 
 KEYS = "q quit  ? help  t trim  c cap  p pause  up/down select"
-_TOGETHER = 20.0
+_TOGETHER = 2.0
 """Seconds that the end waits for a reading that is under way."""
 
 
@@ -108,7 +109,10 @@ class Reader(threading.Thread):
     def run(self) -> None:
         while not self._over.is_set():
             if not self.paused:
-                self._app.post_message(Read(self._source.read()))
+                try:
+                    self._app.post_message(Read(self._source.read()))
+                except Exception as error:  # the screen stays, with the figures that it has
+                    self._app.post_message(Answered(f"cannot be read: {text_of(error)}", True))
             self._over.wait(self._seconds)
 
     def end(self) -> None:

@@ -44,6 +44,11 @@ class Requests:
         self._waiting.append((Request(number, what, "waiting"), do))
         return number
 
+    @property
+    def waiting(self) -> bool:
+        """Whether something waits."""
+        return bool(self._waiting)
+
     def perform(self) -> None:
         """Do what waits, on this thread. Raises nothing but what interrupts it (Ctrl-C)."""
         if not self._waiting or getattr(self._here, "busy", False):  # mostly

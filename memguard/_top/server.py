@@ -25,6 +25,7 @@ from memguard import _api
 from memguard._devices import contexts, suspension
 from memguard._ledger.types import DeviceLedger, Row
 from memguard._logs import log as _log
+from memguard._monitor.session import on_monitor
 from memguard._suspend import sockets
 from memguard._suspend.identity import this_process
 from memguard._suspend.turn import folder
@@ -77,8 +78,11 @@ class Served:
         self._undo.run()
 
     def checkpoint(self) -> None:
-        """Do what others have asked for, on this thread. It costs next to nothing while nobody has."""
-        if suspension.now is None:
+        """Do what others have asked for, on this thread: not on the monitor's, and not while the process is suspended.
+
+        It costs next to nothing while nobody has asked.
+        """
+        if self._requests.waiting and suspension.now is None and not on_monitor():
             self._requests.perform()
 
     # the listener's threads

@@ -92,8 +92,13 @@ class Terminal:
             time.sleep(0.2)
         raise AssertionError(self.text())
 
-    def dead(self) -> str:
-        return self.tmux("display-message", "-p", "#{pane_dead} #{pane_dead_status}").strip()
+    def ends(self) -> None:
+        """It has ended, or does so now, with exit code 0."""
+        end, dead = time.monotonic() + 20, ""
+        while not dead.startswith("1") and time.monotonic() < end:
+            time.sleep(0.2)
+            dead = self.tmux("display-message", "-p", "#{pane_dead} #{pane_dead_status}").strip()
+        assert dead == "1 0"
 
     def close(self) -> None:
         subprocess.run([*self._call, "kill-server"], env=self._environ, capture_output=True, timeout=20)
@@ -165,10 +170,7 @@ def test_a_timeline_is_followed_through_all_that_happens(
         text = terminal.until(lambda text: "nobody writes it any more" in text)
         assert "torch" in text
         terminal.keys("q")
-        end = time.monotonic() + 20
-        while not terminal.dead().startswith("1") and time.monotonic() < end:
-            time.sleep(0.2)
-        assert terminal.dead() == "1 0"
+        terminal.ends()
     finally:
         terminal.close()
 
@@ -202,5 +204,7 @@ def test_a_process_is_asked_and_may_be_killed(
         assert "torch" in text
         terminal.keys("t")
         terminal.until(lambda text: "has ended" in text)
+        terminal.keys("C-c")
+        terminal.ends()
     finally:
         terminal.close()

@@ -289,6 +289,20 @@ def test_a_source_that_hangs_does_not_hold_the_keys() -> None:
     screen(source, (80, 24), press)
 
 
+def test_a_source_that_fails_leaves_the_screen() -> None:
+    class Failing(Fixed):
+        def read(self) -> Snapshot:
+            if self.reads:
+                raise ValueError("broken")
+            return super().read()
+
+    async def look(pilot: Pilot[None], app: Top) -> None:
+        await until(pilot, lambda: "cannot be read: " in text_of(app) and "broken" in text_of(app))
+        assert "torch" in text_of(app)
+
+    screen(Failing(FOLLOWED), (80, 24), look)
+
+
 def test_without_colour_nothing_is_coloured() -> None:
     shots: list[str] = []
 

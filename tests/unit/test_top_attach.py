@@ -138,9 +138,20 @@ def test_what_cannot_be_asked_is_refused_at_once(served: server.Served) -> None:
         client.trim(ME, None)
 
 
-def test_a_checkpoint_while_nobody_asks_does_nothing(served: server.Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_done_on_the_monitor_s_thread_nor_while_suspended(
+    served: server.Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     served.checkpoint()
-    assert target().requests == ()
+    client.trim(ME, None)
+    with monkeypatch.context() as patched:
+        patched.setattr(server, "on_monitor", lambda: True)
+        served.checkpoint()
+    with monkeypatch.context() as patched:
+        patched.setattr(server.suspension, "now", object())
+        served.checkpoint()
+    assert [one.state for one in target().requests] == ["waiting"]
+    served.checkpoint()
+    assert [one.state for one in target().requests] == ["done"]
 
 
 def test_errors_of_what_is_asked_are_answers_and_interruptions_are_not_lost() -> None:
