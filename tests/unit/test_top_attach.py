@@ -82,8 +82,21 @@ def test_only_this_user_can_enter(served: server.Served, folder: Path) -> None:
 
 
 def test_a_peer_of_another_user_is_not_served(served: server.Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "peer", lambda connection: wire.Peer(ME.pid, os.geteuid() + 1))
+    """The kernel tells each side who the other one is: here the server's hears of another user."""
+    main = threading.current_thread()
+    monkeypatch.setattr(wire, "same_user", lambda who: threading.current_thread() is main)
     with pytest.raises(SilentError):
+        target()
+    with pytest.raises(SilentError):
+        client.trim(ME, None)
+    monkeypatch.undo()
+    assert served._requests.seen() == ()
+
+
+def test_an_answer_of_another_user_is_not_believed(served: server.Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    main = threading.current_thread()
+    monkeypatch.setattr(wire, "same_user", lambda who: threading.current_thread() is not main)
+    with pytest.raises(SilentError, match="another process listens"):
         target()
 
 
@@ -164,7 +177,9 @@ def test_errors_of_what_is_asked_are_answers_and_interruptions_are_not_lost() ->
         raise KeyboardInterrupt
 
     def within() -> str:
+        waiting.add("d", lambda: "later")
         waiting.perform()  # a checkpoint within a checkpoint does nothing
+        assert [one.state for one in waiting.seen() if one.what == "d"] == ["waiting"]
         return "done within"
 
     for what, do in (("a", fail), ("b", interrupt), ("c", within)):
@@ -172,7 +187,9 @@ def test_errors_of_what_is_asked_are_answers_and_interruptions_are_not_lost() ->
     with pytest.raises(KeyboardInterrupt):
         waiting.perform()
     waiting.perform()
-    assert [(one.what, one.state) for one in waiting.seen()] == [("a", "failed"), ("b", "failed"), ("c", "done")]
+    assert [(one.what, one.state) for one in waiting.seen()] == [
+        ("a", "failed"), ("b", "failed"), ("c", "done"), ("d", "done"),
+    ]  # fmt: skip
     assert "broken" in waiting.seen()[0].answer
 
 
@@ -255,6 +272,19 @@ def test_a_snapshot_that_was_changed_is_read_or_refused(data: st.DataObject) -> 
     for share in found.shares:
         for part in share.frameworks:
             assert all(size is None or type(size) is int for size in (part.held, part.in_use, part.cap))
+
+
+@pytest.mark.parametrize("value", ["1", 1.5, True, 1 << 60, -(1 << 60), [], {}])
+@pytest.mark.parametrize("key", ["process", "overhead", "held", "cap"])
+def test_a_figure_that_is_none_is_refused(key: str, value: object) -> None:
+    from top_screens import GPU, TARGET
+
+    said: Any = json.loads(json.dumps({"target": TARGET.__dict__, "gpus": [GPU.__dict__]}, default=vars))
+    assert client._read(json.dumps(said), ME)[0].shares == TARGET.shares
+    share = said["target"]["shares"][0]
+    (share if key in share else share["frameworks"][0])[key] = value
+    with pytest.raises(wire.BadMessage):
+        client._read(json.dumps(said), ME)
 
 
 PROGRAM = """

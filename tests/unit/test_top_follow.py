@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import pytest
 from timelines import Clock, busy, plan_of
-from top_screens import run, write
+from top_screens import GPU, TARGET, run, write
 
 from memguard._timeline import Writer
 from memguard._timeline.writer import MIN_LIMIT
 from memguard._top.follow import SILENT, Follower
 from memguard._top.sources import Timelines, merged
 from memguard._types import Event, Pressure
+from memguard._units import GIB
 from memguard.errors import MemguardError
 
 
@@ -258,4 +259,12 @@ def test_several_timelines_share_their_gpus(tmp_path: Path, clock: Clock) -> Non
             ask()
     writers[1].close()
     source.close()
+
+
+def test_what_an_ended_process_held_is_others_again() -> None:
+    other = replace(TARGET, key="b", state="ended")
+    read = [(TARGET, (GPU,)), (other, (GPU,))]
+    assert merged(read)[0].others == 5 * GIB
+    assert merged([(TARGET, (GPU,)), (replace(TARGET, key="b"), (GPU,))])[0].others == 0
+    assert merged([(TARGET, (GPU,)), (other, (replace(GPU, used=None),))])[0].others is None
     assert merged([]) == ()
