@@ -199,6 +199,7 @@ class Top(App[None]):
         self._view = found
         self._head.show([found.head])
         self._board.show(found.body)
+        self._board.scroll_by(0)  # the screen may have grown
         rule = "-" if self._ascii else BLOCKS.rule
         below = f"{self._board.below} more lines below {rule * 2}" if self._board.below else ""
         title = Line((Span(f"{rule * 2} events {rule * max(width - 10 - len(below) - 1, 0)} {below}", "rule"),))
