@@ -64,7 +64,7 @@ def test_off_and_back() -> None:
 
 def test_every_thread_gets_its_turn_before_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """`settling` decides; here one thread gets no processor for a while."""
-    _, client, target = simulated()
+    _, client, _ = simulated()
     looks = iter([False, False, False, True])
     monkeypatch.setattr(settling, "threads", lambda pid: {1: settling.Thread(next(looks), 0)})
     assert flow.take_off(ME, client=client, settle=0).end is End.SUSPENDED
