@@ -58,7 +58,8 @@ class Facts:
     what is suspended together with it.
 
     Asked inside the process, and None from outside: `frameworks`, which use a GPU; and each a tuple of lines, `ipc`,
-    `captures`, `profilers`. `nccl` is known from outside only where there is one. `unseen`: what could not be read although somebody asked.
+    `captures`, `profilers`. `nccl` is known from outside only where there is one. `unseen`: what could not be read
+    although somebody asked.
     """
 
     process: Process
