@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import _figures  # noqa: E402
 
+pytestmark = pytest.mark.long  # no version of what is installed changes what the documents say
+
 DOCUMENTS = _figures.documents()
 NUMBER = r"\d[\d,]*(?:\.\d+)?"
 WORD = r"(?:two|three|four|five|six|seven|eight|nine|ten|twelve|fifteen|twenty|thirty|sixty|hundred)"
