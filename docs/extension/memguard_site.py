@@ -22,7 +22,7 @@ def setup(app: Any) -> dict[str, bool]:
     app.connect("missing-reference", _missing)
     app.connect("env-check-consistency", _complete)
     app.connect("doctree-read", _builtins)
-    app.connect("sphinx-click-process-description", _help)
+    app.connect("sphinx-click-process-description", _described)
     app.connect("sphinx-click-process-options", _help)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
@@ -43,6 +43,12 @@ def _docstring(app: Any, what: str, name: str, obj: Any, options: Any, lines: li
 def _signature(app: Any, what: str, name: str, obj: Any, options: Any, signature: str, returns: str) -> Any:
     """Nobody makes these objects by hand: memguard returns and raises them."""
     return ("", None) if what in ("class", "exception") and signature else None
+
+
+def _described(app: Any, context: Any, lines: list[str]) -> None:
+    for parameter in context.command.params:
+        parameter.get_help_record(context)  # --device writes its help when it is asked for
+    _help(app, context, lines)
 
 
 def _help(app: Any, context: Any, lines: list[str]) -> None:

@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import re
 
+from memguard import errors
+
 REPOSITORY = "https://github.com/memguard-gpu/memguard"
 _CODE = re.compile(r"^```.*?^```[ ]*$", re.DOTALL | re.MULTILINE)
 _LITERAL = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 _EMPHASIS = re.compile(r"(?<![*\w])(\*\*[^\s*](?:[^*]*[^\s*])?\*\*|\*[^\s*](?:[^*]*[^\s*])?\*)(?![*\w])")
+_PAGE = re.compile(r"docs/([\w/-]+)\.md")
+_ERRORS = [name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)]
+_ERROR = re.compile(rf"(?<![.\w])({'|'.join(_ERRORS)})\b")
 _ENTRY = re.compile(r"(\w+) {3,}(\S.*)")
 
 
@@ -34,7 +39,7 @@ def to_rst(lines: list[str]) -> list[str]:
         elif paragraph.strip() == "::":
             result += ["::", ""]
         else:
-            result += [*(prose(line) for line in body), ""]
+            result += [*prose(paragraph).split("\n"), ""]
     return result
 
 
@@ -53,12 +58,16 @@ def _fields(body: list[str]) -> list[str]:
     return found
 
 
-def prose(line: str) -> str:
-    """A line of text: `code` becomes a literal, **bold** and *italic* stay, other marks are escaped."""
+def prose(text: str) -> str:
+    """A paragraph: `code` becomes a literal, **bold** and *italic* stay, other marks are escaped.
+
+    The names of memguard's errors and of pages (`docs/trace.md`) become links.
+    """
     result = ""
-    for place, part in enumerate(_LITERAL.split(line)):
+    for place, part in enumerate(_LITERAL.split(text)):
         if place % 2:
-            result += f"``{part}``"
+            page = _PAGE.fullmatch(part)
+            result += f":doc:`/{page[1]}`" if page else f"``{' '.join(part.split())}``"
             continue
         # A literal ends only before a space or punctuation.
         result += "\\ " if place and re.match(r"\w", part) else ""
@@ -66,7 +75,9 @@ def prose(line: str) -> str:
             if number % 2:
                 result += bit
             else:
-                result += re.sub(r"(?<=\w)_(?!\w)", r"\\_", re.sub(r"([*|\\])", r"\\\1", bit))
+                escaped = re.sub(r"(?<=\w)_(?!\w)", r"\\_", re.sub(r"([*|\\])", r"\\\1", bit))
+                linked = _ERROR.sub(r":py:exc:`~memguard.errors.\1`", escaped)
+                result += _PAGE.sub(r":doc:`/\1`", linked)
     return result
 
 
@@ -78,6 +89,7 @@ def page(text: str, folder: str) -> str:
 
     def shown(part: str) -> str:
         part = re.sub(r"<!--.*?-->", lambda found: "\n" * found[0].count("\n"), part, flags=re.DOTALL)
+        part = re.sub(r"\[[\w/-]+\.md\]\((?!\.\./)", "[](", part)  # the title says more than the file's name
         return re.sub(r"\]\(((?:\.\./)+)([^)\s]*)\)", whole, part)
 
     def whole(link: re.Match[str]) -> str:

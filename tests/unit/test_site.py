@@ -69,9 +69,13 @@ def test_the_commands_come_from_click() -> None:
         ("*args and name_ here", "\\*args and name\\_ here"),
         ("a_name stays", "a_name stays"),
         ("``is one``", "``is one``"),
+        ("Raises ConfigError.", "Raises :py:exc:`~memguard.errors.ConfigError`."),
+        ("memguard.ConfigErrors", "memguard.ConfigErrors"),
+        ("(JSONL, `docs/trace.md`), docs/oom.md.", "(JSONL, :doc:`/trace`), :doc:`/oom`."),
+        ("of `async\ndef` and\nmore", "of ``async def`` and\nmore"),
     ],
 )
-def test_a_line_of_a_docstring(line: str, expected: str) -> None:
+def test_a_paragraph_of_a_docstring(line: str, expected: str) -> None:
     assert markup.prose(line) == expected
 
 
@@ -95,3 +99,4 @@ def test_a_page_loses_comments_and_leads_to_the_repository() -> None:
     shown = f"9 ms [here](oom.md#x) [one]({out}/examples/demo.py#L3)\n\n```\n<!-- c -->\n```\n"
     assert markup.page(text, "docs") == shown
     assert markup.page("[a](../oom.md) [b](../../configs)", "docs/doctor") == f"[a](../oom.md) [b]({out}/configs)"
+    assert markup.page("in [oom.md](oom.md#x)", "docs") == "in [](oom.md#x)"
