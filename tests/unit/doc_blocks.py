@@ -77,8 +77,15 @@ SHOWN = {
 }
 """Pages that show what something prints, and what holds that. Those of the doctor's findings quote libraries."""
 
-FILES = {"docs/timeline.md": {"json": ("run-4711-0.jsonl", "memguard-4711-0.jsonl"), "yaml": ("other.yaml",)}}
-"""Blocks that commands and programs of the page find as files, by language."""
+_TIMELINE = ("docs/timeline.md", "json")
+FILES = {
+    "docs/timeline.md": {
+        "run-4711-0.jsonl": _TIMELINE,
+        "memguard-4711-0.jsonl": _TIMELINE,
+        "other.yaml": ("docs/timeline.md", "yaml"),
+    }
+}
+"""Files that a page's commands and programs take for granted: each the only block of a language in some page."""
 
 COMMAND = re.compile(r"(?:\w+=\S+ )*(?:memguard|pip|python3?|apt-get|export|unset|docker|torchrun|scripts/\w+)\b")
 MISUSE = (

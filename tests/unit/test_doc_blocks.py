@@ -219,11 +219,12 @@ def test_what_a_page_runs_does_what_it_says(page: str, tmp_path: Path) -> None:
     environ = environment(tmp_path)
     (tmp_path / "budget.yaml").write_text((ROOT / "examples" / "mixed.yaml").read_text())
     blocks = [block for block in EVERY if block.document == page]
-    for block in blocks:
-        for name in [block.file, *FILES.get(page, {}).get(block.language, ())]:
-            if name and block.kind != "run":
-                (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-                (tmp_path / name).write_text(block.text)
+    files = {block.file: block.text for block in blocks if block.file and block.kind != "run"}
+    for name, (document, language) in FILES.get(page, {}).items():
+        (files[name],) = [block.text for block in EVERY if (block.document, block.language) == (document, language)]
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
     for block in blocks:
         if block.kind == "run":
             program = f"{RUN[page]}\n{block.text}"
