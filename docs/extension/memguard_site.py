@@ -9,8 +9,6 @@ from typing import Any
 import site_markup
 import site_names
 
-import memguard
-
 BELOW = {"doctor/README": "*"}
 """Pages with others below them, which GitHub shows by their links: they get a table of contents on the site."""
 
@@ -70,13 +68,10 @@ def _missing(app: Any, env: Any, node: Any, contnode: Any) -> Any:
     target = node.get("reftarget", "")
     if node.get("refdomain") != "py":
         return None
-    last = target.rpartition(".")[2]
-    if last in memguard.__all__ and target.startswith("memguard."):
-        public = f"memguard.{last}"
-        if target != public:
-            return env.domains["py"].resolve_xref(
-                env, node["refdoc"], app.builder, node["reftype"], public, node, contnode
-            )
+    domain, last = env.domains["py"], target.rpartition(".")[2]
+    homes = [name for name in domain.objects if name.rpartition(".")[2] == last]
+    if not _public(target) and (target.startswith("memguard.") or "." not in target) and len(homes) == 1:
+        return domain.resolve_xref(env, node["refdoc"], app.builder, node["reftype"], homes[0], node, contnode)
     typed = node.get("reftype") in ("class", "obj", "data", "exc")
     return contnode if typed and not _public(target) else None
 
