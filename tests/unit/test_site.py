@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -56,6 +57,13 @@ def test_every_public_name_has_an_entry() -> None:
 def test_the_commands_come_from_click() -> None:
     text = (DOCS / "reference" / "commands.md").read_text()
     assert ".. click:: memguard.cli:main" in text and ":nested: full" in text
+
+
+def test_the_script_says_what_it_takes() -> None:
+    told = subprocess.run(["bash", str(ROOT / "scripts" / "docs"), "--help"], capture_output=True, text=True)
+    assert told.returncode == 0 and "docs/_build" in told.stdout and "set -" not in told.stdout
+    wrong = subprocess.run(["bash", str(ROOT / "scripts" / "docs"), "--html"], capture_output=True, text=True)
+    assert wrong.returncode == 2 and "--html" in wrong.stderr
 
 
 @pytest.mark.parametrize(
