@@ -63,7 +63,7 @@ TYPED = {
 
 SHOWN = {
     "README.md": "test_readme.py: the ledger that was recorded",
-    "docs/activation.md": "shortened: a message",
+    "docs/activation.md": "a message, shortened; test_environment.py holds its first line",
     "docs/budget.md": "test_config.py and test_doc_blocks.py: the errors of the budget before it",
     "docs/doctor/README.md": "tests/doctor/test_doctor_docs.py",
     "docs/ledger.md": "sums, in words",
@@ -72,8 +72,8 @@ SHOWN = {
     "docs/quickstart.md": "tests/doctor/test_doctor_docs.py",
     "docs/results.md": "test_readme.py: made from the results",
     "docs/retry.md": "a line whose figures are examples; test_retry.py holds its form",
-    "docs/watching.md": "events whose figures are examples; test_thresholds.py holds when they come",
-    "docs/workloads.md": "lines whose figures are examples; test_workloads.py holds their form",
+    "docs/watching.md": "events with figures as examples; test_pressure.py and test_thresholds.py hold when they come",
+    "docs/workloads.md": "lines whose figures are examples; test_workloads.py and test_reclaimable.py hold their form",
 }
 """Pages that show what something prints, and what holds that. Those of the doctor's findings quote libraries."""
 

@@ -42,6 +42,9 @@ def test_every_block_is_of_a_known_kind_and_no_page_is_listed_in_vain() -> None:
     assert [page for page in TYPED if "typed" not in kinds[page]] == []
     assert [page for page in SHOWN if "shown" not in kinds[page]] == []
     assert not set(RUN) & set(TYPED)
+    said = " ".join([*SHOWN.values(), *(reason for reason, _ in TYPED.values())])
+    for name in re.findall(r"[\w/]*\w+\.py", said):
+        assert (ROOT / name).exists() or (ROOT / "tests" / "unit" / name).exists(), name
     with pytest.raises(AssertionError, match="what holds this block"):
         _ = Block("docs/words.md", 1, "rust", "fn main() {}").kind
 
