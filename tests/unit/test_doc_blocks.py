@@ -190,7 +190,10 @@ def environment(folder: Path) -> dict[str, str]:
         (tools / name).chmod(0o755)
     kept = {name: os.environ[name] for name in ("HOME", "LANG", "TMPDIR") if name in os.environ}
     path = f"{tools}{os.pathsep}{os.environ['PATH']}"
-    more = {"PYTHONPATH": str(Path(memguard.__file__).parents[1]), "PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1"}
+    more = {"PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1"}
+    home = Path(memguard.__file__).parents[1]
+    if home.name != "site-packages":
+        more["PYTHONPATH"] = str(home)
     return {**kept, "PATH": path, **more}
 
 
