@@ -20,6 +20,8 @@ sys.path.insert(0, str(DOCS / "extension"))
 import site_markup as markup  # noqa: E402
 import site_names  # noqa: E402
 
+pytestmark = pytest.mark.long  # no version of what is installed changes what the documents say
+
 
 def listed() -> list[str]:
     """The pages of the tables of contents in docs/index.md."""
