@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from memguard._suggest.evidence import Run, observe
-from memguard._timeline import load_timeline
+from memguard._timeline import Timeline, load_timeline
 from memguard._timeline.files import numbered
 
 
@@ -18,15 +18,21 @@ def runs(names: Sequence[str]) -> list[Run]:
     """
     given = {os.path.realpath(name): name for name in names}
     parts = {os.path.realpath(path) for name in given.values() for _, path in numbered(name)}
-    found = [_read(name) for path, name in given.items() if path not in parts]
+    loaded = {path: load_timeline(name) for path, name in given.items()}
+    newest = {timeline.header.run for path, timeline in loaded.items() if path not in parts}
+    found = [
+        _read(name, loaded[path])
+        for path, name in given.items()
+        # A part of an earlier run, which had the same name, is not read with the newest.
+        if path not in parts or loaded[path].header.run not in newest
+    ]
     seen: dict[tuple[str, int | None, float, float], Run] = {}
     for run in found:  # a copy of a timeline is no second process
         seen.setdefault((run.run, run.rank, run.begin, run.end), run)
     return list(seen.values())
 
 
-def _read(name: str) -> Run:
-    timeline = load_timeline(name)
+def _read(name: str, timeline: Timeline) -> Run:
     header = timeline.header
     run = observe(
         timeline.records(), timeline.plan, file=name, run=header.run, rank=header.rank, simulated=header.simulated

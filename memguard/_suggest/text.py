@@ -74,18 +74,18 @@ def _head(found: Suggestion) -> Iterator[str]:
         gap = f", up to {format_duration(every)} apart on average" if every else ""
         yield f"The peaks are those of the samples{gap}: what came and went between two of them is not in them."
     for note in found.notes:
-        yield f"Note: {_cut(note)}"
+        yield f"Note: {cut(note)}"
 
 
 def _run(run: Run) -> str:
     rank = "" if run.rank is None else f"rank {run.rank}, "
     if not run.samples:
-        return f"{_cut(run.file)}: {rank}no samples"
+        return f"{cut(run.file)}: {rank}no samples"
     requests = sum(need.requests for need in run.needs.values())
     refused = f", {requests:,} refused request{'s' if requests != 1 else ''}" if requests else ""
     span = format_duration(run.end - run.begin)
     samples = f"{run.samples:,} sample{'s' if run.samples != 1 else ''}"
-    return f"{_cut(run.file)}: {rank}{samples} over {span} from {when(run.begin)}{refused}"
+    return f"{cut(run.file)}: {rank}{samples} over {span} from {when(run.begin)}{refused}"
 
 
 def _reserve(reserve: Reserve) -> Iterator[str]:
@@ -95,7 +95,7 @@ def _reserve(reserve: Reserve) -> Iterator[str]:
     size = format_size(reserve.measured)
     yield f"At most {size} lay outside every cap (context, library workspaces), as measured; no headroom."
     if reserve.source == "scaled":
-        yield f"That was on {_cut(reserve.on)}; contexts of this GPU's architecture are larger, so more is kept."
+        yield f"That was on {cut(reserve.on)}; contexts of this GPU's architecture are larger, so more is kept."
 
 
 def _limit(found: Suggestion) -> Iterator[str]:
@@ -106,12 +106,12 @@ def _limit(found: Suggestion) -> Iterator[str]:
         share = found.limit * target.processes * 100 / target.device.usable
         times = f" for {target.processes} processes" if target.processes > 1 else ""
         size = format_size(target.device.usable)
-        yield f"{share:.1f}% of the {size} of {_cut(target.device.name)}{times}"
+        yield f"{share:.1f}% of the {size} of {cut(target.device.name)}{times}"
 
 
 def _evidence(figure: Figure, runs: int) -> Iterator[str]:
     need = figure.need
-    where = f" in {_cut(figure.run.file)}" if runs > 1 else ""
+    where = f" in {cut(figure.run.file)}" if runs > 1 else ""
     gpus = len({uuid for uuid, _ in figure.run.needs})
     if gpus > 1:
         where += f" on GPU {figure.run.devices[figure.uuid].index}"
@@ -155,7 +155,8 @@ def when(time: float) -> str:
     return datetime.fromtimestamp(time, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def _cut(text: str) -> str:
+def cut(text: str) -> str:
+    """The text as it can stand in a comment, and not too long."""
     text = visible(text, keep="")
     return text if len(text) <= _NAME else text[: _NAME - 3] + "..."
 
@@ -164,6 +165,7 @@ def as_dict(found: Suggestion) -> dict[str, Any]:
     """Plain data for JSON. Sizes are bytes, times as of `time.time()`, unknown is null, as `yaml` if nothing fits."""
     return {
         "memguard_suggest": 1,
+        "recorded": True,
         "fits": found.problem is None,
         "problem": found.problem,
         "fix": found.fix,

@@ -36,17 +36,28 @@ def suggest(
 ) -> None:
     """Write a budget from the timelines of one run or many: memguard suggest run*.jsonl > budget.yaml
 
-    Each process that was recorded, each rank too, gets the same budget. Its comments hold the evidence.
+    Each process that was recorded, each rank too, gets the same budget. Its comments hold the evidence. Without a
+    timeline it is a first budget, for what is installed and the GPUs here, or those of --for.
 
-    Exit code 0: it fits; 1: nothing that fits can be written; 2: a timeline or the command line is wrong.
+    Exit code 0: it fits; 1: nothing that fits can be written; 2: a timeline or the command line is wrong; 3: no GPU.
     """
     import json
+
+    percent = _headroom(headroom)
+    if force and output is None:
+        raise click.UsageError("--force replaces the file of -o, and none is given")
+    devices = _devices(gpus) if gpus else None
+    if not timelines:
+        content = _first(devices)
+        if as_json:
+            content = json.dumps({"memguard_suggest": 1, "fits": True, "recorded": False, "yaml": content}, indent=2)
+            content += "\n"
+        _write(content, output, force)
+        return
 
     from memguard._suggest import decide, recorded, text
     from memguard.errors import MemguardError, TimelineError
 
-    percent = _headroom(headroom)
-    devices = _devices(gpus) if gpus else None
     runs = recorded.runs(timelines)
     if ignore_refused:
         runs = [run.without_refusals() for run in runs]
@@ -58,6 +69,32 @@ def suggest(
     content = json.dumps(text.as_dict(found), indent=2) + "\n" if as_json else text.as_yaml(found)
     _write(content, output, force)
     context.exit(0 if found.problem is None else 1)
+
+
+def _first(devices: Sequence[Device] | None) -> str:
+    import sys
+
+    from memguard._suggest import installed
+    from memguard._suggest.first import first
+    from memguard.errors import DeviceError, MemguardError
+
+    named = devices is not None
+    if devices is None:
+        from memguard._devices.real import RealHost
+
+        try:
+            devices = RealHost().devices()
+        except DeviceError as error:
+            raise DeviceError(
+                f"{error}\n    or: name the GPU: memguard suggest --for h100; or give a timeline"
+            ) from None
+    found = installed.frameworks()
+    if not found:
+        raise MemguardError(
+            f"none of the frameworks that a budget may name is installed for {sys.executable}\n"
+            "    fix: run it with the program's Python (python -m memguard suggest), or give a timeline"
+        )
+    return first(found, devices, sys.executable, named)
 
 
 def _headroom(written: str) -> Fraction:
