@@ -11,6 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -366,3 +367,15 @@ def test_what_cannot_be_done_ends_with_a_reason_and_a_fix(tmp_path: Path) -> Non
     assert call(str(damaged))[0] == 2
     code, _, said = call(path, "-o", str(tmp_path / "no" / "b.yaml"))
     assert code == 1 and "cannot be written" in said
+
+
+def test_the_example_of_the_document_is_what_it_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    (example,) = re.findall(r"```json\n(.*?)```", (docs / "timeline.md").read_text(encoding="utf-8"), re.DOTALL)
+    (tmp_path / "run-4711-0.jsonl").write_text(example, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    (shown,) = re.findall(
+        r"```console\n\$ memguard (.*?)```", (docs / "suggest.md").read_text(encoding="utf-8"), re.DOTALL
+    )
+    line, _, printed = shown.partition("\n")
+    assert line == "suggest run-4711-0.jsonl" and call("run-4711-0.jsonl") == (0, printed, "")
