@@ -19,7 +19,7 @@ from memguard._config import FRAMEWORKS
 from memguard._specs import NEVER_GIVE_BACK
 from memguard._timeline import Oom
 from memguard._timeline.replay import replay_timeline
-from memguard._types import Device, Event, FrameworkSample, Plan, Sample
+from memguard._types import Device, DevicePlan, Event, FrameworkSample, Plan, Sample
 from memguard._units import GRANULE, is_whole
 
 PEAK = "peak"
@@ -79,9 +79,11 @@ class Need:
 
 @dataclass(frozen=True)
 class Run:
-    """One process, from one timeline. `needs` is by UUID and framework; `outside` by UUID, the most bytes outside all.
+    """One process, from one timeline. `needs` is by UUID and framework.
 
-    `begin` and `end` are the first and the last sample's, as of `time.time()`. `options` are those of its plan.
+    `outside` and `process` are by UUID: the most bytes outside all frameworks, and the most of the process by NVML.
+    `begin` and `end` are the first and the last sample's, as of `time.time()`. `options` are those of its plan,
+    `declared` the frameworks that it caps, and `versions` those that its timeline names.
     """
 
     file: str
@@ -94,8 +96,10 @@ class Run:
     devices: Mapping[str, Device]
     needs: Mapping[tuple[str, str], Need]
     outside: Mapping[str, int]
+    process: Mapping[str, int] = field(default_factory=dict)
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     declared: tuple[str, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     @property
@@ -123,7 +127,7 @@ def observe(
         elif row.peak_held or row.peak_in_use:
             at = watch.most.get((row.uuid, row.framework))
             needs[row.uuid, row.framework] = Need(
-                row.needs, row.peak_in_use, at[1] if at is not None else None, row.peak_held
+                max(row.needs, 1), row.peak_in_use, at[1] if at is not None else None, row.peak_held
             )
     for key, (time, size) in watch.peaks.items():
         needs[key] = replace(needs.get(key, Need()), peak=size, peak_at=time)
@@ -131,22 +135,25 @@ def observe(
         needs[key] = replace(needs.get(key, Need()), refusals=tuple(refusals))
     notes = [f"{name} cannot be named in a budget: what it held is not in this one" for name in others]
     notes += watch.notes()
+    if watch.pooled:
+        notes.append("its frameworks drew from one pool (strategy: pool): this budget gives each a limit of its own")
     devices = {part.device.uuid: part.device for part in plan.devices}
     declared = tuple(dict.fromkeys(name for part in plan.devices for name in part.caps if name in FRAMEWORKS))
     return Run(
-        file,
-        run,
-        rank,
-        simulated,
-        outcome.begin,
-        outcome.end,
-        outcome.samples,
-        devices,
-        {key: needs[key] for key in sorted(needs) if needs[key].bytes},
-        {gpu.uuid: gpu.outside for gpu in outcome.devices},
-        plan.options,
-        declared,
-        tuple(notes),
+        file=file,
+        run=run,
+        rank=rank,
+        simulated=simulated,
+        begin=outcome.begin,
+        end=outcome.end,
+        samples=outcome.samples,
+        devices=devices,
+        needs={key: needs[key] for key in sorted(needs) if needs[key].bytes},
+        outside={gpu.uuid: gpu.outside for gpu in outcome.devices},
+        process={gpu.uuid: gpu.peak_process for gpu in outcome.devices if gpu.peak_process is not None},
+        options=plan.options,
+        declared=declared,
+        notes=tuple(notes),
     )
 
 
@@ -162,6 +169,7 @@ class _Watch:
         self.peaks: dict[tuple[str, str], tuple[float, int]] = {}
         self.refusals: dict[tuple[str, str], list[Refusal]] = {}
         self._caps: dict[tuple[str, str], int | None] = {}
+        self.pooled = {part.device.uuid for part in plan.devices if _one_pool(part)}
         self._elsewhere: dict[str, int] = {}
         self._cut = False
 
@@ -247,6 +255,8 @@ class _Watch:
         times: int,
     ) -> None:
         need = (held or 0) + (asked or 0)
+        if key[0] in self.pooled:
+            cap = None  # what refused it was the sum of all that draw from the pool
         full = cap is not None and asked is not None and need <= cap and free is not None and free < asked
         found = self.refusals.setdefault(key, [])
         found.append(Refusal(time, asked, held, cap, times, full))
@@ -274,6 +284,11 @@ class _Watch:
         if name not in FRAMEWORKS or not isinstance(name, str) or uuid not in self._known:
             return None
         return str(uuid), name
+
+
+def _one_pool(part: DevicePlan) -> bool:
+    """Whether frameworks have one cap together, which a timeline does not name: it counts once in the sum."""
+    return sum(part.caps.values()) + part.unallocated + part.reserve > part.limit
 
 
 def _whole(value: object) -> int | None:

@@ -37,4 +37,6 @@ def _read(name: str, timeline: Timeline) -> Run:
     run = observe(
         timeline.records(), timeline.plan, file=name, run=header.run, rank=header.rank, simulated=header.simulated
     )
-    return replace(run, notes=(*run.notes, *timeline.notes))
+    found = ((name, about.get("version")) for name, about in header.frameworks.items())
+    versions = {name: version for name, version in found if isinstance(version, str)}
+    return replace(run, notes=(*run.notes, *timeline.notes), versions=versions)

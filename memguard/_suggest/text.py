@@ -100,6 +100,8 @@ def _reserve(reserve: Reserve) -> Iterator[str]:
 
 def _limit(found: Suggestion) -> Iterator[str]:
     yield "The reserve and all limits below."
+    if peaks := [run.process[uuid] for run in found.runs for uuid in run.used if uuid in run.process]:
+        yield f"Recorded: at most {format_size(max(peaks))} of a GPU in one process, as NVML says."
     if found.named:
         yield "The limits are bytes, so they are those of the recording; this GPU was not part of it:"
     for target in found.targets:
@@ -116,7 +118,9 @@ def _evidence(figure: Figure, runs: int) -> Iterator[str]:
     if gpus > 1:
         where += f" on GPU {figure.run.devices[figure.uuid].index}"
     how = {"samples": "in the samples", "allocator": "its allocator's own peak", "refused": "what was refused counts"}
-    yield f"{figure.framework} needed {format_size(need.bytes)}{where}: {how[need.source]}."
+    version = figure.run.versions.get(figure.framework)
+    name = f"{figure.framework} {cut(version)}" if version else figure.framework
+    yield f"{name} needed {format_size(need.bytes)}{where}: {how[need.source]}."
     parts = []
     if need.in_use is not None:
         at = f" at {when(need.in_use_at)}" if need.in_use_at is not None else ""

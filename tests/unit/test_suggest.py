@@ -29,6 +29,7 @@ from memguard._units import GIB, GRANULE, MIB
 PLAN = plan_of(torch="8GiB", cupy="4GiB", jax="4GiB", tensorflow="4GiB")
 UUID = PLAN.devices[0].device.uuid
 NONE, DEFAULT = Fraction(0), Fraction(15, 100)
+SIZES = st.integers(1, 7 * GIB) | st.sampled_from([1, GRANULE, GRANULE + 1, 2 * GIB])
 
 
 def usage(held: int | None, in_use: int | None, reclaimable: int | None = 0, cap: int | None = 8 * GIB) -> Any:
@@ -76,6 +77,21 @@ def test_without_headroom_it_is_the_smallest_budget_of_replay() -> None:
     fifth = suggested(run_of(samples), headroom=Fraction(1, 5))
     assert limits(fifth)["torch"] == -(-(6 * GIB + 5) * 6 // 5 // GRANULE) * GRANULE
     assert fifth.reserve == found.reserve
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.dictionaries(st.sampled_from(["torch", "cupy", "jax"]), st.tuples(SIZES, SIZES, SIZES)), min_size=1))
+def test_without_headroom_and_refusals_it_is_always_that_of_replay(
+    steps: list[dict[str, tuple[int, int, int]]],
+) -> None:
+    rows = [{name: usage(a + b, a - 1, min(b, c)) for name, (a, b, c) in step.items()} for step in steps]
+    samples = [sample_of(PLAN, START + at, **row) for at, row in enumerate(rows)]
+    smallest = replay_timeline(samples, PLAN).smallest
+    found = decide.suggest([run_of(samples)], NONE)
+    assert (found is None) == (smallest is None)
+    if found is not None and smallest is not None:
+        assert (limits(found), found.reserve.bytes) == (smallest.limits, smallest.reserve)
+        assert (found.problem is None) == (smallest.problem is None)
 
 
 def test_an_allocators_own_peak_counts_beside_the_samples_and_is_named() -> None:
@@ -128,6 +144,14 @@ def test_a_report_has_the_figures_of_the_moment_and_counts_once() -> None:
     assert limits(other) == {"torch": GIB} and "cublas ran out of GPU memory once" in unwrapped(text.as_yaml(other))
     broken = {**report, "moment": {"source": [], "held": "7", "cap": -1, "in_use": True, "requested": 1.5}}
     assert limits(suggested(run_of([torch(GIB), Oom(START, broken)]), headroom=NONE)) == {"torch": 8 * GIB + GRANULE}
+
+
+def test_a_refusal_of_a_common_pool_says_nothing_of_the_whole_pool() -> None:
+    """Under `strategy: pool` each framework's cap is the sum of all that draw from it."""
+    part = PLAN.devices[0]
+    plan = Plan((replace(part, caps={"torch": 10 * GIB, "cupy": 10 * GIB}, unallocated=0, limit=12 * GIB),))
+    found = suggested(run_of([torch(2 * GIB, cap=10 * GIB), refused(GIB, 1)], plan), headroom=NONE)
+    assert limits(found) == {"torch": 3 * GIB} and "strategy: pool" in text.as_yaml(found)
 
 
 def test_refusals_can_be_left_out() -> None:
@@ -206,7 +230,6 @@ def test_options_of_the_recorded_budget_stay() -> None:
 
 
 NAMES = st.sampled_from(["torch", "cupy", "jax", "tensorflow", "pycuda"])
-SIZES = st.integers(1, 7 * GIB) | st.sampled_from([1, GRANULE, GRANULE + 1, 2 * GIB])
 ROWS = st.builds(
     lambda in_use, cache, back, says: usage(in_use + cache if says else None, in_use, min(back, cache) if says else 0),
     SIZES,
