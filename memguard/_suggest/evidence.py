@@ -51,12 +51,16 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Need:
-    """What one framework needed on one GPU. `sampled` is of the samples, `peak` its allocator's own."""
+    """What one framework needed on one GPU. `sampled` is of the samples, `peak` its allocator's own.
+
+    `cap` is the one that it was recorded under, None if it had none or drew from a common pool.
+    """
 
     sampled: int = 0
     in_use: int | None = None
     in_use_at: float | None = None
     held: int | None = None
+    cap: int | None = None
     peak: int | None = None
     peak_at: float | None = None
     refusals: tuple[Refusal, ...] = ()
@@ -127,7 +131,11 @@ def observe(
         elif row.peak_held or row.peak_in_use:
             at = watch.most.get((row.uuid, row.framework))
             needs[row.uuid, row.framework] = Need(
-                max(row.needs, 1), row.peak_in_use, at[1] if at is not None else None, row.peak_held
+                max(row.needs, 1),
+                row.peak_in_use,
+                at[1] if at is not None else None,
+                row.peak_held,
+                None if row.uuid in watch.pooled else row.cap,
             )
     for key, (time, size) in watch.peaks.items():
         needs[key] = replace(needs.get(key, Need()), peak=size, peak_at=time)

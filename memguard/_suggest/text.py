@@ -17,7 +17,7 @@ from memguard._specs import NEVER_GIVE_BACK
 from memguard._suggest.decide import Figure, Reserve, Suggestion
 from memguard._suggest.evidence import Refusal, Run
 from memguard._text import visible
-from memguard._units import MIB, format_duration, format_size
+from memguard._units import GRANULE, MIB, format_duration, format_size
 
 WIDTH = 100
 _NAME = 200
@@ -132,7 +132,7 @@ def _evidence(figure: Figure, runs: int) -> Iterator[str]:
     if parts:
         yield f"{', '.join(parts)}."
     if figure.framework in NEVER_GIVE_BACK:
-        yield "Judged by what was in use: its pool keeps what it once had."
+        yield _pool(figure)
     elif need.held is None and need.sampled:
         yield "It does not say what it holds: judged by what was in use."
     largest = sorted(need.refusals, key=lambda refusal: (-refusal.need, refusal.time))
@@ -140,6 +140,16 @@ def _evidence(figure: Figure, runs: int) -> Iterator[str]:
         yield _refused(refusal)
     if len(largest) > _REFUSALS:
         yield f"And {len(largest) - _REFUSALS:,} more refusals, of smaller needs."
+
+
+def _pool(figure: Figure) -> str:
+    said = "Judged by what was in use: its pool keeps what it once had."
+    need = figure.need
+    if need.held is not None and need.held > figure.limit:
+        said += " If its arrays lie apart it needs more: a limit of what it held served everything."
+    if need.cap is not None and need.held is not None and need.held > need.cap - GRANULE:
+        said += " The pool was as large as its cap: what it refused then is not known."
+    return said
 
 
 def _refused(refusal: Refusal) -> str:
