@@ -12,12 +12,12 @@ from datetime import datetime, timezone
 from fractions import Fraction
 from typing import Any
 
-from memguard._config.values import percent_text
+from memguard._config.values import CRITICAL, WARN, percent_text
 from memguard._specs import NEVER_GIVE_BACK
 from memguard._suggest.decide import Figure, Reserve, Suggestion
 from memguard._suggest.evidence import Refusal, Run
 from memguard._text import visible
-from memguard._units import GRANULE, MIB, format_duration, format_size
+from memguard._units import GRANULE, MIB, format_duration, format_size, parse_percent
 
 WIDTH = 100
 _NAME = 200
@@ -50,7 +50,17 @@ def as_yaml(found: Suggestion) -> str:
         for text in _evidence(figure, len(found.runs)):
             lines += comment(text, "  ")
         lines.append(f"  {figure.framework}: {entry(figure.limit, figure.options)}")
+    lines += comment("To record the next run as well, with warnings only above what was recorded:")
+    lines.append(f"# monitor: {{timeline: run.jsonl{_warn(found)}}}")
     return "\n".join(lines) + "\n"
+
+
+def _warn(found: Suggestion) -> str:
+    """A level above what the process had of its limit and each framework of its own, if the default is not."""
+    needed = sum(figure.need.bytes for figure in found.figures) + found.reserve.bytes
+    parts = [(needed, found.limit), *((figure.need.bytes, figure.limit) for figure in found.figures)]
+    level = max(need * 100 // limit for need, limit in parts) + 2
+    return f", warn: {level}%" if parse_percent(WARN) * 100 < level < parse_percent(CRITICAL) * 100 else ""
 
 
 def entry(limit: int, options: Mapping[str, Any]) -> str:
@@ -69,10 +79,11 @@ def _head(found: Suggestion) -> Iterator[str]:
         yield f"- {_run(run)}"
     if count > _RUNS:
         yield f"- and {count - _RUNS:,} more"
-    if all(figure.need.peak is None for figure in found.figures):
+    if sampled := [figure.framework for figure in found.figures if figure.need.peak is None]:
         every = max((run.end - run.begin) / (run.samples - 1) if run.samples > 1 else 0.0 for run in found.runs)
         gap = f", up to {format_duration(every)} apart on average" if every else ""
-        yield f"The peaks are those of the samples{gap}: what came and went between two of them is not in them."
+        whose = "" if len(sampled) == len(found.figures) else f" of {' and '.join(sampled)}"
+        yield f"The peaks{whose} are those of the samples{gap}: what came and went between two of them is not in them."
     for note in found.notes:
         yield f"Note: {cut(note)}"
 
@@ -161,6 +172,8 @@ def _refused(refusal: Refusal) -> str:
         why = f" under a cap of {format_size(refusal.cap)}"
     times = f", the last of {refusal.times:,}" if refusal.times > 1 else ""
     held = "" if refusal.held is None else f" on top of {format_size(refusal.held)}"
+    if refusal.cap is not None and refusal.need > (refusal.held or 0) + (refusal.asked or 0):
+        why += ", so more than that was needed"
     return f"{when(refusal.time)}: {asked} refused{held}{why}{times}."
 
 

@@ -326,6 +326,36 @@ def test_no_text_of_a_timeline_gets_out_of_its_comment(file: str, name: str, not
     json.dumps(text.as_dict(found)).encode()
 
 
+@settings(max_examples=25, deadline=None)
+@given(st.lists(SIZES, min_size=1, max_size=3), st.fractions(0, 1))
+def test_its_own_advice_to_record_again_is_valid_and_warns_above_what_was_recorded(
+    sizes: list[int], headroom: Fraction
+) -> None:
+    rows = {name: usage(size, size) for name, size in zip(("torch", "cupy", "jax"), sizes, strict=False)}
+    found = suggested(run_of([sample_of(PLAN, START, **rows)]), headroom=headroom)
+    written = text.as_yaml(found)
+    assert written.splitlines()[-1].startswith("# monitor: ")
+    budget = _config.Budget.from_text(written.replace("# monitor: ", "monitor: "))
+    assert budget.monitor is not None
+    most = max(figure.need.bytes / figure.limit for figure in found.figures)
+    if most < 0.93 and (sum(figure.need.bytes for figure in found.figures) + found.reserve.bytes) / found.limit < 0.93:
+        assert budget.monitor.warn > most
+
+
+def test_an_allocators_peak_of_one_says_that_others_are_sampled() -> None:
+    peak = Event(START + 2, PEAK, "", uuid=UUID, framework="torch", bytes=6 * GIB)
+    sample = sample_of(PLAN, START, torch=usage(GIB, GIB), cupy=usage(GIB, GIB))
+    assert "The peaks of cupy are those of the samples:" in unwrapped(text.as_yaml(suggested(run_of([sample, peak]))))
+
+
+@given(HOSTILE)
+def test_a_comment_is_made_of_lines_that_each_begin_with_its_sign(words: str) -> None:
+    for lines in (text.comment(words), text.comment(words, "  ")):
+        assert "\n".join(lines).splitlines() == lines and all(line.lstrip(" ").startswith("# ") for line in lines)
+        assert all(len(line) <= 100 or " " not in words for line in lines)
+        "\n".join(lines).encode()
+
+
 def write(path: Path, records: Sequence[object], **more: Any) -> str:
     with Writer(path, PLAN, clock=Clock(), **more) as out:
         for record in records:
