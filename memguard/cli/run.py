@@ -85,7 +85,7 @@ def run(
     if record is not None:
         from memguard.cli.support import recording
 
-        ignored_environment.check(command)
+        recording.check(command)
         _exec(command, recording.environment(environ, record))
     if when_idle is not None and budget is None and not gpus and not examine and budget_file.found() is None:
         _exec(command, environ)

@@ -145,6 +145,12 @@ def test_where_memguard_is_disabled_the_program_runs_as_it_is(
     assert (done.returncode, done.stdout) == (0, "False\n") and "MEMGUARD_DISABLE is set" in done.stderr
 
 
+def test_a_python_that_would_not_record_itself_is_refused() -> None:
+    done = CliRunner().invoke(cli.main, ["run", "--record", "run.jsonl", "--", "python3", "-I", "train.py"])
+    assert done.exit_code == 1 and "nothing would be recorded: " in done.stderr and "fix: " in done.stderr
+    assert "budget would" not in done.stderr
+
+
 @pytest.mark.parametrize("more", [["-c", "b.yaml"], ["--simulate", "h200"], ["--doctor"]])
 def test_a_budget_and_a_recording_without_one_exclude_each_other(more: list[str]) -> None:
     done = CliRunner().invoke(cli.main, ["run", "--record", "run.jsonl", *more, "--", "true"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import click
@@ -14,6 +14,18 @@ from memguard._text import visible
 from memguard.errors import MemguardError, TimelineError
 
 _STARTUP = Path(__file__).resolve().parents[2] / "_suggest" / "startup"
+
+
+def check(command: Sequence[str]) -> None:
+    """Raise MemguardError if the command would start a Python that does not record itself."""
+    from memguard.cli.support import ignored_environment
+
+    try:
+        ignored_environment.check(command)
+    except MemguardError as error:
+        why = str(error).partition("\n")[0].partition(": ")[2]
+        fix = "start it without that, or record it under a budget: monitor: {timeline: run.jsonl}, and memguard.init"
+        raise MemguardError(f"nothing would be recorded: {why}\n    fix: {fix}") from None
 
 
 def environment(environ: Mapping[str, str], record: str) -> dict[str, str]:
