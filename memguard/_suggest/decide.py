@@ -217,10 +217,7 @@ def _notes(runs: Sequence[Run], figures: Sequence[Figure], targets: Sequence[Tar
         if not run.needs:
             yield f"{run.file}: no framework held anything in it"
         elif not run.declared:
-            yield (
-                f"{run.file}: recorded without a budget: what was refused is not in it, and what PyCUDA and Numba held "
-                "is not known and counts as reserve"
-            )
+            yield f"{run.file}: recorded without a budget: what was refused is not in it"
     for name in dict.fromkeys(name for run in runs for name in run.declared):
         if name not in named:
             yield f"{name} was in the recorded budget and held nothing: it is left out, and so has no cap"

@@ -24,6 +24,8 @@ from memguard._units import GRANULE, is_whole
 
 PEAK = "peak"
 """The kind of an event that has an allocator's own peak."""
+UNCOUNTED = "uncounted"
+"""The kind of an event that names a framework that was imported, and of which nobody knows what it holds."""
 _MOST = 1000
 """Refusals that are kept of one run, those with the largest needs."""
 
@@ -179,6 +181,7 @@ class _Watch:
         self._caps: dict[tuple[str, str], int | None] = {}
         self.pooled = {part.device.uuid for part in plan.devices if _one_pool(part)}
         self._elsewhere: dict[str, int] = {}
+        self._uncounted: dict[str, None] = {}
         self._cut = False
 
     def passing(self, records: Iterable[object]) -> Iterator[object]:
@@ -191,12 +194,16 @@ class _Watch:
                 self._event(record)
             elif isinstance(record, Event) and record.kind == PEAK:
                 self._peak(record)
+            elif isinstance(record, Event) and record.kind == UNCOUNTED and record.framework in FRAMEWORKS:
+                self._uncounted.setdefault(str(record.framework))
             yield record
 
     def notes(self) -> Iterator[str]:
         for name, count in self._elsewhere.items():
             times = "once" if count == 1 else f"{count:,} times"
             yield f"{name} ran out of GPU memory {times}: it has no cap, and that is not in these figures"
+        for name in self._uncounted:
+            yield f"{name} was imported, and counts nothing without a budget: record again under one that names it"
         if self._cut:
             yield f"of its refused requests the {_MOST:,} largest were kept for each framework"
 

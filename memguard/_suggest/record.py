@@ -8,6 +8,7 @@ refuse, and not what PyCUDA and Numba hold, which count nothing without a budget
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import threading
@@ -22,9 +23,13 @@ if TYPE_CHECKING:
     from memguard._types import Event, Sample
 
 INTERVAL = 0.1
-"""Seconds between two samples; more if they would take more than the monitor's part of a core."""
+"""Seconds between two samples; more if they would take more than `_SHARE` of a core."""
+_SHARE = 0.05
+"""More than a monitor may take: a recording is for once, and misses what comes between two samples."""
 MODULES = ("torch", "tensorflow", "cupy", "jax", "pycuda.driver", "numba.cuda")
 """The imports that begin the recording: the rows' `hook`s. Written out, as `arm` runs in Pythons without frameworks."""
+_UNCOUNTED = ("pycuda", "numba")
+"""The frameworks that count nothing without a budget. The recording says when one of them is imported."""
 _GROWN = 0.01
 """The part by which a peak must have grown to be written again, so that there are few such lines."""
 _LOOK, _PATIENCE = 0.02, 600.0
@@ -88,14 +93,19 @@ class Recorder:
         self.reader = LedgerReader(host, tuple(SPECS), lambda sentence: None)
         rank = rank_of(os.environ)
         self._writer = Writer(path, plan, rank=rank, simulated=host.simulated, say=_say, begin=False)
-        self._monitor = Monitor(self.take, lambda action: None, Settings(interval=interval), record=self.record)
+        self._monitor = Monitor(
+            self.take, lambda action: None, Settings(interval=interval, cpu=_SHARE), record=self.record
+        )
         self._peaks: dict[tuple[str, str], int] = {}
-        self._relaxed = False
+        self._here = threading.local()
+        self._uncounted = {name: SPECS[name].hook for name in _UNCOUNTED}
 
     def start(self) -> None:
         self._writer.begin()
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forked)
+        with contextlib.suppress(Exception):  # the first sample imports much; the monitor would wait long after it
+            self.record(self.take(), [])
         self._monitor.start()
         atexit.register(self.stop)
 
@@ -112,18 +122,23 @@ class Recorder:
         from memguard._devices import contexts
         from memguard._types import sample_of
 
-        if not self._relaxed:  # no call of this thread may break a CUDA graph capture
-            self._relaxed = contexts.relax()
+        here = self._here
+        if not getattr(here, "relaxed", False):  # no call of this thread may break a CUDA graph capture
+            here.relaxed = contexts.relax()
         return sample_of((time.time(), tuple([self.reader.sample(part, {}) for part in self._parts])))
 
     def record(self, sample: Sample, events: list[Event]) -> None:
-        from memguard._suggest.evidence import PEAK
+        from memguard._suggest.evidence import PEAK, UNCOUNTED
         from memguard._types import Event
         from memguard._units import format_size
 
         self._writer.sample(sample)
         for event in events:
             self._writer.event(event)
+        for name in [name for name, hook in self._uncounted.items() if hook in sys.modules]:
+            del self._uncounted[name]
+            text = f"{name} was imported, and counts nothing without a budget"
+            self._writer.event(Event(sample.time, UNCOUNTED, text, framework=name))
         for part in self._parts if sample.devices else ():
             for name, framework in self.reader.unnamed().items():
                 usage, key = framework.usage(part.device), (part.device.uuid, name)

@@ -32,6 +32,7 @@ def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[record
     """A recording of a program that has imported torch, of which the test takes each sample. `stop` after use."""
     for name in SPECS:
         monkeypatch.delitem(sys.modules, name, raising=False)
+        monkeypatch.delitem(sys.modules, SPECS[name].hook, raising=False)
     monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
     monkeypatch.setenv("RANK", "3")
     made = record.Recorder(str(tmp_path / "run.jsonl"), SimulatedHost(["h100"]), interval=3600.0)
@@ -77,6 +78,24 @@ def test_a_peak_is_written_again_only_if_it_has_grown(recorder: record.Recorder,
     (path,) = tmp_path.glob("run-*.jsonl")
     peaks = [event.bytes for event in memguard.load_timeline(path).events() if event.kind == "peak"]
     assert peaks == [100 * MIB, 120 * MIB]
+
+
+def test_what_counts_nothing_without_a_budget_is_named(
+    recorder: record.Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch_of(recorder).allocate(MIB)
+    recorder.record(recorder.take(), [])
+    monkeypatch.setitem(sys.modules, "pycuda.driver", types.ModuleType("pycuda.driver"))
+    for _ in range(2):
+        recorder.record(recorder.take(), [])
+    recorder.stop()
+    (path,) = tmp_path.glob("run-*.jsonl")
+    assert [event.framework for event in memguard.load_timeline(path).events() if event.kind == "uncounted"] == [
+        "pycuda"
+    ]
+    (run,) = recorded.runs([str(path)])
+    (note,) = run.notes
+    assert note.startswith("pycuda was imported, and counts nothing without a budget")
 
 
 def test_the_imports_that_begin_it_are_the_hooks_of_the_rows() -> None:
