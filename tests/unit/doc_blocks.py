@@ -83,7 +83,8 @@ FILES = {
         "run-4711-0.jsonl": _TIMELINE,
         "memguard-4711-0.jsonl": _TIMELINE,
         "other.yaml": ("docs/timeline.md", "yaml"),
-    }
+    },
+    "docs/suggest.md": {"run-4711-0.jsonl": _TIMELINE},
 }
 """Files that a page's commands and programs take for granted: each the only block of a language in some page."""
 
