@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import _listed
-from _run import GIB, MIB, Judge, judged
+from _run import GIB, MIB, Judge, Tell, judge_of, judged
 
 CONTROLS = tuple(f"reclaim {name}, plain" for name in _listed.SIX)
 FREE = 2 * GIB + 700 * MIB
@@ -29,31 +29,23 @@ REQUESTS, REFUSED = 400, 20
 """Of all schedules together, at least: else they asked for nothing much."""
 MIX_ROUNDS = 15
 MIX_ALIKE = 1.10
-Tell = Any
 
 
 def elastic_checks(s: Mapping[str, Any]) -> dict[str, tuple[bool, str]]:
     """Of a run's scenarios, or of a part of them: what did not run has failed."""
     judges: dict[str, Judge] = {}
     for name in _listed.SIX:
-        judges[f"reclaim {name}"] = _of(_reclaimed, s, f"reclaim {name}", name)
-        judges[f"reclaim {name}, plain"] = _of(_failed_plain, s, f"reclaim {name}, plain", name)
-    judges["moves"] = _of(_moves, s, "moves")
-    judges["burst"] = _of(_burst, s, "burst")
-    judges["burst, fixed shares"] = _of(_fixed, s, "burst, fixed shares")
-    judges["pool"] = _of(_pool, s, "pool")
-    judges["pool, caps"] = _of(_apart, s, "pool, caps")
-    judges["mix"] = _of(_mix, s, "mix")
+        judges[f"reclaim {name}"] = judge_of(_reclaimed, s, f"reclaim {name}", name)
+        judges[f"reclaim {name}, plain"] = judge_of(_failed_plain, s, f"reclaim {name}, plain", name)
+    judges["moves"] = judge_of(_moves, s, "moves")
+    judges["burst"] = judge_of(_burst, s, "burst")
+    judges["burst, fixed shares"] = judge_of(_fixed, s, "burst, fixed shares")
+    judges["pool"] = judge_of(_pool, s, "pool")
+    judges["pool, caps"] = judge_of(_apart, s, "pool, caps")
+    judges["mix"] = judge_of(_mix, s, "mix")
     judges["schedule *"] = functools.partial(_schedules, s=s)
     judges["fixed shares, schedule *"] = functools.partial(_schedules_fixed, s=s)
     return judged(_listed.ELASTIC, judges, s)
-
-
-def _of(judge: Any, s: Mapping[str, Any], key: str, *more: Any) -> Judge:
-    def found(check: Tell) -> None:
-        judge(check, s[key], *more)
-
-    return found
 
 
 def _arranged(one: Mapping[str, Any]) -> bool:

@@ -84,6 +84,7 @@ SOURCES = {
     "samples of a rise": "memguard._monitor.pressure: EVIDENCE.1",
     "slowest retry": "memguard._monitor.sampler: SLOWEST_RETRY",
     "spare": "memguard.exchange.ipc.sharing: _SPARE",
+    "thread's turn": "memguard._suspend.settling: LONGEST",
     "timeline": "memguard._timeline.writer: LIMIT",
     "timeline's patience": "memguard._timeline.writer: _PATIENCE",
     "timeline's retry": "memguard._timeline.writer: _RETRY",

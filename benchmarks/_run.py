@@ -202,7 +202,9 @@ def emit(result: dict[str, Any]) -> None:
 
 
 Check = tuple[bool, str]
-Judge = Callable[[Callable[[str, bool, str], None]], None]
+Tell = Callable[[str, bool, str], None]
+"""`tell(name, passed, figure)` of one bar."""
+Judge = Callable[[Tell], None]
 NOT_STARTED = "not started"
 
 
@@ -215,6 +217,15 @@ def died(one: Mapping[str, Any] | None) -> str | None:
     lines = [line.strip() for line in str(one.get("stderr_tail") or "").splitlines()]
     said = [line for line in lines if line and not line.startswith("Extension modules:")]  # faulthandler's last line
     return f"rc {one['returncode']}: {said[-1][:200] if said else 'nothing on its stderr'}"
+
+
+def judge_of(judge: Callable[..., None], scenarios: Mapping[str, Any], key: str, *more: Any) -> Judge:
+    """`judge(tell, scenarios[key], *more)`; the scenario is looked up when it is judged: it may not have run."""
+
+    def found(tell: Tell) -> None:
+        judge(tell, scenarios[key], *more)
+
+    return found
 
 
 def judged(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import statistics
 from collections.abc import Mapping
 from typing import Any
 
 import _listed
-from _run import GIB, MIB, Judge, judged
+from _run import GIB, MIB, Judge, Tell, judge_of, judged
 
 ROUNDS, CHECKED = 20, 5
 CARD, HOST = 2 * MIB, 64 * MIB
@@ -23,41 +22,31 @@ EACH = 5
 SEGFAULT = (-11, 139)
 WINDOWS, ROBBED = 5, 10
 EIGHTY = 80 * 10**9
-Tell = Any
 
 
 def suspend_checks(s: Mapping[str, Any]) -> dict[str, tuple[bool, str]]:
     """Of a run's scenarios, or of a part of them: what did not run has failed."""
     judges: dict[str, Judge] = {}
     for name in _listed.SIX:
-        judges[f"rounds {name}"] = _of(_rounds, s, f"rounds {name}", name)
-        judges[f"calls {name}"] = _of(_calls, s, f"calls {name}", name)
-        judges[f"seconds {name}"] = _of(_seconds, s, f"seconds {name}", name)
-    judges["rounds six"] = _of(_rounds, s, "rounds six", "all six")
-    judges["control"] = _of(_control, s, "control")
+        judges[f"rounds {name}"] = judge_of(_rounds, s, f"rounds {name}", name)
+        judges[f"calls {name}"] = judge_of(_calls, s, f"calls {name}", name)
+        judges[f"seconds {name}"] = judge_of(_seconds, s, f"seconds {name}", name)
+    judges["rounds six"] = judge_of(_rounds, s, "rounds six", "all six")
+    judges["control"] = judge_of(_control, s, "control")
     for what in _listed.BREAKS:
         for way in _listed.SUSPEND_STEPS:
-            judges[f"{what}, {way}"] = _of(_broken, s, f"{what}, {way}", what, way)
+            judges[f"{what}, {way}"] = judge_of(_broken, s, f"{what}, {way}", what, way)
     for what in _listed.REFUSED:
-        judges[f"refused {what}"] = _of(_refused, s, f"refused {what}", what)
-    judges["outside"] = _of(_outside, s, "outside")
-    judges["peak"] = _of(_peak, s, "peak")
-    judges["turns"] = _of(_turns, s, "turns")
-    judges["no room"] = _of(_no_room, s, "no room")
-    judges["stranger"] = _of(_stranger, s, "stranger")
+        judges[f"refused {what}"] = judge_of(_refused, s, f"refused {what}", what)
+    judges["outside"] = judge_of(_outside, s, "outside")
+    judges["peak"] = judge_of(_peak, s, "peak")
+    judges["turns"] = judge_of(_turns, s, "turns")
+    judges["no room"] = judge_of(_no_room, s, "no room")
+    judges["stranger"] = judge_of(_stranger, s, "stranger")
     for which in ("stays", "goes"):
-        judges[f"window, context {which}"] = _of(_window, s, f"window, context {which}", f"context {which}")
-    judges["notebook"] = _of(_notebook, s, "notebook")
+        judges[f"window, context {which}"] = judge_of(_window, s, f"window, context {which}", f"context {which}")
+    judges["notebook"] = judge_of(_notebook, s, "notebook")
     return judged(_listed.SUSPEND, judges, s)
-
-
-def _of(judge: Any, s: Mapping[str, Any], key: str, *more: Any) -> Judge:
-    return functools.partial(_judge, judge, s, key, *more)
-
-
-def _judge(judge: Any, s: Mapping[str, Any], key: str, *more_and_check: Any) -> None:
-    *more, check = more_and_check
-    judge(check, s[key], *more)
 
 
 def _rounds(check: Tell, one: Mapping[str, Any], who: str) -> None:

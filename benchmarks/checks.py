@@ -10,7 +10,7 @@ from typing import Any
 
 import _listed
 from _independent import agrees, in_use_is_live, raw_is_unaccounted, refused_rightly, seen_by_cupti
-from _run import Judge, judged
+from _run import Judge, Tell, judged
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -21,8 +21,6 @@ AT_CAP = 16 * MIB
 
 KEPT_BEFORE = 32 * MIB
 """A piece of the driver's pool, which cudaMallocAsync has before anything is asked for, and keeps."""
-
-Tell = Callable[[str, bool, str], None]
 
 
 def sampled(outcome: dict[str, Any]) -> bool:

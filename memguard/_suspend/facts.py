@@ -57,8 +57,9 @@ class Facts:
     profiles or debugs it from a library of its own. `limits`: of its cgroups. `children`: those with contexts, without
     what is suspended together with it.
 
-    Asked inside the process, and None from outside, each a tuple of lines: `ipc`, `captures`, `profilers`. `nccl` is
-    known from outside only where there is one. `unseen`: what could not be read although somebody asked.
+    Asked inside the process, and None from outside: `frameworks`, which use a GPU; and each a tuple of lines, `ipc`,
+    `captures`, `profilers`. `nccl` is known from outside only where there is one. `unseen`: what could not be read
+    although somebody asked.
     """
 
     process: Process
@@ -85,6 +86,7 @@ class Facts:
     uvm: int | None = None
     tools: tuple[str, ...] | None = None
     children: tuple[Child, ...] | None = None
+    frameworks: tuple[str, ...] | None = None
     ipc: tuple[str, ...] | None = None
     nccl: tuple[str, ...] | None = None
     captures: tuple[str, ...] | None = None
@@ -144,6 +146,7 @@ def collect(
         uvm=maps.uvm if maps is not None else None,
         tools=_tools(root, pid, maps, inside),
         children=_children(root, pid, maps, nvml.processes, frozenset(together)),
+        frameworks=here.frameworks if here is not None else None,
         ipc=here.ipc if here is not None else None,
         nccl=_nccl(root, pid, maps, here),
         captures=here.captures if here is not None else None,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
-from memguard._suspend import meanwhile, measure, said
+from memguard._suspend import meanwhile, measure, said, settling
 from memguard._suspend.door import Card, Door
 from memguard._suspend.identity import anonymous_bytes, stopped
 from memguard._suspend.room import bytes_of, short
@@ -84,8 +84,8 @@ def take_off(
 ) -> Outcome:
     """Off its GPUs: SUSPENDED, or what prevented it.
 
-    `lock_timeout`: seconds in which its work on the GPU must end. `settle`: seconds between the lock and the copy, in
-    which threads that were just about to synchronize do it (that would crash them later). `cancel`: it is taken back,
+    `lock_timeout`: seconds in which its work on the GPU must end. `settle`: the least seconds between the lock and
+    the copy, in which threads that were just about to synchronize do it (`settling`). `cancel`: it is taken back,
     and if it is off its GPUs already, it is brought back; `give_up` ends the wait for `room` then.
     """
     flow = _Flow(process, client, on_step, cancel, room, limits or Limits(), lock_timeout, settle)
@@ -220,10 +220,7 @@ class _Flow:
                 self.needs = measure.left(process.pid, self.before, None)
             return client.lock(process, max(1, round(1000 * self.lock_timeout)), self.lock_timeout + limits.lock)
         if step is Do.SETTLE:
-            if self.cancel is None:
-                time.sleep(self.settle)
-            else:
-                self.cancel.wait(self.settle)
+            settling.wait(process.pid, self.settle, self.cancel)
             return Answer(0)
         if step is Do.CHECKPOINT:
             return client.checkpoint(process, limits.of_copy(self.needs))

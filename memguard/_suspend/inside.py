@@ -1,4 +1,5 @@
-"""What only the process itself can tell before it is suspended: shared memory, communicators, captures, profilers.
+"""What only the process itself can tell before it is suspended: frameworks, shared memory, communicators, captures,
+profilers.
 
 Asks frameworks that are imported and nothing else; imports, initialises and changes nothing. Each answer is a line for
 people. What a version keeps elsewhere is unknown, and said to be.
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from memguard._devices import contexts, streams
+from memguard._suspend import started
 
 _NUMBA = "numba.cuda.cudadrv.driver"
 _PROFILE = "torch.autograd.profiler"
@@ -30,13 +32,14 @@ Objects = Mapping[str, list[Any]]
 
 
 class Inside(NamedTuple):
-    """Lines for people. `unseen`: what could not be asked."""
+    """Lines for people. `frameworks`: their names (`started`). `unseen`: what could not be asked."""
 
     ipc: tuple[str, ...] = ()
     nccl: tuple[str, ...] = ()
     captures: tuple[str, ...] = ()
     profilers: tuple[str, ...] = ()
     unseen: tuple[str, ...] = ()
+    frameworks: tuple[str, ...] = ()
 
 
 def look(modules: Modules | None = None) -> Inside:
@@ -53,6 +56,7 @@ def look(modules: Modules | None = None) -> Inside:
                 unseen.append(f"{what} could not be read ({type(error).__name__})")
         return tuple(lines)
 
+    frameworks = asked([("which frameworks use a GPU", lambda: iter(started.frameworks(modules)))])
     return Inside(
         asked(
             [
@@ -82,6 +86,7 @@ def look(modules: Modules | None = None) -> Inside:
             ]
         ),
         tuple(unseen),
+        frameworks,
     )
 
 

@@ -19,7 +19,7 @@ from memguard._monitor.session import on_monitor
 from memguard._suspend import guard as guards
 from memguard._suspend import leaving, quiet
 from memguard._suspend.types import Process, Progress, Suspension, Why
-from memguard._suspend.waiting import Calls, Work
+from memguard._suspend.waiting import Calls, Task
 from memguard._types import Event, MemoryInfo
 from memguard._undo import Undo
 from memguard._units import format_size
@@ -139,13 +139,13 @@ def _suspend(timeout: float, why: Why, owner: int | None, ignore_host_memory: bo
         except BaseException:
             own.way.close()
             raise
-        work = Work(functools.partial(_leave, own, timeout, why))
+        task = Task(functools.partial(_leave, own, timeout, why))
         try:
-            return work.wait()
+            return task.wait()
         except BaseException:
-            if work.result is not None and not work.given_up:  # the interruption came when it was off already
+            if task.result is not None and not task.given_up:  # the interruption came when it was off already
                 _take_back(own)
-            elif work.result is not None:
+            elif task.result is not None:
                 _log.warning("the process stays suspended. fix: memguard.resume()")
             raise
     finally:
@@ -154,7 +154,7 @@ def _suspend(timeout: float, why: Why, owner: int | None, ignore_host_memory: bo
 
 
 def _leave(own: _Own, timeout: float, why: Why, calls: Calls) -> Suspension:
-    """On the thread of the work."""
+    """On the thread of the task."""
     try:
         found = own.way.off(why, timeout, calls, own.shut)
     except BaseException as error:
@@ -210,11 +210,11 @@ def _return(own: _Own, timeout: float | None, progress: Progress | None) -> None
             raise
         return True
 
-    work = Work(go)
+    task = Task(go)
     try:
-        work.wait(progress)
+        task.wait(progress)
     finally:
-        if work.result:  # on this thread, as PyCUDA frees nothing on another than the one that allocated it
+        if task.result:  # on this thread, as PyCUDA frees nothing on another than the one that allocated it
             try:
                 _came_back(own)
             finally:

@@ -32,12 +32,14 @@ TOOLS = {
 
 
 class Stat(NamedTuple):
-    """`state`: T is stopped, t stopped by a debugger, Z ended. `start` is as in `Process`."""
+    """`state`: T is stopped, t stopped by a debugger, Z ended. `start` is as in `Process`. `ran`: its clock ticks on a
+    processor."""
 
     name: str
     state: str
     parent: int
     start: int
+    ran: int = 0
 
 
 class Status(NamedTuple):
@@ -88,10 +90,10 @@ def parse_stat(said: str) -> Stat | None:
     """`/proc/PID/stat`. The name stands in parentheses and may hold more of them."""
     head, _, tail = said.rpartition(")")
     fields = tail.split()
-    numbers = [_number(fields[place]) if len(fields) > place else None for place in (1, 19)]
-    if not fields or len(fields[0]) != 1 or numbers[0] is None or numbers[1] is None:
+    parent, user, system, start = (_number(fields[place]) if len(fields) > place else None for place in (1, 11, 12, 19))
+    if not fields or len(fields[0]) != 1 or parent is None or start is None:
         return None
-    return Stat(head.partition("(")[2], fields[0], numbers[0], numbers[1])
+    return Stat(head.partition("(")[2], fields[0], parent, start, (user or 0) + (system or 0))
 
 
 def status(root: str, pid: int) -> Status | None:

@@ -23,6 +23,8 @@ from memguard.errors import MemguardError
 
 _EVERY = 0.25
 """Seconds between two looks at what is free."""
+_IN_VAIN = 20
+"""How often in a row what NVML calls free may not be had: then it is not for a stranger that is faster."""
 
 
 def short(needs: Mapping[str, int], cards: Mapping[str, Card]) -> dict[str, int]:
@@ -77,7 +79,7 @@ class Waiting:
 
     def _until(self, needs: Mapping[str, int], client: Door, cancel: threading.Event, turn: Turn) -> str:
         """Hold the room. Returns "" once it is held, else why not."""
-        started = self._clock()
+        started, in_vain = self._clock(), 0
         while True:
             cards = client.usage()
             lacking = "NVML does not say what is free"
@@ -90,15 +92,15 @@ class Waiting:
                     held = client.hold(needs)
                     if not held.trouble:
                         return ""
-                    failed = held.text
+                    failed, in_vain = held.text, in_vain + 1
                 else:
-                    failed = ""
+                    failed, in_vain = "", 0
                 waits = _waits(needs, cards, ahead, self._clock() - started)
                 lacking = _words(waits, missing, failed)
                 if self._progress is not None:
                     for wait in waits:
                         self._progress(wait)
-            if self._timeout is not None and self._clock() - started >= self._timeout:
+            if in_vain >= _IN_VAIN or (self._timeout is not None and self._clock() - started >= self._timeout):
                 return lacking
             if cancel.wait(_EVERY):
                 return lacking

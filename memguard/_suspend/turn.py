@@ -1,14 +1,12 @@
 """Whose turn it is to restore on a GPU: first come, first served, among the processes of one user.
 
-A ticket is a file in the user's own folder, named by when its owner came. The owner holds a lock on it (`flock`), which
-the kernel takes away when it dies: a ticket without a lock is nobody's, and whoever sees it removes it. No process has
-to be alive for another's turn.
+A ticket is a file in the user's own folder, named by when its owner came, who holds it (`claims`). No process has to be
+alive for another's turn.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import stat
 import tempfile
@@ -16,6 +14,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from memguard._suspend import claims
 from memguard.errors import MemguardError
 
 _NEW = ".new"
@@ -50,10 +49,7 @@ class Ticket:
     fd: int
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            os.unlink(self.path)
-        with contextlib.suppress(OSError):
-            os.close(self.fd)
+        claims.drop(self.fd, self.path)
 
 
 class Turn:
@@ -92,15 +88,12 @@ def _taken(queue: str, label: str) -> Ticket:
     with contextlib.suppress(FileExistsError):
         os.mkdir(queue, 0o700)
     path = os.path.join(queue, label)
-    # Locked before it has its name: nobody sees a ticket of a living process without a lock.
-    fd = os.open(path + _NEW, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    # Held before it has its name: nobody sees a ticket of a living process that is not held.
+    fd = claims.take(path + _NEW, os.O_EXCL)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.rename(path + _NEW, path)
     except BaseException:
-        os.close(fd)
-        with contextlib.suppress(OSError):
-            os.unlink(path + _NEW)
+        claims.drop(fd, path + _NEW)
         raise
     return Ticket(path, fd)
 
@@ -111,24 +104,6 @@ def _before(ticket: Ticket) -> tuple[int, ...]:
     for name in sorted(os.listdir(queue)):
         if name.endswith(_NEW) or name >= own:
             continue
-        if _held(os.path.join(queue, name)):
+        if claims.held(os.path.join(queue, name)):
             found.append(int(name.rpartition("-")[2]))
     return tuple(found)
-
-
-def _held(path: str) -> bool:
-    """Whether a living process holds the ticket; one that nobody holds is removed."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    else:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
-        return False
-    finally:
-        os.close(fd)

@@ -36,7 +36,7 @@ class Calls:
         (self.give_up if self.stop.is_set() else self.stop).set()
 
 
-class Work(Generic[T]):
+class Task(Generic[T]):
     """`do` is called on the other thread."""
 
     def __init__(self, do: Callable[[Calls], T]) -> None:

@@ -1,21 +1,18 @@
 """Who works on a process: takes it off its GPUs, or brings it back. One at a time, by any process of this user.
 
-A lock (`flock`) on a file in the user's own folder, which the kernel takes away with its owner. What is recorded
-without a living owner was left by one that was killed, and anybody may finish it.
+That one holds a file in the user's own folder (`claims`). What is recorded without a living owner was left by one that
+was killed, and anybody may finish it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import functools
 import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from memguard._logs import log as _log
-from memguard._suspend import records, who
+from memguard._suspend import claims, records, who
 from memguard._suspend.records import Record
 from memguard._suspend.types import Process, Why
 from memguard.errors import MemguardError
@@ -69,17 +66,12 @@ class Work:
                 raise BusyError(self._process, by)
         self._path = os.path.join(where, f"work-{self._process.pid}-{self._process.start}")
         self._fd = _locked(self._path, self._process, max(self._patience, _LOOKED_AT))
-        _mine.add(self._fd)
         self.found = self._now = records.of(self._process, where)
         return self
 
     def __exit__(self, *_: object) -> None:
         fd, self._fd = self._fd, -1
-        if fd in _mine:  # not in a forked child
-            _mine.discard(fd)
-            with contextlib.suppress(OSError):
-                os.unlink(self._path)
-            os.close(fd)
+        claims.drop(fd, self._path)
 
     def __call__(self, step: str) -> None:
         """It is about to take that step. `state` changes nothing, and is not recorded."""
@@ -122,86 +114,31 @@ class Work:
 
 _LOOKED_AT = 0.2
 """Seconds after which a lock is taken for one: who only looks has it for microseconds."""
-_mine: set[int] = set()
-"""Locks that this process holds. A forked child has copies, which would keep them."""
-
-
-def _forked() -> None:
-    for fd in tuple(_mine):
-        with contextlib.suppress(OSError):
-            os.close(fd)
-    _mine.clear()
-
-
-@functools.cache
-def _watch_forks() -> None:
-    os.register_at_fork(after_in_child=_forked)
 
 
 def _locked(path: str, process: Process, patience: float) -> int:
-    _watch_forks()
     until = time.monotonic() + patience
     while True:
-        fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _same(fd, path):
-                os.ftruncate(fd, 0)
-                os.write(fd, str(os.getpid()).encode())
-                return fd
+            return claims.take(path)
         except BlockingIOError:
             if time.monotonic() > until:
-                by = os.pread(fd, 20, 0)
-                os.close(fd)
-                raise BusyError(process, int(by) if by.isdigit() else None) from None
+                raise BusyError(process, claims.holder(path)) from None
             time.sleep(_LOOKED_AT / 10)
-        except BaseException:
-            os.close(fd)
-            raise
-        os.close(fd)  # its owner has just ended, and removed it
-
-
-def _same(fd: int, path: str) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
-    except OSError:
-        return False
 
 
 def worked_on(process: Process, where: str | None = None) -> int | None:
     """The PID of who takes the process off its GPUs just now, or brings it back. None: nobody, 0: unknown who."""
     for one in [where] if where is not None else records.folders(process):
-        with contextlib.suppress(OSError):
-            found = _owner(os.path.join(one, f"work-{process.pid}-{process.start}"))
-            if found is not None:
-                return found
+        found = claims.holder(os.path.join(one, f"work-{process.pid}-{process.start}"))
+        if found is not None:
+            return found
     return None
-
-
-def _owner(path: str) -> int | None:
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        by = os.pread(fd, 20, 0)
-        return int(by) if by.isdigit() else 0
-    else:
-        return None
-    finally:
-        os.close(fd)
 
 
 def tidy(where: str | None = None) -> None:
     """Remove the locks of those that were killed."""
     for place in [where] if where is not None else records.folders():
         for name in os.listdir(place):
-            if not name.startswith("work-"):
-                continue
-            path = os.path.join(place, name)
-            with contextlib.suppress(OSError):
-                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    os.unlink(path)
-                finally:
-                    os.close(fd)
+            if name.startswith("work-"):
+                claims.held(os.path.join(place, name))

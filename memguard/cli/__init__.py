@@ -18,9 +18,21 @@ except ImportError as error:
     raise SystemExit(damaged.text(error)) from None
 
 _COMMANDS = (
-    "check", "doctor", "plan", "ps", "reclaim", "replay", "resume", "run", "schema", "simulate", "suspend", "top",
-)  # fmt: skip
-_ANSWERS = ("doctor", "reclaim", "replay", "resume", "simulate", "suspend")
+    "check",
+    "doctor",
+    "plan",
+    "ps",
+    "reclaim",
+    "replay",
+    "resume",
+    "run",
+    "schema",
+    "simulate",
+    "suggest",
+    "suspend",
+    "top",
+)
+_ANSWERS = ("doctor", "reclaim", "replay", "resume", "simulate", "suggest", "suspend")
 """Those whose exit code 1 is an answer: what keeps them from answering is 2."""
 
 

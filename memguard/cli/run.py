@@ -48,16 +48,28 @@ _FATAL = ("driver-", "cuda-init-failed", "visible-devices-", "container-", "devi
     metavar="DURATION",
     help="Notebooks started by COMMAND leave their GPUs when they are idle for so long: 10min. Needs no budget.",
 )
+@click.option(
+    "--record",
+    metavar="FILE",
+    type=click.Path(),
+    help="Cap nothing: record a timeline for `memguard suggest`, with PID and rank in its name.",
+)
 @click.option("--doctor", "examine", is_flag=True, help="Run `memguard doctor` first, and do not start after an error.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(
-    budget: str | None, gpus: tuple[str, ...], when_idle: str | None, examine: bool, command: tuple[str, ...]
+    budget: str | None,
+    gpus: tuple[str, ...],
+    when_idle: str | None,
+    record: str | None,
+    examine: bool,
+    command: tuple[str, ...],
 ) -> None:
     """Start COMMAND under a budget: memguard run -c budget.yaml -- python train.py
 
     COMMAND replaces memguard, so exit code, signals and standard input are its own. It need not be Python: each
     Python that a shell script starts gets the budget. Processes that those start, such as the workers of torchrun and
-    multiprocessing, do not: call memguard.init there. --when-idle is for all of them that are notebooks.
+    multiprocessing, do not: call memguard.init there. --when-idle is for all of them that are notebooks. --record is
+    for all of them that import a framework, and takes no budget.
     """
     from memguard import _config, _workers
     from memguard.cli.support import budget_file, ignored_environment
@@ -65,9 +77,16 @@ def run(
     if examine and gpus:
         raise click.UsageError("--doctor examines real GPUs and --simulate uses none: leave one out")
     environ = _with_idle(os.environ, when_idle)
+    if record is not None and (budget is not None or gpus or examine):
+        raise click.UsageError("--record is without a budget: leave -c, --simulate and --doctor out")
     if not gpus and _workers.disabled(os.environ):
         click.echo(f"memguard: {_workers.DISABLE} is set: {command[0]} runs without a budget", err=True)
         _exec(command, os.environ)
+    if record is not None:
+        from memguard.cli.support import recording
+
+        recording.check(command)
+        _exec(command, recording.environment(environ, record))
     if when_idle is not None and budget is None and not gpus and not examine and budget_file.found() is None:
         _exec(command, environ)
     # The program may change its directory before Python starts.

@@ -15,6 +15,8 @@ from test_pycuda_model import Model, Setting, model  # noqa: F401 (a fixture)
 
 from memguard._units import KIB, MIB
 
+pytestmark = pytest.mark.long  # no version of what is installed changes it: all of it is our own code
+
 PAGE = 2 * MIB
 SEEDS = 8
 STEPS = 250

@@ -123,7 +123,17 @@ for one in others:
 result["hang"] = [one.name for one in others if one.is_alive()]
 result.update(counts=counts, strange=strange[:3], strange_count=len(strange), slowest=slowest)
 memguard.shutdown()
-begin()
+try:
+    begin()
+except MemguardError:  # a rare one: say who has the timeline
+    from memguard._timeline.writer import Writer
+    for one in gc.get_objects():
+        if type(one) is Writer and one._opened:
+            print(one._pid, one._over, one._begun, one._opened, len(one._waiting), one._writing, one._turn._lock,
+                  [type(two).__name__ for two in gc.get_referrers(one)], file=sys.stderr)
+    print(memguard._api._active, sys.modules["memguard._timeline.writer"]._leaving, file=sys.stderr)
+    faulthandler.dump_traceback()
+    raise
 result["alive"] = memguard._api.current_session().monitor.alive
 ledger = memguard.ledger()
 result["adds_up"] = all(sum(row.bytes or 0 for row in part.rows) == part.device.total for part in ledger.devices)

@@ -15,6 +15,8 @@ import elastic_results
 import pytest
 import suspend_results
 
+pytestmark = pytest.mark.long  # no version of what is installed changes what the benchmarks' own code does
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 _run, _listed, _independent, _sampler, checks, table, _moment, replay, elastic, suspend = (

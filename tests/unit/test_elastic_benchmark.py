@@ -15,6 +15,8 @@ from typing import Any
 import elastic_results
 import pytest
 
+pytestmark = pytest.mark.long  # no version of what is installed changes what the benchmarks' own code does
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 _arrays, _burst, _checks, _listed, _moves, _pool, _reclaim, _table, benchmark, table = (

@@ -16,6 +16,8 @@ from memguard.exchange import compatibility
 from memguard.exchange.adapters import registry
 from memguard.exchange.view import DTYPES, View
 
+pytestmark = pytest.mark.long  # no version of what is installed changes what the benchmarks' own code does
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 _arrays, _edges, _exchange_tables, _listed, _order, benchmark, table, checks = (

@@ -26,6 +26,8 @@ from memguard._oom.classify import Verdict
 from memguard._specs import SPECS
 from memguard._types import MemoryInfo, Usage
 
+pytestmark = pytest.mark.long  # no version of what is installed changes what the benchmarks' own code does
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 _moment, benchmark, checks, table = (importlib.import_module(name) for name in ("_moment", "moment", "checks", "table"))

@@ -36,6 +36,8 @@ JSON = (
     "plan --json",
     "plan hostile --json",
     "reclaim --json",
+    "suggest --json",
+    "suggest hostile --json",
     "replay --json",
     "simulate --json",
     "doctor --json",
@@ -63,6 +65,14 @@ COMMANDS: dict[str, tuple[list[str], int]] = {
     "replay --json": (["replay", "run.jsonl", "--json"], 0),
     "replay --smallest": (["replay", "run.jsonl", "--smallest"], 0),
     "replay wrong": (["replay", "wrong.trace"], 2),
+    "suggest": (["suggest", "run.jsonl"], 0),
+    "suggest --json": (["suggest", "run.jsonl", "--json"], 0),
+    "suggest hostile": (["suggest", "run.jsonl", "--for", "gpus.yaml"], 0),
+    "suggest hostile --json": (["suggest", "run.jsonl", "--for", "gpus.yaml", "--json"], 0),
+    "suggest wrong": (["suggest", "wrong.trace"], 2),
+    "suggest absent": (["suggest", f"{EVIL}.jsonl"], 2),
+    "suggest unknown": (["suggest", "--for", EVIL], 2),
+    "suggest unwritable": (["suggest", "run.jsonl", "-o", f"no/{EVIL}"], 1),
     "doctor": (["doctor", "--facts", "facts.json"], 1),
     "doctor --json": (["doctor", "--facts", "facts.json", "--json"], 1),
     "doctor --dump-facts": (["doctor", "--facts", "facts.json", "--dump-facts"], 0),
@@ -76,12 +86,15 @@ COMMANDS: dict[str, tuple[list[str], int]] = {
     **{f"{name} --help": ([name, "--help"], 0) for name in ("ps", "suspend", "resume")},
     "help": (["--help"], 0),
     "version": (["--version"], 0),
-    **{f"{name} --help": ([name, "--help"], 0) for name in ("check", "doctor", "plan", "replay", "run", "simulate")},
+    **{
+        f"{name} --help": ([name, "--help"], 0)
+        for name in ("check", "doctor", "plan", "replay", "run", "simulate", "suggest")
+    },
     "unknown command": ([f"chekc{EVIL}"], 2),
     "extra argument": (["check", "b.yaml", EVIL], 2),
     "unknown option": (["plan", f"--{EVIL}"], 2),
 }
-ANSWERS = ("doctor", "reclaim", "replay", "resume", "simulate", "suspend")
+ANSWERS = ("doctor", "reclaim", "replay", "resume", "simulate", "suggest", "suspend")
 
 
 class Raw(io.RawIOBase):

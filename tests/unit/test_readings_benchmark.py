@@ -16,6 +16,8 @@ import checks
 import readings
 import table
 
+pytestmark = pytest.mark.long  # no version of what is installed changes what the benchmarks' own code does
+
 
 def figure(median: float, n: int = 2000) -> dict[str, float]:
     return {"median": median, "low": median - 1, "high": median + 1, "p10": median - 2, "p90": median * 1.4, "n": n}

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import suspend_results
 
+pytestmark = pytest.mark.long  # no version of what is installed changes what the benchmarks' own code does
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 _checks, _listed, _room, _run, _table, _children, benchmark = (

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from memguard._devices.checkpoint import State
 from memguard._devices.simulated_checkpoint import Fault, SimulatedCheckpoint, Target
-from memguard._suspend import flow, measure
+from memguard._suspend import flow, measure, settling
 from memguard._suspend.door import Card, Door
 from memguard._suspend.flow import Outcome
 from memguard._suspend.identity import anonymous_bytes, lives, process_of, start_of, this_process
@@ -60,6 +60,15 @@ def test_off_and_back() -> None:
     assert (back.end, back.text) == (End.RUNNING, "")
     assert steps == ["state", "room", "restore", "unlock", "state"] and set(back.parts) == set(steps)
     assert driver.used(A) == 4 * GIB and target.state is State.RUNNING and driver.held[A] == 0
+
+
+def test_every_thread_gets_its_turn_before_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`settling` decides; here one thread gets no processor for a while."""
+    _, client, _ = simulated()
+    looks = iter([False, False, False, True])
+    monkeypatch.setattr(settling, "threads", lambda pid: {1: settling.Thread(next(looks), 0)})
+    assert flow.take_off(ME, client=client, settle=0).end is End.SUSPENDED
+    assert next(looks, None) is None
 
 
 def test_without_room_it_stays_suspended_and_is_not_restored() -> None:

@@ -285,29 +285,3 @@ def test_a_killed_worker_holds_nothing(where: str) -> None:
     assert len(os.listdir(where)) == 1  # the record
     with Work(ME, "asked", where=where) as work:
         assert work.found is not None and work.found.step == "lock"
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_forked_child_does_not_keep_it(where: str) -> None:
-    """The one who works on it is killed, and its child lives on."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if not pid:
-        try:
-            Work(ME, "asked", where=where).__enter__()
-            child = os.fork()
-            if child:
-                os.write(write, str(child).encode())
-            signal.pause()
-        finally:
-            os._exit(1)
-    child = int(os.read(read, 20))
-    try:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        with Work(ME, "asked", where=where):
-            pass
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.close(read)
-        os.close(write)

@@ -41,6 +41,7 @@ FINE = Facts(
     uvm=1,
     tools=(),
     children=(),
+    frameworks=("cupy", "torch"),
     ipc=(),
     nccl=(),
     captures=(),
@@ -64,6 +65,7 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
     ("frozen", {"frozen": True}, "frozen", "unpause"),
     ("debugger", {"tracer": 77}, "77", "detach"),
     ("mps", {"mps": True}, "MPS", "without MPS"),
+    ("mixed", {"frameworks": ("jax", "torch")}, "jax, torch", "process of their own"),
     ("managed-memory", {"uvm": 2}, "2 times", "free all managed memory"),
     ("cuda-ipc", {"ipc": ("memguard.exchange: 1 array exported",)}, "1 array exported", "handle.close()"),
     ("nccl", {"nccl": ("torch.distributed: 1 process group of NCCL",)}, "torch.distributed", "destroy_process_group"),
@@ -153,12 +155,20 @@ def test_arm_needs_a_later_driver() -> None:
 
 def test_from_outside_the_hazards_that_nobody_could_see_are_listed() -> None:
     outside = dataclasses.replace(
-        FINE, inside=False, ipc=None, nccl=None, captures=None, profilers=None, unseen=("torch's groups\x1b",)
+        FINE,
+        inside=False,
+        frameworks=None,
+        ipc=None,
+        nccl=None,
+        captures=None,
+        profilers=None,
+        unseen=("torch's groups\x1b",),
     )
     assert refusals.reasons(outside, needs_host=NEEDS) == ()
     lines = refusals.unknown(outside)
-    assert [word for word in ("IPC", "NCCL", "captured", "CUPTI") if not any(word in line for line in lines)] == []
-    assert len(lines) == 5 and not any("\x1b" in line for line in lines)
+    words = ("frameworks", "IPC", "NCCL", "captured", "CUPTI")
+    assert [word for word in words if not any(word in line for line in lines)] == []
+    assert len(lines) == 6 and not any("\x1b" in line for line in lines)
 
 
 text = st.text(max_size=300)

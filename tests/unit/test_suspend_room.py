@@ -266,6 +266,15 @@ def test_a_stranger_may_be_faster(tmp_path: Any) -> None:
 
 
 @pytest.mark.usefixtures("quick")
+def test_what_is_free_and_never_to_be_had_ends_the_wait(tmp_path: Any) -> None:
+    """A GPU in exclusive mode, a driver that fails: no stranger is faster for ever."""
+    lacking, seen = _wait(_Door(9 * GIB, holds=(False,) * 100), tmp_path)
+    assert lacking == "GPU-a: a stranger was faster" and len(seen) == 20
+    often = (*(False,) * 19, True)
+    assert _wait(_Door(*(9 * GIB,) * 19, GIB, 9 * GIB, holds=(False,) * 19 + often), tmp_path)[0] == ""
+
+
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("how", ["timeout", "cancel"])
 def test_the_wait_can_end_without_room(tmp_path: Any, how: str) -> None:
     cancel = threading.Event()

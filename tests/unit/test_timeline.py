@@ -249,6 +249,7 @@ def test_rotation_keeps_everything_while_there_is_room(tmp_path: Path) -> None:
     assert part == samples[samples.index(part[0]) :][: len(part)], "each file can be read alone"
 
 
+@pytest.mark.long
 def test_a_day_stays_within_its_bound(tmp_path: Path) -> None:
     """24 hours of six frameworks at 500 ms, in 8 MiB: reports, events, peaks and an overview of the whole are left."""
     limit, rng, clock = 8 * MIB, random.Random(20261121), Clock()

@@ -18,6 +18,8 @@ import pytest
 
 import memguard
 
+pytestmark = pytest.mark.long  # no version of what is installed changes what the benchmarks' own code does
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 _spread, benchmark, checks, table = (

@@ -1,0 +1,1 @@
+"""Budgets from what was recorded, and first ones from what is installed."""

@@ -1,0 +1,156 @@
+"""Records what a program holds that has no budget: nothing is capped, and no allocator, setting or call is changed.
+
+`arm` waits for the import of a framework, and costs nothing where there is none. From then on a thread samples the
+GPUs and writes a timeline, with the allocators' own peaks. It sees what frameworks say of themselves: not what they
+refuse, and not what PyCUDA and Numba hold, which count nothing without a budget.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from memguard._devices.host import Host
+    from memguard._types import Event, Sample
+
+INTERVAL = 0.1
+"""Seconds between two samples; more if they would take more than `_SHARE` of a core."""
+_SHARE = 0.05
+"""More than a monitor may take: a recording is for once, and misses what comes between two samples."""
+MODULES = ("torch", "tensorflow", "cupy", "jax", "pycuda.driver", "numba.cuda")
+"""The imports that begin the recording: the rows' `hook`s. Written out, as `arm` runs in Pythons without frameworks."""
+_UNCOUNTED = ("pycuda", "numba")
+"""The frameworks that count nothing without a budget. The recording says when one of them is imported."""
+_GROWN = 0.01
+"""The part by which a peak must have grown to be written again, so that there are few such lines."""
+_LOOK, _PATIENCE = 0.02, 600.0
+"""Seconds between two looks whether the import has ended, and for which it may take."""
+
+
+def arm(path: str) -> None:
+    """Record into `path`, with PID and rank in its name, once a framework is imported."""
+    sys.meta_path.insert(0, _Finder(path))
+
+
+class _Finder:
+    """Finds nothing. The first look for a framework begins the recording."""
+
+    def __init__(self, path: str) -> None:
+        self._path, self._pid = path, os.getpid()
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname in MODULES:
+            sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
+            threading.Thread(target=_begin, args=(self._path,), name="memguard-recorder", daemon=True).start()
+        return None
+
+
+def _begin(path: str) -> None:
+    """Begin once a framework is there: this thread must not import beside its import."""
+    try:
+        until = time.monotonic() + _PATIENCE
+        while not any(_is_imported(name) for name in MODULES):
+            if time.monotonic() > until:
+                return
+            time.sleep(_LOOK)
+        from memguard._devices.real import RealHost
+
+        Recorder(path, RealHost()).start()
+    except Exception as error:
+        _say(f"nothing is recorded: {error}")
+
+
+def _is_imported(name: str) -> bool:
+    module = sys.modules.get(name)
+    return module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False)
+
+
+class Recorder:
+    """One process's recording. `stop` may be called twice."""
+
+    def __init__(self, path: str, host: Host, interval: float = INTERVAL) -> None:
+        from memguard._ledger.reader import LedgerReader
+        from memguard._monitor.pressure import Settings
+        from memguard._monitor.sampler import Monitor
+        from memguard._specs import SPECS
+        from memguard._timeline import Writer, rank_of
+        from memguard._types import DevicePlan, Plan
+
+        # All of it is reserve: there are no caps, and overhead of any size is no matter for a warning.
+        self._parts = [DevicePlan(one, one.usable, one.usable, {}, 0, "auto") for one in host.devices()]
+        plan = Plan(tuple(self._parts), {}, ("recorded without a budget: nothing was capped",))
+        self.reader = LedgerReader(host, tuple(SPECS), lambda sentence: None)
+        rank = rank_of(os.environ)
+        self._writer = Writer(path, plan, rank=rank, simulated=host.simulated, say=_say, begin=False)
+        self._monitor = Monitor(
+            self.take, lambda action: None, Settings(interval=interval, cpu=_SHARE), record=self.record
+        )
+        self._peaks: dict[tuple[str, str], int] = {}
+        self._here = threading.local()
+        self._uncounted = {name: SPECS[name].hook for name in _UNCOUNTED}
+
+    def start(self) -> None:
+        self._writer.begin()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forked)
+        with contextlib.suppress(Exception):  # the first sample imports much; the monitor would wait long after it
+            self.record(self.take(), [])
+        self._monitor.start()
+        atexit.register(self.stop)
+
+    def stop(self) -> None:
+        """Ends the thread first: it must not look at frameworks that are being torn down."""
+        self._monitor.stop()
+        self._writer.close()
+
+    def _forked(self) -> None:
+        self._monitor.forked()
+        self._writer.forked()
+
+    def take(self) -> Sample:
+        from memguard._devices import contexts
+        from memguard._types import sample_of
+
+        here = self._here
+        if not getattr(here, "relaxed", False):  # no call of this thread may break a CUDA graph capture
+            here.relaxed = contexts.relax()
+        return sample_of((time.time(), tuple([self.reader.sample(part, {}) for part in self._parts])))
+
+    def record(self, sample: Sample, events: list[Event]) -> None:
+        from memguard._suggest.evidence import PEAK, UNCOUNTED
+        from memguard._types import Event
+        from memguard._units import format_size
+
+        self._writer.sample(sample)
+        for event in events:
+            self._writer.event(event)
+        for name in [name for name, hook in self._uncounted.items() if hook in sys.modules]:
+            del self._uncounted[name]
+            text = f"{name} was imported, and counts nothing without a budget"
+            self._writer.event(Event(sample.time, UNCOUNTED, text, framework=name))
+        for part in self._parts if sample.devices else ():
+            for name, framework in self.reader.unnamed().items():
+                usage, key = framework.usage(part.device), (part.device.uuid, name)
+                if usage is None or usage.peak is None or usage.peak <= self._peaks.get(key, 0) * (1 + _GROWN):
+                    continue
+                self._peaks[key] = usage.peak
+                text = f"{name}: at most {format_size(usage.peak)} in use so far"
+                self._writer.event(Event(sample.time, PEAK, text, uuid=key[0], framework=name, bytes=usage.peak))
+
+
+def _say(text: str) -> None:
+    try:
+        sys.stderr.write(f"memguard: {text}\n")
+    except Exception:  # closed, or full
+        return

@@ -1,0 +1,42 @@
+"""Reads the timelines that a command line names: one Run for each process. Nothing else of this package reads files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+from memguard._suggest.evidence import Run, observe
+from memguard._timeline import Timeline, load_timeline
+from memguard._timeline.files import numbered
+
+
+def runs(names: Sequence[str]) -> list[Run]:
+    """One run for each timeline. Its older parts, which `run*.jsonl` names too, are read with the newest and not again.
+
+    Raises TimelineError.
+    """
+    given = {os.path.realpath(name): name for name in names}
+    parts = {os.path.realpath(path) for name in given.values() for _, path in numbered(name)}
+    loaded = {path: load_timeline(name) for path, name in given.items()}
+    newest = {timeline.header.run for path, timeline in loaded.items() if path not in parts}
+    found = [
+        _read(name, loaded[path])
+        for path, name in given.items()
+        # A part of an earlier run, which had the same name, is not read with the newest.
+        if path not in parts or loaded[path].header.run not in newest
+    ]
+    seen: dict[tuple[str, int | None, float, float], Run] = {}
+    for run in found:  # a copy of a timeline is no second process
+        seen.setdefault((run.run, run.rank, run.begin, run.end), run)
+    return list(seen.values())
+
+
+def _read(name: str, timeline: Timeline) -> Run:
+    header = timeline.header
+    run = observe(
+        timeline.records(), timeline.plan, file=name, run=header.run, rank=header.rank, simulated=header.simulated
+    )
+    found = ((name, about.get("version")) for name, about in header.frameworks.items())
+    versions = {name: version for name, version in found if isinstance(version, str)}
+    return replace(run, notes=(*run.notes, *timeline.notes), versions=versions)

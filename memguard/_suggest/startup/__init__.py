@@ -1,0 +1,1 @@
+"""The folder that `memguard run --record` puts on the path of a program."""

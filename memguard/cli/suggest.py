@@ -1,0 +1,135 @@
+"""`memguard suggest`: a budget from what was recorded, or a first one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from memguard.cli.support import gpus as gpu_option
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from fractions import Fraction
+
+    from memguard._types import Device
+
+
+@click.command("suggest")
+@click.argument("timelines", metavar="[TIMELINE]...", nargs=-1, type=click.Path())
+@click.option("--headroom", default="15%", show_default=True, metavar="PERCENT", help="Kept on top of each peak.")
+@gpu_option.option("--for", "gpus")
+@click.option("--ignore-refused", is_flag=True, help="Leave out what was refused: for programs that try sizes.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; sizes in bytes.")
+@click.option("-o", "output", type=click.Path(), help="Write to this file, which must not exist.")
+@click.option("--force", is_flag=True, help="With -o: replace the file.")
+@click.pass_context
+def suggest(
+    context: click.Context,
+    timelines: tuple[str, ...],
+    headroom: str,
+    gpus: tuple[str, ...],
+    ignore_refused: bool,
+    as_json: bool,
+    output: str | None,
+    force: bool,
+) -> None:
+    """Write a budget from the timelines of one run or many: memguard suggest run*.jsonl > budget.yaml
+
+    Each process that was recorded, each rank too, gets the same budget. Its comments hold the evidence. Without a
+    timeline it is a first budget, for what is installed and the GPUs here, or those of --for.
+
+    Exit code 0: it fits; 1: nothing that fits can be written; 2: a timeline or the command line is wrong; 3: no GPU.
+    """
+    import json
+
+    percent = _headroom(headroom)
+    if force and output is None:
+        raise click.UsageError("--force replaces the file of -o, and none is given")
+    devices = _devices(gpus) if gpus else None
+    if not timelines:
+        content = _first(devices)
+        if as_json:
+            content = json.dumps({"memguard_suggest": 1, "fits": True, "recorded": False, "yaml": content}, indent=2)
+            content += "\n"
+        _write(content, output, force)
+        return
+
+    from memguard._suggest import decide, recorded, text
+    from memguard.errors import MemguardError, TimelineError
+
+    runs = recorded.runs(timelines)
+    if ignore_refused:
+        runs = [run.without_refusals() for run in runs]
+    found = decide.suggest(runs, percent, devices)
+    if found is None:
+        raise TimelineError("no framework held anything in what was recorded\n    fix: record another run")
+    if found.problem is not None and not as_json:
+        raise MemguardError(f"{found.problem}\n    fix: {found.fix}")
+    content = json.dumps(text.as_dict(found), indent=2) + "\n" if as_json else text.as_yaml(found)
+    _write(content, output, force)
+    context.exit(0 if found.problem is None else 1)
+
+
+def _first(devices: Sequence[Device] | None) -> str:
+    import sys
+
+    from memguard._suggest import installed
+    from memguard._suggest.first import first
+    from memguard.errors import DeviceError, MemguardError
+
+    named = devices is not None
+    if devices is None:
+        from memguard._devices.real import RealHost
+
+        try:
+            devices = RealHost().devices()
+        except DeviceError as error:
+            raise DeviceError(
+                f"{error}\n    or: name the GPU: memguard suggest --for h100; or give a timeline"
+            ) from None
+    found = installed.frameworks()
+    if not found:
+        raise MemguardError(
+            f"none of the frameworks that a budget may name is installed for {sys.executable}\n"
+            "    fix: run it with the program's Python (python -m memguard suggest), or give a timeline"
+        )
+    return first(found, devices, sys.executable, named)
+
+
+def _headroom(written: str) -> Fraction:
+    from fractions import Fraction
+
+    from memguard._units import parse_percent
+
+    if written.strip().rstrip("%").strip() in ("0", "0.0"):
+        return Fraction(0)
+    try:
+        return parse_percent(written)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--headroom") from None
+
+
+def _devices(names: tuple[str, ...]) -> Sequence[Device]:
+    from memguard._devices.simulated import SimulatedHost
+
+    return SimulatedHost(names).devices()
+
+
+def _write(content: str, output: str | None, force: bool) -> None:
+    from memguard.errors import MemguardError
+
+    if output is None:
+        click.echo(content, nl=False)
+        return
+    try:
+        with open(output, "w" if force else "x", encoding="utf-8") as file:
+            file.write(content)
+    except FileExistsError:
+        name = click.format_filename(output)
+        raise MemguardError(
+            f"{name} exists already\n    fix: choose another name, or replace it with --force"
+        ) from None
+    except (OSError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise MemguardError(f"{click.format_filename(output)}: cannot be written: {reason}") from None

@@ -1,0 +1,64 @@
+"""The environment in which a program is recorded: `memguard run --record FILE`."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import click
+
+from memguard._text import visible
+from memguard.errors import MemguardError, TimelineError
+
+_STARTUP = Path(__file__).resolve().parents[2] / "_suggest" / "startup"
+
+
+def check(command: Sequence[str]) -> None:
+    """Raise MemguardError if the command would start a Python that does not record itself."""
+    from memguard.cli.support import ignored_environment
+
+    try:
+        ignored_environment.check(command)
+    except MemguardError as error:
+        why = str(error).partition("\n")[0].partition(": ")[2]
+        fix = "start it without that, or record it under a budget: monitor: {timeline: run.jsonl}, and memguard.init"
+        raise MemguardError(f"nothing would be recorded: {why}\n    fix: {fix}") from None
+
+
+def environment(environ: Mapping[str, str], record: str) -> dict[str, str]:
+    """`environ`, changed so that each Python records itself. Says on stderr into which files.
+
+    Raises TimelineError if they cannot be written, UsageError if a budget would apply.
+    """
+    for name in ("MEMGUARD_CONFIG", "MEMGUARD_SIMULATE"):
+        if environ.get(name):
+            raise click.UsageError(f"--record is without a budget, and {name} is set: unset it")
+    if os.pathsep in str(_STARTUP):
+        raise MemguardError(
+            f"memguard is installed in {_STARTUP}, and PYTHONPATH cannot hold a folder with {os.pathsep!r} in it\n"
+            "    fix: install it elsewhere"
+        )
+    from memguard._timeline.files import expand
+
+    expand(record, 0, None)  # raises if it names no file
+    path = os.path.abspath(record)
+    folder = os.path.dirname(path)
+    if "{" not in folder and not os.access(folder, os.W_OK | os.X_OK):
+        wrong = "cannot be written to" if os.path.isdir(folder) else "does not exist"
+        raise TimelineError(f"{click.format_filename(folder)} {wrong}\n    fix: name a file in another folder")
+    stem, suffix = os.path.splitext(path)
+    if "{pid}" not in path and "{rank}" not in path:
+        path = f"{stem}-{{pid}}-{{rank}}{suffix}"
+    shown = path.removeprefix(os.path.join(os.getcwd(), ""))
+    files = "*".join(part and shlex.quote(part) for part in re.split(r"\{pid\}|\{rank\}", shown))
+    click.echo(visible(f"memguard: recorded without a budget; then: memguard suggest {files}"), err=True)
+    inherited = environ.get("PYTHONPATH")
+    start = str(_STARTUP)
+    return {
+        **environ,
+        "MEMGUARD_RECORD": path,
+        "PYTHONPATH": f"{start}{os.pathsep}{inherited}" if inherited else start,
+    }
