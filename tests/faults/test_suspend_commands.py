@@ -194,6 +194,21 @@ def test_off_unsafe_listed_and_back(machine: Machine) -> None:
     assert "nothing was to be done" in machine.call("resume", pid).stdout
 
 
+def test_top_shows_what_is_on_the_gpu_and_what_is_off_it(machine: Machine) -> None:
+    process, other = machine.start(), machine.start()
+    assert machine.call("suspend", process.pid, "--unsafe").returncode == 0
+    machine.scenario()
+    found = machine.json("top")
+    (gpu,) = found["gpus"]
+    assert (gpu["uuid"], gpu["used"]) == (UUIDS[0], machine.json("ps")["gpus"][0]["used"])
+    assert gpu["others"] == gpu["used"] and found["targets"] == []
+    seen = {one["pid"]: (one["state"], one["bytes"]) for one in found["processes"]}
+    assert seen[process.pid] == ("suspended", {UUIDS[0]: GIB}) and seen[other.pid][0] == "running"
+    lines = machine.call("top", "--once").stdout.splitlines()
+    assert any("1.00  suspended for " in line and f"PID {process.pid} " in line for line in lines)
+    assert machine.call("resume", process.pid).returncode == 0
+
+
 KILL = """
     import os
     from memguard._suspend.working import Work
