@@ -145,7 +145,7 @@ def _share(
 ) -> Iterator[Line]:
     key = Key(target.key, share.uuid)
     who = clean(target.name) if target.pid is None else f"PID {target.pid} {clean(target.name)}"
-    limit = "" if share.limit is None else f" of its limit of {gib(share.limit)}"
+    limit = "" if share.limit is None else f" of limit {gib(share.limit)}"
     if share.suspended is not None or target.state == "suspended":
         size = UNKNOWN if not share.suspended else f"{gib(share.suspended)} GiB"
         sizes = f"suspended, {size} in host memory"
