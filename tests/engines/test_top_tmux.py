@@ -68,9 +68,15 @@ class Terminal:
         self._call = [TMUX, "-S", str(folder / "tmux"), "-f", os.devnull]
         self._environ = environ
         command = [sys.executable, "-m", "memguard", "top", *arguments]
-        self.tmux("new-session", "-d", "-x", "80", "-y", "24", *command)
-        self.tmux("set-option", "-g", "remain-on-exit", "on")
-        self.pid = int(self.tmux("display-message", "-p", "#{pane_pid}"))
+        # tmux 3.3 does not always hear of the end of what it started: the shell writes the exit code down, and stays.
+        self._code = folder / "code"
+        script = '"$@"; echo $? >"$0"; exec sleep 1000'
+        self.tmux("new-session", "-d", "-x", "80", "-y", "24", "sh", "-c", script, str(self._code), *command)
+        shell = self.tmux("display-message", "-p", "#{pane_pid}").strip()
+        children, end = "", time.monotonic() + 20
+        while not children and time.monotonic() < end:
+            children = Path(f"/proc/{shell}/task/{shell}/children").read_text()
+        self.pid = int(children)
 
     def tmux(self, *words: str) -> str:
         done = subprocess.run([*self._call, *words], env=self._environ, capture_output=True, text=True, timeout=20)
@@ -94,11 +100,10 @@ class Terminal:
 
     def ends(self) -> None:
         """It has ended, or does so now, with exit code 0."""
-        end, dead = time.monotonic() + 20, ""
-        while not dead.startswith("1") and time.monotonic() < end:
-            time.sleep(0.2)
-            dead = self.tmux("display-message", "-p", "#{pane_dead} #{pane_dead_status}").strip()
-        assert dead == "1 0"
+        end = time.monotonic() + 20
+        while not (self._code.exists() and self._code.read_text()) and time.monotonic() < end:
+            time.sleep(0.1)
+        assert self._code.read_text() == "0\n", self.text()
 
     def close(self) -> None:
         subprocess.run([*self._call, "kill-server"], env=self._environ, capture_output=True, timeout=20)
