@@ -17,7 +17,9 @@ except ImportError as error:
 
     raise SystemExit(damaged.text(error)) from None
 
-_COMMANDS = ("check", "doctor", "plan", "ps", "reclaim", "replay", "resume", "run", "schema", "simulate", "suspend")
+_COMMANDS = (
+    "check", "doctor", "plan", "ps", "reclaim", "replay", "report", "resume", "run", "schema", "simulate", "suspend",
+)  # fmt: skip
 _ANSWERS = ("doctor", "reclaim", "replay", "resume", "simulate", "suspend")
 """Those whose exit code 1 is an answer: what keeps them from answering is 2."""
 

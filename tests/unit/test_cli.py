@@ -20,7 +20,20 @@ from memguard import cli, errors
 from memguard._simulation.trace import read
 from memguard._timeline.writer import Writer
 
-COMMANDS = ["check", "doctor", "plan", "ps", "reclaim", "replay", "resume", "run", "schema", "simulate", "suspend"]
+COMMANDS = [
+    "check",
+    "doctor",
+    "plan",
+    "ps",
+    "reclaim",
+    "replay",
+    "report",
+    "resume",
+    "run",
+    "schema",
+    "simulate",
+    "suspend",
+]
 HOME = Path(memguard.__file__).parents[1]
 
 
