@@ -50,12 +50,13 @@ def top_of_framework(view: FrameworkView) -> int:
 
 
 def figure(
-    run: Run, gpu: GpuView, colours: Mapping[str, str], tops: Mapping[str, int], first: int, elapsed: bool
+    run: Run, gpu: GpuView, colours: Mapping[str, str], tops: Mapping[str, int], first: int, span: float | None
 ) -> dict[str, Any]:
     """The figure. `tops` is the upper end of each panel by name, and of the stack under "". `first` is the number of
-    the run's first entry on the page. `elapsed`: the axis shows the time since the start, else the time of day in UTC.
+    the run's first entry on the page. With a `span`, in seconds, the axis shows the time since the start up to that;
+    else the time of day in UTC, up to the run's end.
     """
-    drawing = _Drawing(run, gpu, colours, tops, elapsed)
+    drawing = _Drawing(run, gpu, colours, tops, span)
     drawing.stack()
     drawing.lane(first)
     for position, view in enumerate(gpu.frameworks):
@@ -65,9 +66,9 @@ def figure(
 
 class _Drawing:
     def __init__(
-        self, run: Run, gpu: GpuView, colours: Mapping[str, str], tops: Mapping[str, int], elapsed: bool
+        self, run: Run, gpu: GpuView, colours: Mapping[str, str], tops: Mapping[str, int], span: float | None
     ) -> None:
-        self.run, self.gpu, self.colours, self.tops, self.elapsed = run, gpu, colours, tops, elapsed
+        self.run, self.gpu, self.colours, self.tops, self.span = run, gpu, colours, tops, span
         self.times: dict[str, list[int]] = {}
         self.traces: list[dict[str, Any]] = []
         self.shapes: list[dict[str, Any]] = []
@@ -254,8 +255,8 @@ class _Drawing:
             layout[f"yaxis{position + 3}"] = _axis(self.domains[position + 2], top, 3)
         return {
             "begin": round(self.run.begin * 1000),
-            "span": round((self.run.end - self.run.begin) * 1000),
-            "elapsed": self.elapsed,
+            "span": round((self.run.end - self.run.begin if self.span is None else self.span) * 1000),
+            "elapsed": self.span is not None,
             "last": f"y{len(self.gpu.frameworks) + 2}",
             "times": self.times,
             "traces": self.traces,

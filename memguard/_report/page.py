@@ -86,9 +86,10 @@ def _gpu(
             tops[view.name] = max(tops.get(view.name, 0), figures.top_of_framework(view))
     names = list(dict.fromkeys(view.name for gpu in gpus.values() for view in gpu.frameworks))
     titles = list(dict.fromkeys(f"GPU {tables.number_of(gpu.index, position)}: {gpu.name}" for gpu in gpus.values()))
+    span = max(run.end - run.begin for run in runs) if len(runs) > 1 else None
     shown = []
     for number, gpu in gpus.items():
-        drawn.append(figures.figure(runs[number], gpu, colours, tops, firsts[number], len(runs) > 1))
+        drawn.append(figures.figure(runs[number], gpu, colours, tops, firsts[number], span))
         about = f"{marks[number]}: {runs[number].source}" if marks[number] else ""
         caption = f"<figcaption><h3>{esc(about)}</h3></figcaption>" if about else ""
         height = drawn[-1]["layout"]["height"]

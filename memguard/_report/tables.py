@@ -143,8 +143,8 @@ def events(run: Run, mark: str, first: int) -> str:
     return (
         f"<h3>{esc(name)}</h3>"
         f'<table class="events"><caption>{len(run.entries):,} events and errors{left}. Times are in UTC.</caption>'
-        '<thead><tr><th scope="col">time</th><th scope="col" class="since">after</th><th scope="col">kind</th>'
-        f'<th scope="col">framework</th><th scope="col">what</th></tr></thead><tbody>{rows}</tbody></table>'
+        '<thead><tr><th scope="col">time</th><th scope="col">kind</th><th scope="col">what</th></tr></thead>'
+        f"<tbody>{rows}</tbody></table>"
     )
 
 
@@ -155,11 +155,12 @@ def _row(run: Run, entry: Entry, number: int) -> str:
     if more:
         what = f'<details><summary>{what}</summary><div class="diagnosis"><dl>{more}</dl></div></details>'
     serious = ' class="serious"' if entry.severity == "oom" else ""
+    day, hour = clock(entry.time).split(" ")
+    who = "" if entry.framework is None else f'<div class="who">{esc(entry.framework)}</div>'
     return (
         f'<tr id="entry-{number}" tabindex="-1"{serious}>'
-        f'<td class="when">{clock(entry.time)}</td><td class="when since">{esc(since(run, entry.time))}</td>'
-        f'<td><span class="badge {entry.severity}">{esc(kind)}</span></td>'
-        f'<td>{esc(entry.framework or "")}</td><td class="what">{what}</td></tr>'
+        f'<td class="when">{day} <span>{hour}</span><div class="soft">after {esc(since(run, entry.time))}</div></td>'
+        f'<td><span class="badge {entry.severity}">{esc(kind)}</span>{who}</td><td class="what">{what}</td></tr>'
     )
 
 

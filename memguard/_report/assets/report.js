@@ -153,8 +153,8 @@
     if (plot.dataset.drawn) return;
     plot.dataset.drawn = "begun";
     const [traces, layout] = build(figures[plot.dataset.figure]);
+    drawn.push(plot);
     window.Plotly.newPlot(plot, traces, layout, config).then(() => {
-      drawn.push(plot);
       plot.dataset.drawn = "yes";
       plot.on("plotly_click", (event) => {
         const marker = event.points.find((point) => point.data.meta && point.data.meta.lane);
@@ -196,6 +196,7 @@
   const closed = [];
   window.addEventListener("beforeprint", () => {
     plots.forEach(draw);
+    for (const plot of drawn) window.Plotly.relayout(plot, { width: 960 });
     for (const details of document.querySelectorAll(".serious details:not([open])")) {
       details.open = true;
       closed.push(details);
@@ -203,5 +204,6 @@
   });
   window.addEventListener("afterprint", () => {
     for (const details of closed.splice(0)) details.open = false;
+    for (const plot of drawn) window.Plotly.relayout(plot, { autosize: true, width: null });
   });
 })();
