@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import NamedTuple
 
+from memguard._report.diagnosis import clean
 from memguard._report.figures import LEVELS
 from memguard._report.model import Entry, FrameworkView, Peak, Run
 from memguard._units import format_duration, format_size
@@ -172,7 +173,7 @@ def _more(run: Run, entry: Entry) -> Iterator[str]:
         yield f"<dt>{esc(label)}</dt><dd>{esc(text)}</dd>"
     if entry.uuid is not None:
         gpu = next((gpu for gpu in run.gpus if gpu.uuid == entry.uuid), None)
-        name = entry.uuid if gpu is None else f"{number_of(gpu.index, gpu.position)} {gpu.name}"
+        name = clean(entry.uuid) if gpu is None else f"{number_of(gpu.index, gpu.position)} {gpu.name}"
         yield f"<dt>GPU</dt><dd>{esc(name)}</dd>"
     if entry.holders:
         rows = "".join(f"<li>{esc(holder.name)}: {esc(holder.size)}</li>" for holder in entry.holders)
