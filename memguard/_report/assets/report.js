@@ -156,9 +156,13 @@
     drawn.push(plot);
     window.Plotly.newPlot(plot, traces, layout, config).then(() => {
       plot.dataset.drawn = "yes";
+      window.performance.mark("memguard-drawn");
       plot.on("plotly_click", (event) => {
-        const marker = event.points.find((point) => point.data.meta && point.data.meta.lane);
-        if (marker) open(marker.customdata, true);
+        const markers = event.points.filter((point) => point.data.meta && point.data.meta.lane);
+        const top = plot.getBoundingClientRect().top;
+        const away = ({ yaxis, y }) => Math.abs(top + yaxis._offset + yaxis.d2p(y) - event.event.clientY);
+        markers.sort((one, other) => away(one) - away(other));
+        if (markers.length) open(markers[0].customdata, true);
       });
       plot.on("plotly_relayout", (change) => follow(plot, change));
       if (hidden.size) show(plot);
