@@ -208,6 +208,7 @@ class _Reading:
         self._gpus = {
             part.device.uuid: _Gpu(position, part.device.uuid, most, part) for position, part in enumerate(devices)
         }
+        self._begin = self._end = 0.0
         self._counts: dict[str, int] = {}
         self._serious: list[Entry] = []
         self._others: list[Entry] = []
@@ -216,6 +217,12 @@ class _Reading:
     def watch(self, records: Iterator[Record], progress: Callable[[int], None]) -> Iterator[Record]:
         """The records as they are, each of them seen."""
         for number, record in enumerate(records, 1):
+            if number == 1:
+                self._begin = self._end = record.time
+            elif record.time > self._end:
+                self._end = record.time
+            elif record.time < self._begin:
+                self._begin = record.time
             if isinstance(record, Sample):
                 self._sample(record)
             elif isinstance(record, Event):
@@ -273,8 +280,8 @@ class _Reading:
             header.rank,
             header.simulated,
             outcome.samples,
-            outcome.begin,
-            outcome.end,
+            self._begin,
+            self._end,
             tuple(gpu.view(outcome) for gpu in self._gpus.values()),
             tuple(entries),
             sum(self._counts.values()) - len(entries),

@@ -113,8 +113,9 @@ class _Drawing:
                 used.append(low)
                 idle.append(None if held is None else held - (low or 0))
             colour = self.colours[view.name]
-            self._band(f"{view.name} in use", times, used, colour, 0.85, view.name)
-            self._band(f"{view.name} idle", times, idle, colour, 0.4, view.name)
+            meta = {"framework": view.name}
+            self._band(f"{view.name} in use", times, used, colour, 0.85, meta={**meta, "hover": "stack"})
+            self._band(f"{view.name} idle", times, idle, colour, 0.4, meta=meta, hoverinfo="skip")
         outside = [_outside(row) for row in moments]
         if any(outside):
             self._band("reported by no framework", times, outside, palette.UNACCOUNTED, 0.6)
@@ -133,13 +134,13 @@ class _Drawing:
         sizes: Sequence[int | None],
         colour: str,
         alpha: float,
-        framework: str | None = None,
+        **more: Any,
     ) -> None:
         """One band of the stack. Where its figure is unknown it has no height, and the panel below has a gap."""
-        meta = {"hover": "size"} if framework is None else {"hover": "stack", "framework": framework}
+        about: dict[str, Any] = {"meta": {"hover": "size"}, "fillcolor": palette.pale(colour, alpha), **more}
         self.add(
-            name, Line(times, tuple(sizes)), yaxis="y", stackgroup="all", stackgaps="infer zero", meta=meta,
-            line={"width": 0, "color": colour}, fillcolor=palette.pale(colour, alpha),
+            name, Line(times, tuple(sizes)), yaxis="y", stackgroup="all", stackgaps="infer zero",
+            line={"width": 0, "color": colour}, **about,
         )  # fmt: skip
 
     def _bound(self, name: str, line: Line, axis: str, **meta: str) -> None:

@@ -108,7 +108,10 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """One recorded run. `counts` has all events by kind; `entries` are shown, and `left_out` is how many are not."""
+    """One recorded run, from its first record to its last.
+
+    `counts` has all events by kind; `entries` are those that are shown, and `left_out` is how many are not.
+    """
 
     source: str
     recorded: str

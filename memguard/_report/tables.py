@@ -28,7 +28,7 @@ def clock(time: float, digits: bool = True) -> str:
 
 
 def since(run: Run, time: float) -> str:
-    """`1.500 s`, `12 min 5 s`: from the first sample."""
+    """`1.500 s`, `12 min 5 s`: from the first record."""
     seconds = time - run.begin
     sign = "−" if seconds < 0 else ""
     return f"{sign}{abs(seconds):.1f} s" if abs(seconds) < 60 else f"{sign}{format_duration(abs(seconds))}"
@@ -46,7 +46,7 @@ def number_of(gpu_index: int | None, position: int) -> int:
 def head(run: Run, mark: str) -> str:
     """What the run was, and its most telling figures."""
     about = [f"process {run.pid}", *([] if run.rank is None else [f"rank {run.rank}"])]
-    about.append(f"recorded {clock(run.begin, False)} UTC" if run.samples else f"recorded {run.recorded}")
+    about.append(f"recorded {clock(run.begin, False)} UTC" if run.begin else f"recorded {run.recorded}")
     about += [f"{name} {version}" for name, version in run.versions.items()]
     tiles = [
         (format_duration(run.end - run.begin), f"{run.samples:,} sample{'' if run.samples == 1 else 's'}", ""),

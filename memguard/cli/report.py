@@ -55,7 +55,7 @@ def report(
     if output is not None or md is not None:
         runs = []
         for name, timeline in timelines:
-            with reading.progress(name) as progress:
+            with reading.progress(f"reading {name}") as progress:
                 runs.append(collect(timeline, name, processes=processes, runs=len(files), progress=progress))
         if output is not None:
             outputs.write(output, [page(runs)], force)
@@ -64,5 +64,5 @@ def report(
     for path, make in ((csv, texts.csv), (perfetto, traces.trace)):
         if path is not None:
             parts: Iterable[str] = make(timelines, processes)
-            with reading.progress(path) as progress:
+            with reading.progress(f"writing {path}") as progress:
                 outputs.write(path, reading.counted(parts, progress), force)

@@ -14,7 +14,7 @@ from selenium.webdriver.common.keys import Keys
 from memguard import cli
 from memguard._report.model import MOST_POINTS
 from memguard._timeline import load_timeline
-from memguard._units import GIB
+from memguard._units import GIB, MIB
 
 
 def report(folder: Path, *timelines: Path) -> Path:
@@ -67,6 +67,35 @@ def test_every_framework_is_there_with_held_in_use_and_caps(browser: Browser, tw
         # What is drawn: a path for the area or the line of each of them.
         drawn = browser.js(f"return document.querySelectorAll('.plot')[{number}].querySelectorAll('.scatter').length")
         assert drawn >= 6 * 5
+
+
+def test_a_pointer_on_the_stack_reads_what_each_framework_held(
+    browser: Browser, timelines: tuple[Path, Path], one: Path
+) -> None:
+    browser.open(one)
+    stack = browser.js(
+        "return document.querySelector('.plot').data.filter(trace => trace.yaxis === 'y' && trace.hoverinfo !== 'skip')"
+        ".map(trace => [trace.name, trace.text[trace.text.length - 1]])"
+    )
+    last = list(load_timeline(timelines[0]).samples())[-1].devices[0]
+    said = {
+        name: f"{name} {'held unknown' if row.held is None else f'{sizes(row.held)} held'}, {sizes(row.in_use)} in use"
+        for name, row in last.frameworks.items()
+    }
+    assert said["tensorflow"].startswith("tensorflow held unknown, ")
+    assert dict(stack) == {
+        **{f"{name} in use": text for name, text in said.items()},
+        "overhead": f"overhead {sizes(last.overhead)}",
+        "process, by NVML": f"process, by NVML {sizes(last.process)}",
+        "reported by no framework": dict(stack)["reported by no framework"],
+    }
+
+
+def sizes(size: int | None) -> str:
+    """As the page's script writes them: of MiB with two digits."""
+    assert size is not None
+    mib = round(size / MIB, 2)
+    return f"{mib / 1024:.2f} GiB" if mib >= 1024 else f"{mib:.1f} MiB"
 
 
 def test_a_marker_and_its_row_show_the_diagnosis(browser: Browser, one: Path) -> None:

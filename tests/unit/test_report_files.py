@@ -233,17 +233,17 @@ def test_progress_is_shown_on_a_terminal_after_a_second(
 
     from memguard.cli.support import reading
 
-    with reading.progress("run.jsonl") as show:
+    with reading.progress("reading run.jsonl") as show:
         show(5_000)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(reading, "_PATIENCE", 3600.0)
-    with reading.progress("run.jsonl") as show:
+    with reading.progress("reading run.jsonl") as show:
         show(5_000)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(reading, "_PATIENCE", 0.0)
-    with reading.progress("run.jsonl") as show:
+    with reading.progress("reading run.jsonl") as show:
         show(5_000)
     assert "reading run.jsonl: 5,000 records" in capsys.readouterr().err

@@ -258,7 +258,10 @@ def test_the_most_serious_events_are_shown_and_the_others_counted(tmp_path: Path
 def test_a_timeline_without_a_sample_is_a_page(tmp_path: Path) -> None:
     with Writer(tmp_path / "{rank}.jsonl", plan_of("h200", torch="4GiB"), clock=Clock()) as writer:
         writer.event(Event(START, "note", "nothing was sampled"))
-    text = page([run_of(Path(writer.path))])
+        writer.event(Event(START + 90, "note", "nor later"))
+    run = run_of(Path(writer.path))
+    assert (run.begin, run.end) == (START, START + 90)
+    text = page([run])
     assert "nothing was sampled" in text and "0 samples" in text
 
 

@@ -15,7 +15,7 @@ _PATIENCE = 1.0
 
 
 @contextlib.contextmanager
-def progress(name: str) -> Iterator[Callable[[int], None]]:
+def progress(doing: str) -> Iterator[Callable[[int], None]]:
     """To be called with the number of records so far. Nothing is shown where standard error is no terminal."""
     if not sys.stderr.isatty():
         yield lambda records: None
@@ -31,7 +31,7 @@ def progress(name: str) -> Iterator[Callable[[int], None]]:
             status = printing.console(err=True).status("")
             status.start()
         if status is not None:
-            status.update(shown(f"reading {name}: {records:,} records"))
+            status.update(shown(f"{doing}: {records:,} records"))
 
     try:
         yield show
