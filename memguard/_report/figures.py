@@ -21,6 +21,10 @@ _TOP, _BOTTOM = 34, 52
 _HEIGHTS = {"oom": 0.56, "critical": 0.4, "warn": 0.26, "note": 0.12}
 """Where in its lane a marker lies. Above them are the spans' names."""
 _SPANS = 0.72
+_FAR = 3
+"""A limit or cap so many times above all that was seen is left out of the picture: it would make that too small."""
+_LINES = 60
+"""So many out-of-memory errors are lines through all rows."""
 _LABELS = 12
 """So many out-of-memory errors have their framework's name beside them."""
 SYMBOLS = {"oom": "x", "critical": "triangle-up", "warn": "triangle-up-open", "note": "circle-open"}
@@ -33,20 +37,24 @@ _WRAP = 72
 
 
 def top_of(gpu: GpuView) -> int:
-    """The most bytes that its stack shows: what it held, and its limit."""
-    limits = [size for size in gpu.limit.values if size is not None]
+    """The upper end of its stack: above what was held, and above its limit unless that is far away."""
     held = [
         sum(map(_level, moment.held, moment.in_use)) + (moment.overhead or 0) + (_outside(moment) or 0)
         for moment in gpu.moments
     ]
-    process = [] if gpu.peak_process is None else [gpu.peak_process.size]
-    return max([*limits, *held, *process, gpu.suggested or 0, MIB])
+    process = 0 if gpu.peak_process is None else gpu.peak_process.size
+    return _top(max([process, gpu.suggested or 0, *held]), gpu.limit)
 
 
 def top_of_framework(view: FrameworkView) -> int:
-    caps = [size for size in view.cap.values if size is not None]
+    """The upper end of its panel."""
     peaks = [peak.size for peak in (view.peak_held, view.peak_in_use) if peak is not None]
-    return max([*caps, *peaks, view.suggested or 0, MIB])
+    return _top(max([*peaks, view.suggested or 0]), view.cap)
+
+
+def _top(seen: int, bound: Line) -> int:
+    highest = max((size for size in bound.values if size is not None), default=0)
+    return max(seen * 6 // 5 if highest > _FAR * seen else max(seen, highest), MIB)
 
 
 def figure(
@@ -94,7 +102,7 @@ class _Drawing:
     def add(self, name: str, figure: Line, **more: Any) -> None:
         self.traces.append(
             {
-                "type": "scatter", "mode": "lines", "name": html.escape(name, quote=False), "x": self.x(figure.times),
+                "type": "scatter", "mode": "lines", "name": quoted(name), "x": self.x(figure.times),
                 "y": [_mib(value) for value in figure.values], "showlegend": False, "xaxis": "x", **more,
             }
         )  # fmt: skip
@@ -124,6 +132,10 @@ class _Drawing:
             line = {"color": palette.NEUTRAL, "width": 1.5}
             self.add("process, by NVML", process, yaxis="y", line=line, meta={"hover": "size"})
         self._bound("limit", gpu.limit, "y")
+        limits = [size for size in gpu.limit.values if size is not None]
+        if limits:
+            above = ", above the picture" if min(limits) > self.tops.get("", top_of(gpu)) * 1.05 else ""
+            self._title(0, f"<b>all together</b>  limit {format_size(limits[-1])}{above}")
         if gpu.suggested is not None:
             self._suggested("suggested limit", gpu.suggested, "y")
 
@@ -166,7 +178,7 @@ class _Drawing:
                 continue
             about: dict[str, Any] = {"mode": "markers"}
             if severity == "oom" and len(chosen) <= _LABELS:
-                names = [html.escape(entry.framework or "unknown", quote=False) for _, entry in chosen]
+                names = [quoted(entry.framework or "unknown") for _, entry in chosen]
                 about = {"mode": "markers+text", "text": names, "textposition": "middle right"}
             self.traces.append(
                 {
@@ -184,7 +196,7 @@ class _Drawing:
                 }
             )  # fmt: skip
             if severity == "oom":
-                for _, entry in chosen:
+                for _, entry in chosen[:_LINES]:
                     self._line_at(entry.time)
         for span in self.run.spans:
             self._span(span)
@@ -198,7 +210,7 @@ class _Drawing:
         rest = {"layer": "below", "line": {"width": 0}}
         if span.kind == "suspended":
             self.shapes.append({**about, **rest, "y0": 0, "y1": 1, "fillcolor": palette.pale(colour, 0.14)})
-        label = {"text": html.escape(span.name, quote=False), "textposition": "middle left", "font": {"size": 11}}
+        label = {"text": quoted(span.name), "textposition": "middle left", "font": {"size": 11}}
         named = {"y0": low + (high - low) * _SPANS, "y1": high, "fillcolor": palette.pale(colour, 0.35), "label": label}
         self.shapes.append({**about, **rest, **named})
 
@@ -229,7 +241,9 @@ class _Drawing:
         cap = "no cap" if not caps else f"cap {format_size(caps[-1])}"
         if len(set(caps)) > 1:
             cap += ", moved"
-        self._title(position + 2, f"<b>{html.escape(name, quote=False)}</b>  {cap}")
+        if caps and min(caps) > self.tops.get(name, top_of_framework(view)) * 1.05:
+            cap += ", above the picture"
+        self._title(position + 2, f"<b>{quoted(name)}</b>  {cap}")
 
     def _title(self, row: int, text: str) -> None:
         self.notes.append(
@@ -273,13 +287,18 @@ def _axis(domain: Sequence[float], top: int, ticks: int) -> dict[str, Any]:
 
 def marker_text(entry: Entry) -> str:
     """What a marker says: title, why, and the first remedy. In Plotly's own few tags, with everything else escaped."""
-    lines = [f"<b>{LEVELS[entry.severity] if entry.severity == 'oom' else html.escape(entry.kind)}</b>"]
+    lines = [f"<b>{LEVELS[entry.severity] if entry.severity == 'oom' else quoted(entry.kind)}</b>"]
     said = [entry.title, *(text for label, text in entry.lines if label == "why")]
     if entry.remedies:
         said.append(f"do: {entry.remedies[0]}")
     for text in said:
-        lines += [html.escape(line, quote=False) for line in _wrapped(text)]
+        lines += [quoted(line) for line in _wrapped(text)]
     return "<br>".join(lines)
+
+
+def quoted(text: str) -> str:
+    """The text for Plotly, which takes a few tags in texts, and `%{...}` in some for a figure of its own."""
+    return html.escape(text, quote=False).replace("{", "&#123;")
 
 
 def _wrapped(text: str) -> list[str]:

@@ -14,7 +14,7 @@ _KNOWN: Mapping[str, str] = {
     "numba": "#999933",
     "exchange": "#aa4499",
 }
-_MORE = ("#44aa99", "#d55e00", "#6699cc", "#882255", "#ddaa33", "#7f7fd5")
+_MORE = ("#44aa99", "#d55e00", "#6699cc", "#c44a82", "#ddaa33", "#7f7fd5")
 OVERHEAD, UNACCOUNTED = "#8c8c8c", "#b8b8b8"
 NEUTRAL = "#767676"
 """Lines that belong to no framework: on white and on near-black it has a contrast above 4 to 1."""

@@ -75,13 +75,16 @@ class Browser:
         return self.driver.find_element("css selector", selector)
 
     def requests(self) -> list[str]:
-        """Addresses that the page asked for, other than its own file and data in it."""
-        asked = []
+        """Addresses that the page asked for, other than its own file and data in it; not what its policy stopped."""
+        asked: dict[str, str] = {}
         for entry in self.driver.get_log("performance"):
             message = json.loads(entry["message"])["message"]
+            about = message["params"]
             if message["method"] == "Network.requestWillBeSent":
-                asked.append(message["params"]["request"]["url"])
-        return [url for url in asked if not url.startswith(("file:", "data:", "blob:", "about:"))]
+                asked[about["requestId"]] = about["request"]["url"]
+            elif message["method"] == "Network.loadingFailed" and about.get("blockedReason") == "csp":
+                asked.pop(about["requestId"], None)
+        return [url for url in asked.values() if not url.startswith(("file:", "data:", "blob:", "about:"))]
 
     def complaints(self) -> list[str]:
         """What stands in the console."""

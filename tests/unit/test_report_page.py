@@ -179,6 +179,21 @@ def test_the_policy_lets_only_the_two_scripts_run(shown: Page) -> None:
     assert not [attrs for tag, attrs in shown.tags if {"src", "href"} & attrs.keys()]
 
 
+def test_plotly_is_the_version_that_was_checked() -> None:
+    import hashlib
+
+    import memguard
+
+    root = Path(__file__).parents[2]
+    script = (root / "scripts" / "vendor-plotly").read_text(encoding="utf-8")
+    declared = dict(re.findall(r"^(VERSION|FILE_SHA256)=(\S+)$", script, re.MULTILINE))
+    assets = Path(memguard.__file__).parent / "_report" / "assets"
+    bundle = (assets / "plotly-basic.min.js").read_bytes()
+    assert hashlib.sha256(bundle).hexdigest() == declared["FILE_SHA256"]
+    assert f"plotly.js (basic - minified) v{declared['VERSION']}\n" in bundle[:200].decode()
+    assert "MIT License" in (assets / "plotly-LICENSE.txt").read_text(encoding="utf-8")
+
+
 def test_other_processes_are_one_sum_unless_they_are_asked_for() -> None:
     holders = [
         {"kind": "process", "name": "process 4711", "bytes": 2 * GIB},
@@ -239,6 +254,28 @@ def test_unknown_is_a_gap_and_never_zero(tmp_path: Path) -> None:
     edges = {round(row.time - START, 3): row.held for row in rows}
     assert edges[3.0] == (GIB, GIB) and edges[3.001][0] is None and edges[5.999][0] is None and edges[6.0] == (GIB, GIB)
     assert all(row.held[1] == GIB for row in rows), "the other one goes on"
+
+
+def test_a_limit_far_above_all_does_not_flatten_the_picture(tmp_path: Path) -> None:
+    clock, plan = Clock(), plan_of("h200", torch="30GiB", cupy="2GiB")
+    with Writer(tmp_path / "{rank}.jsonl", plan, clock=clock) as writer:
+        for _ in range(3):
+            clock.now += 1
+            used = {"torch": FrameworkSample(GIB, GIB, 0, 30 * GIB), "cupy": FrameworkSample(GIB, GIB, 0, 2 * GIB)}
+            writer.sample(sample_of(plan, clock.now, **used))
+    run = run_of(Path(writer.path))
+    (gpu,) = run.gpus
+    assert figures.top_of(gpu) == 3 * GIB * 6 // 5, "its limit is 40 GiB"
+    assert {view.name: figures.top_of_framework(view) for view in gpu.frameworks} == {
+        "torch": GIB * 6 // 5,
+        "cupy": 2 * GIB,
+    }
+    titles = [note["text"] for note in Page(page([run])).figures[0]["layout"]["annotations"]]
+    assert titles == [
+        "<b>all together</b>  limit 40.00 GiB, above the picture",
+        "<b>torch</b>  cap 30.00 GiB, above the picture",
+        "<b>cupy</b>  cap 2.00 GiB",
+    ]
 
 
 def test_the_most_serious_events_are_shown_and_the_others_counted(tmp_path: Path) -> None:
