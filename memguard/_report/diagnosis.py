@@ -22,7 +22,7 @@ _MOST = 12
 _SEVERITIES = {Pressure.CRITICAL: "critical", Pressure.WARN: "warn"}
 _ALWAYS = {"leak": "warn", "refused": "critical", "probe": "warn"}
 """Kinds that are serious without a level."""
-_PROCESS = re.compile(r"\bprocess \d+")
+_PROCESS = re.compile(r"\b(?:process|pid) \d+", re.IGNORECASE)
 _MEMORY = {"gpu": "GPU memory", "pinned": "page-locked host memory", "disk": "a file system", "host": "CPU memory"}
 _FIGURES = {"held": "held", "in_use": "in use", "reclaimable": "reclaimable", "cap": "cap", "free": "free on the GPU"}
 

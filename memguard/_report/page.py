@@ -18,6 +18,7 @@ from memguard._report.model import Run
 from memguard._report.tables import esc
 
 PLOTLY = "plotly-basic.min.js"
+_TABLES = "over time; its peaks and events are in the tables below"
 _LINES = (("cap or limit", palette.ALARM, "6 4"), ("suggested, from this run", palette.NEUTRAL, "2 3"))
 
 
@@ -95,7 +96,8 @@ def _gpu(
         height = drawn[-1]["layout"]["height"]
         shown.append(
             f"<figure>{caption}"
-            f'<div class="plot" data-figure="{len(drawn) - 1}" data-gpu="{position}" style="height:{height}px"></div>'
+            f'<div class="plot" role="group" aria-label="{esc(" ".join((titles[0], marks[number], _TABLES)))}" '
+            f'data-figure="{len(drawn) - 1}" data-gpu="{position}" style="height:{height}px"></div>'
             "</figure>"
         )
     two = " two" if len(shown) > 1 else ""

@@ -66,7 +66,8 @@ def head(run: Run, mark: str) -> str:
     notes = "".join(f"<li>{esc(note)}</li>" for note in run.notes)
     notes = f"<details><summary>Notes ({len(run.notes)})</summary><ul>{notes}</ul></details>" if notes else ""
     return (
-        f'<section aria-label="{esc(name)}"><h3>{esc(name)}{badge}</h3><p class="soft">{esc(" · ".join(about))}</p>'
+        f'<section aria-label="{esc(name)}"><h2 class="run">{esc(name)}{badge}</h2>'
+        f'<p class="soft">{esc(" · ".join(about))}</p>'
         f'<ul class="tiles">{items}</ul>{notes}</section>'
     )
 

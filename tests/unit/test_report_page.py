@@ -256,6 +256,22 @@ def test_unknown_is_a_gap_and_never_zero(tmp_path: Path) -> None:
     assert all(row.held[1] == GIB for row in rows), "the other one goes on"
 
 
+def test_a_cap_that_moved_is_drawn_in_steps_to_the_end(tmp_path: Path) -> None:
+    clock, plan = Clock(), plan_of("h200", torch="4GiB")
+    with Writer(tmp_path / "{rank}.jsonl", plan, clock=clock) as writer:
+        for cap in (4, 4, 6, 6, 6, 4, 4):
+            clock.now += 1
+            writer.sample(sample_of(plan, clock.now, torch=FrameworkSample(3 * GIB, GIB, 0, cap * GIB)))
+    run = run_of(Path(writer.path))
+    (view,) = run.gpus[0].frameworks
+    assert [time - START for time in view.cap.times] == [1, 3, 6, 7]
+    assert view.cap.values == (4 * GIB, 6 * GIB, 4 * GIB, 4 * GIB)
+    (figure,) = Page(page([run])).figures
+    (line,) = [trace["line"] for trace in figure["traces"] if trace["name"] == "torch cap"]
+    assert line["shape"] == "hv"
+    assert "<b>torch</b>  cap 4.00 GiB, moved" in [note["text"] for note in figure["layout"]["annotations"]]
+
+
 def test_a_limit_far_above_all_does_not_flatten_the_picture(tmp_path: Path) -> None:
     clock, plan = Clock(), plan_of("h200", torch="30GiB", cupy="2GiB")
     with Writer(tmp_path / "{rank}.jsonl", plan, clock=clock) as writer:
