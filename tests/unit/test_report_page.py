@@ -254,6 +254,21 @@ def test_unknown_is_a_gap_and_never_zero(tmp_path: Path) -> None:
     edges = {round(row.time - START, 3): row.held for row in rows}
     assert edges[3.0] == (GIB, GIB) and edges[3.001][0] is None and edges[5.999][0] is None and edges[6.0] == (GIB, GIB)
     assert all(row.held[1] == GIB for row in rows), "the other one goes on"
+    drawn = {(trace["name"], trace["yaxis"]): trace["y"] for trace in Page(page([run])).figures[0]["traces"]}
+    assert drawn["torch in use", "y"] == [512] * 3 + [None] * 6 + [512] * 4
+    assert drawn["torch in use", "y3"] == [512] * 3 + [None] * 2 + [512] * 4
+
+
+def test_before_a_framework_was_seen_first_it_is_unknown(tmp_path: Path) -> None:
+    clock, plan = Clock(), plan_of("h200", torch="4GiB")
+    used = FrameworkSample(GIB, GIB, 0, None)
+    with Writer(tmp_path / "{rank}.jsonl", plan, clock=clock) as writer:
+        for late in ({}, {}, {"mine": used}):
+            clock.now += 1
+            writer.sample(sample_of(plan, clock.now, torch=used, **late))
+    (gpu,) = run_of(Path(writer.path)).gpus
+    assert [view.name for view in gpu.frameworks] == ["torch", "mine"]
+    assert [moment.held for moment in gpu.moments] == [(GIB, None), (GIB, None), (GIB, GIB)]
 
 
 def test_a_cap_that_moved_is_drawn_in_steps_to_the_end(tmp_path: Path) -> None:
