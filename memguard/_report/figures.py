@@ -81,7 +81,8 @@ class _Drawing:
         self.traces: list[dict[str, Any]] = []
         self.shapes: list[dict[str, Any]] = []
         self.notes: list[dict[str, Any]] = []
-        rows = [_STACK, _LANE, *(_PANEL for _ in gpu.frameworks)]
+        lane = _LANE if run.entries or run.spans else 1
+        rows = [_STACK, lane, *(_PANEL for _ in gpu.frameworks)]
         self.height = sum(rows) + _GAP * (len(rows) - 1)
         self.domains: list[list[float]] = []
         top = self.height

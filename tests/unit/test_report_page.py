@@ -284,6 +284,8 @@ def test_a_cap_that_moved_is_drawn_in_steps_to_the_end(tmp_path: Path) -> None:
     (figure,) = Page(page([run])).figures
     (line,) = [trace["line"] for trace in figure["traces"] if trace["name"] == "torch cap"]
     assert line["shape"] == "hv"
+    low, high = figure["layout"]["yaxis2"]["domain"]
+    assert high - low < 0.01, "there is no event: no room is left for any"
     assert "<b>torch</b>  cap 4.00 GiB, moved" in [note["text"] for note in figure["layout"]["annotations"]]
 
 
