@@ -21,8 +21,20 @@ from memguard._simulation.trace import read
 from memguard._timeline.writer import Writer
 
 COMMANDS = [
-    "check", "doctor", "plan", "ps", "reclaim", "replay", "resume", "run", "schema", "simulate", "suggest", "suspend",
-]  # fmt: skip
+    "check",
+    "doctor",
+    "plan",
+    "ps",
+    "reclaim",
+    "replay",
+    "report",
+    "resume",
+    "run",
+    "schema",
+    "simulate",
+    "suggest",
+    "suspend",
+]
 HOME = Path(memguard.__file__).parents[1]
 
 
