@@ -97,3 +97,46 @@ build_pycuda() {
         "CUDA_ENABLE_CURAND = False" >"$source/siteconf.py" || return
     "$VENV/bin/python" -m pip install --quiet --no-compile "$source" >&2
 }
+
+# have_chromium: have Debian's chromium with its driver on this machine: for the tests of what a browser shows.
+have_chromium() {
+    if command -v chromium >/dev/null 2>&1 && command -v chromedriver >/dev/null 2>&1; then
+        return 0
+    fi
+    if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null 2>&1; then
+        say "installing chromium and chromium-driver"
+        apt-get update -qq >&2 && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
+            chromium chromium-driver >&2 && return 0
+    fi
+    say "memguard: the tests of the report need a browser: chromium and chromedriver are not on the PATH"
+    say "    fix: as root, on Debian: apt-get install chromium chromium-driver"
+    return 1
+}
+
+# have_axe: have axe-core, which finds what people with a screen reader or a keyboard cannot use, in $VENV/axe-core.
+# From npm's registry, by npm if it is there.
+AXE=4.14.1
+AXE_SHA512=1477dafa598d8d065f273d6af302aa203c02e83131707b7fa648cd41bd3d6b734f8c22a0dab86ee6a6f64b8afbe804b214d36db85a2826965edfb3a0b9d546b5
+have_axe() {
+    local folder code=0
+    [ "$(cat "$VENV/axe-core/version" 2>/dev/null || true)" != "$AXE" ] || return 0
+    folder=$(mktemp -d) || return
+    fetch_axe "$folder" || code=$?
+    rm -rf "$folder"
+    [ "$code" -eq 0 ] || say "memguard: axe-core $AXE could not be fetched from registry.npmjs.org, and the tests of the report need it"
+    return "$code"
+}
+
+fetch_axe() {
+    if command -v npm >/dev/null 2>&1; then
+        (cd "$1" && npm pack --silent "axe-core@$AXE" >/dev/null) || return
+    else
+        "$VENV/bin/python" -c 'import sys, urllib.request as u; u.urlretrieve(sys.argv[1], sys.argv[2])' \
+            "https://registry.npmjs.org/axe-core/-/axe-core-$AXE.tgz" "$1/axe-core-$AXE.tgz" || return
+    fi
+    printf '%s  %s\n' "$AXE_SHA512" "$1/axe-core-$AXE.tgz" | sha512sum --check --status || return
+    tar xzf "$1/axe-core-$AXE.tgz" -C "$1" package/axe.min.js || return
+    mkdir -p "$VENV/axe-core" || return
+    cp "$1/package/axe.min.js" "$VENV/axe-core/axe.min.js" || return
+    printf '%s\n' "$AXE" >"$VENV/axe-core/version"
+}

@@ -24,6 +24,7 @@ _COMMANDS = (
     "ps",
     "reclaim",
     "replay",
+    "report",
     "resume",
     "run",
     "schema",

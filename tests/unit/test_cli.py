@@ -21,9 +21,21 @@ from memguard._simulation.trace import read
 from memguard._timeline.writer import Writer
 
 COMMANDS = [
-    "check", "doctor", "plan", "ps", "reclaim", "replay", "resume", "run", "schema", "simulate", "suggest", "suspend",
+    "check",
+    "doctor",
+    "plan",
+    "ps",
+    "reclaim",
+    "replay",
+    "report",
+    "resume",
+    "run",
+    "schema",
+    "simulate",
+    "suggest",
+    "suspend",
     "top",
-]  # fmt: skip
+]
 HOME = Path(memguard.__file__).parents[1]
 
 

@@ -1,0 +1,293 @@
+"""Reads a timeline once and makes a `Run` of it, in memory that does not depend on its length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from memguard._report import diagnosis
+from memguard._report.model import MOST_POINTS, Entry, FrameworkView, GpuView, Line, Moment, Peak, Run, Span
+from memguard._report.thinning import Thinner
+from memguard._timeline.parse import Record
+from memguard._timeline.reader import Timeline
+from memguard._timeline.replay import TimelineOutcome, replay_timeline
+from memguard._types import DevicePlan, DeviceSample, Event, FrameworkSample, Sample
+
+MOST_ENTRIES = 1000
+"""Entries that are shown of one run: so many serious ones at most, and so many others as there is room left for."""
+_ALL_POINTS = 240_000
+"""Points of all series of one page together: a browser draws more of them only slowly."""
+_FEWEST_POINTS = 600
+_EVERY = 1000
+"""Records between two calls of `progress`."""
+
+
+def points(series: int) -> int:
+    """How many points each of so many series may have."""
+    return min(MOST_POINTS, max(_ALL_POINTS // max(series, 1), _FEWEST_POINTS))
+
+
+def collect(
+    timeline: Timeline,
+    source: str,
+    *,
+    processes: bool = False,
+    runs: int = 1,
+    progress: Callable[[int], None] = lambda records: None,
+) -> Run:
+    """Read the timeline. `processes`: also name other processes by PID. `runs` is how many share the page.
+
+    `progress` gets the number of records so far. Raises TimelineError at a damaged line.
+    """
+    plan = timeline.plan
+    series = sum(4 + 4 * len(part.caps) for part in plan.devices) * runs
+    reading = _Reading(plan.devices, points(series), processes)
+    outcome = replay_timeline(
+        reading.watch(timeline.records(), progress), plan, recorded=True, simulated=timeline.header.simulated
+    )
+    return reading.run(timeline, source, outcome)
+
+
+class _Series:
+    """One figure, while reading."""
+
+    __slots__ = ("peak", "thin")
+
+    def __init__(self, most: int) -> None:
+        self.thin: Thinner[tuple[float, int | None]] = Thinner(most)
+        self.peak: Peak | None = None
+
+    def add(self, time: float, value: int | None) -> None:
+        if value is None:
+            self.thin.add((time, None), None, 1)
+            return
+        self.thin.add((time, value), value)
+        if self.peak is None or value > self.peak.size:
+            self.peak = Peak(value, time)
+
+    def line(self) -> Line:
+        kept = list(self.thin)
+        return Line(tuple(time for time, _ in kept), tuple(value for _, value in kept))
+
+
+class _Steps:
+    """A bound, which rarely changes: only its changes are kept."""
+
+    __slots__ = ("_known", "_last", "_now", "_series")
+
+    def __init__(self, most: int) -> None:
+        self._series = _Series(most)
+        self._known, self._last = False, 0.0
+        self._now: int | None = None
+
+    def see(self, time: float, value: int | None) -> None:
+        if not self._known or value != self._now:
+            self._series.add(time, value)
+        self._known, self._now, self._last = True, value, time
+
+    def line(self) -> Line:
+        """With the last time at its end, so that it is drawn to there."""
+        line = self._series.line()
+        if self._known and line.times[-1] != self._last:
+            return Line((*line.times, self._last), (*line.values, self._now))
+        return line
+
+
+class _Cell:
+    """One framework on one GPU, while reading."""
+
+    __slots__ = ("cap", "held", "in_use", "seen", "silent")
+
+    def __init__(self, most: int) -> None:
+        self.held, self.in_use, self.cap = _Series(most), _Series(most), _Steps(most)
+        self.seen = self.silent = False
+
+    def see(self, time: float, usage: FrameworkSample) -> None:
+        held, in_use, _, cap = usage
+        self.held.add(time, held)
+        self.in_use.add(time, in_use)
+        self.cap.see(time, cap)
+        if held is None:
+            self.silent = True
+
+    def gap(self, time: float) -> None:
+        self.held.add(time, None)
+        self.in_use.add(time, None)
+
+
+class _Gpu:
+    """One GPU, while reading."""
+
+    def __init__(self, position: int, uuid: str, most: int, part: DevicePlan | None = None) -> None:
+        self.position, self.uuid, self._most, self._part = position, uuid, most, part
+        self.total = 0 if part is None else part.device.total
+        self.cells = {name: _Cell(most) for name in (part.caps if part is not None else ())}
+        self.moments: Thinner[Moment] = Thinner(most)
+        self.limit = _Steps(most)
+        self.process: Peak | None = None
+
+    def see(self, time: float, device: DeviceSample) -> None:
+        self.total = device.total
+        self.limit.see(time, device.limit)
+        cells, frameworks = self.cells, device.frameworks
+        for name in frameworks:
+            if name not in cells:
+                cells[name] = _Cell(self._most)
+        held: list[int | None] = []
+        in_use: list[int | None] = []
+        rank, gaps = 0, 0
+        for name, cell in cells.items():
+            usage = frameworks.get(name)
+            if usage is None:
+                cell.gap(time)
+                held.append(None)
+                in_use.append(None)
+                continue
+            cell.seen = True
+            cell.see(time, usage)
+            held.append(usage.held)
+            in_use.append(usage.in_use)
+            known = usage.held if usage.held is not None else usage.in_use
+            if known is None:
+                gaps += 1
+            else:
+                rank += known
+        process = device.process
+        if process is not None and (self.process is None or process > self.process.size):
+            self.process = Peak(process, time)
+        moment = Moment(time, tuple(held), tuple(in_use), device.overhead, device.unaccounted, process)
+        self.moments.add(moment, rank, gaps)
+
+    def gap(self, time: float) -> None:
+        """Nothing is known of this moment: the lines end."""
+        for cell in self.cells.values():
+            cell.gap(time)
+        nothing = (None,) * len(self.cells)
+        self.moments.add(Moment(time, nothing, nothing, None, None, None), None, len(self.cells) + 1)
+
+    def view(self, outcome: TimelineOutcome) -> GpuView:
+        smallest = outcome.smallest
+        limits = {} if smallest is None else smallest.limits
+        asked = {row.framework: row.requests for row in outcome.frameworks if row.uuid == self.uuid}
+        frameworks = tuple(
+            FrameworkView(
+                diagnosis.clean(name),
+                cell.held.line(),
+                cell.in_use.line(),
+                cell.cap.line(),
+                cell.held.peak,
+                cell.in_use.peak,
+                limits.get(name),
+                asked.get(name, 0),
+                cell.silent,
+            )
+            for name, cell in self.cells.items()
+            if cell.seen
+        )
+        chosen = [at for at, cell in enumerate(self.cells.values()) if cell.seen]
+        moments = tuple(
+            row._replace(held=_of(row.held, chosen), in_use=_of(row.in_use, chosen)) for row in self.moments
+        )
+        limit = None if smallest is None or smallest.reserve is None else smallest.reserve + sum(limits.values())
+        device = None if self._part is None else self._part.device
+        name = self.uuid if device is None else device.name
+        index = None if device is None else device.index
+        return GpuView(
+            self.position, self.uuid, diagnosis.clean(name), index, self.total, self.limit.line(), moments, frameworks,
+            self.process, limit,
+        )  # fmt: skip
+
+
+def _of(sizes: tuple[int | None, ...], chosen: Sequence[int]) -> tuple[int | None, ...]:
+    """Those of the frameworks that were seen. A sample from before one was seen first says nothing of it."""
+    return tuple(sizes[at] if at < len(sizes) else None for at in chosen)
+
+
+class _Reading:
+    def __init__(self, devices: tuple[DevicePlan, ...], most: int, processes: bool) -> None:
+        self._most, self._processes = most, processes
+        self._gpus = {
+            part.device.uuid: _Gpu(position, part.device.uuid, most, part) for position, part in enumerate(devices)
+        }
+        self._begin = self._end = 0.0
+        self._counts: dict[str, int] = {}
+        self._serious: list[Entry] = []
+        self._others: list[Entry] = []
+        self._spans: list[Span] = []
+
+    def watch(self, records: Iterator[Record], progress: Callable[[int], None]) -> Iterator[Record]:
+        """The records as they are, each of them seen."""
+        for number, record in enumerate(records, 1):
+            if number == 1:
+                self._begin = self._end = record.time
+            elif record.time > self._end:
+                self._end = record.time
+            elif record.time < self._begin:
+                self._begin = record.time
+            if isinstance(record, Sample):
+                self._sample(record)
+            elif isinstance(record, Event):
+                self._event(record)
+            else:
+                self._entry(diagnosis.of_oom(record, self._processes))
+            if number % _EVERY == 0:
+                progress(number)
+            yield record
+
+    def _sample(self, sample: Sample) -> None:
+        for device in sample.devices:
+            gpu = self._gpus.get(device.uuid)
+            if gpu is None:
+                gpu = self._gpus[device.uuid] = _Gpu(len(self._gpus), device.uuid, self._most)
+            gpu.see(sample.time, device)
+
+    def _event(self, event: Event) -> None:
+        self._entry(diagnosis.of_event(event, self._processes))
+        if event.kind == "suspended":
+            for gpu in self._gpus.values():
+                gpu.gap(event.time)
+            self._span(Span(event.time, None, "suspended", "suspended", None))
+        elif event.kind == "resumed" and self._spans and self._spans[-1].end is None:
+            self._spans[-1] = self._spans[-1]._replace(end=event.time)
+        elif event.kind == "workload" and event.seconds is not None:
+            begin = event.time - max(event.seconds, 0.0)
+            who = None if event.framework is None else diagnosis.clean(event.framework)
+            self._span(Span(begin, event.time, "workload", diagnosis.clean(event.text), who))
+
+    def _span(self, span: Span) -> None:
+        if len(self._spans) < MOST_ENTRIES:
+            self._spans.append(span)
+
+    def _entry(self, entry: Entry) -> None:
+        self._counts[entry.kind] = self._counts.get(entry.kind, 0) + 1
+        chosen = self._serious if entry.severity in ("oom", "critical") else self._others
+        if len(chosen) < MOST_ENTRIES:
+            chosen.append(entry)
+
+    def run(self, timeline: Timeline, source: str, outcome: TimelineOutcome) -> Run:
+        others = self._others[: max(MOST_ENTRIES - len(self._serious), 0)]
+        entries = sorted([*self._serious, *others], key=lambda entry: entry.time)
+        versions = {
+            diagnosis.clean(name): diagnosis.clean(about["version"])
+            for name, about in timeline.header.frameworks.items()
+            if isinstance(about.get("version"), str)
+        }
+        header = timeline.header
+        notes = (*outcome.notes, *timeline.plan.notes, *timeline.notes)
+        return Run(
+            diagnosis.clean(source),
+            diagnosis.clean(header.recorded),
+            header.pid,
+            header.rank,
+            header.simulated,
+            outcome.samples,
+            self._begin,
+            self._end,
+            tuple(gpu.view(outcome) for gpu in self._gpus.values()),
+            tuple(entries),
+            sum(self._counts.values()) - len(entries),
+            tuple(self._spans),
+            self._counts,
+            versions,
+            outcome.smallest,
+            tuple(diagnosis.clean(note, self._processes) for note in notes),
+        )

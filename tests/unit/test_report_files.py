@@ -1,0 +1,249 @@
+"""`memguard report`: which files it writes, what they hold for other tools, and what it refuses."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hostile_names
+import pytest
+from recorded import SIX, record
+
+from memguard import cli
+from memguard._report import perfetto, texts
+from memguard._report.collect import collect
+from memguard._timeline import load_timeline
+from memguard.cli.support import output
+
+
+@pytest.fixture(scope="module")
+def timeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return record(tmp_path_factory.mktemp("recorded"), steps=120)
+
+
+def call(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as ended:
+        cli.main.main(["report", *map(str, arguments)], prog_name="memguard")
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_all_files_are_written_and_have_the_mode_of_a_new_file(timeline: Path, tmp_path: Path) -> None:
+    names = {"-o": "report.html", "--md": "report.md", "--csv": "run.csv", "--perfetto": "run.json"}
+    before = os.umask(0o027)
+    try:
+        code = call(timeline, *(word for option, name in names.items() for word in (option, tmp_path / name)))
+    finally:
+        os.umask(before)
+    assert code == 0
+    assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == dict.fromkeys(
+        names.values(), 0o640
+    )
+    assert (tmp_path / "report.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+
+
+@pytest.mark.parametrize("option", ["-o", "--md", "--csv", "--perfetto"])
+def test_a_file_that_exists_stays_unless_force_is_given(
+    timeline: Path, tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine").write_text("mine")
+    assert call(timeline, option, tmp_path / "mine") == 1
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert "mine: it exists already\n    fix: give another name, or --force to replace it" in capsys.readouterr().err
+    assert call(timeline, option, tmp_path / "mine", "--force") == 0
+    assert (tmp_path / "mine").stat().st_size > 500
+    assert os.listdir(tmp_path) == ["mine"]
+
+
+def test_a_timeline_is_never_overwritten(timeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "link.html").symlink_to(timeline)
+    before = timeline.read_bytes()
+    for path in (timeline, tmp_path / "link.html"):
+        assert call(timeline, "-o", path, "--force") == 1
+        assert "it is the timeline that is read" in capsys.readouterr().err
+    assert timeline.read_bytes() == before
+
+
+def test_what_comes_to_exist_meanwhile_stays(tmp_path: Path) -> None:
+    def parts() -> Iterator[str]:
+        yield "new"
+        (tmp_path / "report.html").write_text("somebody's")
+
+    with pytest.raises(output.MemguardError, match="it exists already"):
+        output.write(str(tmp_path / "report.html"), parts(), force=False)
+    assert (tmp_path / "report.html").read_text() == "somebody's"
+    assert os.listdir(tmp_path) == ["report.html"]
+
+
+def test_what_breaks_off_leaves_nothing(tmp_path: Path) -> None:
+    def parts() -> Iterator[str]:
+        yield "half"
+        raise KeyboardInterrupt
+
+    (tmp_path / "old").write_text("old")
+    for name, force in (("new", False), ("old", True)):
+        with pytest.raises(KeyboardInterrupt):
+            output.write(str(tmp_path / name), parts(), force)
+    assert os.listdir(tmp_path) == ["old"] and (tmp_path / "old").read_text() == "old"
+
+
+def test_a_fifo_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    reader = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        output.write(str(tmp_path / "fifo"), ["text"], force=False)
+        assert os.read(reader, 10) == b"text"
+    finally:
+        os.close(reader)
+    assert stat.S_ISFIFO((tmp_path / "fifo").stat().st_mode)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["{run}"], 2, "say what to write: memguard report {run} -o report.html"),
+        (["{run}", "{run}", "{run}", "-o", "-"], 2, "3 timelines are given: memguard report TIMELINE [OTHER] -o FILE"),
+        (["{run}", "-o", "-", "--md", "-"], 2, "two outputs go to standard output: give each a file of its own"),
+        (["{run}", "-o", "{new}", "--md", "{new}"], 2, "two outputs go to {new}: give each a file of its own"),
+        (["{run}", "-o", "{folder}"], 1, "{folder}: it is a folder\n    fix: give a file in it"),
+        (["{run}", "-o", "{new}/sub/x"], 1, "{new}/sub/x: cannot be written: No such file or directory\n    fix: "),
+        (["{new}", "-o", "{folder}/x"], 2, "{new}: cannot be read: No such file or directory\n    fix: "),
+    ],
+)
+def test_what_cannot_be_is_said_with_its_remedy(
+    timeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, said: str
+) -> None:
+    names = {"run": timeline, "new": tmp_path / "new", "folder": tmp_path}
+    assert call(*(word.format(**names) for word in arguments)) == code
+    assert said.format(**names) in capsys.readouterr().err
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_dash_is_standard_output(timeline: Path, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    assert call(timeline, "-o", tmp_path / "page.html") == 0
+    assert call(timeline, "-o", "-") == 0
+    assert capfdbinary.readouterr().out == (tmp_path / "page.html").read_bytes()
+
+
+def test_the_csv_has_every_figure_and_unknown_is_empty(timeline: Path) -> None:
+    rows = list(csv.DictReader(io.StringIO("".join(texts.csv([("a", load_timeline(timeline))])))))
+    samples = list(load_timeline(timeline).samples())
+    assert len({row["time"] for row in rows}) == len(samples)
+    assert len(rows) == sum(1 + len(sample.devices[0].frameworks) for sample in samples)
+    last = samples[-1].devices[0]
+    end = {row["framework"]: row for row in rows[-1 - len(last.frameworks) :]}
+    for name, usage in last.frameworks.items():
+        for column, value in zip(("held", "in_use", "reclaimable", "cap"), usage, strict=True):
+            assert end[name][column] == ("" if value is None else str(value))
+    assert end["tensorflow"]["held"] == "" and int(end[""]["process"]) == last.process
+    assert float(end[""]["seconds"]) == pytest.approx(samples[-1].time - samples[0].time)
+
+
+def test_no_cell_is_a_formula(tmp_path: Path) -> None:
+    path = hostile_names.record(tmp_path)
+    for row in csv.reader(io.StringIO("".join(texts.csv([("=cmd", load_timeline(path))])))):
+        assert not [cell for cell in row if cell[:1] in ("=", "+", "@")], row
+
+
+def test_the_markdown_has_peaks_errors_and_the_budget(timeline: Path) -> None:
+    run = collect(load_timeline(timeline), "run.jsonl")
+    text = texts.markdown([run])
+    assert all(f"\n| {name} | " in text for name in SIX)
+    (entry,) = [entry for entry in run.entries if entry.severity == "oom"]
+    assert texts.escaped(entry.remedies[0]) in text and run.smallest is not None and run.smallest.yaml() in text
+    table = [line for line in text.splitlines() if line.startswith("|")]
+    assert len({line.count("|") for line in table}) == 1
+    both = texts.markdown([run, run])
+    assert "peak held, B − A" in both and "What went wrong in B" in both
+
+
+def test_hostile_names_are_no_markup(tmp_path: Path) -> None:
+    text = texts.markdown([collect(load_timeline(hostile_names.record(tmp_path)), "a|b`c.jsonl")])
+    lines = text.splitlines()
+    table = [line.replace("\\|", "") for line in lines if line.startswith("|")]
+    assert len(table) > len(hostile_names.NAMES) and len({line.count("|") for line in table}) == 1
+    plain = text.partition("<details>")[0]
+    assert "<" not in plain and "@" not in plain and "://" not in plain and "#12" not in plain.replace("&#35;", "")
+
+
+PHASES = {
+    "M": {"name", "ph", "ts", "pid", "tid", "args"},
+    "C": {"name", "cat", "ph", "ts", "pid", "args"},
+    "i": {"name", "cat", "ph", "ts", "pid", "tid", "s", "args"},
+    "X": {"name", "cat", "ph", "ts", "dur", "pid", "tid", "args"},
+}
+"""The fields of each phase, as Google's "Trace Event Format" describes them."""
+
+
+def checked(text: str) -> list[dict[str, Any]]:
+    """The events, each with the documented fields and types."""
+    trace = json.loads(text)
+    assert set(trace) == {"traceEvents", "displayTimeUnit"} and trace["displayTimeUnit"] in ("ms", "ns")
+    for event in trace["traceEvents"]:
+        assert set(event) == PHASES[event["ph"]], event
+        assert all(type(event[key]) is int and event[key] >= 0 for key in ("ts", "dur", "pid", "tid") if key in event)
+        assert isinstance(event["name"], str) and isinstance(event.get("cat", ""), str)
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "thread_name") and set(event["args"]) == {"name"}
+        elif event["ph"] == "C":
+            assert event["args"] and all(type(value) is int for value in event["args"].values())
+        elif event["ph"] == "i":
+            assert event["s"] in ("g", "p", "t")
+    found: list[dict[str, Any]] = trace["traceEvents"]
+    return found
+
+
+def test_the_trace_has_the_documented_fields_and_every_figure(timeline: Path) -> None:
+    events = checked("".join(perfetto.trace([("a", load_timeline(timeline)), ("b", load_timeline(timeline))])))
+    assert {event["pid"] for event in events} == {1, 2}
+    assert next(event["args"]["name"] for event in events if event["name"] == "process_name").startswith("a (process ")
+    samples = list(load_timeline(timeline).samples())
+    begin = samples[0].time
+    level: dict[str, dict[str, int]] = {}
+    counters = iter([event for event in events if event["pid"] == 1 and event["ph"] == "C"])
+    coming = next(counters, None)
+    for sample in samples:
+        while coming is not None and coming["ts"] <= round((sample.time - begin) * 1e6):
+            level[coming["name"]] = coming["args"]
+            coming = next(counters, None)
+        for name, usage in sample.devices[0].frameworks.items():
+            shown = level[f"GPU 0 {name}"]
+            assert shown["in use"] == usage.in_use
+            assert usage.held is None or shown["in use"] + shown["idle"] == max(usage.held, usage.in_use or 0)
+    (oom,) = [event for event in events if event["pid"] == 1 and event.get("cat") == "oom"]
+    assert "its cap of 14.00 GiB is reached" in oom["args"]["why"] and oom["args"]["to do 1"]
+    spans = [(event["name"], event["dur"]) for event in events if event["ph"] == "X" and event["pid"] == 1]
+    assert spans == [("validation", 12_000_000), ("suspended", 20_000_000)]
+
+
+def test_hostile_names_make_a_trace(tmp_path: Path) -> None:
+    assert checked("".join(perfetto.trace([("\x1b", load_timeline(hostile_names.record(tmp_path)))])))
+
+
+def test_progress_is_shown_on_a_terminal_after_a_second(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import sys
+
+    from memguard.cli.support import reading
+
+    with reading.progress("reading run.jsonl") as show:
+        show(5_000)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(reading, "_PATIENCE", 3600.0)
+    with reading.progress("reading run.jsonl") as show:
+        show(5_000)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(reading, "_PATIENCE", 0.0)
+    with reading.progress("reading run.jsonl") as show:
+        show(5_000)
+    assert "reading run.jsonl: 5,000 records" in capsys.readouterr().err

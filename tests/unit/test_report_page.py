@@ -1,0 +1,350 @@
+"""The report of a recorded run: what is in it, what stays out of it, and that texts of a timeline stay text."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import hostile_names
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from recorded import SIX, many, record
+from timelines import START, Clock, plan_of, sample_of
+
+from memguard._report import diagnosis, figures, palette
+from memguard._report.collect import MOST_ENTRIES, collect, points
+from memguard._report.model import MOST_POINTS, Run
+from memguard._report.page import page, script_json
+from memguard._timeline import Oom, load_timeline
+from memguard._timeline.writer import Writer
+from memguard._types import Event, FrameworkSample, Pressure
+from memguard._units import GIB, MIB
+
+
+class Page(HTMLParser):
+    """Elements and text of a page, as a browser takes them."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.scripts: list[str] = []
+        self._inside = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._inside = tag
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = ""
+
+    def handle_data(self, data: str) -> None:
+        (self.scripts if self._inside == "script" else self.texts).append(data)
+
+    @property
+    def figures(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = json.loads(self.scripts[0])
+        return found
+
+
+def run_of(path: Path, **more: Any) -> Run:
+    return collect(load_timeline(path), path.name, **more)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run_of(record(tmp_path_factory.mktemp("recorded"), steps=240))
+
+
+@pytest.fixture(scope="module")
+def shown(recorded: Run) -> Page:
+    return Page(page([recorded]))
+
+
+def test_every_framework_is_drawn_with_its_cap_and_the_suggested_one(shown: Page) -> None:
+    (figure,) = shown.figures
+    names = {trace["name"] for trace in figure["traces"]}
+    for name in SIX:
+        assert {f"{name} in use", f"{name} idle", f"{name} cap", f"{name} suggested cap"} <= names, name
+        assert (f"{name} held" in names) == (name != "tensorflow"), "it does not say what it holds"
+    assert {"overhead", "process, by NVML", "limit", "suggested limit"} <= names
+    assert all(len(trace["y"]) == len(figure["times"][trace["x"]]) for trace in figure["traces"])
+
+
+def test_the_stack_reaches_what_nvml_says_of_the_process(recorded: Run, shown: Page) -> None:
+    (figure,) = shown.figures
+    bands = [trace["y"] for trace in figure["traces"] if trace.get("stackgroup")]
+    (process,) = [trace["y"] for trace in figure["traces"] if trace["name"] == "process, by NVML"]
+    checked = 0
+    for at, size in enumerate(process):
+        if size is not None:
+            assert sum(band[at] or 0 for band in bands) == pytest.approx(size, abs=1)
+            checked += 1
+    assert checked > 200
+    peak = recorded.gpus[0].peak_process
+    assert peak is not None and max(size for size in process if size is not None) == round(peak.size / MIB, 2)
+
+
+def test_an_error_is_a_marker_and_a_row_with_its_diagnosis(recorded: Run, shown: Page) -> None:
+    (entry,) = [entry for entry in recorded.entries if entry.severity == "oom"]
+    why = dict(entry.lines)["why"]
+    assert "its cap of 14.00 GiB is reached" in why and entry.remedies and entry.holders
+    (marks,) = [trace for trace in shown.figures[0]["traces"] if trace["name"] == "out of memory"]
+    (number,), (text,) = marks["customdata"], marks["hovertext"]
+    assert why in html.unescape(text.replace("<br>", " "))
+    assert [attrs["id"] for tag, attrs in shown.tags if tag == "tr" and attrs.get("class") == "serious"] == [
+        f"entry-{number}"
+    ]
+    said = "\n".join(shown.texts)
+    for part in (entry.title, why, *entry.remedies, *(holder.name for holder in entry.holders)):
+        assert part in said, part
+
+
+def test_a_suspension_and_a_workload_are_spans_and_the_lines_end(recorded: Run, shown: Page) -> None:
+    assert [(span.kind, span.name, round((span.end or 0) - span.begin)) for span in recorded.spans] == [
+        ("workload", "validation", 12),
+        ("suspended", "suspended", 20),
+    ]
+    begin = recorded.spans[1].begin
+    for view in recorded.gpus[0].frameworks:
+        assert (begin, None) in zip(view.held.times, view.held.values, strict=True)
+    labels = [shape["label"]["text"] for shape in shown.figures[0]["layout"]["shapes"] if "label" in shape]
+    assert labels == ["validation", "suspended"]
+
+
+def test_two_runs_have_the_same_axes_and_colours(tmp_path: Path, recorded: Run) -> None:
+    other = run_of(record(tmp_path, "other", 60, torch=0.5, cap="16GiB"))
+    both = Page(page([recorded, other]))
+    first, second = both.figures
+    assert first["span"] == second["span"] and first["elapsed"] and second["elapsed"]
+    for key in ("yaxis", *(f"yaxis{number}" for number in range(3, 9))):
+        assert first["layout"][key] == second["layout"][key]
+    colours = [
+        {(trace["name"], trace["yaxis"]): trace["fillcolor"] for trace in figure["traces"] if "fillcolor" in trace}
+        for figure in (first, second)
+    ]
+    assert len(colours[0]) > 20 and colours[0] == colours[1]
+    numbers = [number for trace in second["traces"] for number in trace.get("customdata", ())]
+    assert min(numbers) == len(recorded.entries), "rows are numbered on the page"
+    ids = [attrs["id"] for tag, attrs in both.tags if "id" in attrs]
+    assert len(ids) == len(set(ids))
+
+
+def test_colours_depend_on_the_names_alone_and_differ() -> None:
+    names = [*SIX, "exchange", "mine", "other"]
+    found = palette.colours(names)
+    assert found == palette.colours(reversed(names)) and len(set(found.values())) == len(names)
+
+
+def test_hostile_names_stay_text(tmp_path: Path) -> None:
+    path = hostile_names.record(tmp_path)
+    text = page([run_of(path), run_of(path)])
+    shown = Page(text)
+    assert len(shown.scripts) == 3, "no name ended a script or began one"
+    assert {tag for tag, _ in shown.tags} & {"img", "b", "a", "extra", "iframe"} == set()
+    assert not [name for _, attrs in shown.tags for name in attrs if name.startswith("on")]
+    assert not re.search("[\x00-\x08\x0b-\x1f\u2028\u202e]", text.split("<script")[0])
+    drawn = shown.figures
+    for trace in (trace for figure in drawn for trace in figure["traces"]):
+        del trace["meta"]  # which Plotly does not show
+        assert trace.pop("hovertemplate", "%{hovertext}<extra></extra>") == "%{hovertext}<extra></extra>"
+    assert not re.search(r"<(?!/?b>|br>)", json.dumps(drawn)), "Plotly knows a few tags"
+    said = "\n".join(shown.texts)
+    for name in hostile_names.NAMES:
+        assert diagnosis.clean(name) in said or diagnosis.clean(name)[:1].upper() in said, name
+
+
+@given(st.text())
+def test_json_in_a_script_is_the_same_and_ends_nothing(text: str) -> None:
+    made = script_json({"name": text})
+    assert json.loads(made) == {"name": text}
+    assert made.isascii() and not set("<>&") & set(made)
+
+
+def test_the_policy_lets_only_the_two_scripts_run(shown: Page) -> None:
+    import base64
+    import hashlib
+
+    (policy,) = [attrs["content"] or "" for tag, attrs in shown.tags if attrs.get("http-equiv")]
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+    assert rules["default-src"] == "'none'" and "connect-src" not in rules and "unsafe" not in rules["script-src"]
+    hashes = [base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in shown.scripts[1:]]
+    assert rules["script-src"] == " ".join(f"'sha256-{one}'" for one in hashes)
+    assert not [attrs for tag, attrs in shown.tags if {"src", "href"} & attrs.keys()]
+
+
+def test_plotly_is_the_version_that_was_checked() -> None:
+    import hashlib
+
+    import memguard
+
+    root = Path(__file__).parents[2]
+    script = (root / "scripts" / "vendor-plotly").read_text(encoding="utf-8")
+    declared = dict(re.findall(r"^(VERSION|FILE_SHA256)=(\S+)$", script, re.MULTILINE))
+    assets = Path(memguard.__file__).parent / "_report" / "assets"
+    bundle = (assets / "plotly-basic.min.js").read_bytes()
+    assert hashlib.sha256(bundle).hexdigest() == declared["FILE_SHA256"]
+    assert f"plotly.js (basic - minified) v{declared['VERSION']}\n" in bundle[:200].decode()
+    assert "MIT License" in (assets / "plotly-LICENSE.txt").read_text(encoding="utf-8")
+
+
+def test_other_processes_are_one_sum_unless_they_are_asked_for() -> None:
+    holders = [
+        {"kind": "process", "name": "process 4711", "bytes": 2 * GIB},
+        {"kind": "process", "name": "process 12", "bytes": GIB},
+        {"kind": "framework", "name": "torch", "bytes": GIB // 2},
+    ]
+    oom = Oom(1.0, {"holders": holders, "remedies": [{"text": "process 4711 holds 2.00 GiB of the card: end it"}]})
+    told = diagnosis.of_oom(oom, processes=True)
+    assert [holder.name for holder in told.holders] == ["process 4711", "process 12", "torch"]
+    silent = diagnosis.of_oom(oom, processes=False)
+    assert silent.holders == (("other processes", "3.00 GiB"), ("torch", "512.0 MiB"))
+    assert silent.remedies == ("another process holds 2.00 GiB of the card: end it",)
+    assert "4711" not in str(silent)
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    )
+)
+def test_a_report_may_be_anything(value: Any) -> None:
+    keys = (
+        "requester",
+        "requested",
+        "memory",
+        "certain",
+        "error",
+        "why",
+        "uuid",
+        "holders",
+        "remedies",
+        "moment",
+        "cut",
+    )
+    for report in (dict.fromkeys(keys, value), {"holders": [value], "remedies": [value], "moment": {"held": value}}):
+        entry = diagnosis.of_oom(Oom(1.0, report), processes=False)
+        assert entry.severity == "oom" and entry.title
+
+
+def test_unknown_is_a_gap_and_never_zero(tmp_path: Path) -> None:
+    clock, plan = Clock(), plan_of("h200", torch="4GiB", cupy="2GiB")
+    with Writer(tmp_path / "{rank}.jsonl", plan, clock=clock) as writer:
+        for step in range(9):
+            clock.now += 1
+            torch = FrameworkSample(
+                None if step in (3, 4) else GIB, None if step in (3, 4) else GIB // 2, None, 4 * GIB
+            )
+            writer.sample(sample_of(plan, clock.now, torch=torch, cupy=FrameworkSample(GIB, GIB, 0, 2 * GIB)))
+    run = run_of(Path(writer.path))
+    torch_view, cupy = sorted(run.gpus[0].frameworks, key=lambda view: view.name, reverse=True)
+    assert torch_view.held.values == (GIB, GIB, GIB, None, None, GIB, GIB, GIB, GIB) and torch_view.silent
+    assert set(cupy.held.values) == {GIB} and not cupy.silent
+    rows = figures.with_edges(run.gpus[0].moments)
+    assert len(rows) == 9 + 4
+    times = [row.time for row in rows]
+    assert times == sorted(times)
+    edges = {round(row.time - START, 3): row.held for row in rows}
+    assert edges[3.0] == (GIB, GIB) and edges[3.001][0] is None and edges[5.999][0] is None and edges[6.0] == (GIB, GIB)
+    assert all(row.held[1] == GIB for row in rows), "the other one goes on"
+    drawn = {(trace["name"], trace["yaxis"]): trace["y"] for trace in Page(page([run])).figures[0]["traces"]}
+    assert drawn["torch in use", "y"] == [512] * 3 + [None] * 6 + [512] * 4
+    assert drawn["torch in use", "y3"] == [512] * 3 + [None] * 2 + [512] * 4
+
+
+def test_before_a_framework_was_seen_first_it_is_unknown(tmp_path: Path) -> None:
+    clock, plan = Clock(), plan_of("h200", torch="4GiB")
+    used = FrameworkSample(GIB, GIB, 0, None)
+    with Writer(tmp_path / "{rank}.jsonl", plan, clock=clock) as writer:
+        for late in ({}, {}, {"mine": used}):
+            clock.now += 1
+            writer.sample(sample_of(plan, clock.now, torch=used, **late))
+    (gpu,) = run_of(Path(writer.path)).gpus
+    assert [view.name for view in gpu.frameworks] == ["torch", "mine"]
+    assert [moment.held for moment in gpu.moments] == [(GIB, None), (GIB, None), (GIB, GIB)]
+
+
+def test_a_cap_that_moved_is_drawn_in_steps_to_the_end(tmp_path: Path) -> None:
+    clock, plan = Clock(), plan_of("h200", torch="4GiB")
+    with Writer(tmp_path / "{rank}.jsonl", plan, clock=clock) as writer:
+        for cap in (4, 4, 6, 6, 6, 4, 4):
+            clock.now += 1
+            writer.sample(sample_of(plan, clock.now, torch=FrameworkSample(3 * GIB, GIB, 0, cap * GIB)))
+    run = run_of(Path(writer.path))
+    (view,) = run.gpus[0].frameworks
+    assert [time - START for time in view.cap.times] == [1, 3, 6, 7]
+    assert view.cap.values == (4 * GIB, 6 * GIB, 4 * GIB, 4 * GIB)
+    (figure,) = Page(page([run])).figures
+    (line,) = [trace["line"] for trace in figure["traces"] if trace["name"] == "torch cap"]
+    assert line["shape"] == "hv"
+    low, high = figure["layout"]["yaxis2"]["domain"]
+    assert high - low < 0.01, "there is no event: no room is left for any"
+    assert "<b>torch</b>  cap 4.00 GiB, moved" in [note["text"] for note in figure["layout"]["annotations"]]
+
+
+def test_a_limit_far_above_all_does_not_flatten_the_picture(tmp_path: Path) -> None:
+    clock, plan = Clock(), plan_of("h200", torch="30GiB", cupy="2GiB")
+    with Writer(tmp_path / "{rank}.jsonl", plan, clock=clock) as writer:
+        for _ in range(3):
+            clock.now += 1
+            used = {"torch": FrameworkSample(GIB, GIB, 0, 30 * GIB), "cupy": FrameworkSample(GIB, GIB, 0, 2 * GIB)}
+            writer.sample(sample_of(plan, clock.now, **used))
+    run = run_of(Path(writer.path))
+    (gpu,) = run.gpus
+    assert figures.top_of(gpu) == 3 * GIB * 6 // 5, "its limit is 40 GiB"
+    assert {view.name: figures.top_of_framework(view) for view in gpu.frameworks} == {
+        "torch": GIB * 6 // 5,
+        "cupy": 2 * GIB,
+    }
+    titles = [note["text"] for note in Page(page([run])).figures[0]["layout"]["annotations"]]
+    assert titles == [
+        "<b>all together</b>  limit 40.00 GiB, above the picture",
+        "<b>torch</b>  cap 30.00 GiB, above the picture",
+        "<b>cupy</b>  cap 2.00 GiB",
+    ]
+
+
+def test_the_most_serious_events_are_shown_and_the_others_counted(tmp_path: Path) -> None:
+    clock, plan = Clock(), plan_of("h200", torch="4GiB")
+    with Writer(tmp_path / "{rank}.jsonl", plan, clock=clock) as writer:
+        for number in range(MOST_ENTRIES + 5):
+            writer.event(Event(START + number, "note", f"note {number}"))
+        writer.event(Event(START, "pressure", "torch: near its cap", Pressure.CRITICAL, framework="torch"))
+        writer.oom({"requester": "torch"})
+    run = run_of(Path(writer.path))
+    assert len(run.entries) == MOST_ENTRIES and run.left_out == 7
+    assert {"oom", "critical", "note"} == {entry.severity for entry in run.entries}
+    assert run.counts == {"note": MOST_ENTRIES + 5, "pressure": 1, "oom": 1}
+    assert "7 more are left out" in page([run])
+
+
+def test_a_timeline_without_a_sample_is_a_page(tmp_path: Path) -> None:
+    with Writer(tmp_path / "{rank}.jsonl", plan_of("h200", torch="4GiB"), clock=Clock()) as writer:
+        writer.event(Event(START, "note", "nothing was sampled"))
+        writer.event(Event(START + 90, "note", "nor later"))
+    run = run_of(Path(writer.path))
+    assert (run.begin, run.end) == (START, START + 90)
+    text = page([run])
+    assert "nothing was sampled" in text and "0 samples" in text
+
+
+def test_long_runs_have_few_points_and_their_peaks(tmp_path: Path) -> None:
+    path = many(tmp_path, 6_000)
+    run = run_of(path)
+    whole = [sample.devices[0] for sample in load_timeline(path).samples()]
+    for view in run.gpus[0].frameworks:
+        assert len(view.held.values) <= MOST_POINTS and len(view.in_use.values) <= MOST_POINTS
+        for line, at in ((view.held, "held"), (view.in_use, "in_use")):
+            seen = [getattr(device.frameworks[view.name], at) for device in whole]
+            known = [size for size in seen if size is not None]
+            drawn = [size for size in line.values if size is not None]
+            assert (max(drawn, default=0), min(drawn, default=0)) == (max(known, default=0), min(known, default=0))
+    assert len(run.gpus[0].moments) <= MOST_POINTS
+    assert points(10_000) < points(100) <= MOST_POINTS
