@@ -113,6 +113,19 @@ have_chromium() {
     return 1
 }
 
+# have_tmux: have tmux on this machine: for the tests of the live screen.
+have_tmux() {
+    command -v tmux >/dev/null 2>&1 && return 0
+    if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null 2>&1; then
+        say "installing tmux"
+        apt-get update -qq >&2 && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
+            tmux >&2 && return 0
+    fi
+    say "memguard: the tests of memguard top need tmux, which is not on the PATH"
+    say "    fix: as root, on Debian: apt-get install tmux"
+    return 1
+}
+
 # have_axe: have axe-core, which finds what people with a screen reader or a keyboard cannot use, in $VENV/axe-core.
 # From npm's registry, by npm if it is there.
 AXE=4.14.1
