@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from memguard.cli.support import complete
+
 if TYPE_CHECKING:
     from memguard._config import Budget
     from memguard._doctor import DoctorReport
@@ -33,24 +35,47 @@ class _Seconds(click.FloatRange):
 
 
 @click.command("doctor", short_help="Find out why a framework does not work here.")
-@click.argument("budget", required=False, type=click.Path())
-@click.option("-c", "--config", "config_file", type=click.Path(), help="The budget file, as the argument BUDGET.")
+@click.argument("budget", required=False, type=click.Path(), shell_complete=complete.budgets)
+@click.option(
+    "-c",
+    "--config",
+    "config_file",
+    type=click.Path(),
+    shell_complete=complete.budgets,
+    help="The budget file, as the argument BUDGET.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--dump-facts", is_flag=True, help="Print what was read, as JSON, for --facts or a bug report.")
 @click.option(
     "--facts",
     "facts_file",
     type=click.Path(),
+    shell_complete=complete.files(".json"),
     metavar="FILE",
     help="Examine facts from --dump-facts; - reads standard input.",
 )
 @click.option(
-    "--script", type=click.Path(), metavar="FILE", help="A program whose imports are examined; it is not run."
+    "--script",
+    type=click.Path(),
+    shell_complete=complete.files(".py"),
+    metavar="FILE",
+    help="A program whose imports are examined; it is not run.",
 )
 @click.option(
-    "--framework", "frameworks", multiple=True, metavar="NAME", help="Examine only this framework; repeat for several."
+    "--framework",
+    "frameworks",
+    multiple=True,
+    metavar="NAME",
+    shell_complete=complete.frameworks,
+    help="Examine only this framework; repeat for several.",
 )
-@click.option("--ignore", multiple=True, metavar="NAME", help="A finding to leave out; repeat for several.")
+@click.option(
+    "--ignore",
+    multiple=True,
+    metavar="NAME",
+    shell_complete=complete.findings,
+    help="A finding to leave out; repeat for several.",
+)
 @click.option(
     "--timeout",
     type=_Seconds(1, 86400),
@@ -59,7 +84,13 @@ class _Seconds(click.FloatRange):
     metavar="SECONDS",
     help="Stop a framework's process after this time.",
 )
-@click.option("--explain", "explained", metavar="NAME", help="Print the page of a finding.")
+@click.option(
+    "--explain",
+    "explained",
+    metavar="NAME",
+    shell_complete=complete.findings,
+    help="Print the page of a finding.",
+)
 @click.option("--list", "list_names", is_flag=True, help="Print the names of all findings.")
 @click.pass_context
 def doctor(

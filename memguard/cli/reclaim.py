@@ -6,9 +6,11 @@ import json
 
 import click
 
+from memguard.cli.support import complete
+
 
 @click.command("reclaim")
-@click.argument("timeline", type=click.Path())
+@click.argument("timeline", type=click.Path(), shell_complete=complete.files(".jsonl"))
 @click.option("--dry-run", is_flag=True, help="Required: another process cannot be trimmed from here.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; sizes in bytes.")
 def reclaim(timeline: str, dry_run: bool, as_json: bool) -> None:

@@ -6,10 +6,24 @@ import json
 
 import click
 
+from memguard.cli.support import complete
+
 
 @click.command("replay")
-@click.argument("files", metavar="[BUDGET] TIMELINE", nargs=-1, required=True, type=click.Path())
-@click.option("--budget", type=click.Path(), help="The budget to try; without one the caps of the recording.")
+@click.argument(
+    "files",
+    metavar="[BUDGET] TIMELINE",
+    nargs=-1,
+    required=True,
+    type=click.Path(),
+    shell_complete=complete.recorded,
+)
+@click.option(
+    "--budget",
+    type=click.Path(),
+    shell_complete=complete.budgets,
+    help="The budget to try; without one the caps of the recording.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; sizes in bytes.")
 @click.option("--smallest", is_flag=True, help="Print only the smallest budget that fits, as YAML.")
 @click.pass_context

@@ -6,12 +6,24 @@ import json
 
 import click
 
-from memguard.cli.support import gpus
+from memguard.cli.support import complete, gpus
 
 
 @click.command("simulate")
-@click.argument("files", metavar="[BUDGET] TRACE", nargs=-1, required=True, type=click.Path())
-@click.option("--budget", type=click.Path(), help="The budget to try, if it is not given before TRACE.")
+@click.argument(
+    "files",
+    metavar="[BUDGET] TRACE",
+    nargs=-1,
+    required=True,
+    type=click.Path(),
+    shell_complete=complete.recorded,
+)
+@click.option(
+    "--budget",
+    type=click.Path(),
+    shell_complete=complete.budgets,
+    help="The budget to try, if it is not given before TRACE.",
+)
 @gpus.option("--device", "devices")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--without-budget", is_flag=True, help="Replay without caps; BUDGET may then be left out.")

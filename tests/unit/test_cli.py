@@ -84,9 +84,27 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"memguard {memguard.__version__}\n"
 
 
-def test_an_unknown_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("chekc") == 2
-    assert "No such command 'chekc'" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [("chek", "check"), ("chekc", "check"), ("CHECK", "check"), ("simulat", "simulate"), ("reclam", "reclaim")],
+)
+def test_an_unknown_command_is_a_usage_error_with_the_near_one(
+    written: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(written, "budget.yaml", "--json") == 2
+    assert capsys.readouterr().err.endswith(f"Error: No such command {written!r}. Did you mean {meant!r}?\n")
+
+
+def test_a_command_that_is_near_to_none_gets_no_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("xyzzy") == 2
+    assert capsys.readouterr().err.endswith("Error: No such command 'xyzzy'.\n")
+
+
+@pytest.mark.parametrize("written", ["plan --devise h200", "check --jsn b.yaml", "doctor --explane x"])
+def test_an_unknown_option_is_a_usage_error_with_the_near_one(written: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(*written.split()) == 2
+    meant = {"--devise": "--device", "--jsn": "--json", "--explane": "--explain"}[written.split()[1]]
+    assert meant in capsys.readouterr().err.rpartition("Error:")[2]
 
 
 @pytest.mark.parametrize(

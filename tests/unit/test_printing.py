@@ -33,6 +33,8 @@ EVIL = "\x1b]0;owned\x07\x1b[31m\x9b2J\r\u202e\u00e9\u4e2d\U0001f600\u2212"
 """Title, colour, clear screen in one byte, carriage return, right to left; then what latin-1 and ASCII lack."""
 BUDGET = "version: 1\ndevice: {limit: 40GiB}\nframeworks:\n  torch: {share: 50%}\n"
 JSON = (
+    "check --json",
+    "check wrong --json",
     "plan --json",
     "plan hostile --json",
     "reclaim --json",
@@ -45,6 +47,9 @@ JSON = (
 COMMANDS: dict[str, tuple[list[str], int]] = {
     "check": (["check", "b.yaml"], 0),
     "check wrong": (["check", "wrong.yaml"], 2),
+    "check --json": (["check", "b.yaml", "--json"], 0),
+    "check wrong --json": (["check", "b.yaml", "wrong.yaml", f"{EVIL}.yaml", "--json"], 2),
+    "check several": (["check", "wrong.yaml", f"{EVIL}.yaml", "b.yaml"], 2),
     "check absent": (["check", f"{EVIL}.yaml"], 2),
     "plan": (["plan", "b.yaml", "--device", "h200"], 0),
     "plan --json": (["plan", "b.yaml", "--device", "h200", "--json"], 0),
@@ -78,7 +83,7 @@ COMMANDS: dict[str, tuple[list[str], int]] = {
     "version": (["--version"], 0),
     **{f"{name} --help": ([name, "--help"], 0) for name in ("check", "doctor", "plan", "replay", "run", "simulate")},
     "unknown command": ([f"chekc{EVIL}"], 2),
-    "extra argument": (["check", "b.yaml", EVIL], 2),
+    "extra argument": (["plan", "b.yaml", EVIL], 2),
     "unknown option": (["plan", f"--{EVIL}"], 2),
 }
 ANSWERS = ("doctor", "reclaim", "replay", "resume", "simulate", "suspend")
