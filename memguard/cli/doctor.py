@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import stat
@@ -122,8 +123,13 @@ def doctor(
 
     if list_names or explained is not None:
         with _not_run(context):
-            said = "\n".join(_findings.NAMES) if explained is None else explain.page(explained).rstrip()
-        click.echo(said)
+            if explained is not None:
+                text = explain.page(explained).rstrip()
+                plain = {"memguard_finding": 1, **_named(explained), "text": text}
+            else:
+                text = "\n".join(_findings.NAMES)
+                plain = {"memguard_findings": 1, "findings": [_named(name) for name in _findings.NAMES]}
+        click.echo(json.dumps(plain, indent=2) if as_json else text)
         return
     if budget is not None and config_file is not None:
         context.fail("the budget is given twice: as BUDGET and with --config")
@@ -153,6 +159,10 @@ def doctor(
     else:
         show(report, as_json)
     context.exit(0 if dump_facts else code(report))
+
+
+def _named(name: str) -> dict[str, object]:
+    return {"name": name, "page": f"docs/doctor/{name}.md"}
 
 
 def code(report: DoctorReport) -> int:
@@ -186,8 +196,6 @@ def unread(facts: Facts) -> None:
 
 def show(report: DoctorReport, as_json: bool = False, *, brief: bool = False, err: bool = False) -> None:
     """Print the report, in colours on a terminal."""
-    import json
-
     from memguard._doctor import render
 
     if as_json:
