@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import stat
@@ -117,6 +116,8 @@ def doctor(
     installed; 2: it could not run, or it found nothing wrong and no framework. With --dump-facts, 0 if facts were
     written.
     """
+    import json
+
     from memguard import _config, _findings
     from memguard._doctor import explain, report_on
     from memguard._doctor.facts import Facts
@@ -196,6 +197,8 @@ def unread(facts: Facts) -> None:
 
 def show(report: DoctorReport, as_json: bool = False, *, brief: bool = False, err: bool = False) -> None:
     """Print the report, in colours on a terminal."""
+    import json
+
     from memguard._doctor import render
 
     if as_json:

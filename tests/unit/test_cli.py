@@ -79,6 +79,32 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.returncode == 0, done.stderr
 
 
+WITHOUT_JSON = {"run": "it becomes the program, whose output is its own", "schema": "what it prints is JSON"}
+
+
+def test_every_command_has_json_or_a_reason() -> None:
+    for name in COMMANDS:
+        command = cli.main.get_command(click.Context(cli.main), name)
+        assert command is not None
+        flags = {flag for parameter in command.params for flag in parameter.opts}
+        assert ("--json" in flags) != (name in WITHOUT_JSON), name
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["plan absent.yaml --device h200", "plan --device h2000", "replay absent.jsonl", "replay absent.jsonl --smallest",
+     "simulate absent.yaml absent.jsonl", "reclaim --dry-run absent.jsonl", "doctor absent.yaml",
+     "doctor --explain absent", "doctor --facts absent.json", "suspend 2147483647", "resume 2147483647"],
+)  # fmt: skip
+def test_an_error_is_text_on_stderr_also_with_json(
+    arguments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert call(*arguments.split(), "--json") == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.strip()
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("--version") == 0
     assert capsys.readouterr().out == f"memguard {memguard.__version__}\n"

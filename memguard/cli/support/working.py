@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from memguard._text import visible
+from memguard.cli.support import printing
 
 T = TypeVar("T")
 _AFTER = 1.0
 """Seconds without a word."""
 _AGAIN = 0.25
+_ERASE = "\r\x1b[K"
 _NAME = "memguard-working"
 
 
@@ -29,7 +35,7 @@ class Work:
             self.done += 1
 
     def line(self, seconds: float) -> str:
-        count = f": {self.done:,} records" if self.done else ""
+        count = f": {self.done:,} record{'' if self.done == 1 else 's'}" if self.done else ""
         return f"{self.what}{count}, {seconds:,.0f} s"
 
 
@@ -40,10 +46,10 @@ def on(what: str) -> Iterator[Work]:
     It is drawn by a thread: what takes its time is somebody else's loop, and may be a single call.
     """
     work, over = Work(what), threading.Event()
-    if sys.stderr is None or not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         yield work
         return
-    drawing = threading.Thread(target=_draw, args=(work, over), name=_NAME, daemon=True)
+    drawing = threading.Thread(target=_draw, args=(work, over, sys.stderr), name=_NAME, daemon=True)
     drawing.start()
     try:
         yield work
@@ -52,22 +58,23 @@ def on(what: str) -> Iterator[Work]:
         drawing.join()  # what is printed next begins on a clean line
 
 
-def _draw(work: Work, over: threading.Event) -> None:
-    begin = time.monotonic()
-    if over.wait(_AFTER):
-        return
-    from rich.live import Live
-    from rich.text import Text
+def _draw(work: Work, over: threading.Event, stream: Any) -> None:
+    """By hand: beside a busy thread, whoever imports rich waits for its turn at each file, which takes seconds."""
+    begin, after = time.monotonic(), _AFTER
+    styled = stream.styled() if isinstance(stream, printing.Stream) else stream
+    while not over.wait(after):
+        after = _AGAIN
+        line = visible(work.line(time.monotonic() - begin), keep="")
+        styled.write(f"{_ERASE}{line[: _columns() - 1]}")
+        styled.flush()
+    if after == _AGAIN:
+        styled.write(_ERASE)
+        styled.flush()
 
-    from memguard._text import shown
-    from memguard.cli.support import printing
 
-    with Live(
-        console=printing.console(err=True),
-        get_renderable=lambda: Text(shown(work.line(time.monotonic() - begin))),
-        transient=True,
-        refresh_per_second=1 / _AGAIN,
-        redirect_stdout=False,  # the command's own, which another thread writes to
-        redirect_stderr=False,
-    ):
-        over.wait()
+def _columns() -> int:
+    """Those of standard error: standard output may be a file. 80 if the terminal does not know."""
+    found = 0
+    with contextlib.suppress(OSError):
+        found = os.get_terminal_size(2).columns
+    return found or shutil.get_terminal_size().columns
