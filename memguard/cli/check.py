@@ -114,7 +114,7 @@ def _timeline_folder(timeline: str) -> Iterator[tuple[str, str]]:
     from memguard._timeline import rank_of
     from memguard._timeline.files import expand
 
-    folder = os.path.dirname(os.path.abspath(expand(timeline, os.getpid(), rank_of(os.environ))))
+    folder = os.path.dirname(expand(timeline, os.getpid(), rank_of(os.environ)))
     there = os.path.isdir(folder)
     if not there or not os.access(folder, os.W_OK | os.X_OK):
         wrong = "cannot be written to" if there else "does not exist"
