@@ -49,6 +49,15 @@ class _Group(click.Group):
         command: click.Command = getattr(importlib.import_module(f"memguard.cli.{cmd_name}"), cmd_name)
         return command
 
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        """As click's, which knows no near name of commands that are imported when they are used."""
+        if args and args[0][:1].isalnum() and self.get_command(ctx, args[0]) is None and not ctx.resilient_parsing:
+            import difflib
+
+            near = difflib.get_close_matches(args[0].lower(), _COMMANDS, 1)
+            ctx.fail(f"No such command {args[0]!r}." + (f" Did you mean {near[0]!r}?" if near else ""))
+        return super().resolve_command(ctx, args)
+
     def main(  # type: ignore[override]
         self,
         args: Sequence[str] | None = None,

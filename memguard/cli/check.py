@@ -2,27 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import click
+
+from memguard.cli.support import budget_file, complete
 
 if TYPE_CHECKING:
     from fractions import Fraction
 
     from memguard._config import Budget, DeviceBudget, DeviceOverride, FrameworkBudget, MonitorConfig, SuspendConfig
+    from memguard.errors import ConfigError
+
+
+_WARNING = "warning"
 
 
 @click.command("check")
-@click.argument("budget", type=click.Path())
-def check(budget: str) -> None:
-    """Validate a budget file. Errors name the line and the fix. Needs no GPU."""
-    from memguard import _config
+@click.argument(
+    "budgets", metavar="BUDGET...", nargs=-1, required=True, type=click.Path(), shell_complete=complete.budgets
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: for each file its problems and warnings.")
+@click.pass_context
+def check(context: click.Context, budgets: tuple[str, ...], as_json: bool) -> None:
+    """Validate budget files. Errors name the line and the fix. Needs no GPU.
 
-    loaded = _config.load(budget)
-    click.echo(f"{click.format_filename(budget)}: ok")
-    for label, text in _summary(loaded):
-        click.echo(f"  {label:<12} {text}")
+    BUDGET is a file, or - for standard input. All files are checked, and every problem of each is told.
+
+    Exit code 0: all are right; 2: at least one is wrong.
+    """
+    from memguard.errors import ConfigError
+
+    if budgets.count(budget_file.STDIN) > 1:
+        raise click.UsageError("standard input can be read only once: give - once")
+    found, wrong = [], False
+    for path in budgets:
+        name = budget_file.name(path)
+        try:
+            summary = list(_summary(budget_file.load(path)))
+        except ConfigError as error:
+            wrong = True
+            found.append(_as_dict(name, error, ()))
+            if not as_json:
+                click.echo(str(error), err=True)
+            continue
+        found.append(_as_dict(name, None, [text for label, text in summary if label == _WARNING]))
+        if not as_json:
+            click.echo(f"{click.format_filename(name)}: ok")
+            for label, text in summary:
+                click.echo(f"  {label:<12} {text}")
+    if as_json:
+        click.echo(json.dumps({"memguard_check": 1, "ok": not wrong, "files": found}, indent=2))
+    context.exit(ConfigError.exit_code if wrong else 0)
+
+
+def _as_dict(name: str, error: ConfigError | None, warnings: Sequence[str]) -> dict[str, object]:
+    """Of what is not known of a problem the value is None: there is no line in an empty file."""
+    problems = () if error is None else error.problems
+    return {
+        "file": name,
+        "ok": error is None,
+        "problems": [
+            {
+                "line": problem.line,
+                "column": problem.column,
+                "path": problem.path or None,
+                "message": problem.message,
+                "fix": problem.fix or None,
+            }
+            for problem in problems
+        ],
+        "warnings": list(warnings),
+    }
 
 
 def _summary(budget: Budget) -> Iterator[tuple[str, str]]:
@@ -65,7 +118,7 @@ def _timeline_folder(timeline: str) -> Iterator[tuple[str, str]]:
     there = os.path.isdir(folder)
     if not there or not os.access(folder, os.W_OK | os.X_OK):
         wrong = "cannot be written to" if there else "does not exist"
-        yield "warning", f"the timeline's folder {folder} {wrong}: here init would fail, and cap nothing"
+        yield _WARNING, f"the timeline's folder {folder} {wrong}: here init would fail, and cap nothing"
 
 
 def _monitor(monitor: MonitorConfig) -> str:

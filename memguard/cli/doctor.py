@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from memguard.cli.support import complete
+
 if TYPE_CHECKING:
     from memguard._config import Budget
     from memguard._doctor import DoctorReport
@@ -33,24 +35,47 @@ class _Seconds(click.FloatRange):
 
 
 @click.command("doctor", short_help="Find out why a framework does not work here.")
-@click.argument("budget", required=False, type=click.Path())
-@click.option("-c", "--config", "config_file", type=click.Path(), help="The budget file, as the argument BUDGET.")
+@click.argument("budget", required=False, type=click.Path(), shell_complete=complete.budgets)
+@click.option(
+    "-c",
+    "--config",
+    "config_file",
+    type=click.Path(),
+    shell_complete=complete.budgets,
+    help="The budget file, as the argument BUDGET.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--dump-facts", is_flag=True, help="Print what was read, as JSON, for --facts or a bug report.")
 @click.option(
     "--facts",
     "facts_file",
     type=click.Path(),
+    shell_complete=complete.files(".json"),
     metavar="FILE",
     help="Examine facts from --dump-facts; - reads standard input.",
 )
 @click.option(
-    "--script", type=click.Path(), metavar="FILE", help="A program whose imports are examined; it is not run."
+    "--script",
+    type=click.Path(),
+    shell_complete=complete.files(".py"),
+    metavar="FILE",
+    help="A program whose imports are examined; it is not run.",
 )
 @click.option(
-    "--framework", "frameworks", multiple=True, metavar="NAME", help="Examine only this framework; repeat for several."
+    "--framework",
+    "frameworks",
+    multiple=True,
+    metavar="NAME",
+    shell_complete=complete.frameworks,
+    help="Examine only this framework; repeat for several.",
 )
-@click.option("--ignore", multiple=True, metavar="NAME", help="A finding to leave out; repeat for several.")
+@click.option(
+    "--ignore",
+    multiple=True,
+    metavar="NAME",
+    shell_complete=complete.findings,
+    help="A finding to leave out; repeat for several.",
+)
 @click.option(
     "--timeout",
     type=_Seconds(1, 86400),
@@ -59,7 +84,13 @@ class _Seconds(click.FloatRange):
     metavar="SECONDS",
     help="Stop a framework's process after this time.",
 )
-@click.option("--explain", "explained", metavar="NAME", help="Print the page of a finding.")
+@click.option(
+    "--explain",
+    "explained",
+    metavar="NAME",
+    shell_complete=complete.findings,
+    help="Print the page of a finding.",
+)
 @click.option("--list", "list_names", is_flag=True, help="Print the names of all findings.")
 @click.pass_context
 def doctor(
@@ -85,14 +116,21 @@ def doctor(
     installed; 2: it could not run, or it found nothing wrong and no framework. With --dump-facts, 0 if facts were
     written.
     """
+    import json
+
     from memguard import _config, _findings
     from memguard._doctor import explain, report_on
     from memguard._doctor.facts import Facts
 
     if list_names or explained is not None:
         with _not_run(context):
-            said = "\n".join(_findings.NAMES) if explained is None else explain.page(explained).rstrip()
-        click.echo(said)
+            if explained is not None:
+                text = explain.page(explained).rstrip()
+                plain = {"memguard_finding": 1, **_named(explained), "text": text}
+            else:
+                text = "\n".join(_findings.NAMES)
+                plain = {"memguard_findings": 1, "findings": [_named(name) for name in _findings.NAMES]}
+        click.echo(json.dumps(plain, indent=2) if as_json else text)
         return
     if budget is not None and config_file is not None:
         context.fail("the budget is given twice: as BUDGET and with --config")
@@ -122,6 +160,10 @@ def doctor(
     else:
         show(report, as_json)
     context.exit(0 if dump_facts else code(report))
+
+
+def _named(name: str) -> dict[str, object]:
+    return {"name": name, "page": f"docs/doctor/{name}.md"}
 
 
 def code(report: DoctorReport) -> int:

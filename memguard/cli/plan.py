@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from memguard.cli.support import gpus
+from memguard.cli.support import complete, gpus
 
 if TYPE_CHECKING:
     from memguard._config import Budget
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @click.command("plan")
-@click.argument("budget", type=click.Path(), required=False)
+@click.argument("budget", type=click.Path(), required=False, shell_complete=complete.budgets)
 @gpus.option("--device", "devices")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; sizes in bytes.")
 def plan(budget: str | None, devices: tuple[str, ...], as_json: bool) -> None:

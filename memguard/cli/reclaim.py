@@ -6,9 +6,11 @@ import json
 
 import click
 
+from memguard.cli.support import complete
+
 
 @click.command("reclaim")
-@click.argument("timeline", type=click.Path())
+@click.argument("timeline", type=click.Path(), shell_complete=complete.files(".jsonl"))
 @click.option("--dry-run", is_flag=True, help="Required: another process cannot be trimmed from here.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; sizes in bytes.")
 def reclaim(timeline: str, dry_run: bool, as_json: bool) -> None:
@@ -27,10 +29,12 @@ def reclaim(timeline: str, dry_run: bool, as_json: bool) -> None:
 
     from memguard._reclaim import figures
     from memguard._timeline import load_timeline
+    from memguard.cli.support import working
     from memguard.errors import TimelineError
 
     recorded = load_timeline(timeline)
-    last = deque(recorded.samples(), maxlen=1)
+    with working.on(f"reads {timeline}") as work:
+        last = deque(work.counted(recorded.samples()), maxlen=1)
     if not last:
         raise TimelineError(f"{timeline}: it has no sample\n    fix: let the monitor run for longer than its interval")
     found = figures.of_sample(last[0], recorded.plan, recorded.header.simulated)

@@ -6,12 +6,26 @@ import json
 
 import click
 
+from memguard.cli.support import complete
+
 
 @click.command("replay")
-@click.argument("files", metavar="[BUDGET] TIMELINE", nargs=-1, required=True, type=click.Path())
-@click.option("--budget", type=click.Path(), help="The budget to try; without one the caps of the recording.")
+@click.argument(
+    "files",
+    metavar="[BUDGET] TIMELINE",
+    nargs=-1,
+    required=True,
+    type=click.Path(),
+    shell_complete=complete.recorded,
+)
+@click.option(
+    "--budget",
+    type=click.Path(),
+    shell_complete=complete.budgets,
+    help="The budget to try; without one the caps of the recording.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; sizes in bytes.")
-@click.option("--smallest", is_flag=True, help="Print only the smallest budget that fits, as YAML.")
+@click.option("--smallest", is_flag=True, help="Print only the smallest budget that fits, as YAML or JSON.")
 @click.pass_context
 def replay(context: click.Context, files: tuple[str, ...], budget: str | None, as_json: bool, smallest: bool) -> None:
     """Replay the timeline TIMELINE of a run under another budget: who would have hit a cap, and when.
@@ -24,7 +38,7 @@ def replay(context: click.Context, files: tuple[str, ...], budget: str | None, a
     from memguard import _config, _policy
     from memguard._timeline import load_timeline
     from memguard._timeline.replay import replay_timeline
-    from memguard.cli.support import recordings
+    from memguard.cli.support import recordings, working
     from memguard.errors import TimelineError
 
     given = recordings.given(files, budget, "timeline")
@@ -35,12 +49,13 @@ def replay(context: click.Context, files: tuple[str, ...], budget: str | None, a
     recorded = load_timeline(timeline)
     devices = [part.device for part in recorded.plan.devices]
     plan = recorded.plan if declared is None else _policy.plan(declared, devices)
-    outcome = replay_timeline(
-        recorded.records(),
-        plan,
-        recorded=declared is None,
-        simulated=recorded.header.simulated,
-    )
+    with working.on(f"replays {timeline}") as work:
+        outcome = replay_timeline(
+            work.counted(recorded.records()),
+            plan,
+            recorded=declared is None,
+            simulated=recorded.header.simulated,
+        )
     outcome = replace(outcome, notes=(*outcome.notes, *plan.notes, *recorded.notes))
     if not smallest:
         click.echo(json.dumps(outcome.as_dict(), indent=2) if as_json else outcome.render())
@@ -48,4 +63,9 @@ def replay(context: click.Context, files: tuple[str, ...], budget: str | None, a
     if outcome.smallest is None or outcome.smallest.problem is not None:
         why = "no framework held anything" if outcome.smallest is None else outcome.smallest.problem
         raise TimelineError(f"{timeline}: no budget can be derived from it: {why}\n    fix: replay another run")
-    click.echo(outcome.smallest.yaml(), nl=False)
+    text = outcome.smallest.yaml()
+    if as_json:  # a budget too: YAML reads it
+        import yaml
+
+        text = json.dumps(yaml.safe_load(text), indent=2) + "\n"
+    click.echo(text, nl=False)

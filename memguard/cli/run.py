@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
+from memguard.cli.support import complete
 from memguard.cli.support import gpus as gpu_option
 from memguard.errors import MemguardError
 
@@ -40,6 +41,7 @@ _FATAL = ("driver-", "cuda-init-failed", "visible-devices-", "container-", "devi
     "--config",
     "budget",
     type=click.Path(),
+    shell_complete=complete.budgets,
     help="The budget file; by default budget.yaml in this folder or one above.",
 )
 @gpu_option.option("--simulate", "gpus")
@@ -55,7 +57,7 @@ _FATAL = ("driver-", "cuda-init-failed", "visible-devices-", "container-", "devi
     help="Cap nothing: record a timeline for `memguard suggest`, with PID and rank in its name.",
 )
 @click.option("--doctor", "examine", is_flag=True, help="Run `memguard doctor` first, and do not start after an error.")
-@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, shell_complete=complete.any_file)
 def run(
     budget: str | None,
     gpus: tuple[str, ...],

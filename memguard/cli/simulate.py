@@ -6,12 +6,24 @@ import json
 
 import click
 
-from memguard.cli.support import gpus
+from memguard.cli.support import complete, gpus
 
 
 @click.command("simulate")
-@click.argument("files", metavar="[BUDGET] TRACE", nargs=-1, required=True, type=click.Path())
-@click.option("--budget", type=click.Path(), help="The budget to try, if it is not given before TRACE.")
+@click.argument(
+    "files",
+    metavar="[BUDGET] TRACE",
+    nargs=-1,
+    required=True,
+    type=click.Path(),
+    shell_complete=complete.recorded,
+)
+@click.option(
+    "--budget",
+    type=click.Path(),
+    shell_complete=complete.budgets,
+    help="The budget to try, if it is not given before TRACE.",
+)
 @gpus.option("--device", "devices")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--without-budget", is_flag=True, help="Replay without caps; BUDGET may then be left out.")
@@ -35,7 +47,7 @@ def simulate(
     from memguard._devices.simulated import SimulatedHost
     from memguard._simulation import replay as simulation
     from memguard._simulation import trace as traces
-    from memguard.cli.support import recordings
+    from memguard.cli.support import recordings, working
     from memguard.errors import PlanError, TraceError
 
     given = recordings.given(files, budget, "trace", without_budget=without_budget)
@@ -45,21 +57,20 @@ def simulate(
         raise click.UsageError("give BUDGET and TRACE, or only TRACE with --without-budget")
     plan = None
     declared = None if without_budget or given.budget is None else _config.load(given.budget)
-    recorded = traces.read(given.recording)
+    with working.on(f"reads {given.recording}"):
+        recorded = traces.read(given.recording)
     host = SimulatedHost(devices) if devices else simulation.host_of(recorded.header)
     if declared is not None:
         plan = _policy.plan(declared, host.devices())
         if any(part.joined for part in plan.devices):
             fix = "write 'strategy: caps' for the simulation"
             raise PlanError([declared.problem(("strategy",), "simulated GPUs have no driver pool to share", fix)])
-    if plan is not None:
-        names = {name for part in plan.devices for name in part.caps}
-        outcome = simulation.simulate(recorded, host, {name: plan.caps(name) for name in names}, plan.options)
-        elastic = " and ".join(dict.fromkeys(name for part in plan.devices for name in part.elastic))
-        if elastic:
-            note = f"{elastic}: elastic caps move while a program runs; here they stay as the plan begins"
-            outcome = replace(outcome, notes=(*outcome.notes, note))
-    else:
-        outcome = simulation.simulate(recorded, host)
+    caps = None if plan is None else {name: plan.caps(name) for part in plan.devices for name in part.caps}
+    with working.on(f"simulates {given.recording}"):
+        outcome = simulation.simulate(recorded, host, caps, None if plan is None else plan.options)
+    elastic = [] if plan is None else dict.fromkeys(name for part in plan.devices for name in part.elastic)
+    if elastic:
+        note = f"{' and '.join(elastic)}: elastic caps move while a program runs; here they stay as the plan begins"
+        outcome = replace(outcome, notes=(*outcome.notes, note))
     click.echo(json.dumps(outcome.as_dict(), indent=2) if as_json else outcome.render())
     context.exit(1 if outcome.refused else 0)

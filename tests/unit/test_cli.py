@@ -94,14 +94,58 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.returncode == 0, done.stderr
 
 
+WITHOUT_JSON = {"run": "it becomes the program, whose output is its own", "schema": "what it prints is JSON"}
+
+
+def test_every_command_has_json_or_a_reason() -> None:
+    for name in COMMANDS:
+        command = cli.main.get_command(click.Context(cli.main), name)
+        assert command is not None
+        flags = {flag for parameter in command.params for flag in parameter.opts}
+        assert ("--json" in flags) != (name in WITHOUT_JSON), name
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["plan absent.yaml --device h200", "plan --device h2000", "replay absent.jsonl", "replay absent.jsonl --smallest",
+     "simulate absent.yaml absent.jsonl", "reclaim --dry-run absent.jsonl", "doctor absent.yaml",
+     "doctor --explain absent", "doctor --facts absent.json", "suspend 2147483647", "resume 2147483647"],
+)  # fmt: skip
+def test_an_error_is_text_on_stderr_also_with_json(
+    arguments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert call(*arguments.split(), "--json") == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.strip()
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("--version") == 0
     assert capsys.readouterr().out == f"memguard {memguard.__version__}\n"
 
 
-def test_an_unknown_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("chekc") == 2
-    assert "No such command 'chekc'" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [("chek", "check"), ("chekc", "check"), ("CHECK", "check"), ("simulat", "simulate"), ("reclam", "reclaim")],
+)
+def test_an_unknown_command_is_a_usage_error_with_the_near_one(
+    written: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(written, "budget.yaml", "--json") == 2
+    assert capsys.readouterr().err.endswith(f"Error: No such command {written!r}. Did you mean {meant!r}?\n")
+
+
+def test_a_command_that_is_near_to_none_gets_no_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("xyzzy") == 2
+    assert capsys.readouterr().err.endswith("Error: No such command 'xyzzy'.\n")
+
+
+@pytest.mark.parametrize("written", ["plan --devise h200", "check --jsn b.yaml", "doctor --explane x"])
+def test_an_unknown_option_is_a_usage_error_with_the_near_one(written: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(*written.split()) == 2
+    meant = {"--devise": "--device", "--jsn": "--json", "--explane": "--explain"}[written.split()[1]]
+    assert meant in capsys.readouterr().err.rpartition("Error:")[2]
 
 
 @pytest.mark.parametrize(

@@ -261,6 +261,15 @@ def test_the_list_is_that_of_the_names(gathered: Gathered) -> None:
     assert gathered.asked == []
 
 
+def test_the_list_and_a_page_as_json(gathered: Gathered) -> None:
+    listed = json.loads(doctor("--list", "--json").stdout)
+    assert listed["memguard_findings"] == 1
+    assert listed["findings"] == [{"name": name, "page": f"docs/doctor/{name}.md"} for name in _findings.NAMES]
+    page = json.loads(doctor("--explain", "mig", "--json").stdout)
+    assert page.pop("text") + "\n" == doctor("--explain", "mig").stdout
+    assert page == {"memguard_finding": 1, "name": "mig", "page": "docs/doctor/mig.md"}
+
+
 @pytest.mark.parametrize("name", _findings.NAMES)
 def test_a_page_is_printed(gathered: Gathered, name: str) -> None:
     done = doctor("--explain", name)

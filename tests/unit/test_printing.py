@@ -33,6 +33,8 @@ EVIL = "\x1b]0;owned\x07\x1b[31m\x9b2J\r\u202e\u00e9\u4e2d\U0001f600\u2212"
 """Title, colour, clear screen in one byte, carriage return, right to left; then what latin-1 and ASCII lack."""
 BUDGET = "version: 1\ndevice: {limit: 40GiB}\nframeworks:\n  torch: {share: 50%}\n"
 JSON = (
+    "check --json",
+    "check wrong --json",
     "plan --json",
     "plan hostile --json",
     "reclaim --json",
@@ -40,13 +42,19 @@ JSON = (
     "suggest hostile --json",
     "replay --json",
     "simulate --json",
+    "replay --smallest --json",
     "doctor --json",
     "doctor --dump-facts",
+    "doctor --list --json",
+    "doctor --explain --json",
     "schema",
 )
 COMMANDS: dict[str, tuple[list[str], int]] = {
     "check": (["check", "b.yaml"], 0),
     "check wrong": (["check", "wrong.yaml"], 2),
+    "check --json": (["check", "b.yaml", "--json"], 0),
+    "check wrong --json": (["check", "b.yaml", "wrong.yaml", f"{EVIL}.yaml", "--json"], 2),
+    "check several": (["check", "wrong.yaml", f"{EVIL}.yaml", "b.yaml"], 2),
     "check absent": (["check", f"{EVIL}.yaml"], 2),
     "plan": (["plan", "b.yaml", "--device", "h200"], 0),
     "plan --json": (["plan", "b.yaml", "--device", "h200", "--json"], 0),
@@ -64,6 +72,7 @@ COMMANDS: dict[str, tuple[list[str], int]] = {
     "replay": (["replay", "run.jsonl"], 0),
     "replay --json": (["replay", "run.jsonl", "--json"], 0),
     "replay --smallest": (["replay", "run.jsonl", "--smallest"], 0),
+    "replay --smallest --json": (["replay", "run.jsonl", "--smallest", "--json"], 0),
     "replay wrong": (["replay", "wrong.trace"], 2),
     "suggest": (["suggest", "run.jsonl"], 0),
     "suggest --json": (["suggest", "run.jsonl", "--json"], 0),
@@ -77,6 +86,8 @@ COMMANDS: dict[str, tuple[list[str], int]] = {
     "doctor --json": (["doctor", "--facts", "facts.json", "--json"], 1),
     "doctor --dump-facts": (["doctor", "--facts", "facts.json", "--dump-facts"], 0),
     "doctor --list": (["doctor", "--list"], 0),
+    "doctor --list --json": (["doctor", "--list", "--json"], 0),
+    "doctor --explain --json": (["doctor", "--explain", "unexpected-path", "--json"], 0),
     "doctor --explain": (["doctor", "--explain", "unexpected-path"], 0),
     "doctor unknown": (["doctor", "--ignore", EVIL], 2),
     "run absent": (["run", "-c", f"{EVIL}.yaml", "--", "true"], 2),
@@ -91,7 +102,7 @@ COMMANDS: dict[str, tuple[list[str], int]] = {
         for name in ("check", "doctor", "plan", "replay", "run", "simulate", "suggest")
     },
     "unknown command": ([f"chekc{EVIL}"], 2),
-    "extra argument": (["check", "b.yaml", EVIL], 2),
+    "extra argument": (["plan", "b.yaml", EVIL], 2),
     "unknown option": (["plan", f"--{EVIL}"], 2),
 }
 ANSWERS = ("doctor", "reclaim", "replay", "resume", "simulate", "suggest", "suspend")

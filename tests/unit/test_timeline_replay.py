@@ -296,6 +296,9 @@ def test_the_smallest_budget_is_one_that_check_accepts(files: tuple[str, str], t
     assert checked.exit_code == 0 and ": ok" in checked.output
     run = CliRunner().invoke(command, [files[0], "--budget", str(smallest)])
     assert run.exit_code == 0 and "refused once" not in run.output
+    run = CliRunner().invoke(command, [files[0], "--smallest", "--json"])
+    assert json.loads(run.output)["version"] == 1
+    assert _config.parse(run.output) == _config.parse(smallest.read_text())
 
 
 def test_the_command_with_wrong_input(files: tuple[str, str], tmp_path: Path) -> None:

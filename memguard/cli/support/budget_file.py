@@ -1,10 +1,42 @@
-"""The budget that a command uses if none is named."""
+"""The budget that a command is given: a file, standard input, or the one that it uses if none is named."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from memguard.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from memguard._config import Budget
+
+STDIN = "-"
+
+
+def name(path: str) -> str:
+    """What messages call it."""
+    return "<stdin>" if path == STDIN else path
+
+
+def load(path: str) -> Budget:
+    """The budget in a file, or for `-` on standard input. Raises ConfigError."""
+    from memguard import _config
+
+    return _config.parse(_standard_input(), name(path)) if path == STDIN else _config.load(path)
+
+
+def _standard_input() -> bytes:
+    from memguard._config.positions import MAX_BYTES
+
+    try:
+        if sys.stdin is None:
+            raise OSError(0, "it is closed")
+        return sys.stdin.buffer.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: closed since
+        why = getattr(error, "strerror", None) or str(error)
+        fix = "pipe a budget into it, or name its file"
+        raise ConfigError([Problem(f"cannot be read: {why}", fix)], name(STDIN)) from None
 
 
 def found() -> Path | None:

@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 
 import click
 
+from memguard.cli.support import complete
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -21,4 +23,4 @@ class _Gpus(click.Option):
 
 
 def option(flag: str, name: str) -> Callable[[F], F]:
-    return click.option(flag, name, cls=_Gpus, multiple=True, metavar="GPU")
+    return click.option(flag, name, cls=_Gpus, multiple=True, metavar="GPU", shell_complete=complete.gpus)

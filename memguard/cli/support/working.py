@@ -1,0 +1,80 @@
+"""Shows on a terminal that a command still works, once that takes longer than a second: for long recordings."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+from memguard._text import visible
+from memguard.cli.support import printing
+
+T = TypeVar("T")
+_AFTER = 1.0
+"""Seconds without a word."""
+_AGAIN = 0.25
+_ERASE = "\r\x1b[K"
+_NAME = "memguard-working"
+
+
+class Work:
+    """What it is, and how many records it has done. How many there are is not known before the end of a file."""
+
+    def __init__(self, what: str) -> None:
+        self.what, self.done = what, 0
+
+    def counted(self, records: Iterable[T]) -> Iterator[T]:
+        """The same records, counted as they are taken."""
+        for record in records:
+            yield record
+            self.done += 1
+
+    def line(self, seconds: float) -> str:
+        count = f": {self.done:,} record{'' if self.done == 1 else 's'}" if self.done else ""
+        return f"{self.what}{count}, {seconds:,.0f} s"
+
+
+@contextlib.contextmanager
+def on(what: str) -> Iterator[Work]:
+    """A line on standard error that is gone at the end; none where that is no terminal.
+
+    It is drawn by a thread: what takes its time is somebody else's loop, and may be a single call.
+    """
+    work, over = Work(what), threading.Event()
+    if sys.stderr is None or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+        yield work
+        return
+    drawing = threading.Thread(target=_draw, args=(work, over, sys.stderr), name=_NAME, daemon=True)
+    drawing.start()
+    try:
+        yield work
+    finally:
+        over.set()
+        drawing.join()  # what is printed next begins on a clean line
+
+
+def _draw(work: Work, over: threading.Event, stream: Any) -> None:
+    """By hand: beside a busy thread, whoever imports rich waits for its turn at each file, which takes seconds."""
+    begin, after = time.monotonic(), _AFTER
+    styled = stream.styled() if isinstance(stream, printing.Stream) else stream
+    while not over.wait(after):
+        after = _AGAIN
+        line = visible(work.line(time.monotonic() - begin), keep="")
+        styled.write(f"{_ERASE}{line[: _columns() - 1]}")
+        styled.flush()
+    if after == _AGAIN:
+        styled.write(_ERASE)
+        styled.flush()
+
+
+def _columns() -> int:
+    """Those of standard error: standard output may be a file. 80 if the terminal does not know."""
+    found = 0
+    with contextlib.suppress(OSError):
+        found = os.get_terminal_size(2).columns
+    return found or shutil.get_terminal_size().columns
