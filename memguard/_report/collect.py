@@ -17,8 +17,6 @@ MOST_ENTRIES = 1000
 _ALL_POINTS = 240_000
 """Points of all series of one page together: a browser draws more of them only slowly."""
 _FEWEST_POINTS = 600
-_EVERY = 1000
-"""Records between two calls of `progress`."""
 
 
 def points(series: int) -> int:
@@ -32,18 +30,17 @@ def collect(
     *,
     processes: bool = False,
     runs: int = 1,
-    progress: Callable[[int], None] = lambda records: None,
+    counted: Callable[[Iterator[Record]], Iterator[Record]] = iter,
 ) -> Run:
     """Read the timeline. `processes`: also name other processes by PID. `runs` is how many share the page.
 
-    `progress` gets the number of records so far. Raises TimelineError at a damaged line.
+    `counted` passes the records through, for whoever shows how far it is. Raises TimelineError at a damaged line.
     """
     plan = timeline.plan
     series = sum(4 + 4 * len(part.caps) for part in plan.devices) * runs
     reading = _Reading(plan.devices, points(series), processes)
-    outcome = replay_timeline(
-        reading.watch(timeline.records(), progress), plan, recorded=True, simulated=timeline.header.simulated
-    )
+    records = reading.watch(counted(timeline.records()))
+    outcome = replay_timeline(records, plan, recorded=True, simulated=timeline.header.simulated)
     return reading.run(timeline, source, outcome)
 
 
@@ -214,7 +211,7 @@ class _Reading:
         self._others: list[Entry] = []
         self._spans: list[Span] = []
 
-    def watch(self, records: Iterator[Record], progress: Callable[[int], None]) -> Iterator[Record]:
+    def watch(self, records: Iterator[Record]) -> Iterator[Record]:
         """The records as they are, each of them seen."""
         for number, record in enumerate(records, 1):
             if number == 1:
@@ -229,8 +226,6 @@ class _Reading:
                 self._event(record)
             else:
                 self._entry(diagnosis.of_oom(record, self._processes))
-            if number % _EVERY == 0:
-                progress(number)
             yield record
 
     def _sample(self, sample: Sample) -> None:

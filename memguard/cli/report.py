@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import click
+
+from memguard.cli.support import complete
 
 if TYPE_CHECKING:
     from memguard._timeline.reader import Timeline
@@ -14,7 +15,9 @@ _FILE = click.Path()
 
 
 @click.command("report", short_help="Draw a recorded run, or two, as one HTML file.")
-@click.argument("files", metavar="TIMELINE [OTHER]", nargs=-1, required=True, type=_FILE)
+@click.argument(
+    "files", metavar="TIMELINE [OTHER]", nargs=-1, required=True, type=_FILE, shell_complete=complete.timelines
+)
 @click.option("-o", "--output", type=_FILE, metavar="FILE", help="Write HTML that needs no network.")
 @click.option("--md", type=_FILE, metavar="FILE", help="Write Markdown, for a pull request.")
 @click.option("--csv", type=_FILE, metavar="FILE", help="Write each sample, sizes in bytes; unknown is empty.")
@@ -43,7 +46,7 @@ def report(
     from memguard._report.page import page
     from memguard._timeline import load_timeline
     from memguard.cli.support import output as outputs
-    from memguard.cli.support import reading
+    from memguard.cli.support import working
 
     if len(files) > 2:
         raise click.UsageError(f"{len(files)} timelines are given: memguard report TIMELINE [OTHER] -o FILE")
@@ -55,14 +58,13 @@ def report(
     if output is not None or md is not None:
         runs = []
         for name, timeline in timelines:
-            with reading.progress(f"reading {name}") as progress:
-                runs.append(collect(timeline, name, processes=processes, runs=len(files), progress=progress))
+            with working.on(f"reads {name}") as work:
+                runs.append(collect(timeline, name, processes=processes, runs=len(files), counted=work.counted))
         if output is not None:
             outputs.write(output, [page(runs)], force)
         if md is not None:
             outputs.write(md, [texts.markdown(runs)], force)
     for path, make in ((csv, texts.csv), (perfetto, traces.trace)):
         if path is not None:
-            parts: Iterable[str] = make(timelines, processes)
-            with reading.progress(f"writing {path}") as progress:
-                outputs.write(path, reading.counted(parts, progress), force)
+            with working.on(f"writes {path}") as work:
+                outputs.write(path, work.counted(make(timelines, processes)), force)

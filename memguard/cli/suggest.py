@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from memguard.cli.support import complete
 from memguard.cli.support import gpus as gpu_option
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @click.command("suggest")
-@click.argument("timelines", metavar="[TIMELINE]...", nargs=-1, type=click.Path())
+@click.argument("timelines", metavar="[TIMELINE]...", nargs=-1, type=click.Path(), shell_complete=complete.timelines)
 @click.option("--headroom", default="15%", show_default=True, metavar="PERCENT", help="Kept on top of each peak.")
 @gpu_option.option("--for", "gpus")
 @click.option("--ignore-refused", is_flag=True, help="Leave out what was refused: for programs that try sizes.")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from memguard.cli.support import complete
 from memguard.errors import MemguardError
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @click.command("top")
-@click.argument("timelines", metavar="[TIMELINE]...", nargs=-1, type=click.Path())
+@click.argument("timelines", metavar="[TIMELINE]...", nargs=-1, type=click.Path(), shell_complete=complete.timelines)
 @click.option("--once", is_flag=True, help="Print it once, as text, and end.")
 @click.option("--json", "as_json", is_flag=True, help="Print it once, as JSON; sizes in bytes.")
 @click.option("--interval", default="500ms", show_default=True, help="The time between two readings.")

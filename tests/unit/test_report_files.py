@@ -224,26 +224,3 @@ def test_the_trace_has_the_documented_fields_and_every_figure(timeline: Path) ->
 
 def test_hostile_names_make_a_trace(tmp_path: Path) -> None:
     assert checked("".join(perfetto.trace([("\x1b", load_timeline(hostile_names.record(tmp_path)))])))
-
-
-def test_progress_is_shown_on_a_terminal_after_a_second(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import sys
-
-    from memguard.cli.support import reading
-
-    with reading.progress("reading run.jsonl") as show:
-        show(5_000)
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(reading, "_PATIENCE", 3600.0)
-    with reading.progress("reading run.jsonl") as show:
-        show(5_000)
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(reading, "_PATIENCE", 0.0)
-    with reading.progress("reading run.jsonl") as show:
-        show(5_000)
-    assert "reading run.jsonl: 5,000 records" in capsys.readouterr().err

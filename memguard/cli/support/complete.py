@@ -53,6 +53,7 @@ def files(*suffixes: str) -> Complete:
 
 
 budgets = files(*_YAML)
+timelines = files(".jsonl")
 
 
 def recorded(context: click.Context, parameter: click.Parameter, word: str) -> list[CompletionItem]:
