@@ -71,7 +71,6 @@ SOURCES = {
     "forecast": "memguard._monitor.pressure: Settings.forecast",
     "hysteresis": "memguard._monitor.pressure: Settings.hysteresis",
     "join": "memguard._monitor.sampler: JOIN",
-    "least timeline": "memguard._timeline.writer: MIN_LIMIT",
     "levels kept": "memguard._monitor.pressure: MEMORY",
     "line": "memguard._timeline.format: MAX_LINE",
     "line of a trace": "memguard._simulation.trace: MAX_LINE",
