@@ -111,7 +111,9 @@ class Terminal:
 
 @pytest.fixture
 def environ(tmp_path: Path) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TMUX", "MEMGUARD_"))}
+    # Without the size that pytest-xdist gives its processes: textual would take it for the terminal's for ever.
+    without = ("TMUX", "MEMGUARD_", "COLUMNS", "LINES")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(without)}
     runtime = tmp_path / "run"
     runtime.mkdir(mode=0o700)
     return {**kept, "PYTHONPATH": str(HOME), "XDG_RUNTIME_DIR": str(runtime), "LANG": "C.UTF-8", "LC_ALL": "C.UTF-8"}

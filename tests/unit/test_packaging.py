@@ -221,3 +221,11 @@ def test_each_framework_is_installed_as_its_extra_says() -> None:
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     extras = dict(re.findall(r'^(\w+) = \["([^">=]+)>=[^"]+"\]$', project, re.MULTILINE))
     assert {name: row.install for name, row in SPECS.items()} == {name: extras[name] for name in SPECS}
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    """pytest imports them by their name alone: the second one would fail wherever both tiers run together."""
+    found: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        found.setdefault(path.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}
