@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 @gpu_option.option("--for", "gpus")
 @click.option("--ignore-refused", is_flag=True, help="Leave out what was refused: for programs that try sizes.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; sizes in bytes.")
-@click.option("-o", "output", type=click.Path(), help="Write to this file, which must not exist.")
+@click.option(
+    "-o", "output", type=click.Path(), metavar="FILE", help="Write to this file, which must not exist; - is stdout."
+)
 @click.option("--force", is_flag=True, help="With -o: replace the file.")
 @click.pass_context
 def suggest(
@@ -47,6 +49,13 @@ def suggest(
     percent = _headroom(headroom)
     if force and output is None:
         raise click.UsageError("--force replaces the file of -o, and none is given")
+    if output is not None:
+        from memguard._timeline.files import numbered
+        from memguard.cli.support import output as outputs
+
+        # The older parts of a timeline are read with it.
+        parts = [part for name in timelines for _, part in numbered(name)]
+        outputs.check([output], [*timelines, *parts], force)
     devices = _devices(gpus) if gpus else None
     if not timelines:
         content = _first(devices)
@@ -118,19 +127,9 @@ def _devices(names: tuple[str, ...]) -> Sequence[Device]:
 
 
 def _write(content: str, output: str | None, force: bool) -> None:
-    from memguard.errors import MemguardError
-
     if output is None:
         click.echo(content, nl=False)
         return
-    try:
-        with open(output, "w" if force else "x", encoding="utf-8") as file:
-            file.write(content)
-    except FileExistsError:
-        name = click.format_filename(output)
-        raise MemguardError(
-            f"{name} exists already\n    fix: choose another name, or replace it with --force"
-        ) from None
-    except (OSError, ValueError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise MemguardError(f"{click.format_filename(output)}: cannot be written: {reason}") from None
+    from memguard.cli.support import output as outputs
+
+    outputs.write(output, [content], force)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 from collections.abc import Mapping, Sequence
@@ -420,6 +421,33 @@ def test_what_cannot_be_done_ends_with_a_reason_and_a_fix(tmp_path: Path) -> Non
     assert call(str(damaged))[0] == 2
     code, _, said = call(path, "-o", str(tmp_path / "no" / "b.yaml"))
     assert code == 1 and "cannot be written" in said
+
+
+def test_a_timeline_that_is_read_is_never_overwritten(tmp_path: Path) -> None:
+    path = Path(write(tmp_path / "run.jsonl", [torch(GIB)]))
+    older = path.with_suffix(".1.jsonl")  # a part of it, which is read with it
+    older.write_bytes(path.read_bytes())
+    (tmp_path / "link.yaml").symlink_to(path)
+    before = path.read_bytes()
+    for target in (path, tmp_path / "link.yaml", older):
+        code, out, said = call(str(path), "-o", str(target), "--force")
+        assert (code, out) == (1, "") and "it is the timeline that is read\n    fix: " in said, target
+    assert path.read_bytes() == older.read_bytes() == before
+
+
+def test_what_it_is_told_to_write_is_written_as_a_report_is(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [torch(GIB)])
+    (tmp_path / "old").write_text("old")
+    for name, code, why in (
+        ("", 2, "the name of an output is empty"),
+        (str(tmp_path), 1, "it is a folder\n    fix: "),
+        (str(tmp_path / "old"), 1, "it exists already\n    fix: "),
+        (str(tmp_path / "no" / "b.yaml"), 1, "cannot be written: No such file or directory\n    fix: "),
+    ):
+        found, out, said = call(path, "-o", name)
+        assert (found, out) == (code, "") and why in said, name
+    assert call(path, "-o", "-") == call(path), "standard output"
+    assert sorted(os.listdir(tmp_path)) == sorted(["old", os.path.basename(path)])
 
 
 def test_the_example_of_the_document_is_what_it_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
