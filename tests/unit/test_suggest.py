@@ -415,12 +415,22 @@ def test_what_cannot_be_done_ends_with_a_reason_and_a_fix(tmp_path: Path) -> Non
         assert (code, out) == (2, "") and said, arguments
     empty = write(tmp_path / "empty.jsonl", [torch(0)])
     code, _, said = call(empty)
-    assert code == 2 and "no framework held anything" in said
+    assert code == 1 and "no framework held anything" in said
     damaged = tmp_path / "damaged.jsonl"
     damaged.write_bytes(Path(path).read_bytes() + b"{}\n")
     assert call(str(damaged))[0] == 2
     code, _, said = call(path, "-o", str(tmp_path / "no" / "b.yaml"))
     assert code == 1 and "cannot be written" in said
+
+
+@pytest.mark.parametrize("wrong", ["300%", "100.01%", "-5%", "-0.1 %"])
+def test_the_headroom_says_its_true_range(tmp_path: Path, wrong: str) -> None:
+    path = write(tmp_path / "a.jsonl", [torch(GIB)])
+    code, out, said = call(path, "--headroom", wrong)
+    assert (code, out) == (2, "") and f"it must be from 0% to 100%, found '{wrong}'" in unwrapped(said)
+    assert "0% to 100%" in unwrapped(call("--help")[1])
+    for right, factor in (("0%", 1), ("0.00 %", 1), ("0", 1), ("100%", 2), ("+50%", 1.5)):
+        assert limits_of(call(path, "--headroom", right)[1]) == {"torch": factor * GIB}, right
 
 
 def test_a_timeline_that_is_read_is_never_overwritten(tmp_path: Path) -> None:
