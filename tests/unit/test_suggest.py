@@ -6,8 +6,11 @@ import json
 import os
 import random
 import re
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime, timezone
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from timelines import START, Clock, plan_of, sample_of
 
+import memguard
 from memguard import _config, _policy, cli
 from memguard._devices.simulated import SimulatedHost
 from memguard._suggest import decide, text
@@ -145,6 +149,56 @@ def test_a_report_has_the_figures_of_the_moment_and_counts_once() -> None:
     assert limits(other) == {"torch": GIB} and "cublas ran out of GPU memory once" in unwrapped(text.as_yaml(other))
     broken = {**report, "moment": {"source": [], "held": "7", "cap": -1, "in_use": True, "requested": 1.5}}
     assert limits(suggested(run_of([torch(GIB), Oom(START, broken)]), headroom=NONE)) == {"torch": 8 * GIB + GRANULE}
+
+
+def reported(asked: int | None, at: float, **moment: Any) -> Oom:
+    """What a program did not catch. With a moment, that of its refusal, an event has counted it."""
+    figures: dict[str, Any] = {
+        "source": "refusal",
+        "time": datetime.fromtimestamp(START + at, timezone.utc).isoformat(),
+    }
+    report = {"requester": "torch", "uuid": UUID, "requested": asked}
+    return Oom(START + at + 0.3, {**report, "moment": {**figures, "requested": asked, **moment} if moment else None})
+
+
+ONCE = {"held": 7 * GIB, "in_use": 5 * GIB, "reclaimable": 0}
+
+
+@pytest.mark.parametrize(
+    ("records", "requests", "lines"),
+    [
+        ([refused(4 * GIB, 1), reported(4 * GIB, 1, **ONCE)], 1, 1),
+        ([reported(4 * GIB, 1, **ONCE), refused(4 * GIB, 1)], 1, 1),
+        ([refused(4 * GIB, 1), reported(4 * GIB, 1)], 1, 1),  # it knows nothing of the moment
+        ([refused(4 * GIB, 1), reported(None, 1)], 1, 1),
+        ([refused(4 * GIB, 1), refused(4 * GIB, 9, times=5), reported(4 * GIB, 8, **ONCE)], 6, 2),
+        ([refused(4 * GIB, 1), reported(4 * GIB, 1, **ONCE), reported(4 * GIB, 1.5)], 2, 2),  # two, and one event
+        ([refused(4 * GIB, 1), reported(4 * GIB, 5)], 2, 2),
+        ([refused(4 * GIB, 1), reported(3 * GIB, 1)], 2, 2),
+        ([refused(4 * GIB, 9, times=5), reported(4 * GIB, 1)], 6, 2),
+    ],
+)
+def test_a_request_is_counted_and_told_once(records: Sequence[object], requests: int, lines: int) -> None:
+    found = suggested(run_of([torch(7 * GIB), *records]), headroom=NONE)
+    assert limits(found) == {"torch": 11 * GIB} and evidence(found).need.requests == requests
+    written = unwrapped(text.as_yaml(found))
+    assert written.count(" refused on top of ") == lines
+    assert f", {requests} refused request" in written
+
+
+def test_an_error_that_a_monitor_recorded_is_told_once(tmp_path: Path) -> None:
+    budget = {"version": 1, "device": {"limit": "8GiB"}, "frameworks": {"torch": {"limit": "2GiB"}}}
+    budget["monitor"] = {"timeline": str(tmp_path / "run.jsonl")}
+    code = (
+        f"import memguard\nguard = memguard.init({budget!r}, simulate='h200')\nheld = guard.frameworks['torch']\n"
+        "one = held.allocate(1 << 30); memguard.ledger(); held.allocate(3 << 30)"
+    )
+    subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True)
+    (path,) = tmp_path.glob("run-*.jsonl")
+    timeline = memguard.load_timeline(path)
+    assert [len([one for one in timeline.events() if one.kind == "refused"]), len(list(timeline.ooms()))] == [1, 1]
+    (entry,) = json.loads(call("--json", str(path))[1])["frameworks"]
+    assert [refusal["times"] for refusal in entry["refused"]] == [1] and entry["needed"] == 4 * GIB
 
 
 def test_a_refusal_of_a_common_pool_says_nothing_of_the_whole_pool() -> None:
