@@ -459,6 +459,20 @@ def test_parts_of_a_run_and_copies_of_it_are_read_once(tmp_path: Path) -> None:
     assert len(json.loads(call("--json", newest, str(copy))[1])["runs"]) == 1
 
 
+def test_what_is_counted_is_not_said_to_be_left_out(tmp_path: Path) -> None:
+    newest = Path(write(tmp_path / "run.jsonl", [torch(GIB, 100)]))
+    older = [newest.with_suffix(f".{number}.jsonl") for number in (1, 2, 10)]
+    for number, path in enumerate(older):
+        Path(write(tmp_path / f"other{number}.jsonl", [torch((2 + number) * GIB, number)])).rename(path)
+    for count in range(4):
+        code, out, _ = call(str(newest), *map(str, older[:count]), "--json", "--headroom", "0%")
+        notes = [note for note in json.loads(out)["notes"] if "left out, as they" in note]
+        left = ", ".join(map(str, older[count:]))
+        said = f"{newest}: left out, as they belong to an earlier run: {left}; each can be read alone"
+        assert code == 0 and notes == ([said] if left else [])
+        assert limits_of(json.loads(out)["yaml"]) == {"torch": (1 + count) * GIB}
+
+
 def test_what_cannot_be_done_ends_with_a_reason_and_a_fix(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [torch(30 * GIB)])
     code, out, said = call(path, "--for", "l4")
