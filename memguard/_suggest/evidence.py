@@ -13,14 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from typing import Any
 
 from memguard._config import FRAMEWORKS
 from memguard._specs import NEVER_GIVE_BACK
+from memguard._suggest.refusals import Refusal, Reported, once
 from memguard._timeline import Oom
 from memguard._timeline.replay import replay_timeline
 from memguard._types import Device, DevicePlan, Event, FrameworkSample, Plan, Sample
-from memguard._units import GRANULE, is_whole
+from memguard._units import is_whole
 
 PEAK = "peak"
 """The kind of an event that has an allocator's own peak."""
@@ -28,27 +30,6 @@ UNCOUNTED = "uncounted"
 """The kind of an event that names a framework that was imported, and of which nobody knows what it holds."""
 _MOST = 1000
 """Refusals that are kept of one run, those with the largest needs."""
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A request that was refused. `time` is as of `time.time()`, `held` what the framework could not return then.
-
-    `times` counts the requests; 0 if an event has counted it already. `full`: the GPU was full, not the cap.
-    """
-
-    time: float
-    asked: int | None
-    held: int | None
-    cap: int | None
-    times: int
-    full: bool
-
-    @property
-    def need(self) -> int:
-        """The least that would have served it. Under a cap it is more than that cap."""
-        need = (self.held or 0) + (self.asked or 0)
-        return need if self.full or self.cap is None else max(need, self.cap + GRANULE)
 
 
 @dataclass(frozen=True)
@@ -141,8 +122,9 @@ def observe(
             )
     for key, (time, size) in watch.peaks.items():
         needs[key] = replace(needs.get(key, Need()), peak=size, peak_at=time)
-    for key, refusals in watch.refusals.items():
-        needs[key] = replace(needs.get(key, Need()), refusals=tuple(refusals))
+    for key, events in watch.refused.items():
+        refusals = once(events, watch.reported[key])
+        needs[key] = replace(needs.get(key, Need()), refusals=refusals)
     notes = [f"{name} cannot be named in a budget: what it held is not in this one" for name in others]
     notes += watch.notes()
     if watch.pooled:
@@ -177,7 +159,8 @@ class _Watch:
         self._last: Sample | None = None
         self.most: dict[tuple[str, str], tuple[int, float]] = {}
         self.peaks: dict[tuple[str, str], tuple[float, int]] = {}
-        self.refusals: dict[tuple[str, str], list[Refusal]] = {}
+        self.refused: dict[tuple[str, str], list[Refusal]] = {}
+        self.reported: dict[tuple[str, str], list[Reported]] = {}
         self._caps: dict[tuple[str, str], int | None] = {}
         self.pooled = {part.device.uuid for part in plan.devices if _one_pool(part)}
         self._elsewhere: dict[str, int] = {}
@@ -229,7 +212,7 @@ class _Watch:
             asked = event.bytes if is_whole(event.bytes) else None
             held, cap, free = self._before(key)
             times = event.times if is_whole(event.times) and event.times else 1
-            self._add(key, event.time, asked, held, cap, free, times)
+            self._add(key, self._refusal(key, event.time, asked, held, cap, free, times))
 
     def _oom(self, record: Oom) -> None:
         report = record.report
@@ -257,9 +240,11 @@ class _Watch:
         of_then = _whole(moment.get("cap")), _whole(moment.get("free"))
         cap, free = (now if then is None else then for then, now in zip(of_then, (cap, free), strict=True))
         counted = moment.get("source") in ("refusal", "observer")  # by an event
-        self._add(key, record.time, asked, held, cap, free, 0 if counted else 1)
+        when = _time(moment.get("time")) if counted else None
+        refusal = self._refusal(key, record.time, asked, held, cap, free, 0 if counted else 1)
+        self._add(key, Reported(refusal, when, then is not None or in_use is not None))
 
-    def _add(
+    def _refusal(
         self,
         key: tuple[str, str],
         time: float,
@@ -268,16 +253,26 @@ class _Watch:
         cap: int | None,
         free: int | None,
         times: int,
-    ) -> None:
+    ) -> Refusal:
         need = (held or 0) + (asked or 0)
         if key[0] in self.pooled:
             cap = None  # what refused it was the sum of all that draw from the pool
         full = cap is not None and asked is not None and need <= cap and free is not None and free < asked
-        found = self.refusals.setdefault(key, [])
-        found.append(Refusal(time, asked, held, cap, times, full))
-        if len(found) > 2 * _MOST:
-            found.sort(key=lambda refusal: refusal.need, reverse=True)
-            del found[_MOST:]
+        return Refusal(time, asked, held, cap, times, full)
+
+    def _add(self, key: tuple[str, str], one: Refusal | Reported) -> None:
+        refused, reported = self.refused.setdefault(key, []), self.reported.setdefault(key, [])
+        if isinstance(one, Refusal):
+            refused.append(one)
+            if len(refused) > 2 * _MOST:
+                refused.sort(key=lambda refusal: refusal.need, reverse=True)
+                del refused[_MOST:]
+                self._cut = True
+            return
+        reported.append(one)
+        if len(reported) > 2 * _MOST:
+            reported.sort(key=lambda report: report.refusal.need, reverse=True)
+            del reported[_MOST:]
             self._cut = True
 
     def _before(self, key: tuple[str, str]) -> tuple[int | None, int | None, int | None]:
@@ -304,6 +299,14 @@ class _Watch:
 def _one_pool(part: DevicePlan) -> bool:
     """Whether frameworks have one cap together, which a timeline does not name: it counts once in the sum."""
     return sum(part.caps.values()) + part.unallocated + part.reserve > part.limit
+
+
+def _time(value: object) -> float | None:
+    """As of `time.time()`, of what a report has."""
+    try:
+        return datetime.fromisoformat(str(value)).timestamp()
+    except (ValueError, OverflowError, OSError):
+        return None
 
 
 def _whole(value: object) -> int | None:

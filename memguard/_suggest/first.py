@@ -39,7 +39,7 @@ def first(installed: Mapping[str, str | None], devices: Sequence[Device], python
     """
     parts = shares(list(installed))
     lines = [line for text in _head(python) for line in comment(text)]
-    plan = _plan(parts, devices)
+    plan = _plan(parts, devices, named)
     lines += ["version: 1", "device:"]
     for text in _device(plan, named):
         lines += comment(text, "  ")
@@ -83,11 +83,12 @@ def _kinds(plan: Plan) -> list[DevicePlan]:
     return list({(part.device.name, part.device.usable): part for part in plan.devices}.values())
 
 
-def _plan(parts: Mapping[str, int], devices: Sequence[Device]) -> Plan:
+def _plan(parts: Mapping[str, int], devices: Sequence[Device], named: bool) -> Plan:
     frameworks = {name: {"share": f"{share}%"} for name, share in parts.items()}
     budget = _config.from_mapping({"version": 1, "device": {"limit": _LIMIT}, "frameworks": frameworks})
     try:
         return _policy.plan(budget, devices)
-    except PlanError as error:
-        problem = error.problems[0]
-        raise MemguardError(f"no first budget fits: {problem.message}\n    fix: {problem.fix}") from None
+    except PlanError as error:  # its fix is for a file, and there is none yet
+        larger = "name a larger GPU with --for"
+        fix = larger if named else f"leave this GPU out with CUDA_VISIBLE_DEVICES, or {larger}"
+        raise MemguardError(f"no first budget fits: {error.problems[0].message}\n    fix: {fix}") from None

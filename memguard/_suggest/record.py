@@ -34,6 +34,8 @@ _GROWN = 0.01
 """The part by which a peak must have grown to be written again, so that there are few such lines."""
 _LOOK, _PATIENCE = 0.02, 600.0
 """Seconds between two looks whether the import has ended, and for which it may take."""
+_LAST = 2.0
+"""Seconds for which the end of a program waits at most for a recording that has not begun."""
 
 
 def arm(path: str) -> None:
@@ -52,23 +54,53 @@ class _Finder:
     ) -> ModuleSpec | None:
         if fullname in MODULES:
             sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
-            threading.Thread(target=_begin, args=(self._path,), name="memguard-recorder", daemon=True).start()
+            _Beginning(self._path).start()
         return None
 
 
-def _begin(path: str) -> None:
-    """Begin once a framework is there: this thread must not import beside its import."""
-    try:
-        until = time.monotonic() + _PATIENCE
-        while not any(_is_imported(name) for name in MODULES):
-            if time.monotonic() > until:
-                return
-            time.sleep(_LOOK)
-        from memguard._devices.real import RealHost
+class _Beginning:
+    """Begins the recording, on a thread of its own. A program that ends before that gets a line that says why."""
 
-        Recorder(path, RealHost()).start()
-    except Exception as error:
-        _say(f"nothing is recorded: {error}")
+    def __init__(self, path: str) -> None:
+        self._path, self._pid = path, os.getpid()
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self.begin, name="memguard-recorder", daemon=True)
+
+    def start(self) -> None:
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # no more threads, or the interpreter ends
+            _say(f"nothing is recorded: {error}")
+        else:
+            atexit.register(self.end)
+
+    def begin(self) -> None:
+        """Begin once a framework is there: this thread must not import beside its import."""
+        try:
+            until = time.monotonic() + _PATIENCE
+            while not any(_is_imported(name) for name in MODULES):
+                if self._ending.is_set() or time.monotonic() > until:
+                    return
+                self._ending.wait(_LOOK)
+            from memguard._devices.real import RealHost
+
+            recorder = Recorder(self._path, RealHost())
+            if self._ending.is_set():  # frameworks are being torn down
+                _say("nothing is recorded: the program ended before the first sample")
+                return
+            recorder.start()
+        except Exception as error:
+            _say(f"nothing is recorded: {error}")
+
+    def end(self) -> None:
+        """The program ends. Waits for what has not begun yet, so that it can say why."""
+        if os.getpid() != self._pid:  # forked: the thread is not here
+            return
+        self._ending.set()
+        with contextlib.suppress(KeyboardInterrupt):
+            self._thread.join(_LAST)
+            if self._thread.is_alive():
+                _say("nothing is recorded: the program ended before the recording began")
 
 
 def _is_imported(name: str) -> bool:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 
 from memguard._suggest.evidence import Run, observe
 from memguard._timeline import Timeline, load_timeline
 from memguard._timeline.files import numbered
+
+_EARLIER, _ALONE = "left out, as they belong to an earlier run: ", "; each can be read alone"
+"""What a timeline's note says of files of its name that it does not read, before and after their names."""
 
 
 def runs(names: Sequence[str]) -> list[Run]:
@@ -20,23 +23,39 @@ def runs(names: Sequence[str]) -> list[Run]:
     parts = {os.path.realpath(path) for name in given.values() for _, path in numbered(name)}
     loaded = {path: load_timeline(name) for path, name in given.items()}
     newest = {timeline.header.run for path, timeline in loaded.items() if path not in parts}
-    found = [
-        _read(name, loaded[path])
-        for path, name in given.items()
-        # A part of an earlier run, which had the same name, is not read with the newest.
-        if path not in parts or loaded[path].header.run not in newest
-    ]
+    # A part of an earlier run, which had the same name, is not read with the newest.
+    read = {path: name for path, name in given.items() if path not in parts or loaded[path].header.run not in newest}
+    found = [_read(name, loaded[path], read) for path, name in read.items()]
     seen: dict[tuple[str, int | None, float, float], Run] = {}
     for run in found:  # a copy of a timeline is no second process
         seen.setdefault((run.run, run.rank, run.begin, run.end), run)
     return list(seen.values())
 
 
-def _read(name: str, timeline: Timeline) -> Run:
+def _read(name: str, timeline: Timeline, read: Container[str]) -> Run:
     header = timeline.header
     run = observe(
         timeline.records(), timeline.plan, file=name, run=header.run, rank=header.rank, simulated=header.simulated
     )
     found = ((name, about.get("version")) for name, about in header.frameworks.items())
     versions = {name: version for name, version in found if isinstance(version, str)}
-    return replace(run, notes=(*run.notes, *timeline.notes), versions=versions)
+    notes = (_still_true(note, name, read) for note in timeline.notes)
+    return replace(run, notes=(*run.notes, *filter(None, notes)), versions=versions)
+
+
+def _still_true(note: str, name: str, read: Container[str]) -> str | None:
+    """The note, without those files of an earlier run that are read themselves; None if nothing is left of it.
+
+    The reader of one timeline does not know which others are given.
+    """
+    if not (note.startswith(_EARLIER) and note.endswith(_ALONE)):
+        return note
+    rest, left = note[len(_EARLIER) : -len(_ALONE)] + ", ", []
+    for _, path in numbered(name):  # in this order they are in the note
+        if rest.startswith(f"{path}, "):
+            rest = rest[len(path) + 2 :]
+            if os.path.realpath(path) not in read:
+                left.append(path)
+    if rest:
+        return note
+    return f"{_EARLIER}{', '.join(left)}{_ALONE}" if left else None

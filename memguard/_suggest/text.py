@@ -15,7 +15,8 @@ from typing import Any
 from memguard._config.values import CRITICAL, WARN, percent_text
 from memguard._specs import NEVER_GIVE_BACK
 from memguard._suggest.decide import Figure, Reserve, Suggestion
-from memguard._suggest.evidence import Refusal, Run
+from memguard._suggest.evidence import Run
+from memguard._suggest.refusals import Refusal
 from memguard._text import visible
 from memguard._units import GRANULE, MIB, format_duration, format_size, parse_percent
 

@@ -88,7 +88,9 @@ def run(
         from memguard.cli.support import recording
 
         recording.check(command)
-        _exec(command, recording.environment(environ, record))
+        environ = recording.environment(environ, record)
+        recording.announce(command, environ)
+        _exec(command, environ)
     if when_idle is not None and budget is None and not gpus and not examine and budget_file.found() is None:
         _exec(command, environ)
     # The program may change its directory before Python starts.

@@ -18,11 +18,15 @@ if TYPE_CHECKING:
 
 @click.command("suggest")
 @click.argument("timelines", metavar="[TIMELINE]...", nargs=-1, type=click.Path(), shell_complete=complete.timelines)
-@click.option("--headroom", default="15%", show_default=True, metavar="PERCENT", help="Kept on top of each peak.")
+@click.option(
+    "--headroom", default="15%", show_default=True, metavar="PERCENT", help="Kept on top of each need, 0% to 100%."
+)
 @gpu_option.option("--for", "gpus")
 @click.option("--ignore-refused", is_flag=True, help="Leave out what was refused: for programs that try sizes.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; sizes in bytes.")
-@click.option("-o", "output", type=click.Path(), help="Write to this file, which must not exist.")
+@click.option(
+    "-o", "output", type=click.Path(), metavar="FILE", help="Write to this file, which must not exist; - is stdout."
+)
 @click.option("--force", is_flag=True, help="With -o: replace the file.")
 @click.pass_context
 def suggest(
@@ -40,13 +44,25 @@ def suggest(
     Each process that was recorded, each rank too, gets the same budget. Its comments hold the evidence. Without a
     timeline it is a first budget, for what is installed and the GPUs here, or those of --for.
 
-    Exit code 0: it fits; 1: nothing that fits can be written; 2: a timeline or the command line is wrong; 3: no GPU.
+    Exit code 0: it fits; 1: nothing fits or was needed, or FILE cannot be written; 2: a timeline or the command line is
+    wrong, or standard output cannot be written; 3: no GPU.
     """
     import json
 
     percent = _headroom(headroom)
     if force and output is None:
         raise click.UsageError("--force replaces the file of -o, and none is given")
+    unused = [] if timelines else _unused(context, "headroom", "ignore_refused")
+    if unused:
+        verb = "is" if len(unused) == 1 else "are"
+        raise click.UsageError(f"{' and '.join(unused)} {verb} for what was recorded: give a timeline, or leave it out")
+    if output is not None:
+        from memguard._timeline.files import numbered
+        from memguard.cli.support import output as outputs
+
+        # The older parts of a timeline are read with it.
+        parts = [part for name in timelines for _, part in numbered(name)]
+        outputs.check([output], [*timelines, *parts], force)
     devices = _devices(gpus) if gpus else None
     if not timelines:
         content = _first(devices)
@@ -57,14 +73,14 @@ def suggest(
         return
 
     from memguard._suggest import decide, recorded, text
-    from memguard.errors import MemguardError, TimelineError
+    from memguard.errors import MemguardError
 
     runs = recorded.runs(timelines)
     if ignore_refused:
         runs = [run.without_refusals() for run in runs]
     found = decide.suggest(runs, percent, devices)
     if found is None:
-        raise TimelineError("no framework held anything in what was recorded\n    fix: record another run")
+        raise MemguardError("no framework held anything in what was recorded\n    fix: record another run")
     if found.problem is not None and not as_json:
         raise MemguardError(f"{found.problem}\n    fix: {found.fix}")
     content = json.dumps(text.as_dict(found), indent=2) + "\n" if as_json else text.as_yaml(found)
@@ -98,17 +114,31 @@ def _first(devices: Sequence[Device] | None) -> str:
     return first(found, devices, sys.executable, named)
 
 
+def _unused(context: click.Context, *names: str) -> list[str]:
+    """Those of the options that the command line has."""
+    from click.core import ParameterSource
+
+    given = [name for name in names if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    return [f"--{name.replace('_', '-')}" for name in given]
+
+
 def _headroom(written: str) -> Fraction:
+    """A percentage of 0 or more, as a budget has none. 0 needs no sign."""
+    import re
     from fractions import Fraction
 
-    from memguard._units import parse_percent
+    from memguard._units import parse_percent, short
 
-    if written.strip().rstrip("%").strip() in ("0", "0.0"):
-        return Fraction(0)
+    match = re.fullmatch(r"\s*([+-]?\d{1,9}(?:\.\d{1,20})?)\s*(%?)\s*", written, re.ASCII)
     try:
-        return parse_percent(written)
+        if match is None or not (match[2] or not Fraction(match[1])):
+            return parse_percent(written)  # which says how to write it
+        found = Fraction(match[1]) / 100
+        if not 0 <= found <= 1:
+            raise ValueError(f"it must be from 0% to 100%, found {short(written)}")
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--headroom") from None
+    return found
 
 
 def _devices(names: tuple[str, ...]) -> Sequence[Device]:
@@ -118,19 +148,9 @@ def _devices(names: tuple[str, ...]) -> Sequence[Device]:
 
 
 def _write(content: str, output: str | None, force: bool) -> None:
-    from memguard.errors import MemguardError
-
     if output is None:
         click.echo(content, nl=False)
         return
-    try:
-        with open(output, "w" if force else "x", encoding="utf-8") as file:
-            file.write(content)
-    except FileExistsError:
-        name = click.format_filename(output)
-        raise MemguardError(
-            f"{name} exists already\n    fix: choose another name, or replace it with --force"
-        ) from None
-    except (OSError, ValueError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise MemguardError(f"{click.format_filename(output)}: cannot be written: {reason}") from None
+    from memguard.cli.support import output as outputs
+
+    outputs.write(output, [content], force)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime, timezone
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from timelines import START, Clock, plan_of, sample_of
 
+import memguard
 from memguard import _config, _policy, cli
 from memguard._devices.simulated import SimulatedHost
 from memguard._suggest import decide, text
@@ -144,6 +149,56 @@ def test_a_report_has_the_figures_of_the_moment_and_counts_once() -> None:
     assert limits(other) == {"torch": GIB} and "cublas ran out of GPU memory once" in unwrapped(text.as_yaml(other))
     broken = {**report, "moment": {"source": [], "held": "7", "cap": -1, "in_use": True, "requested": 1.5}}
     assert limits(suggested(run_of([torch(GIB), Oom(START, broken)]), headroom=NONE)) == {"torch": 8 * GIB + GRANULE}
+
+
+def reported(asked: int | None, at: float, **moment: Any) -> Oom:
+    """What a program did not catch. With a moment, that of its refusal, an event has counted it."""
+    figures: dict[str, Any] = {
+        "source": "refusal",
+        "time": datetime.fromtimestamp(START + at, timezone.utc).isoformat(),
+    }
+    report = {"requester": "torch", "uuid": UUID, "requested": asked}
+    return Oom(START + at + 0.3, {**report, "moment": {**figures, "requested": asked, **moment} if moment else None})
+
+
+ONCE = {"held": 7 * GIB, "in_use": 5 * GIB, "reclaimable": 0}
+
+
+@pytest.mark.parametrize(
+    ("records", "requests", "lines"),
+    [
+        ([refused(4 * GIB, 1), reported(4 * GIB, 1, **ONCE)], 1, 1),
+        ([reported(4 * GIB, 1, **ONCE), refused(4 * GIB, 1)], 1, 1),
+        ([refused(4 * GIB, 1), reported(4 * GIB, 1)], 1, 1),  # it knows nothing of the moment
+        ([refused(4 * GIB, 1), reported(None, 1)], 1, 1),
+        ([refused(4 * GIB, 1), refused(4 * GIB, 9, times=5), reported(4 * GIB, 8, **ONCE)], 6, 2),
+        ([refused(4 * GIB, 1), reported(4 * GIB, 1, **ONCE), reported(4 * GIB, 1.5)], 2, 2),  # two, and one event
+        ([refused(4 * GIB, 1), reported(4 * GIB, 5)], 2, 2),
+        ([refused(4 * GIB, 1), reported(3 * GIB, 1)], 2, 2),
+        ([refused(4 * GIB, 9, times=5), reported(4 * GIB, 1)], 6, 2),
+    ],
+)
+def test_a_request_is_counted_and_told_once(records: Sequence[object], requests: int, lines: int) -> None:
+    found = suggested(run_of([torch(7 * GIB), *records]), headroom=NONE)
+    assert limits(found) == {"torch": 11 * GIB} and evidence(found).need.requests == requests
+    written = unwrapped(text.as_yaml(found))
+    assert written.count(" refused on top of ") == lines
+    assert f", {requests} refused request" in written
+
+
+def test_an_error_that_a_monitor_recorded_is_told_once(tmp_path: Path) -> None:
+    budget = {"version": 1, "device": {"limit": "8GiB"}, "frameworks": {"torch": {"limit": "2GiB"}}}
+    budget["monitor"] = {"timeline": str(tmp_path / "run.jsonl")}
+    code = (
+        f"import memguard\nguard = memguard.init({budget!r}, simulate='h200')\nheld = guard.frameworks['torch']\n"
+        "one = held.allocate(1 << 30); memguard.ledger(); held.allocate(3 << 30)"
+    )
+    subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True)
+    (path,) = tmp_path.glob("run-*.jsonl")
+    timeline = memguard.load_timeline(path)
+    assert [len([one for one in timeline.events() if one.kind == "refused"]), len(list(timeline.ooms()))] == [1, 1]
+    (entry,) = json.loads(call("--json", str(path))[1])["frameworks"]
+    assert [refusal["times"] for refusal in entry["refused"]] == [1] and entry["needed"] == 4 * GIB
 
 
 def test_a_refusal_of_a_common_pool_says_nothing_of_the_whole_pool() -> None:
@@ -404,6 +459,20 @@ def test_parts_of_a_run_and_copies_of_it_are_read_once(tmp_path: Path) -> None:
     assert len(json.loads(call("--json", newest, str(copy))[1])["runs"]) == 1
 
 
+def test_what_is_counted_is_not_said_to_be_left_out(tmp_path: Path) -> None:
+    newest = Path(write(tmp_path / "run.jsonl", [torch(GIB, 100)]))
+    older = [newest.with_suffix(f".{number}.jsonl") for number in (1, 2, 10)]
+    for number, path in enumerate(older):
+        Path(write(tmp_path / f"other{number}.jsonl", [torch((2 + number) * GIB, number)])).rename(path)
+    for count in range(4):
+        code, out, _ = call(str(newest), *map(str, older[:count]), "--json", "--headroom", "0%")
+        notes = [note for note in json.loads(out)["notes"] if "left out, as they" in note]
+        left = ", ".join(map(str, older[count:]))
+        said = f"{newest}: left out, as they belong to an earlier run: {left}; each can be read alone"
+        assert code == 0 and notes == ([said] if left else [])
+        assert limits_of(json.loads(out)["yaml"]) == {"torch": (1 + count) * GIB}
+
+
 def test_what_cannot_be_done_ends_with_a_reason_and_a_fix(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [torch(30 * GIB)])
     code, out, said = call(path, "--for", "l4")
@@ -414,12 +483,49 @@ def test_what_cannot_be_done_ends_with_a_reason_and_a_fix(tmp_path: Path) -> Non
         assert (code, out) == (2, "") and said, arguments
     empty = write(tmp_path / "empty.jsonl", [torch(0)])
     code, _, said = call(empty)
-    assert code == 2 and "no framework held anything" in said
+    assert code == 1 and "no framework held anything" in said
     damaged = tmp_path / "damaged.jsonl"
     damaged.write_bytes(Path(path).read_bytes() + b"{}\n")
     assert call(str(damaged))[0] == 2
     code, _, said = call(path, "-o", str(tmp_path / "no" / "b.yaml"))
     assert code == 1 and "cannot be written" in said
+
+
+@pytest.mark.parametrize("wrong", ["300%", "100.01%", "-5%", "-0.1 %"])
+def test_the_headroom_says_its_true_range(tmp_path: Path, wrong: str) -> None:
+    path = write(tmp_path / "a.jsonl", [torch(GIB)])
+    code, out, said = call(path, "--headroom", wrong)
+    assert (code, out) == (2, "") and f"it must be from 0% to 100%, found '{wrong}'" in unwrapped(said)
+    assert "0% to 100%" in unwrapped(call("--help")[1])
+    for right, factor in (("0%", 1), ("0.00 %", 1), ("0", 1), ("100%", 2), ("+50%", 1.5)):
+        assert limits_of(call(path, "--headroom", right)[1]) == {"torch": factor * GIB}, right
+
+
+def test_a_timeline_that_is_read_is_never_overwritten(tmp_path: Path) -> None:
+    path = Path(write(tmp_path / "run.jsonl", [torch(GIB)]))
+    older = path.with_suffix(".1.jsonl")  # a part of it, which is read with it
+    older.write_bytes(path.read_bytes())
+    (tmp_path / "link.yaml").symlink_to(path)
+    before = path.read_bytes()
+    for target in (path, tmp_path / "link.yaml", older):
+        code, out, said = call(str(path), "-o", str(target), "--force")
+        assert (code, out) == (1, "") and "it is the timeline that is read\n    fix: " in said, target
+    assert path.read_bytes() == older.read_bytes() == before
+
+
+def test_what_it_is_told_to_write_is_written_as_a_report_is(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [torch(GIB)])
+    (tmp_path / "old").write_text("old")
+    for name, code, why in (
+        ("", 2, "the name of an output is empty"),
+        (str(tmp_path), 1, "it is a folder\n    fix: "),
+        (str(tmp_path / "old"), 1, "it exists already\n    fix: "),
+        (str(tmp_path / "no" / "b.yaml"), 1, "cannot be written: No such file or directory\n    fix: "),
+    ):
+        found, out, said = call(path, "-o", name)
+        assert (found, out) == (code, "") and why in said, name
+    assert call(path, "-o", "-") == call(path), "standard output"
+    assert sorted(os.listdir(tmp_path)) == sorted(["old", os.path.basename(path)])
 
 
 def test_the_example_of_the_document_is_what_it_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

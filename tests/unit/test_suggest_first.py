@@ -90,6 +90,31 @@ def test_the_command_without_a_timeline(tmp_path: Path, monkeypatch: pytest.Monk
     assert runner.invoke(cli.main, ["suggest", "--for", "l4", "--force"]).exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        (["--headroom", "15%"], "--headroom is for what was recorded"),
+        (["--ignore-refused"], "--ignore-refused is for what was recorded"),
+        (["--ignore-refused", "--headroom", "9%"], "--headroom and --ignore-refused are for what was recorded"),
+    ],
+)
+def test_options_of_a_recording_are_refused_without_one(more: list[str], named: str) -> None:
+    done = CliRunner().invoke(cli.main, ["suggest", "--for", "l4", *more])
+    assert (done.exit_code, done.stdout) == (2, "") and named in done.stderr
+
+
+@pytest.mark.parametrize("names", [["torch"], ["torch", "jax", "numba"]])
+def test_a_gpu_that_is_too_small_gets_no_advice_for_a_file_that_is_not_there(
+    names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(installed, "frameworks", lambda: dict.fromkeys(names))
+    done = CliRunner().invoke(cli.main, ["suggest", "--for", "1GiB"])
+    assert (done.exit_code, done.stdout) == (1, "") and "no first budget fits" in done.stderr
+    assert done.stderr.endswith("\n    fix: name a larger GPU with --for\n")
+    with pytest.raises(MemguardError, match=r"\n    fix: leave this GPU out with CUDA_VISIBLE_DEVICES, or name"):
+        first(dict.fromkeys(names), SimulatedHost(["1GiB"]).devices(), "python", False)
+
+
 def test_without_a_gpu_it_asks_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     from memguard._devices import real
     from memguard.errors import DeviceError

@@ -143,6 +143,37 @@ def test_a_program_goes_on_where_nothing_can_be_recorded(run: Callable[..., subp
     assert done.stderr.count("memguard: nothing is recorded: ") == 1 and "Traceback" not in done.stderr
 
 
+def test_a_program_that_ends_at_once_says_why_nothing_was_recorded(
+    run: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    forked = "import os, sys, torch; child = os.fork(); child and os.waitpid(child, 0); sys.exit(5)"
+    for code in ("import sys, torch; sys.exit(5)", forked):
+        done = run(code, CUDA_VISIBLE_DEVICES="")
+        assert done.returncode == 5 and "Traceback" not in done.stderr
+        assert done.stderr.count("memguard: nothing is recorded: ") == 1, done.stderr
+    absent = run("import importlib.util; importlib.util.find_spec('torch')", CUDA_VISIBLE_DEVICES="")
+    assert absent.returncode == 0 and "nothing is recorded" not in absent.stderr, "it was looked for, not imported"
+
+
+def test_a_program_that_ends_before_the_first_sample_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from memguard._devices import real
+
+    monkeypatch.setattr(real, "RealHost", lambda: SimulatedHost(["h100"]))
+    monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
+    beginning = record._Beginning(str(tmp_path / "run.jsonl"))
+    beginning._ending.set()
+    beginning.begin()
+    assert capsys.readouterr().err == "memguard: nothing is recorded: the program ended before the first sample\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_program_that_is_not_there_gets_no_word_of_a_recording(tmp_path: Path) -> None:
+    done = CliRunner().invoke(cli.main, ["run", "--record", str(tmp_path / "r.jsonl"), "--", "no-such-program"])
+    assert done.exit_code == 127 and done.stderr == "memguard: no-such-program: No such file or directory\n"
+
+
 def test_the_sitecustomize_of_the_environment_runs_and_children_are_armed(
     run: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
@@ -182,8 +213,9 @@ def test_it_says_how_to_go_on(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a b").mkdir()
     for given, shown in (("run.jsonl", "run-*-*.jsonl"), ("a b/r{pid}.jsonl", "'a b/r'*.jsonl"), ("{rank}", "*")):
-        recording.environment({}, given)
-        assert capsys.readouterr().err.endswith(f"then: memguard suggest {shown}\n")
+        recording.announce(["ls"], recording.environment({}, given))
+        said = capsys.readouterr().err
+        assert said.endswith(f"then: memguard suggest {shown}\n") and "will be recorded" in said
 
 
 def test_what_it_is_not_for_is_refused(tmp_path: Path) -> None:
@@ -192,8 +224,11 @@ def test_what_it_is_not_for_is_refused(tmp_path: Path) -> None:
             recording.environment({name: "x"}, str(tmp_path / "run.jsonl"))
     with pytest.raises(TimelineError, match="does not exist"):
         recording.environment({}, str(tmp_path / "no" / "run.jsonl"))
-    with pytest.raises(TimelineError, match="fix:"):
-        recording.environment({}, f"{tmp_path}/")
+    for folder in (f"{tmp_path}/", f"{tmp_path}", f"{tmp_path}/new/"):
+        with pytest.raises(TimelineError, match=r"is a folder\n    fix: name a file in it: --record .*/run\.jsonl$"):
+            recording.environment({}, folder)
+    with pytest.raises(click.UsageError, match=r"--record names no file: write for example --record run\.jsonl"):
+        recording.environment({}, "")
     found = recording.environment({"PYTHONPATH": "/mine"}, str(tmp_path / "run-{pid}.jsonl"))
     assert found["MEMGUARD_RECORD"] == str(tmp_path / "run-{pid}.jsonl")
     assert found["PYTHONPATH"].endswith(f"startup{os.pathsep}/mine")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -29,10 +30,12 @@ def check(command: Sequence[str]) -> None:
 
 
 def environment(environ: Mapping[str, str], record: str) -> dict[str, str]:
-    """`environ`, changed so that each Python records itself. Says on stderr into which files.
+    """`environ`, changed so that each Python records itself.
 
-    Raises TimelineError if they cannot be written, UsageError if a budget would apply.
+    Raises TimelineError if the files cannot be written, UsageError if they have no name or a budget would apply.
     """
+    if not record:
+        raise click.UsageError("--record names no file: write for example --record run.jsonl")
     for name in ("MEMGUARD_CONFIG", "MEMGUARD_SIMULATE"):
         if environ.get(name):
             raise click.UsageError(f"--record is without a budget, and {name} is set: unset it")
@@ -43,6 +46,11 @@ def environment(environ: Mapping[str, str], record: str) -> dict[str, str]:
         )
     from memguard._timeline.files import expand
 
+    if not os.path.basename(record) or os.path.isdir(record):
+        name = click.format_filename(record)
+        raise TimelineError(
+            f"{name} is a folder\n    fix: name a file in it: --record {os.path.join(name, 'run.jsonl')}"
+        )
     expand(record, 0, None)  # raises if it names no file
     path = os.path.abspath(record)
     folder = os.path.dirname(path)
@@ -52,9 +60,6 @@ def environment(environ: Mapping[str, str], record: str) -> dict[str, str]:
     stem, suffix = os.path.splitext(path)
     if "{pid}" not in path and "{rank}" not in path:
         path = f"{stem}-{{pid}}-{{rank}}{suffix}"
-    shown = path.removeprefix(os.path.join(os.getcwd(), ""))
-    files = "*".join(part and shlex.quote(part) for part in re.split(r"\{pid\}|\{rank\}", shown))
-    click.echo(visible(f"memguard: recorded without a budget; then: memguard suggest {files}"), err=True)
     inherited = environ.get("PYTHONPATH")
     start = str(_STARTUP)
     return {
@@ -62,3 +67,16 @@ def environment(environ: Mapping[str, str], record: str) -> dict[str, str]:
         "MEMGUARD_RECORD": path,
         "PYTHONPATH": f"{start}{os.pathsep}{inherited}" if inherited else start,
     }
+
+
+def announce(command: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Say on stderr what will be recorded and how to go on. Nothing is said of a program that is not there.
+
+    `environ` is what `environment` returned.
+    """
+    if shutil.which(command[0], path=environ.get("PATH")) is None:
+        return
+    shown = environ["MEMGUARD_RECORD"].removeprefix(os.path.join(os.getcwd(), ""))
+    files = "*".join(part and shlex.quote(part) for part in re.split(r"\{pid\}|\{rank\}", shown))
+    what = "each Python that imports a framework will be recorded, without a budget"
+    click.echo(visible(f"memguard: {what}; then: memguard suggest {files}"), err=True)
