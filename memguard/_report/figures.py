@@ -43,18 +43,19 @@ def top_of(gpu: GpuView) -> int:
         for moment in gpu.moments
     ]
     process = 0 if gpu.peak_process is None else gpu.peak_process.size
-    return _top(max([process, gpu.suggested or 0, *held]), gpu.limit)
+    return _top(max([process, *held]), gpu.limit, gpu.suggested)
 
 
 def top_of_framework(view: FrameworkView) -> int:
     """The upper end of its panel."""
     peaks = [peak.size for peak in (view.peak_held, view.peak_in_use) if peak is not None]
-    return _top(max([*peaks, view.suggested or 0]), view.cap)
+    return _top(max(peaks, default=0), view.cap, view.suggested)
 
 
-def _top(seen: int, bound: Line) -> int:
-    highest = max((size for size in bound.values if size is not None), default=0)
-    return max(seen * 6 // 5 if highest > _FAR * seen else max(seen, highest), MIB)
+def _top(seen: int, bound: Line, suggested: int | None) -> int:
+    bounds = [max((size for size in bound.values if size is not None), default=0), suggested or 0]
+    near = [size for size in bounds if size <= _FAR * seen]
+    return max(seen if len(near) == len(bounds) else seen * 6 // 5, *near, MIB)
 
 
 def figure(
@@ -136,6 +137,7 @@ class _Drawing:
         limits = [size for size in gpu.limit.values if size is not None]
         if limits:
             above = ", above the picture" if min(limits) > self.tops.get("", top_of(gpu)) * 1.05 else ""
+            above += self._far(gpu.suggested, self.tops.get("", top_of(gpu)))
             self._title(0, f"<b>all together</b>  limit {format_size(limits[-1])}{above}")
         if gpu.suggested is not None:
             self._suggested("suggested limit", gpu.suggested, "y")
@@ -166,6 +168,11 @@ class _Drawing:
         ends = Line((self.run.begin, self.run.end), (size, size))
         about = {"color": palette.NEUTRAL, "width": 1.6, "dash": "dot"}
         self.add(name, ends, yaxis=axis, line=about, hoverinfo="skip", meta=meta)
+
+    @staticmethod
+    def _far(size: int | None, top: int) -> str:
+        """What is said of a suggested bound that is too high to be in the picture."""
+        return f"; suggested {format_size(size)}, above the picture" if size is not None and size > top * 1.05 else ""
 
     def lane(self, first: int) -> None:
         """The markers, one series for each severity, and the spans beneath them."""
@@ -244,6 +251,7 @@ class _Drawing:
             cap += ", moved"
         if caps and min(caps) > self.tops.get(name, top_of_framework(view)) * 1.05:
             cap += ", above the picture"
+        cap += self._far(view.suggested, self.tops.get(name, top_of_framework(view)))
         self._title(position + 2, f"<b>{quoted(name)}</b>  {cap}")
 
     def _title(self, row: int, text: str) -> None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from memguard._report.diagnosis import clean
 from memguard._report.figures import LEVELS
 from memguard._report.model import Entry, FrameworkView, Peak, Run
+from memguard._suggest.text import as_yaml
 from memguard._units import format_duration, format_size
 
 
@@ -186,11 +187,12 @@ def _more(run: Run, entry: Entry) -> Iterator[str]:
 
 
 def suggestion(run: Run, mark: str) -> str:
-    """The smallest budget, or why there is none."""
-    name = f"Smallest budget of {mark}" if mark else "Smallest budget"
-    if run.smallest is None:
+    """The budget that `memguard suggest` writes of this run, or why there is none."""
+    found = run.suggestion
+    if found is None:
         return ""
-    if run.smallest.problem is not None:
-        return f"<section><h3>{esc(name)}</h3><p>{esc(run.smallest.problem)}</p></section>"
-    text = esc(run.smallest.yaml().rstrip())
-    return f'<section><h3>{esc(name)}</h3><pre tabindex="0">{text}</pre></section>'
+    title = f"<h3>{esc(mark)}</h3>" if mark else ""
+    if found.problem is not None:
+        said = f"<p>{esc(found.problem)}</p><p>With <code>memguard suggest</code>: {esc(found.fix)}</p>"
+        return f"<section>{title}{said}</section>"
+    return f'<section>{title}<pre tabindex="0">{esc(as_yaml(found).rstrip())}</pre></section>'

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from memguard._report import tables
 from memguard._report.diagnosis import clean
 from memguard._report.model import Entry, Run
+from memguard._suggest.text import as_yaml
 from memguard._timeline.reader import Timeline
 from memguard._types import DeviceSample
 from memguard._units import format_duration, format_size
@@ -32,7 +33,7 @@ def escaped(text: str) -> str:
 
 
 def markdown(runs: Sequence[Run]) -> str:
-    """One or two runs: their peaks beside each other, what went wrong, and the smallest budget."""
+    """One or two runs: their peaks beside each other, what went wrong, and the suggested budget."""
     lines = ["## memguard report", ""]
     for number, run in enumerate(runs):
         lines += [_head(run, tables.letter(number, len(runs))), ""]
@@ -41,10 +42,13 @@ def markdown(runs: Sequence[Run]) -> str:
     for number, run in enumerate(runs):
         lines += _errors(run, tables.letter(number, len(runs)))
     for number, run in enumerate(runs):
-        if run.smallest is not None and run.smallest.problem is None:
-            of = f" of {tables.letter(number, len(runs))}" if len(runs) > 1 else ""
-            lines += ["<details>", f"<summary>The smallest budget{of}</summary>", "", "```yaml"]
-            lines += [run.smallest.yaml().rstrip().replace("`", "'"), "```", "", "</details>", ""]
+        found, of = run.suggestion, f" for {tables.letter(number, len(runs))}" if len(runs) > 1 else ""
+        if found is not None and found.problem is not None:
+            fix = f" With `memguard suggest`: {escaped(found.fix or '')}."
+            lines += [f"No budget is suggested{of}: {escaped(found.problem)}.{fix}", ""]
+        elif found is not None:
+            lines += ["<details>", f"<summary>The suggested budget{of}</summary>", "", "```yaml"]
+            lines += [as_yaml(found).rstrip().replace("`", "'"), "```", "", "</details>", ""]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from memguard._suggest.evidence import Run, observe
+from memguard._suggest.evidence import Run, replayed
 from memguard._timeline import Timeline, load_timeline
 from memguard._timeline.files import numbered
+from memguard._timeline.replay import TimelineOutcome
 
 
 def runs(names: Sequence[str]) -> list[Run]:
@@ -21,7 +22,7 @@ def runs(names: Sequence[str]) -> list[Run]:
     loaded = {path: load_timeline(name) for path, name in given.items()}
     newest = {timeline.header.run for path, timeline in loaded.items() if path not in parts}
     found = [
-        _read(name, loaded[path])
+        read(name, loaded[path], loaded[path].records())[0]
         for path, name in given.items()
         # A part of an earlier run, which had the same name, is not read with the newest.
         if path not in parts or loaded[path].header.run not in newest
@@ -32,11 +33,12 @@ def runs(names: Sequence[str]) -> list[Run]:
     return list(seen.values())
 
 
-def _read(name: str, timeline: Timeline) -> Run:
+def read(name: str, timeline: Timeline, records: Iterable[object]) -> tuple[Run, TimelineOutcome]:
+    """The run of one timeline from all of its records, which may be watched on their way, and their replay."""
     header = timeline.header
-    run = observe(
-        timeline.records(), timeline.plan, file=name, run=header.run, rank=header.rank, simulated=header.simulated
+    run, outcome = replayed(
+        records, timeline.plan, file=name, run=header.run, rank=header.rank, simulated=header.simulated
     )
     found = ((name, about.get("version")) for name, about in header.frameworks.items())
     versions = {name: version for name, version in found if isinstance(version, str)}
-    return replace(run, notes=(*run.notes, *timeline.notes), versions=versions)
+    return replace(run, notes=(*run.notes, *timeline.notes), versions=versions), outcome
