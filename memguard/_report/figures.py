@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from memguard._report import palette
 from memguard._report.model import Entry, FrameworkView, GpuView, Line, Moment, Run, Span
@@ -53,9 +53,9 @@ def top_of_framework(view: FrameworkView) -> int:
 
 
 def _top(seen: int, bound: Line, suggested: int | None) -> int:
-    bounds = [max((size for size in bound.values if size is not None), default=0), suggested or 0]
-    near = [size for size in bounds if size <= _FAR * seen]
-    return max(seen if len(near) == len(bounds) else seen * 6 // 5, *near, MIB)
+    highest = max((size for size in bound.values if size is not None), default=0)
+    top = max(seen * 6 // 5 if highest > _FAR * seen else max(seen, highest), MIB)
+    return max(top, suggested) if suggested is not None and suggested <= _FAR * top else top
 
 
 def figure(
@@ -71,6 +71,17 @@ def figure(
     for position, view in enumerate(gpu.frameworks):
         drawing.panel(position, view)
     return drawing.done()
+
+
+class Row(NamedTuple):
+    """A moment as the stack shows it. `outside` is what of the process no framework reports."""
+
+    time: float
+    held: tuple[int | None, ...]
+    in_use: tuple[int | None, ...]
+    overhead: int | None
+    outside: int | None
+    process: int | None
 
 
 class _Drawing:
@@ -126,7 +137,7 @@ class _Drawing:
             meta = {"framework": view.name}
             self._band(f"{view.name} in use", times, used, colour, 0.85, meta={**meta, "hover": "stack"})
             self._band(f"{view.name} idle", times, idle, colour, 0.4, meta=meta, hoverinfo="skip")
-        outside = [_outside(row) for row in moments]
+        outside = [row.outside for row in moments]
         if any(outside):
             self._band("reported by no framework", times, outside, palette.UNACCOUNTED, 0.6)
         process = Line(times, tuple(moment.process for moment in moments))
@@ -314,34 +325,40 @@ def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, _WRAP, max_lines=4, placeholder=" …")
 
 
-def with_edges(moments: Sequence[Moment]) -> list[Moment]:
+def with_edges(moments: Sequence[Moment]) -> list[Row]:
     """The moments, and around each change of what is unknown two more, so that a band ends and begins upright.
 
     Between a known and an unknown figure Plotly would draw a slope down to 0, which nobody has measured.
     """
-    found: list[Moment] = []
-    for number, moment in enumerate(moments):
-        if number and _pattern(moments[number - 1]) != _pattern(moment) and moment.time > moments[number - 1].time:
-            before = moments[number - 1]
-            edge = min(_EDGE, (moment.time - before.time) / 3)
-            found.append(_blanked(before, moment)._replace(time=before.time + edge))
-            found.append(_blanked(moment, before)._replace(time=moment.time - edge))
-        found.append(moment)
+    found: list[Row] = []
+    before = None
+    for moment in moments:
+        row = Row(*moment[:4], _outside(moment), moment.process)
+        if before is not None and _pattern(before) != _pattern(row) and row.time > before.time:
+            edge = min(_EDGE, (row.time - before.time) / 3)
+            found.append(_blanked(before, row)._replace(time=before.time + edge))
+            found.append(_blanked(row, before)._replace(time=row.time - edge))
+        found.append(row)
+        before = row
     return found
 
 
-def _pattern(moment: Moment) -> tuple[bool, ...]:
-    figures = (*moment.held, *moment.in_use, moment.overhead, moment.process)
+def _pattern(row: Row) -> tuple[bool, ...]:
+    figures = (*row.held, *row.in_use, *row[3:])
     return tuple(size is None for size in figures)
 
 
-def _blanked(moment: Moment, other: Moment) -> Moment:
-    """The moment without what is unknown in the other."""
-    held = tuple(None if b is None else a for a, b in zip(moment.held, other.held, strict=True))
-    in_use = tuple(None if b is None else a for a, b in zip(moment.in_use, other.in_use, strict=True))
-    overhead = None if other.overhead is None else moment.overhead
-    process = None if other.process is None else moment.process
-    return Moment(moment.time, held, in_use, overhead, moment.unaccounted, process)
+def _blanked(row: Row, other: Row) -> Row:
+    """The row without what is unknown in the other.
+
+    Of what no framework reports the lesser stays: the rest may be a framework's that one of the two does not know.
+    """
+    held = tuple(None if b is None else a for a, b in zip(row.held, other.held, strict=True))
+    in_use = tuple(None if b is None else a for a, b in zip(row.in_use, other.in_use, strict=True))
+    overhead = None if other.overhead is None else row.overhead
+    process = None if other.process is None else row.process
+    outside = None if row.outside is None or other.outside is None else min(row.outside, other.outside)
+    return Row(row.time, held, in_use, overhead, outside, process)
 
 
 def _outside(moment: Moment) -> int | None:

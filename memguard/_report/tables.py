@@ -51,7 +51,7 @@ def head(run: Run, mark: str) -> str:
     about += [f"{name} {version}" for name, version in run.versions.items()]
     tiles = [
         (format_duration(run.end - run.begin), f"{run.samples:,} sample{'' if run.samples == 1 else 's'}", ""),
-        (f"{run.ooms:,}", "out-of-memory errors", "alarm" if run.ooms else ""),
+        (f"{run.ooms:,}", f"out-of-memory error{'' if run.ooms == 1 else 's'}", "alarm" if run.ooms else ""),
     ]
     for gpu in run.gpus:
         limit = next((size for size in reversed(gpu.limit.values) if size is not None), None)

@@ -80,10 +80,12 @@ def test_every_framework_is_drawn_with_its_cap_and_the_suggested_one(shown: Page
 def test_the_stack_reaches_what_nvml_says_of_the_process(recorded: Run, shown: Page) -> None:
     (figure,) = shown.figures
     bands = [trace["y"] for trace in figure["traces"] if trace.get("stackgroup")]
-    (process,) = [trace["y"] for trace in figure["traces"] if trace["name"] == "process, by NVML"]
+    (line,) = [trace for trace in figure["traces"] if trace["name"] == "process, by NVML"]
+    process, times = line["y"], figure["times"][line["x"]]
+    read = {round((moment.time - recorded.begin) * 1000) for moment in recorded.gpus[0].moments}
     checked = 0
     for at, size in enumerate(process):
-        if size is not None:
+        if size is not None and times[at] in read:  # and no edge, beside which a framework is unknown
             assert sum(band[at] or 0 for band in bands) == pytest.approx(size, abs=1)
             checked += 1
     assert checked > 200
@@ -348,3 +350,33 @@ def test_long_runs_have_few_points_and_their_peaks(tmp_path: Path) -> None:
             assert (max(drawn, default=0), min(drawn, default=0)) == (max(known, default=0), min(known, default=0))
     assert len(run.gpus[0].moments) <= MOST_POINTS
     assert points(10_000) < points(100) <= MOST_POINTS
+
+
+def test_what_a_framework_came_to_hold_is_nobody_elses_before(tmp_path: Path) -> None:
+    """Nothing is held, then both are seen first: between them the stack has no band of what no framework reports."""
+    clock, plan = Clock(), plan_of("h200", torch="4GiB", cupy="2GiB")
+    used = {"torch": FrameworkSample(2 * GIB, GIB, 0, 4 * GIB), "cupy": FrameworkSample(GIB, GIB, 0, 2 * GIB)}
+    with Writer(tmp_path / "{rank}.jsonl", plan, clock=clock) as writer:
+        for frameworks in ({}, used, used, {"cupy": used["cupy"]}):
+            clock.now += 1
+            sample = sample_of(plan, clock.now, **frameworks)
+            if not frameworks:
+                sample = sample._replace(devices=(sample.devices[0]._replace(process=0, used=0, overhead=0),))
+            writer.sample(sample)
+    run = run_of(Path(writer.path))
+    names = [trace["name"] for trace in Page(page([run])).figures[0]["traces"]]
+    assert "torch in use" in names and "reported by no framework" not in names
+
+
+def test_what_turns_unknown_is_reported_by_no_framework_from_then_on(tmp_path: Path) -> None:
+    clock, plan = Clock(), plan_of("h200", torch="4GiB")
+    with Writer(tmp_path / "{rank}.jsonl", plan, clock=clock) as writer:
+        for held in (2 * GIB, 2 * GIB, None):
+            clock.now += 1
+            sample = sample_of(plan, clock.now, torch=FrameworkSample(held, held, 0, 4 * GIB))
+            writer.sample(sample._replace(devices=(sample.devices[0]._replace(process=3 * GIB),)))
+    (figure,) = Page(page([run_of(Path(writer.path))])).figures
+    (band,) = [trace for trace in figure["traces"] if trace["name"] == "reported by no framework"]
+    assert list(zip(figure["times"][band["x"]], band["y"], strict=True)) == [
+        (0, 0), (1000, 0), (1001, 0), (1999, 0), (2000, 2048),
+    ]  # fmt: skip
