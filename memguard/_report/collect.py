@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from memguard._report import diagnosis
+from memguard._report import diagnosis, requests
 from memguard._report.model import MOST_POINTS, Entry, FrameworkView, GpuView, Line, Moment, Peak, Run, Span
 from memguard._report.thinning import Thinner
 from memguard._suggest import decide, evidence, recorded
@@ -210,6 +210,7 @@ class _Reading:
         self._serious: list[Entry] = []
         self._others: list[Entry] = []
         self._spans: list[Span] = []
+        self._requests: dict[int, requests.Refused] = {}
 
     def watch(self, records: Iterator[Record]) -> Iterator[Record]:
         """The records as they are, each of them seen."""
@@ -225,7 +226,7 @@ class _Reading:
             elif isinstance(record, Event):
                 self._event(record)
             else:
-                self._entry(diagnosis.of_oom(record, self._processes))
+                self._entry(diagnosis.of_oom(record, self._processes), requests.of_oom(record))
             yield record
 
     def _sample(self, sample: Sample) -> None:
@@ -236,7 +237,7 @@ class _Reading:
             gpu.see(sample.time, device)
 
     def _event(self, event: Event) -> None:
-        self._entry(diagnosis.of_event(event, self._processes))
+        self._entry(diagnosis.of_event(event, self._processes), requests.of_event(event))
         if event.kind == "suspended":
             for gpu in self._gpus.values():
                 gpu.gap(event.time)
@@ -252,15 +253,19 @@ class _Reading:
         if len(self._spans) < MOST_ENTRIES:
             self._spans.append(span)
 
-    def _entry(self, entry: Entry) -> None:
+    def _entry(self, entry: Entry, request: requests.Refused | None) -> None:
         self._counts[entry.kind] = self._counts.get(entry.kind, 0) + 1
         chosen = self._serious if entry.severity in ("oom", "critical") else self._others
         if len(chosen) < MOST_ENTRIES:
             chosen.append(entry)
+            if request is not None:
+                self._requests[id(entry)] = request  # the entry is kept, and so its id stays its own
 
     def run(self, timeline: Timeline, source: str, needed: evidence.Run, outcome: TimelineOutcome) -> Run:
-        others = self._others[: max(MOST_ENTRIES - len(self._serious), 0)]
-        entries = sorted([*self._serious, *others], key=lambda entry: entry.time)
+        serious = requests.merged(self._serious, self._requests)
+        others = self._others[: max(MOST_ENTRIES - len(serious), 0)]
+        entries = sorted([*serious, *others], key=lambda entry: entry.time)
+        shown = len(entries) + len(self._serious) - len(serious)
         versions = {
             diagnosis.clean(name): diagnosis.clean(about["version"])
             for name, about in timeline.header.frameworks.items()
@@ -285,7 +290,7 @@ class _Reading:
             self._end,
             tuple(gpu.view(outcome, limits, limit) for gpu in self._gpus.values()),
             tuple(entries),
-            sum(self._counts.values()) - len(entries),
+            sum(self._counts.values()) - shown,
             tuple(self._spans),
             self._counts,
             versions,

@@ -87,3 +87,23 @@ def test_a_suggestion_far_above_all_does_not_flatten_the_picture(tmp_path: Path)
     from memguard._report import figures
 
     assert figures.top_of_framework(run.gpus[0].frameworks[0]) == 11 * GIB
+
+
+def test_one_request_is_one_entry(tmp_path: Path) -> None:
+    run = run_of(refused(tmp_path))
+    (entry,) = run.entries
+    assert entry.severity == "oom" and ("refused", "torch: a request was refused 1") in entry.lines
+    assert (run.left_out, run.ooms, run.gpus[0].frameworks[0].refused) == (0, 1, 1)
+    assert texts.markdown([run]).count(" UTC: **") == 1 and "1 event or error" in page([run])
+
+
+def test_an_event_of_several_requests_stays_and_the_error_says_that_it_is_one_of_them(tmp_path: Path) -> None:
+    run = run_of(refused(tmp_path, times=4))
+    assert [entry.severity for entry in run.entries] == ["critical", "oom"]
+    assert run.entries[1].lines[-1] == ("refused", "the last of 4 requests, which an event counts together")
+
+
+def test_another_request_is_another_entry(tmp_path: Path) -> None:
+    run = run_of(refused(tmp_path, moment_at=0.5))
+    assert [entry.severity for entry in run.entries] == ["critical", "oom"] and run.left_out == 0
+    assert "refused" not in dict(run.entries[1].lines)
