@@ -24,6 +24,8 @@ def check(paths: Iterable[str], inputs: Iterable[str], force: bool) -> None:
     sources = {os.path.realpath(path) for path in inputs}
     seen: set[str] = set()
     for path in paths:
+        if not path:
+            raise click.UsageError("the name of an output is empty: give a file, or - for standard output")
         real = path if path == "-" else os.path.realpath(path)
         if real in seen:
             raise click.UsageError(f"two outputs go to {_name(path)}: give each a file of its own")
