@@ -288,6 +288,7 @@ class _Reading:
             outcome.samples,
             self._begin,
             self._end,
+            outcome.end - outcome.begin,
             tuple(gpu.view(outcome, limits, limit) for gpu in self._gpus.values()),
             tuple(entries),
             sum(self._counts.values()) - shown,

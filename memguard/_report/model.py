@@ -108,7 +108,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """One recorded run, from its first record to its last.
+    """One recorded run, from its first record to its last. `seconds` is from its first sample to its last.
 
     `counts` has all events by kind; `entries` are those that are shown, and `left_out` is how many are not.
     """
@@ -121,6 +121,7 @@ class Run:
     samples: int
     begin: float
     end: float
+    seconds: float
     gpus: tuple[GpuView, ...]
     entries: tuple[Entry, ...]
     left_out: int

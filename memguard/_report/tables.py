@@ -50,7 +50,7 @@ def head(run: Run, mark: str) -> str:
     about.append(f"recorded {clock(run.begin, False)} UTC" if run.begin else f"recorded {run.recorded}")
     about += [f"{name} {version}" for name, version in run.versions.items()]
     tiles = [
-        (format_duration(run.end - run.begin), f"{run.samples:,} sample{'' if run.samples == 1 else 's'}", ""),
+        (format_duration(run.seconds), f"{run.samples:,} sample{'' if run.samples == 1 else 's'}", ""),
         (f"{run.ooms:,}", f"out-of-memory error{'' if run.ooms == 1 else 's'}", "alarm" if run.ooms else ""),
     ]
     for gpu in run.gpus:

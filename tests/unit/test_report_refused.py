@@ -107,3 +107,14 @@ def test_another_request_is_another_entry(tmp_path: Path) -> None:
     run = run_of(refused(tmp_path, moment_at=0.5))
     assert [entry.severity for entry in run.entries] == ["critical", "oom"] and run.left_out == 0
     assert "refused" not in dict(run.entries[1].lines)
+
+
+def test_a_run_is_as_long_as_memguard_suggest_says(tmp_path: Path) -> None:
+    """From the first sample to the last one: an error that was recorded later adds nothing."""
+    run = run_of(refused(tmp_path, moment_at=0.0))
+    assert run.suggestion is not None
+    (evidence,) = run.suggestion.runs
+    assert run.seconds == evidence.end - evidence.begin == 1.5 and run.end - run.begin > 1.6
+    text = texts.markdown([run])
+    assert "4 samples over 1.5 s, " in text and "4 samples over 1.5 s from " in text
+    assert ">1.5 s</strong><span>4 samples</span>" in page([run])
