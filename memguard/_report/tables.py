@@ -97,7 +97,8 @@ def peaks_of(runs: Sequence[Run], position: int) -> Peaks:
 def peaks(runs: Sequence[Run], position: int, colours: Mapping[str, str]) -> str:
     """The same as a table."""
     found = peaks_of(runs, position)
-    head = "".join(f'<th scope="col" class="number">{esc(title)}</th>' for title in found.titles)
+    titles = [esc(title).replace(" − ", "&nbsp;−&nbsp;") for title in found.titles]
+    head = "".join(f'<th scope="col" class="number">{title}</th>' for title in titles)
     rows = "".join(
         f'<tr><th scope="row"><span class="swatch" style="background:{colours[name]}"></span>{esc(name)}</th>'
         + "".join(f'<td class="number">{esc(cell)}</td>' for cell in cells)
