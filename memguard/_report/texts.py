@@ -55,7 +55,7 @@ def markdown(runs: Sequence[Run]) -> str:
 def _head(run: Run, mark: str) -> str:
     simulated = " (simulated GPUs)" if run.simulated else ""
     errors = f"{run.ooms:,} out-of-memory error{'' if run.ooms == 1 else 's'}"
-    length = f"{run.samples:,} samples over {format_duration(run.seconds)}"
+    length = f"{run.samples:,} sample{'' if run.samples == 1 else 's'} over {format_duration(run.seconds)}"
     name = f"{mark}: {escaped(run.source)}" if mark else escaped(run.source)
     return f"**{name}**{simulated}: process {run.pid}, {length}, {errors}"
 

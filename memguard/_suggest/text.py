@@ -146,7 +146,10 @@ def _evidence(figure: Figure, runs: int) -> Iterator[str]:
         yield _pool(figure)
     elif need.held is None and need.sampled:
         yield "It does not say what it holds: judged by what was in use."
-    largest = sorted(need.refusals, key=lambda refusal: (-refusal.need, refusal.time))
+    # Of an error that an event has counted, the event is enough.
+    events = {(one.asked, one.held, one.cap) for one in need.refusals if one.times}
+    once = [one for one in need.refusals if one.times or (one.asked, one.held, one.cap) not in events]
+    largest = sorted(once, key=lambda refusal: (-refusal.need, refusal.time))
     for refusal in largest[:_REFUSALS]:
         yield _refused(refusal)
     if len(largest) > _REFUSALS:

@@ -118,3 +118,7 @@ def test_a_run_is_as_long_as_memguard_suggest_says(tmp_path: Path) -> None:
     text = texts.markdown([run])
     assert "4 samples over 1.5 s, " in text and "4 samples over 1.5 s from " in text
     assert ">1.5 s</strong><span>4 samples</span>" in page([run])
+
+
+def test_the_evidence_names_a_request_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert suggested(refused(tmp_path), capsys)["yaml"].count(" were refused ") == 1
