@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
-from memguard._report import diagnosis
+from memguard._report import diagnosis, requests
 from memguard._report.model import MOST_POINTS, Entry, FrameworkView, GpuView, Line, Moment, Peak, Run, Span
 from memguard._report.thinning import Thinner
+from memguard._suggest import decide, evidence, recorded
 from memguard._timeline.parse import Record
 from memguard._timeline.reader import Timeline
-from memguard._timeline.replay import TimelineOutcome, replay_timeline
+from memguard._timeline.replay import TimelineOutcome
 from memguard._types import DevicePlan, DeviceSample, Event, FrameworkSample, Sample
 
 MOST_ENTRIES = 1000
@@ -17,6 +19,8 @@ MOST_ENTRIES = 1000
 _ALL_POINTS = 240_000
 """Points of all series of one page together: a browser draws more of them only slowly."""
 _FEWEST_POINTS = 600
+_WITHOUT = "these figures do not include what was refused"
+"""What a replay says of its figures. Here it holds of the peaks: the suggested budget counts what was refused."""
 
 
 def points(series: int) -> int:
@@ -40,8 +44,7 @@ def collect(
     series = sum(4 + 4 * len(part.caps) for part in plan.devices) * runs
     reading = _Reading(plan.devices, points(series), processes)
     records = reading.watch(counted(timeline.records()))
-    outcome = replay_timeline(records, plan, recorded=True, simulated=timeline.header.simulated)
-    return reading.run(timeline, source, outcome)
+    return reading.run(timeline, source, *recorded.read(source, timeline, records))
 
 
 class _Series:
@@ -161,9 +164,7 @@ class _Gpu:
         nothing = (None,) * len(self.cells)
         self.moments.add(Moment(time, nothing, nothing, None, None, None), None, len(self.cells) + 1)
 
-    def view(self, outcome: TimelineOutcome) -> GpuView:
-        smallest = outcome.smallest
-        limits = {} if smallest is None else smallest.limits
+    def view(self, outcome: TimelineOutcome, limits: Mapping[str, int], limit: int | None) -> GpuView:
         asked = {row.framework: row.requests for row in outcome.frameworks if row.uuid == self.uuid}
         frameworks = tuple(
             FrameworkView(
@@ -184,7 +185,6 @@ class _Gpu:
         moments = tuple(
             row._replace(held=_of(row.held, chosen), in_use=_of(row.in_use, chosen)) for row in self.moments
         )
-        limit = None if smallest is None or smallest.reserve is None else smallest.reserve + sum(limits.values())
         device = None if self._part is None else self._part.device
         name = self.uuid if device is None else device.name
         index = None if device is None else device.index
@@ -210,6 +210,7 @@ class _Reading:
         self._serious: list[Entry] = []
         self._others: list[Entry] = []
         self._spans: list[Span] = []
+        self._requests: dict[int, requests.Refused] = {}
 
     def watch(self, records: Iterator[Record]) -> Iterator[Record]:
         """The records as they are, each of them seen."""
@@ -225,7 +226,7 @@ class _Reading:
             elif isinstance(record, Event):
                 self._event(record)
             else:
-                self._entry(diagnosis.of_oom(record, self._processes))
+                self._entry(diagnosis.of_oom(record, self._processes), requests.of_oom(record))
             yield record
 
     def _sample(self, sample: Sample) -> None:
@@ -236,7 +237,7 @@ class _Reading:
             gpu.see(sample.time, device)
 
     def _event(self, event: Event) -> None:
-        self._entry(diagnosis.of_event(event, self._processes))
+        self._entry(diagnosis.of_event(event, self._processes), requests.of_event(event))
         if event.kind == "suspended":
             for gpu in self._gpus.values():
                 gpu.gap(event.time)
@@ -252,22 +253,32 @@ class _Reading:
         if len(self._spans) < MOST_ENTRIES:
             self._spans.append(span)
 
-    def _entry(self, entry: Entry) -> None:
+    def _entry(self, entry: Entry, request: requests.Refused | None) -> None:
         self._counts[entry.kind] = self._counts.get(entry.kind, 0) + 1
         chosen = self._serious if entry.severity in ("oom", "critical") else self._others
         if len(chosen) < MOST_ENTRIES:
             chosen.append(entry)
+            if request is not None:
+                self._requests[id(entry)] = request  # the entry is kept, and so its id stays its own
 
-    def run(self, timeline: Timeline, source: str, outcome: TimelineOutcome) -> Run:
-        others = self._others[: max(MOST_ENTRIES - len(self._serious), 0)]
-        entries = sorted([*self._serious, *others], key=lambda entry: entry.time)
+    def run(self, timeline: Timeline, source: str, needed: evidence.Run, outcome: TimelineOutcome) -> Run:
+        serious = requests.merged(self._serious, self._requests)
+        others = self._others[: max(MOST_ENTRIES - len(serious), 0)]
+        entries = sorted([*serious, *others], key=lambda entry: entry.time)
+        shown = len(entries) + len(self._serious) - len(serious)
         versions = {
             diagnosis.clean(name): diagnosis.clean(about["version"])
             for name, about in timeline.header.frameworks.items()
             if isinstance(about.get("version"), str)
         }
         header = timeline.header
-        notes = (*outcome.notes, *timeline.plan.notes, *timeline.notes)
+        said = [note.replace(_WITHOUT, "the peaks do not include what was refused") for note in outcome.notes]
+        notes = (*said, *timeline.plan.notes, *timeline.notes)
+        needed = replace(needed, notes=tuple(diagnosis.clean(note, self._processes) for note in needed.notes))
+        found = decide.suggest([needed], decide.HEADROOM)
+        fits = found is not None and found.problem is None
+        limits = {figure.framework: figure.limit for figure in found.figures} if found is not None and fits else {}
+        limit = found.limit if found is not None and fits else None
         return Run(
             diagnosis.clean(source),
             diagnosis.clean(header.recorded),
@@ -277,12 +288,13 @@ class _Reading:
             outcome.samples,
             self._begin,
             self._end,
-            tuple(gpu.view(outcome) for gpu in self._gpus.values()),
+            outcome.end - outcome.begin,
+            tuple(gpu.view(outcome, limits, limit) for gpu in self._gpus.values()),
             tuple(entries),
-            sum(self._counts.values()) - len(entries),
+            sum(self._counts.values()) - shown,
             tuple(self._spans),
             self._counts,
             versions,
-            outcome.smallest,
+            found,
             tuple(diagnosis.clean(note, self._processes) for note in notes),
         )

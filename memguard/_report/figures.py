@@ -9,10 +9,11 @@ from __future__ import annotations
 import html
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from memguard._report import palette
-from memguard._report.model import Entry, FrameworkView, GpuView, Line, Moment, Run, Span
+from memguard._report.edges import level, outside_of, with_edges
+from memguard._report.model import Entry, FrameworkView, GpuView, Line, Run, Span
 from memguard._units import GIB, MIB, format_size
 
 _STACK, _LANE, _PANEL, _GAP = 300, 84, 92, 26
@@ -30,8 +31,6 @@ _LABELS = 12
 SYMBOLS = {"oom": "x", "critical": "triangle-up", "warn": "triangle-up-open", "note": "circle-open"}
 _MARKS = {"oom": palette.ALARM, "critical": palette.ALARM, "warn": "#d55e00", "note": palette.NEUTRAL}
 LEVELS = {"oom": "out of memory", "critical": "critical", "warn": "warning", "note": "note"}
-_EDGE = 0.001
-"""Seconds."""
 _WRAP = 72
 """Characters of a line of a marker's text."""
 
@@ -39,50 +38,69 @@ _WRAP = 72
 def top_of(gpu: GpuView) -> int:
     """The upper end of its stack: above what was held, and above its limit unless that is far away."""
     held = [
-        sum(map(_level, moment.held, moment.in_use)) + (moment.overhead or 0) + (_outside(moment) or 0)
+        sum(map(level, moment.held, moment.in_use)) + (moment.overhead or 0) + (outside_of(moment) or 0)
         for moment in gpu.moments
     ]
     process = 0 if gpu.peak_process is None else gpu.peak_process.size
-    return _top(max([process, gpu.suggested or 0, *held]), gpu.limit)
+    return _top(max([process, *held]), gpu.limit, gpu.suggested)
 
 
 def top_of_framework(view: FrameworkView) -> int:
     """The upper end of its panel."""
     peaks = [peak.size for peak in (view.peak_held, view.peak_in_use) if peak is not None]
-    return _top(max([*peaks, view.suggested or 0]), view.cap)
+    return _top(max(peaks, default=0), view.cap, view.suggested)
 
 
-def _top(seen: int, bound: Line) -> int:
+def _top(seen: int, bound: Line, suggested: int | None) -> int:
     highest = max((size for size in bound.values if size is not None), default=0)
-    return max(seen * 6 // 5 if highest > _FAR * seen else max(seen, highest), MIB)
+    top = max(seen * 6 // 5 if highest > _FAR * seen else max(seen, highest), MIB)
+    return max(top, suggested) if suggested is not None and suggested <= _FAR * top else top
 
 
-def figure(
-    run: Run, gpu: GpuView, colours: Mapping[str, str], tops: Mapping[str, int], first: int, span: float | None
-) -> dict[str, Any]:
-    """The figure. `tops` is the upper end of each panel by name, and of the stack under "". `first` is the number of
-    the run's first entry on the page. With a `span`, in seconds, the axis shows the time since the start up to that;
-    else the time of day in UTC, up to the run's end.
+class Rows(NamedTuple):
+    """What all figures of one GPU have in common, so that their rows lie beside each other.
+
+    `names` are the frameworks with a panel, also of those that only the other run has. `tops` is the upper end of each
+    panel by name, and of the stack under "". `lane`: there is room for events and spans. With a `span`, in seconds, the
+    axis shows the time since the start up to that; else the time of day in UTC, up to the run's end.
     """
-    drawing = _Drawing(run, gpu, colours, tops, span)
+
+    names: tuple[str, ...]
+    tops: Mapping[str, int]
+    lane: bool
+    span: float | None
+
+
+def rows_of(runs: Sequence[Run], gpus: Sequence[GpuView], span: float | None) -> Rows:
+    """The rows of one GPU in all of its runs."""
+    tops = {"": max(top_of(gpu) for gpu in gpus)}
+    for gpu in gpus:
+        for view in gpu.frameworks:
+            tops[view.name] = max(tops.get(view.name, 0), top_of_framework(view))
+    names = tuple(dict.fromkeys(view.name for gpu in gpus for view in gpu.frameworks))
+    return Rows(names, tops, any(run.entries or run.spans for run in runs), span)
+
+
+def figure(run: Run, gpu: GpuView, colours: Mapping[str, str], rows: Rows, first: int) -> dict[str, Any]:
+    """The figure. `first` is the number of the run's first entry on the page."""
+    drawing = _Drawing(run, gpu, colours, rows)
     drawing.stack()
     drawing.lane(first)
-    for position, view in enumerate(gpu.frameworks):
-        drawing.panel(position, view)
+    views = {view.name: view for view in gpu.frameworks}
+    for position, name in enumerate(rows.names):
+        drawing.panel(position, name, views.get(name))
     return drawing.done()
 
 
 class _Drawing:
-    def __init__(
-        self, run: Run, gpu: GpuView, colours: Mapping[str, str], tops: Mapping[str, int], span: float | None
-    ) -> None:
-        self.run, self.gpu, self.colours, self.tops, self.span = run, gpu, colours, tops, span
+    def __init__(self, run: Run, gpu: GpuView, colours: Mapping[str, str], shared: Rows) -> None:
+        self.run, self.gpu, self.colours, self.names = run, gpu, colours, shared.names
+        self.tops, self.span, self.lane_shown = shared.tops, shared.span, shared.lane
         self.times: dict[str, list[int]] = {}
         self.traces: list[dict[str, Any]] = []
         self.shapes: list[dict[str, Any]] = []
         self.notes: list[dict[str, Any]] = []
-        lane = _LANE if run.entries or run.spans else 1
-        rows = [_STACK, lane, *(_PANEL for _ in gpu.frameworks)]
+        rows = [_STACK, _LANE if shared.lane else 1, *(_PANEL for _ in self.names)]
         self.height = sum(rows) + _GAP * (len(rows) - 1)
         self.domains: list[list[float]] = []
         top = self.height
@@ -125,7 +143,7 @@ class _Drawing:
             meta = {"framework": view.name}
             self._band(f"{view.name} in use", times, used, colour, 0.85, meta={**meta, "hover": "stack"})
             self._band(f"{view.name} idle", times, idle, colour, 0.4, meta=meta, hoverinfo="skip")
-        outside = [_outside(row) for row in moments]
+        outside = [row.outside for row in moments]
         if any(outside):
             self._band("reported by no framework", times, outside, palette.UNACCOUNTED, 0.6)
         process = Line(times, tuple(moment.process for moment in moments))
@@ -135,7 +153,8 @@ class _Drawing:
         self._bound("limit", gpu.limit, "y")
         limits = [size for size in gpu.limit.values if size is not None]
         if limits:
-            above = ", above the picture" if min(limits) > self.tops.get("", top_of(gpu)) * 1.05 else ""
+            above = ", above the picture" if min(limits) > self.tops[""] * 1.05 else ""
+            above += self._far(gpu.suggested, self.tops[""])
             self._title(0, f"<b>all together</b>  limit {format_size(limits[-1])}{above}")
         if gpu.suggested is not None:
             self._suggested("suggested limit", gpu.suggested, "y")
@@ -166,6 +185,11 @@ class _Drawing:
         ends = Line((self.run.begin, self.run.end), (size, size))
         about = {"color": palette.NEUTRAL, "width": 1.6, "dash": "dot"}
         self.add(name, ends, yaxis=axis, line=about, hoverinfo="skip", meta=meta)
+
+    @staticmethod
+    def _far(size: int | None, top: int) -> str:
+        """What is said of a suggested bound that is too high to be in the picture."""
+        return f"; suggested {format_size(size)}, above the picture" if size is not None and size > top * 1.05 else ""
 
     def lane(self, first: int) -> None:
         """The markers, one series for each severity, and the spans beneath them."""
@@ -199,8 +223,14 @@ class _Drawing:
             if severity == "oom":
                 for _, entry in chosen[:_LINES]:
                     self._line_at(entry.time)
+        if self.lane_shown:
+            self._empty("y2")
         for span in self.run.spans:
             self._span(span)
+
+    def _empty(self, axis: str) -> None:
+        """A series without a figure: Plotly draws no axis that has no series."""
+        self.add("", Line((self.run.begin, self.run.end), (None, None)), yaxis=axis, hoverinfo="skip", meta={})
 
     def _span(self, span: Span) -> None:
         """Its name at the top of the lane; a suspension also as a bar through all rows."""
@@ -227,8 +257,13 @@ class _Drawing:
     def _offset(self, time: float) -> int:
         return round((time - self.run.begin) * 1000)
 
-    def panel(self, position: int, view: FrameworkView) -> None:
-        axis, colour, name = f"y{position + 3}", self.colours[view.name], view.name
+    def panel(self, position: int, name: str, view: FrameworkView | None) -> None:
+        """A row for one framework, which is empty if only the other run has it."""
+        axis, colour = f"y{position + 3}", self.colours[name]
+        if view is None:
+            self._title(position + 2, f"<b>{quoted(name)}</b>  not in this run")
+            self._empty(axis)
+            return
         for line, what, alpha in ((view.held, "held", 0.3), (view.in_use, "in use", 0.6)):
             if any(value is not None for value in line.values):
                 self.add(
@@ -242,8 +277,9 @@ class _Drawing:
         cap = "no cap" if not caps else f"cap {format_size(caps[-1])}"
         if len(set(caps)) > 1:
             cap += ", moved"
-        if caps and min(caps) > self.tops.get(name, top_of_framework(view)) * 1.05:
+        if caps and min(caps) > self.tops[name] * 1.05:
             cap += ", above the picture"
+        cap += self._far(view.suggested, self.tops[name])
         self._title(position + 2, f"<b>{quoted(name)}</b>  {cap}")
 
     def _title(self, row: int, text: str) -> None:
@@ -260,20 +296,19 @@ class _Drawing:
             "margin": {"l": 64, "r": 14, "t": _TOP, "b": _BOTTOM},
             "shapes": self.shapes,
             "annotations": self.notes,
-            "yaxis": _axis(self.domains[0], self.tops.get("", top_of(self.gpu)), 6),
+            "yaxis": _axis(self.domains[0], self.tops[""], 6),
             "yaxis2": {
                 "domain": self.domains[1], "range": [0, 1], "fixedrange": True, "showgrid": False, "zeroline": False,
                 "showticklabels": False, "title": {"text": "events", "font": {"size": 11}},
             },
         }  # fmt: skip
-        for position, view in enumerate(self.gpu.frameworks):
-            top = self.tops.get(view.name, top_of_framework(view))
-            layout[f"yaxis{position + 3}"] = _axis(self.domains[position + 2], top, 3)
+        for position, name in enumerate(self.names):
+            layout[f"yaxis{position + 3}"] = _axis(self.domains[position + 2], self.tops[name], 3)
         return {
             "begin": round(self.run.begin * 1000),
             "span": round((self.run.end - self.run.begin if self.span is None else self.span) * 1000),
             "elapsed": self.span is not None,
-            "last": f"y{len(self.gpu.frameworks) + 2}",
+            "last": f"y{len(self.names) + 2}",
             "times": self.times,
             "traces": self.traces,
             "layout": layout,
@@ -304,48 +339,6 @@ def quoted(text: str) -> str:
 
 def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, _WRAP, max_lines=4, placeholder=" …")
-
-
-def with_edges(moments: Sequence[Moment]) -> list[Moment]:
-    """The moments, and around each change of what is unknown two more, so that a band ends and begins upright.
-
-    Between a known and an unknown figure Plotly would draw a slope down to 0, which nobody has measured.
-    """
-    found: list[Moment] = []
-    for number, moment in enumerate(moments):
-        if number and _pattern(moments[number - 1]) != _pattern(moment) and moment.time > moments[number - 1].time:
-            before = moments[number - 1]
-            edge = min(_EDGE, (moment.time - before.time) / 3)
-            found.append(_blanked(before, moment)._replace(time=before.time + edge))
-            found.append(_blanked(moment, before)._replace(time=moment.time - edge))
-        found.append(moment)
-    return found
-
-
-def _pattern(moment: Moment) -> tuple[bool, ...]:
-    figures = (*moment.held, *moment.in_use, moment.overhead, moment.process)
-    return tuple(size is None for size in figures)
-
-
-def _blanked(moment: Moment, other: Moment) -> Moment:
-    """The moment without what is unknown in the other."""
-    held = tuple(None if b is None else a for a, b in zip(moment.held, other.held, strict=True))
-    in_use = tuple(None if b is None else a for a, b in zip(moment.in_use, other.in_use, strict=True))
-    overhead = None if other.overhead is None else moment.overhead
-    process = None if other.process is None else moment.process
-    return Moment(moment.time, held, in_use, overhead, moment.unaccounted, process)
-
-
-def _outside(moment: Moment) -> int | None:
-    """What of the process no framework reports: up to what NVML says it holds, if it says so."""
-    if moment.process is None or moment.overhead is None:
-        return None if moment.unaccounted is None or moment.overhead is None else max(moment.unaccounted, 0)
-    known = sum(_level(held, in_use) for held, in_use in zip(moment.held, moment.in_use, strict=True))
-    return max(moment.process - moment.overhead - known, 0)
-
-
-def _level(held: int | None, in_use: int | None) -> int:
-    return held if held is not None else in_use or 0
 
 
 def _mib(size: int | None) -> float | None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from memguard._timeline.replay import Smallest
+from memguard._suggest.decide import Suggestion
 
 MOST_POINTS = 3999
 """Points that are drawn of one series at most."""
@@ -39,7 +39,7 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class FrameworkView:
-    """One framework on one GPU. `cap` is drawn in steps; `suggested` is the cap in the smallest budget."""
+    """One framework on one GPU. `cap` is drawn in steps; `suggested` is the cap in the suggested budget."""
 
     name: str
     held: Line
@@ -68,7 +68,7 @@ class GpuView:
     frameworks: tuple[FrameworkView, ...]
     peak_process: Peak | None
     suggested: int | None
-    """The limit of the smallest budget."""
+    """The limit of the suggested budget, None if none fits."""
 
 
 class Holding(NamedTuple):
@@ -108,7 +108,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """One recorded run, from its first record to its last.
+    """One recorded run, from its first record to its last. `seconds` is from its first sample to its last.
 
     `counts` has all events by kind; `entries` are those that are shown, and `left_out` is how many are not.
     """
@@ -121,13 +121,15 @@ class Run:
     samples: int
     begin: float
     end: float
+    seconds: float
     gpus: tuple[GpuView, ...]
     entries: tuple[Entry, ...]
     left_out: int
     spans: tuple[Span, ...]
     counts: Mapping[str, int]
     versions: Mapping[str, str]
-    smallest: Smallest | None
+    suggestion: Suggestion | None
+    """What `memguard suggest` says of this run, None if no framework needed anything."""
     notes: tuple[str, ...]
 
     @property

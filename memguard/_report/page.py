@@ -81,16 +81,12 @@ def _gpu(
     """One GPU: what both runs did on it, with axes of the same length."""
     there = [number for number, run in enumerate(runs) if position < len(run.gpus)]
     gpus = {number: runs[number].gpus[position] for number in there}
-    tops: dict[str, int] = {"": max(figures.top_of(gpu) for gpu in gpus.values())}
-    for gpu in gpus.values():
-        for view in gpu.frameworks:
-            tops[view.name] = max(tops.get(view.name, 0), figures.top_of_framework(view))
-    names = list(dict.fromkeys(view.name for gpu in gpus.values() for view in gpu.frameworks))
     titles = list(dict.fromkeys(f"GPU {tables.number_of(gpu.index, position)}: {gpu.name}" for gpu in gpus.values()))
     span = max(run.end - run.begin for run in runs) if len(runs) > 1 else None
+    rows = figures.rows_of([runs[number] for number in there], list(gpus.values()), span)
     shown = []
     for number, gpu in gpus.items():
-        drawn.append(figures.figure(runs[number], gpu, colours, tops, firsts[number], span))
+        drawn.append(figures.figure(runs[number], gpu, colours, rows, firsts[number]))
         about = f"{marks[number]}: {runs[number].source}" if marks[number] else ""
         caption = f"<figcaption><h3>{esc(about)}</h3></figcaption>" if about else ""
         height = drawn[-1]["layout"]["height"]
@@ -103,7 +99,7 @@ def _gpu(
     two = " two" if len(shown) > 1 else ""
     return (
         f'<section aria-label="{esc(titles[0])}"><h2>{esc(" · ".join(titles))}</h2>'
-        f"{''.join(_keys(names, colours, position))}"
+        f"{''.join(_keys(rows.names, colours, position))}"
         "<noscript><p>The charts need JavaScript. The figures and events below do not.</p></noscript>"
         f'<div class="runs{two}">{"".join(shown)}</div>{tables.peaks(runs, position, colours)}</section>'
     )

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from memguard._report.diagnosis import clean
 from memguard._report.figures import LEVELS
 from memguard._report.model import Entry, FrameworkView, Peak, Run
+from memguard._suggest.text import as_yaml
 from memguard._units import format_duration, format_size
 
 
@@ -49,8 +50,8 @@ def head(run: Run, mark: str) -> str:
     about.append(f"recorded {clock(run.begin, False)} UTC" if run.begin else f"recorded {run.recorded}")
     about += [f"{name} {version}" for name, version in run.versions.items()]
     tiles = [
-        (format_duration(run.end - run.begin), f"{run.samples:,} sample{'' if run.samples == 1 else 's'}", ""),
-        (f"{run.ooms:,}", "out-of-memory errors", "alarm" if run.ooms else ""),
+        (format_duration(run.seconds), f"{run.samples:,} sample{'' if run.samples == 1 else 's'}", ""),
+        (f"{run.ooms:,}", f"out-of-memory error{'' if run.ooms == 1 else 's'}", "alarm" if run.ooms else ""),
     ]
     for gpu in run.gpus:
         limit = next((size for size in reversed(gpu.limit.values) if size is not None), None)
@@ -96,7 +97,8 @@ def peaks_of(runs: Sequence[Run], position: int) -> Peaks:
 def peaks(runs: Sequence[Run], position: int, colours: Mapping[str, str]) -> str:
     """The same as a table."""
     found = peaks_of(runs, position)
-    head = "".join(f'<th scope="col" class="number">{esc(title)}</th>' for title in found.titles)
+    titles = [esc(title).replace(" − ", "&nbsp;−&nbsp;") for title in found.titles]
+    head = "".join(f'<th scope="col" class="number">{title}</th>' for title in titles)
     rows = "".join(
         f'<tr><th scope="row"><span class="swatch" style="background:{colours[name]}"></span>{esc(name)}</th>'
         + "".join(f'<td class="number">{esc(cell)}</td>' for cell in cells)
@@ -186,11 +188,12 @@ def _more(run: Run, entry: Entry) -> Iterator[str]:
 
 
 def suggestion(run: Run, mark: str) -> str:
-    """The smallest budget, or why there is none."""
-    name = f"Smallest budget of {mark}" if mark else "Smallest budget"
-    if run.smallest is None:
+    """The budget that `memguard suggest` writes of this run, or why there is none."""
+    found = run.suggestion
+    if found is None:
         return ""
-    if run.smallest.problem is not None:
-        return f"<section><h3>{esc(name)}</h3><p>{esc(run.smallest.problem)}</p></section>"
-    text = esc(run.smallest.yaml().rstrip())
-    return f'<section><h3>{esc(name)}</h3><pre tabindex="0">{text}</pre></section>'
+    title = f"<h3>{esc(mark)}</h3>" if mark else ""
+    if found.problem is not None:
+        said = f"<p>{esc(found.problem)}</p><p>With <code>memguard suggest</code>: {esc(found.fix)}</p>"
+        return f"<section>{title}{said}</section>"
+    return f'<section>{title}<pre tabindex="0">{esc(as_yaml(found).rstrip())}</pre></section>'

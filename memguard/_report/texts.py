@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from memguard._report import tables
 from memguard._report.diagnosis import clean
 from memguard._report.model import Entry, Run
+from memguard._suggest.text import as_yaml
 from memguard._timeline.reader import Timeline
 from memguard._types import DeviceSample
 from memguard._units import format_duration, format_size
@@ -32,7 +33,7 @@ def escaped(text: str) -> str:
 
 
 def markdown(runs: Sequence[Run]) -> str:
-    """One or two runs: their peaks beside each other, what went wrong, and the smallest budget."""
+    """One or two runs: their peaks beside each other, what went wrong, and the suggested budget."""
     lines = ["## memguard report", ""]
     for number, run in enumerate(runs):
         lines += [_head(run, tables.letter(number, len(runs))), ""]
@@ -41,17 +42,20 @@ def markdown(runs: Sequence[Run]) -> str:
     for number, run in enumerate(runs):
         lines += _errors(run, tables.letter(number, len(runs)))
     for number, run in enumerate(runs):
-        if run.smallest is not None and run.smallest.problem is None:
-            of = f" of {tables.letter(number, len(runs))}" if len(runs) > 1 else ""
-            lines += ["<details>", f"<summary>The smallest budget{of}</summary>", "", "```yaml"]
-            lines += [run.smallest.yaml().rstrip().replace("`", "'"), "```", "", "</details>", ""]
+        found, of = run.suggestion, f" for {tables.letter(number, len(runs))}" if len(runs) > 1 else ""
+        if found is not None and found.problem is not None:
+            fix = f" With `memguard suggest`: {escaped(found.fix or '')}."
+            lines += [f"No budget is suggested{of}: {escaped(found.problem)}.{fix}", ""]
+        elif found is not None:
+            lines += ["<details>", f"<summary>The suggested budget{of}</summary>", "", "```yaml"]
+            lines += [as_yaml(found).rstrip().replace("`", "'"), "```", "", "</details>", ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def _head(run: Run, mark: str) -> str:
     simulated = " (simulated GPUs)" if run.simulated else ""
     errors = f"{run.ooms:,} out-of-memory error{'' if run.ooms == 1 else 's'}"
-    length = f"{run.samples:,} samples over {format_duration(run.end - run.begin)}"
+    length = f"{run.samples:,} sample{'' if run.samples == 1 else 's'} over {format_duration(run.seconds)}"
     name = f"{mark}: {escaped(run.source)}" if mark else escaped(run.source)
     return f"**{name}**{simulated}: process {run.pid}, {length}, {errors}"
 

@@ -18,6 +18,9 @@ from memguard._suggest.evidence import Need, Run
 from memguard._types import Device
 from memguard._units import GRANULE, format_size, round_up
 
+HEADROOM = Fraction(15, 100)
+"""What is kept on top of each need if nobody says how much."""
+
 
 @dataclass(frozen=True)
 class Figure:

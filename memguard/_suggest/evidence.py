@@ -20,7 +20,7 @@ from memguard._config import FRAMEWORKS
 from memguard._specs import NEVER_GIVE_BACK
 from memguard._suggest.refusals import Refusal, Reported, once
 from memguard._timeline import Oom
-from memguard._timeline.replay import replay_timeline
+from memguard._timeline.replay import TimelineOutcome, replay_timeline
 from memguard._types import Device, DevicePlan, Event, FrameworkSample, Plan, Sample
 from memguard._units import is_whole
 
@@ -104,6 +104,13 @@ def observe(
     records: Iterable[object], plan: Plan, *, file: str, run: str, rank: int | None = None, simulated: bool = False
 ) -> Run:
     """The figures of one run, in memory that does not depend on its length."""
+    return replayed(records, plan, file=file, run=run, rank=rank, simulated=simulated)[0]
+
+
+def replayed(
+    records: Iterable[object], plan: Plan, *, file: str, run: str, rank: int | None = None, simulated: bool = False
+) -> tuple[Run, TimelineOutcome]:
+    """The same, and the replay under the caps of the recording that they are from."""
     watch = _Watch(plan)
     outcome = replay_timeline(watch.passing(records), plan, recorded=True)
     needs: dict[tuple[str, str], Need] = {}
@@ -131,7 +138,7 @@ def observe(
         notes.append("its frameworks drew from one pool (strategy: pool): this budget gives each a limit of its own")
     devices = {part.device.uuid: part.device for part in plan.devices}
     declared = tuple(dict.fromkeys(name for part in plan.devices for name in part.caps if name in FRAMEWORKS))
-    return Run(
+    found = Run(
         file=file,
         run=run,
         rank=rank,
@@ -147,6 +154,7 @@ def observe(
         declared=declared,
         notes=tuple(notes),
     )
+    return found, outcome
 
 
 class _Watch:

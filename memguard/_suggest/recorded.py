@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 
-from memguard._suggest.evidence import Run, observe
+from memguard._suggest.evidence import Run, replayed
 from memguard._timeline import Timeline, load_timeline
 from memguard._timeline.files import numbered
+from memguard._timeline.replay import TimelineOutcome
 
 _EARLIER, _ALONE = "left out, as they belong to an earlier run: ", "; each can be read alone"
 """What a timeline's note says of files of its name that it does not read, before and after their names."""
@@ -24,23 +25,29 @@ def runs(names: Sequence[str]) -> list[Run]:
     loaded = {path: load_timeline(name) for path, name in given.items()}
     newest = {timeline.header.run for path, timeline in loaded.items() if path not in parts}
     # A part of an earlier run, which had the same name, is not read with the newest.
-    read = {path: name for path, name in given.items() if path not in parts or loaded[path].header.run not in newest}
-    found = [_read(name, loaded[path], read) for path, name in read.items()]
+    chosen = {path: name for path, name in given.items() if path not in parts or loaded[path].header.run not in newest}
+    found = [read(name, loaded[path], loaded[path].records(), chosen)[0] for path, name in chosen.items()]
     seen: dict[tuple[str, int | None, float, float], Run] = {}
     for run in found:  # a copy of a timeline is no second process
         seen.setdefault((run.run, run.rank, run.begin, run.end), run)
     return list(seen.values())
 
 
-def _read(name: str, timeline: Timeline, read: Container[str]) -> Run:
+def read(
+    name: str, timeline: Timeline, records: Iterable[object], beside: Container[str] = ()
+) -> tuple[Run, TimelineOutcome]:
+    """The run of one timeline from all of its records, which may be watched on their way, and their replay.
+
+    `beside`: the real paths of all files that are read as runs.
+    """
     header = timeline.header
-    run = observe(
-        timeline.records(), timeline.plan, file=name, run=header.run, rank=header.rank, simulated=header.simulated
+    run, outcome = replayed(
+        records, timeline.plan, file=name, run=header.run, rank=header.rank, simulated=header.simulated
     )
     found = ((name, about.get("version")) for name, about in header.frameworks.items())
     versions = {name: version for name, version in found if isinstance(version, str)}
-    notes = (_still_true(note, name, read) for note in timeline.notes)
-    return replace(run, notes=(*run.notes, *filter(None, notes)), versions=versions)
+    notes = (_still_true(note, name, beside) for note in timeline.notes)
+    return replace(run, notes=(*run.notes, *filter(None, notes)), versions=versions), outcome
 
 
 def _still_true(note: str, name: str, read: Container[str]) -> str | None:

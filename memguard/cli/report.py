@@ -36,7 +36,7 @@ def report(
     """Draw the timeline TIMELINE of a run, and OTHER beside it: memguard report run.jsonl -o report.html
 
     What each framework held and had in use over time, with its cap, events, out-of-memory errors and their diagnoses,
-    peaks, and the smallest budget that would have been enough. FILE - is standard output.
+    peaks, and the budget that memguard suggest writes of it. FILE - is standard output.
 
     Exit code 0: all was written; 1: a file could not be written; 2: a timeline is invalid.
     """

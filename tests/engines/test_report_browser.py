@@ -248,7 +248,7 @@ def test_without_a_script_the_tables_and_diagnoses_are_there(browser: Browser, o
     assert all(name in peaks for name in SIX) and "GiB" in peaks
 
 
-@pytest.mark.parametrize("width", [360, 700, 1900])
+@pytest.mark.parametrize("width", [360, 700, 1300, 1900])
 def test_nothing_is_wider_than_the_window(browser: Browser, two: Path, width: int) -> None:
     browser.driver.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride", {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
@@ -261,5 +261,7 @@ def test_nothing_is_wider_than_the_window(browser: Browser, two: Path, width: in
             "return Math.abs(a.getBoundingClientRect().top - b.getBoundingClientRect().top) < 2"
         )
         assert side_by_side == (width >= 1100)
+        hidden = browser.js("const box = document.querySelector('.scroll'); return box.scrollWidth - box.clientWidth")
+        assert (hidden <= 0) == (width >= 1300), "the peaks of six frameworks fit, or a shadow says that there is more"
     finally:
         browser.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from recorded import SIX, many, record
 from timelines import START, Clock, plan_of, sample_of
 
-from memguard._report import diagnosis, figures, palette
+from memguard._report import diagnosis, edges, figures, palette
 from memguard._report.collect import MOST_ENTRIES, collect, points
 from memguard._report.model import MOST_POINTS, Run
 from memguard._report.page import page, script_json
@@ -80,10 +80,12 @@ def test_every_framework_is_drawn_with_its_cap_and_the_suggested_one(shown: Page
 def test_the_stack_reaches_what_nvml_says_of_the_process(recorded: Run, shown: Page) -> None:
     (figure,) = shown.figures
     bands = [trace["y"] for trace in figure["traces"] if trace.get("stackgroup")]
-    (process,) = [trace["y"] for trace in figure["traces"] if trace["name"] == "process, by NVML"]
+    (line,) = [trace for trace in figure["traces"] if trace["name"] == "process, by NVML"]
+    process, times = line["y"], figure["times"][line["x"]]
+    read = {round((moment.time - recorded.begin) * 1000) for moment in recorded.gpus[0].moments}
     checked = 0
     for at, size in enumerate(process):
-        if size is not None:
+        if size is not None and times[at] in read:  # and no edge, beside which a framework is unknown
             assert sum(band[at] or 0 for band in bands) == pytest.approx(size, abs=1)
             checked += 1
     assert checked > 200
@@ -247,12 +249,12 @@ def test_unknown_is_a_gap_and_never_zero(tmp_path: Path) -> None:
     torch_view, cupy = sorted(run.gpus[0].frameworks, key=lambda view: view.name, reverse=True)
     assert torch_view.held.values == (GIB, GIB, GIB, None, None, GIB, GIB, GIB, GIB) and torch_view.silent
     assert set(cupy.held.values) == {GIB} and not cupy.silent
-    rows = figures.with_edges(run.gpus[0].moments)
+    rows = edges.with_edges(run.gpus[0].moments)
     assert len(rows) == 9 + 4
     times = [row.time for row in rows]
     assert times == sorted(times)
-    edges = {round(row.time - START, 3): row.held for row in rows}
-    assert edges[3.0] == (GIB, GIB) and edges[3.001][0] is None and edges[5.999][0] is None and edges[6.0] == (GIB, GIB)
+    at = {round(row.time - START, 3): row.held for row in rows}
+    assert at[3.0] == (GIB, GIB) and at[3.001][0] is None and at[5.999][0] is None and at[6.0] == (GIB, GIB)
     assert all(row.held[1] == GIB for row in rows), "the other one goes on"
     drawn = {(trace["name"], trace["yaxis"]): trace["y"] for trace in Page(page([run])).figures[0]["traces"]}
     assert drawn["torch in use", "y"] == [512] * 3 + [None] * 6 + [512] * 4
@@ -348,3 +350,62 @@ def test_long_runs_have_few_points_and_their_peaks(tmp_path: Path) -> None:
             assert (max(drawn, default=0), min(drawn, default=0)) == (max(known, default=0), min(known, default=0))
     assert len(run.gpus[0].moments) <= MOST_POINTS
     assert points(10_000) < points(100) <= MOST_POINTS
+
+
+def test_what_a_framework_came_to_hold_is_nobody_elses_before(tmp_path: Path) -> None:
+    """Nothing is held, then both are seen first: between them the stack has no band of what no framework reports."""
+    clock, plan = Clock(), plan_of("h200", torch="4GiB", cupy="2GiB")
+    used = {"torch": FrameworkSample(2 * GIB, GIB, 0, 4 * GIB), "cupy": FrameworkSample(GIB, GIB, 0, 2 * GIB)}
+    with Writer(tmp_path / "{rank}.jsonl", plan, clock=clock) as writer:
+        for frameworks in ({}, used, used, {"cupy": used["cupy"]}):
+            clock.now += 1
+            sample = sample_of(plan, clock.now, **frameworks)
+            if not frameworks:
+                sample = sample._replace(devices=(sample.devices[0]._replace(process=0, used=0, overhead=0),))
+            writer.sample(sample)
+    run = run_of(Path(writer.path))
+    names = [trace["name"] for trace in Page(page([run])).figures[0]["traces"]]
+    assert "torch in use" in names and "reported by no framework" not in names
+
+
+def test_what_turns_unknown_is_reported_by_no_framework_from_then_on(tmp_path: Path) -> None:
+    clock, plan = Clock(), plan_of("h200", torch="4GiB")
+    with Writer(tmp_path / "{rank}.jsonl", plan, clock=clock) as writer:
+        for held in (2 * GIB, 2 * GIB, None):
+            clock.now += 1
+            sample = sample_of(plan, clock.now, torch=FrameworkSample(held, held, 0, 4 * GIB))
+            writer.sample(sample._replace(devices=(sample.devices[0]._replace(process=3 * GIB),)))
+    (figure,) = Page(page([run_of(Path(writer.path))])).figures
+    (band,) = [trace for trace in figure["traces"] if trace["name"] == "reported by no framework"]
+    assert list(zip(figure["times"][band["x"]], band["y"], strict=True)) == [
+        (0, 0), (1000, 0), (1001, 0), (1999, 0), (2000, 2048),
+    ]  # fmt: skip
+
+
+def test_two_runs_have_the_same_rows(tmp_path: Path) -> None:
+    """Only A has events, and only A has torch: B leaves room for both, so that cupy's charts lie side by side."""
+    paths = []
+    for name in "ab":
+        clock, plan = Clock(), plan_of("h200", torch="4GiB", cupy="2GiB")
+        used = {"torch": FrameworkSample(GIB, GIB, 0, 4 * GIB), "cupy": FrameworkSample(GIB, GIB, 0, 2 * GIB)}
+        with Writer(tmp_path / f"{name}-{{rank}}.jsonl", plan, clock=clock) as writer:
+            for _ in range(3):
+                clock.now += 1
+                writer.sample(sample_of(plan, clock.now, **{key: used[key] for key in used if name + key != "btorch"}))
+            if name == "a":
+                writer.event(Event(clock.now, "note", "only here"))
+        paths.append(Path(writer.path))
+    a, b = (run_of(path) for path in paths)
+    for first, second in (Page(page([a, b])).figures, Page(page([b, a])).figures):
+        assert first["last"] == second["last"] and first["layout"]["height"] == second["layout"]["height"]
+        axes = [{key: one["layout"][key] for key in one["layout"] if "axis" in key} for one in (first, second)]
+        assert axes[0] == axes[1]
+        on = [
+            {one["name"]: one["yaxis"] for one in figure["traces"] if "cap" in one["name"]}
+            for figure in (first, second)
+        ]
+        assert on[0]["cupy cap"] == on[1]["cupy cap"]
+        for figure in (first, second):  # Plotly draws no axis that has no series
+            assert {trace["yaxis"] for trace in figure["traces"]} == {"y", "y2", "y3", "y4"}
+    titles = [note["text"] for note in Page(page([a, b])).figures[1]["layout"]["annotations"]]
+    assert "<b>torch</b>  not in this run" in titles

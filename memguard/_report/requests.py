@@ -1,0 +1,73 @@
+"""Finds the refused request of which a timeline has both an event and an error: the report shows it once. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from memguard._report.model import Entry
+from memguard._timeline import Oom
+from memguard._types import Event
+from memguard._units import is_whole
+
+_SAME = 0.002
+"""Seconds: both have the time of the refusal, and a timeline has milliseconds."""
+
+
+class Refused(NamedTuple):
+    """Who asked for how much, and when that was refused. `times`: how many requests it stands for."""
+
+    framework: object
+    uuid: object
+    size: object
+    time: float
+    times: int = 1
+
+    def same(self, other: Refused) -> bool:
+        return self[:3] == other[:3] and abs(self.time - other.time) <= _SAME
+
+
+def of_event(event: Event) -> Refused | None:
+    if event.kind != "refused":
+        return None
+    times = event.times if is_whole(event.times) and event.times else 1
+    return Refused(event.framework, event.uuid, event.bytes, event.time, times)
+
+
+def of_oom(oom: Oom) -> Refused | None:
+    """The refusal that the error came of, if it was recorded when it happened: then an event has it too."""
+    report: Mapping[str, Any] = oom.report
+    moment = report.get("moment")
+    if not isinstance(moment, Mapping) or moment.get("source") not in ("refusal", "observer"):
+        return None
+    try:
+        time = datetime.fromisoformat(moment["time"]).timestamp()
+    except (KeyError, TypeError, ValueError, OverflowError, OSError):
+        return None
+    return Refused(report.get("requester"), report.get("uuid"), moment.get("requested"), time)
+
+
+def merged(entries: Iterable[Entry], requests: Mapping[int, Refused]) -> list[Entry]:
+    """The entries, each request once. `requests` has the refusal of an entry by its `id()`.
+
+    The error stays, with what the event said. An event of several requests stays too, and the error says so.
+    """
+    found = list(entries)
+    events = [entry for entry in found if entry.severity != "oom" and id(entry) in requests]
+    gone: set[int] = set()
+    instead: dict[int, Entry] = {}
+    for entry in found:
+        request = requests.get(id(entry))
+        if request is None or entry.severity != "oom":
+            continue
+        event = next((one for one in events if id(one) not in gone and requests[id(one)].same(request)), None)
+        if event is None:
+            continue
+        times = requests[id(event)].times
+        said = event.title if times == 1 else f"the last of {times:,} requests, which an event counts together"
+        instead[id(entry)] = replace(entry, lines=(*entry.lines, ("refused", said)))
+        if times == 1:
+            gone.add(id(event))
+    return [instead.get(id(entry), entry) for entry in found if id(entry) not in gone]
