@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import json
 import math
 import os
@@ -17,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import click_runner
 import pytest
 from click.testing import CliRunner, Result
 
@@ -42,9 +42,7 @@ from memguard.cli.support import program, signals
 from memguard.errors import FactsError
 
 ROOT = Path(__file__).parents[2]
-APART: dict[str, Any] = {"mix_stderr": False} if "mix_stderr" in inspect.signature(CliRunner).parameters else {}
-"""Before 8.2, click's runner puts what goes to stderr into stdout unless it is told not to."""
-RUNNER = CliRunner(**APART)
+RUNNER = click_runner.apart()
 UUID = "GPU-887439f1-ef81-1c16-9a75-0558dcbf6b53"
 BUDGET = "version: 1\nframeworks:\n  jax: {share: 50%}\n"
 STAGES = tuple(Stage(name=name, seconds=1.0) for name in ("import", "devices", "compute"))

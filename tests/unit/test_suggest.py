@@ -15,8 +15,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import click_runner
 import pytest
-from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from timelines import START, Clock, plan_of, sample_of
@@ -419,7 +419,7 @@ def write(path: Path, records: Sequence[object], **more: Any) -> str:
 
 
 def call(*arguments: str) -> tuple[int, str, str]:
-    done = CliRunner().invoke(cli.main, ["suggest", *arguments])
+    done = click_runner.apart().invoke(cli.main, ["suggest", *arguments])
     return done.exit_code, done.stdout, done.stderr
 
 

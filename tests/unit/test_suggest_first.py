@@ -7,8 +7,8 @@ import json
 import sys
 from pathlib import Path
 
+import click_runner
 import pytest
-from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -76,7 +76,7 @@ def test_what_is_installed_is_found_without_an_import(only: Path, monkeypatch: p
 def test_the_command_without_a_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installed, "frameworks", lambda: {"torch": "2.11.0", "numba": None})
     target = tmp_path / "budget.yaml"
-    runner = CliRunner()
+    runner = click_runner.apart()
     assert runner.invoke(cli.main, ["suggest", "--for", "l4", "-o", str(target)]).exit_code == 0
     budget = _config.load(target)
     assert list(budget.frameworks) == ["torch", "numba"]
@@ -99,7 +99,7 @@ def test_the_command_without_a_timeline(tmp_path: Path, monkeypatch: pytest.Monk
     ],
 )
 def test_options_of_a_recording_are_refused_without_one(more: list[str], named: str) -> None:
-    done = CliRunner().invoke(cli.main, ["suggest", "--for", "l4", *more])
+    done = click_runner.apart().invoke(cli.main, ["suggest", "--for", "l4", *more])
     assert (done.exit_code, done.stdout) == (2, "") and named in done.stderr
 
 
@@ -108,7 +108,7 @@ def test_a_gpu_that_is_too_small_gets_no_advice_for_a_file_that_is_not_there(
     names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(installed, "frameworks", lambda: dict.fromkeys(names))
-    done = CliRunner().invoke(cli.main, ["suggest", "--for", "1GiB"])
+    done = click_runner.apart().invoke(cli.main, ["suggest", "--for", "1GiB"])
     assert (done.exit_code, done.stdout) == (1, "") and "no first budget fits" in done.stderr
     assert done.stderr.endswith("\n    fix: name a larger GPU with --for\n")
     with pytest.raises(MemguardError, match=r"\n    fix: leave this GPU out with CUDA_VISIBLE_DEVICES, or name"):
@@ -123,5 +123,5 @@ def test_without_a_gpu_it_asks_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
         raise DeviceError("no usable NVIDIA driver here\n    fix: install it")
 
     monkeypatch.setattr(real, "RealHost", absent)
-    done = CliRunner().invoke(cli.main, ["suggest"])
+    done = click_runner.apart().invoke(cli.main, ["suggest"])
     assert done.exit_code == 3 and done.stdout == "" and "memguard suggest --for h100" in done.stderr

@@ -11,8 +11,8 @@ from fractions import Fraction
 from pathlib import Path
 
 import click
+import click_runner
 import pytest
-from click.testing import CliRunner
 
 import memguard
 from memguard import cli
@@ -170,7 +170,9 @@ def test_a_program_that_ends_before_the_first_sample_says_so(
 
 
 def test_a_program_that_is_not_there_gets_no_word_of_a_recording(tmp_path: Path) -> None:
-    done = CliRunner().invoke(cli.main, ["run", "--record", str(tmp_path / "r.jsonl"), "--", "no-such-program"])
+    done = click_runner.apart().invoke(
+        cli.main, ["run", "--record", str(tmp_path / "r.jsonl"), "--", "no-such-program"]
+    )
     assert done.exit_code == 127 and done.stderr == "memguard: no-such-program: No such file or directory\n"
 
 
@@ -196,14 +198,14 @@ def test_where_memguard_is_disabled_the_program_runs_as_it_is(
 
 
 def test_a_python_that_would_not_record_itself_is_refused() -> None:
-    done = CliRunner().invoke(cli.main, ["run", "--record", "run.jsonl", "--", "python3", "-I", "train.py"])
+    done = click_runner.apart().invoke(cli.main, ["run", "--record", "run.jsonl", "--", "python3", "-I", "train.py"])
     assert done.exit_code == 1 and "nothing would be recorded: " in done.stderr and "fix: " in done.stderr
     assert "budget would" not in done.stderr
 
 
 @pytest.mark.parametrize("more", [["-c", "b.yaml"], ["--simulate", "h200"], ["--doctor"]])
 def test_a_budget_and_a_recording_without_one_exclude_each_other(more: list[str]) -> None:
-    done = CliRunner().invoke(cli.main, ["run", "--record", "run.jsonl", *more, "--", "true"])
+    done = click_runner.apart().invoke(cli.main, ["run", "--record", "run.jsonl", *more, "--", "true"])
     assert done.exit_code == 2 and "--record is without a budget" in done.stderr
 
 
