@@ -1,4 +1,4 @@
-"""click's runner of commands with standard output and standard error apart, which click before 8.2 does only if told."""
+"""click's runner of commands, with standard error apart: before 8.2 click does that only if it is told."""
 
 from __future__ import annotations
 
