@@ -211,9 +211,13 @@ class Shares(Caps):
                 self._sibling(name).trim(device)
 
     def _sibling(self, name: str) -> Sibling:
-        """Raises NotActive if a finalizer within this call has ended the budget."""
+        """Raises NotActive if a finalizer or a signal handler within this call has ended the budget."""
         self._check_active()
-        return self._reclaimer.sibling(name)
+        try:
+            return self._reclaimer.sibling(name)
+        except KeyError:  # ended right after that
+            self._check_active()
+            raise
 
     def _capturing(self) -> bool:
         """Whether this thread captures a CUDA graph."""

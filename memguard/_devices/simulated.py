@@ -118,7 +118,8 @@ class SimulatedHost:
             raise DeviceError("a simulated host needs at least one GPU\n    fix: name one, for example 'h200'")
         self.names = tuple(named.canonical(name) if isinstance(name, str) else name.name for name in names)
         kinds = [kind for name in names for kind in (named.models(name) if isinstance(name, str) else (name,))]
-        self._lock = threading.RLock()  # a signal handler or a finalizer may come within a call
+        self.lock = threading.RLock()  # a signal handler or a finalizer may come within a call
+        """Of the machine and the simulated frameworks on it: signal handlers would take two of them in any order."""
         self._states: dict[str, _State] = {}
         for index, kind in enumerate(kinds):
             uuid = f"GPU-00000000-0000-4000-8000-{index:012x}"
@@ -163,7 +164,7 @@ class SimulatedHost:
 
     def load(self, *libraries: str) -> None:
         """This process loads libraries, by their names in `LIBRARIES`. What their first use takes, `take` takes."""
-        with self._lock:
+        with self.lock:
             self._loaded |= frozenset(libraries)
 
     def entries(self, mark: bool = True) -> frozenset[tuple[str, int]]:
@@ -172,7 +173,7 @@ class SimulatedHost:
 
     def enter(self, *doors: str) -> None:
         """A thread of this process runs the functions behind those of `DOORS`."""
-        with self._lock:
+        with self.lock:
             self._entries = {name: self._entries.get(name, 0) + (name in doors) for name in DOORS}
 
     def multiprocessors(self, uuid: str) -> int | None:
@@ -239,7 +240,7 @@ class SimulatedHost:
 
     @contextmanager
     def _state(self, device: Device) -> Iterator[_State]:
-        with self._lock:
+        with self.lock:
             if device.uuid not in self._states:
                 raise DeviceError(f"no simulated GPU {device.uuid} here\n    fix: use the devices of this host")
             yield self._states[device.uuid]

@@ -412,3 +412,27 @@ def test_recording() -> None:
     framework.allocate(11)
     assert again is not None and [e.bytes for e in again()] == [11]
     assert events[0].framework == "torch" and events[0].time <= events[1].time
+
+
+def test_a_call_within_one_of_the_machine_does_not_wait_for_a_thread_that_waits_for_the_machine() -> None:
+    """As a signal handler makes it. The other thread trims: it wants the framework first, then the machine."""
+    host = SimulatedHost()
+    (gpu,) = host.devices()
+    framework = SimulatedFramework(host, "torch")
+    framework.start_importing()
+    framework.apply({gpu.uuid: GIB}, {})
+    framework.free(framework.allocate(64 * MIB))
+    seen: list[Usage | None] = []
+    within, trims = threading.Event(), threading.Thread(target=lambda: framework.trim(gpu), daemon=True)
+
+    def call() -> None:
+        with host._state(gpu):
+            trims.start()
+            trims.join(0.1)
+            seen.append(framework.usage(gpu))
+        within.set()
+
+    threading.Thread(target=call, daemon=True).start()
+    assert within.wait(10), "they wait for each other"
+    trims.join(10)
+    assert not trims.is_alive() and seen[0] is not None and seen[0].reclaimable

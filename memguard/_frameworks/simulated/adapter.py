@@ -164,7 +164,7 @@ class SimulatedFramework(Framework):
         self._ids = count(1)
         self._recording: list[TraceEvent] | None = None
         self._recorded: set[int] = set()  # arrays whose allocation was recorded: only their free is recorded too
-        self._lock, self._importing = threading.RLock(), threading.RLock()
+        self._lock, self._importing = host.lock, threading.RLock()
         self._allocating = 0  # the thread that is within an allocation
 
     def state(self) -> State:
