@@ -93,6 +93,8 @@ class Session:
                 self._start_monitor()
             self._watch_idleness()
             self._tell_others()
+            if self.guard.budget.metrics is not None:  # else `init` loads nothing of it
+                importlib.import_module("memguard._metrics").of_budget(self, self._undo)
         except BaseException:
             self.guard.stop()
             raise
