@@ -5,8 +5,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import json
 import math
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -804,3 +806,52 @@ def test_figures_are_plain(port: int) -> None:
     scene = source.Source(_api.current_session(), None).scene()
     assert scene is not None and all(isinstance(one, Figure) for one in figures.figures(scene))
     assert isinstance(scene.levels, Mapping)
+
+
+# What is written about it
+
+
+def test_the_page_names_every_metric() -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(memguard_\w+)` \|(.*?)\|(.*?)\|", page, re.MULTILINE)
+    conventions = {"memguard_framework_held_bytes": "usage", "memguard_gpu_used_bytes": "usage"}
+    conventions["memguard_gpu_size_bytes"] = "limit"
+    written = []
+    for metric in EVERY:
+        name = f"{metric.name}_total" if metric.kind == "counter" else metric.name
+        labels = [f"`{label}`" for label in metric.labels if label not in ("gpu", "uuid")]
+        also = f"hw.gpu.memory.{conventions[metric.name]}" if metric.name in conventions else metric.otel
+        written.append((name, ", ".join(labels), f"`{also}`" if also else ""))
+    assert [(name, labels.strip(), also.strip()) for name, labels, also in rows] == written
+    assert all(f"| `{one.name}` |" in page for one in otel.instruments()[:3])
+    assert all(f"`{kind}`" in page for kind in (*KINDS, "other"))
+
+
+def test_the_page_says_how_many_series_there_are_at_most() -> None:
+    caps = {"torch": 1, "cupy": 2}
+    one = {name: FrameworkSample(1, 1, 1, 1) for name in caps}
+    devices = tuple(DeviceSample(uuid, 9, 9, 9, 9, 9, 9, 9, one) for uuid in UUIDS)
+    levels = {(name, uuid): Pressure.OK for name in (None, *caps) for uuid in UUIDS}
+    scene = Scene(plan([caps, caps]), "1", Sample(1.0, devices), 1.0, levels, frozenset(caps))
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    found = re.search(r"GPUs × \((\d+) × frameworks \+ (\d+)\) \+ (\d+)", page)
+    assert found is not None
+    each, gpu, rest = map(int, found.groups())
+    assert len(list(figures.figures(scene))) == 2 * (each * 2 + gpu) + rest
+
+
+def test_the_dashboard_asks_for_what_there_is() -> None:
+    """Whether it is answered, a real Prometheus says: tests/engines."""
+    dashboard = json.loads((ROOT / "docs" / "grafana" / "memguard.json").read_text(encoding="utf-8"))
+    panels = dashboard["panels"]
+    asked = " ".join(one["expr"] for panel in panels for one in panel.get("targets", []))
+    names = {f"{one.name}_total" if one.kind == "counter" else one.name for one in EVERY}
+    assert set(re.findall(r"memguard_\w+", asked)) == names
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    places: set[tuple[int, int]] = set()
+    for panel in panels:
+        at = panel["gridPos"]
+        cells = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
+        assert not cells & places and at["x"] + at["w"] <= 24, panel["title"]
+        places |= cells
+        assert panel["type"] == "row" or (panel["description"] and panel["datasource"]["uid"] == "${datasource}")
