@@ -39,7 +39,7 @@ class Server:
     """Listens from `begin` to `end`."""
 
     def __init__(self, page: Page, port: int) -> None:
-        self._page, self._port, self._pid = page, port, os.getpid()
+        self._page, self._port = page, port
         self._over = Flag()
         self._socket: socket.socket | None = None
         self._peer: socket.socket | None = None
@@ -60,14 +60,13 @@ class Server:
     def end(self) -> None:
         """The port is free from now on. May be called again, or if `begin` was interrupted."""
         self._over.set()
-        if self._pid == os.getpid():
-            for one in (self._socket, self._peer):
-                if one is not None:
-                    with contextlib.suppress(OSError):
-                        one.shutdown(socket.SHUT_RDWR)  # wakes the thread
-            thread = self._thread
-            if thread is not None and thread is not threading.current_thread() and thread.is_alive():
-                thread.join(_JOIN)
+        for one in (self._socket, self._peer):
+            if one is not None:
+                with contextlib.suppress(OSError):  # it is closed; in a forked child it always is
+                    one.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread() and thread.is_alive():
+            thread.join(_JOIN)
         self.close()
 
     def close(self) -> None:
@@ -89,7 +88,8 @@ class Server:
                     continue
                 try:
                     with self._peer as peer:
-                        self._serve(peer)
+                        if not self._over.is_set():
+                            self._serve(peer)
                 except OSError as error:
                     _log.debug("metrics: a request was not answered: %s", text_of(error))
 

@@ -29,7 +29,6 @@ class Source:
 
     def __init__(self, session: Session, job: str | None) -> None:
         self._session: Session | None = session
-        self._pid = os.getpid()
         self._events: Counter[str] = Counter()
         self._lock = threading.RLock()  # reentrant, for a signal handler, and held for one line
         self._count = self._counted
@@ -49,7 +48,7 @@ class Source:
     def scene(self) -> Scene | None:
         """What is known now; None if the budget is over, and in a forked child."""
         session = self._session
-        if session is None or self._pid != os.getpid() or not session.active:
+        if session is None or not session.active:
             return None
         guard, monitor, off = session.guard, session.monitor, suspension.now
         taken = monitor.last(0.0)[-1:] if monitor is not None else []

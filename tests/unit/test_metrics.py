@@ -586,6 +586,8 @@ def test_what_fails_in_the_middle_is_undone(where: str, port: int, monkeypatch: 
     assert can_listen(port)
 
 
+# A socket that was made and not yet kept is closed as garbage.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore:unclosed:ResourceWarning")
 def test_interrupted_anywhere_it_is_undone(port: int) -> None:
     """A Ctrl-C at points of `of_budget` and of its undoing, which the next `run` finishes."""
     start({**budget(None), "metrics": {"opentelemetry": True}})
@@ -603,7 +605,7 @@ def test_interrupted_anywhere_it_is_undone(port: int) -> None:
     whole = Points()
     whole.run(lambda: both(Undo()))
     assert whole.count > 100 and can_listen(port)
-    for at in range(1, whole.count + 1, 3):
+    for at in range(1, whole.count + 1):
         undo, points = Undo(), Points(at)
         with contextlib.suppress(KeyboardInterrupt):
             points.run(lambda undo=undo: both(undo))
@@ -618,12 +620,14 @@ def test_interrupted_anywhere_it_is_undone(port: int) -> None:
 def test_a_forked_child_serves_nobody_and_keeps_no_port(port: int) -> None:
     start(budget(port, metrics={"opentelemetry": True}))
     sampled()
-    found = otel._source
-    assert found is not None
+    found, kept = otel._source, list(server._live)
+    assert found is not None and kept
     ready, go = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
         silent = found.scene() is None and not server._live
+        for one in kept:
+            one.end()  # as at the child's exit
         os.write(ready[1], b"y" if silent else b"n")
         os.read(go[0], 1)
         os._exit(0)
@@ -769,12 +773,14 @@ def test_the_semantic_conventions(reader: Any) -> None:
     assert not any(observed(reader).values())
 
 
-def test_a_second_budget_makes_no_instrument_twice(reader: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_second_budget_makes_no_instrument_twice(reader: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, callback = [], otel._callback
+    monkeypatch.setattr(otel, "_callback", lambda one: made.append(one.name) or callback(one))
     for limit in ("30GiB", "20GiB"):
         with memguard.guard(budget(None, device={"limit": limit}, metrics={"opentelemetry": True}), simulate="h200"):
             ((_, size),) = observed(reader)["memguard.process.limit"]
             assert size == int(limit[:2]) * GIB
-    assert "already" not in caplog.text
+    assert made == [one.name for one in otel.instruments()]
 
 
 def test_a_provider_that_the_program_sets_later_gets_them() -> None:
