@@ -142,7 +142,7 @@ def _monitor(monitor: MonitorConfig) -> str:
 def _metrics(metrics: MetricsConfig) -> str:
     who = [f"Prometheus at 127.0.0.1:{metrics.prometheus}"] if metrics.prometheus is not None else []
     who += ["OpenTelemetry"] if metrics.opentelemetry else []
-    return f"for {' and '.join(who)}, as job {metrics.job or 'of the name of the script'}"
+    return f"for {' and '.join(who)}, job {metrics.job or 'called as the script'}"
 
 
 def _suspend(suspend: SuspendConfig) -> str:

@@ -654,6 +654,17 @@ def test_check_shows_the_monitor(tmp_path: Path) -> None:
     assert "timeline" not in output
 
 
+def test_check_shows_who_gets_metrics(tmp_path: Path) -> None:
+    def said(metrics: str) -> str:
+        (tmp_path / "b.yaml").write_text(GOOD + metrics)
+        return CliRunner().invoke(check, [str(tmp_path / "b.yaml")]).output
+
+    metrics = said("metrics: {prometheus: 9477, opentelemetry: true, job: train}")
+    assert "metrics      for Prometheus at 127.0.0.1:9477 and OpenTelemetry, job train\n" in metrics
+    assert "monitor      every 500ms" in metrics
+    assert "for OpenTelemetry, job called as the script\n" in said("metrics: {opentelemetry: true}")
+
+
 def test_check_shows_when_the_process_may_leave_its_gpus(tmp_path: Path) -> None:
     def said(suspend: str) -> str:
         (tmp_path / "b.yaml").write_text(GOOD + suspend)
