@@ -155,6 +155,17 @@ def collect(
     )
 
 
+def paused(process: Process, root: str = "/") -> Facts:
+    """Of all facts only those that say whether it runs at all now."""
+    stat, status = proc.stat(root, process.pid), proc.status(root, process.pid)
+    return Facts(
+        process,
+        state=stat.state if stat is not None else None,
+        frozen=cgroups.frozen(root, process.pid),
+        tracer=status.tracer if status is not None else None,
+    )
+
+
 class _Readings:
     """What NVML says: of the GPUs in use, and the bytes of each process on any GPU, None if one GPU does not tell."""
 

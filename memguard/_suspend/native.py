@@ -97,8 +97,11 @@ def _held(native: Native, found: list[Region]) -> bool:
 
 
 def _answer(place: int, name: str, undo: Undo) -> None:
+    answer = pointers.of(_DONE)
+    if answer is None:  # then `unheld` has said so
+        return
     undo.add(f"{name} of a framework's own thread", partial(pointers.write, place, pointers.read(place)))
-    pointers.write(place, pointers.of(_DONE))
+    pointers.write(place, answer)
     _log.debug("suspend: %s at %#x is answered without the driver", name, place)
 
 

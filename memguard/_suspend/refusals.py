@@ -67,6 +67,11 @@ def reasons(facts: Facts, *, needs_host: int, override_memory: bool = False) -> 
     return tuple(found if override_memory else [*found, *_memory(facts, needs_host)])
 
 
+def still(facts: Facts) -> tuple[Reason, ...]:
+    """Why the process can answer nobody now: it is stopped, or frozen."""
+    return tuple(_stopped(facts))
+
+
 def machine(
     *,
     driver: str | None,
