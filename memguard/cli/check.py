@@ -100,6 +100,8 @@ def _summary(budget: Budget) -> Iterator[tuple[str, str]]:
             size = text(budget.monitor.timeline_size)
             yield "timeline", f"{budget.monitor.timeline}, at most {size}"
             yield from _timeline_folder(budget.monitor.timeline)
+        if budget.monitor.top:
+            yield "top", "memguard top of the same user may watch, and ask for a trim or another cap"
     if budget.on_pressure:
         yield "on_pressure", f"{' and '.join(budget.on_pressure)} when the pressure becomes critical"
     if budget.suspend is not None:

@@ -49,11 +49,9 @@ WRITER = """
 """
 ATTACHED = """
     import time, memguard
-    from memguard._top import server
-    guard = memguard.init({"version": 1, "frameworks": {"torch": {"limit": "4GiB"}}}, simulate="h200")
-    served = server.serve(guard)
+    memguard.init({"version": 1, "frameworks": {"torch": {"limit": "4GiB"}}, "monitor": {"top": True}}, simulate="h200")
     while True:
-        served.checkpoint()
+        memguard.checkpoint()
         time.sleep(0.1)
 """
 

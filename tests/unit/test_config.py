@@ -118,11 +118,12 @@ def test_there_is_no_monitor_by_default() -> None:
     default = MonitorConfig()
     assert (default.interval, default.forecast) == (0.5, 20.0)
     assert (default.warn, default.critical) == (Fraction(85, 100), Fraction(95, 100))
-    assert (default.timeline, default.timeline_size) == (None, 64 * MIB)
+    assert (default.timeline, default.timeline_size, default.top) == (None, 64 * MIB, False)
 
 
 def test_every_key_of_the_monitor() -> None:
-    text = "monitor: {interval: 2s, warn: 60%, critical: 80.5%, forecast: 1min, timeline: a.jsonl, timeline_size: 1MiB}"
+    text = "monitor: {interval: 2s, warn: 60%, critical: 80.5%, forecast: 1min, timeline: a.jsonl, timeline_size: 1MiB"
+    text += ", top: true}"
     budget = parse(GOOD + text + "\non_pressure: [trim, raise]")
     assert budget.monitor == MonitorConfig(
         interval=2.0,
@@ -131,6 +132,7 @@ def test_every_key_of_the_monitor() -> None:
         forecast=60.0,
         timeline="a.jsonl",
         timeline_size=MIB,
+        top=True,
     )
     assert budget.on_pressure == ("trim", "raise")
 
@@ -209,6 +211,7 @@ def test_equal_means_the_same_budget_however_written() -> None:
         (WATCHED, GOOD + "monitor: {forecast: 20s}", GOOD + "monitor: {forecast: 0}"),
         (WATCHED, WATCHED, GOOD + "monitor: {timeline: a.jsonl}"),
         (WATCHED, GOOD + "monitor: {timeline_size: 64MiB}", GOOD + "monitor: {timeline_size: 1MiB}"),
+        (WATCHED, GOOD + "monitor: {top: false}", GOOD + "monitor: {top: true}"),
         (WATCHED, WATCHED + "on_pressure: []", WATCHED + "on_pressure: [trim]"),
         (GOOD, GOOD + "doctor: {ignore: []}", GOOD + "doctor: {ignore: [mig]}"),
         (
@@ -232,6 +235,7 @@ def test_equal_means_the_same_budget_however_written() -> None:
         "forecast",
         "timeline",
         "timeline_size",
+        "top",
         "on_pressure",
         "doctor",
         "ignore",
@@ -273,6 +277,7 @@ def test_a_dump_says_what_a_file_would_say() -> None:
         "critical": "95%",
         "forecast": "0s",
         "timeline_size": "2MiB",
+        "top": False,
     }
     assert dumped["on_pressure"] == ["raise", "trim"]
 
@@ -506,6 +511,8 @@ def plain(text: str) -> Any:
         GOOD + "monitor: {timeline: '{host}'}",
         GOOD + "monitor: {timeline: 5}",
         GOOD + "monitor: {timeline_size: 5}",
+        GOOD + "monitor: {top: yes}",
+        GOOD + "monitor: {top: 1}",
         GOOD + "on_pressure: [trim]",
         WATCHED + "on_pressure: trim",
         WATCHED + "on_pressure: [warn]",
@@ -617,6 +624,9 @@ def test_check_shows_the_monitor(tmp_path: Path) -> None:
     assert "  monitor      every 500ms, warn from 85%, critical from 95%, forecast 20s ahead\n" in output
     assert f"  timeline     {tmp_path / 'a.jsonl'}, at most 64MiB\n" in output
     assert "  on_pressure  trim and raise when the pressure becomes critical\n" in output
+    (tmp_path / "b.yaml").write_text(GOOD + "monitor: {top: true}")
+    output = CliRunner().invoke(check, [str(tmp_path / "b.yaml")]).output
+    assert "  top          memguard top of the same user may watch, and ask for a trim or another cap\n" in output
     (tmp_path / "b.yaml").write_text(GOOD + "monitor: {interval: 2s, forecast: 0}")
     output = CliRunner().invoke(check, [str(tmp_path / "b.yaml")]).output
     assert "every 2s, warn from 85%, critical from 95%, no forecast\n" in output
