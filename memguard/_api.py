@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from memguard._devices.host import Host
     from memguard._ledger.types import Ledger
     from memguard._reclaim.figures import Reclaimable
+    from memguard._specs import FrameworkName
 
 
 BudgetLike = Union["str | os.PathLike[str] | Mapping[str, Any] | Budget"]
@@ -388,13 +389,13 @@ def ledger() -> Ledger:
     return current().ledger()
 
 
-def require(framework: str, size: int | str) -> None:
+def require(framework: FrameworkName, size: int | str) -> None:
     """Raise BudgetExceeded *before* an allocation of `size` (bytes or `"4GiB"`) by `framework` would fail."""
     current().require(framework, size)
 
 
 def workload(
-    name: str, *, framework: str, needs: int | str | None = None, wait: float | str | None = None
+    name: str, *, framework: FrameworkName, needs: int | str | None = None, wait: float | str | None = None
 ) -> Block[WorkloadReport]:
     """A named block of work of one framework: admission before it, its peak and what it left behind after it.
 
@@ -411,12 +412,12 @@ def workload(
     )
 
 
-def resize(framework: str, size: int | str) -> None:
+def resize(framework: FrameworkName, size: int | str) -> None:
     """Change a framework's cap at run time. Raises CapNotApplied if it cannot change, as TensorFlow's."""
     current().resize(framework, size)
 
 
-def trim(framework: str | None = None) -> int:
+def trim(framework: FrameworkName | None = None) -> int:
     """Give idle caches back to the driver, of one framework or all. Returns the bytes returned."""
     return current().trim(framework)
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from memguard._admission import Admission
     from memguard._config import Budget
     from memguard._devices.host import Host
+    from memguard._specs import FrameworkName
 
 _PATIENCE = 2.0
 """Seconds that a request which cannot be served waits for another thread's call of memguard, to have room made."""
@@ -34,7 +35,7 @@ class Shares(Caps):
         self._elastic = any(part.elastic for part in self.plan.devices)
         self._admitting: Admission | None = None
 
-    def make_room(self, framework: str, needed: int, device: Device | None = None) -> Room:
+    def make_room(self, framework: FrameworkName, needed: int, device: Device | None = None) -> Room:
         """Have siblings give back what `framework` needs to take `needed` bytes from the driver, and raise its cap.
 
         On this thread: the least that serves, most reclaimable first. Within no CUDA graph capture. Never raises for a
@@ -97,7 +98,7 @@ class Shares(Caps):
             found.append(events.popleft())
         return found
 
-    def resize(self, framework: str, size: int | str) -> None:
+    def resize(self, framework: FrameworkName, size: int | str) -> None:
         """Change a cap on every GPU. Lowering it trims, and warns about what is still held above it."""
         self._find_drift()
         not_for_ever(self._lock)
@@ -143,7 +144,7 @@ class Shares(Caps):
                 break
         return _policy.resized(self.plan, framework, size, short)
 
-    def trim(self, framework: str | None = None) -> int:
+    def trim(self, framework: FrameworkName | None = None) -> int:
         """Give idle caches back to the driver, of one framework or all, on this thread. Returns the bytes freed."""
         not_for_ever(self._lock)
         with self._lock:

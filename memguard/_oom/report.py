@@ -136,6 +136,10 @@ class Report:
         parts = [f"memguard: {self.title}", self.why, *(remedy.text for remedy in self.remedies[:1])]
         return shown("\n  ".join(part for part in parts if part))
 
+    def __repr__(self) -> str:
+        """One line, for a prompt; `print` shows the whole report."""
+        return shown(f"<Report: {self.title}>")
+
     def __str__(self) -> str:
         return shown("\n".join(label + text for _, label, text in self._lines()))
 
