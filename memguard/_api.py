@@ -79,9 +79,9 @@ def init(
 
     Call it first; frameworks may be imported before or after. The same budget again does nothing; another one
     needs `replace=True`. `simulate="h200"` (or several names) applies it to simulated GPUs instead of real ones; under
-    `memguard run --simulate`, and with MEMGUARD_SIMULATE=h200, it need not be given again.
+    `memguard run --simulate`, and with `MEMGUARD_SIMULATE=h200`, it need not be given again.
 
-    Without `simulate`, MEMGUARD_DISABLE=1 makes it apply nothing. `missing_gpu` says what happens if this process has
+    Without `simulate`, `MEMGUARD_DISABLE=1` makes it apply nothing. `missing_gpu` says what happens if this process has
     no GPU (no driver, none visible, not Linux): "raise" DeviceError; "warn" once and apply nothing; "simulate" one, an
     H200, which a line on stderr says. A GPU whose driver is broken is not missing, and always raises DeviceError. Where
     nothing is applied the guard is not active, `ledger()` is empty, and `require`, `workload`, `resize`, `trim` and
@@ -92,8 +92,9 @@ def init(
 
     Other processes: a forked child has no budget. A worker of multiprocessing (`spawn`, `forkserver`) imports the
     script again: an `init` at its top then applies nothing, and returns a guard that is not active. To give a worker a
-    budget, call `init` in the function that it runs, each with its own part; or, with `spawn`, set MEMGUARD_CHILDREN=1,
-    and the script's own applies in each. A program that is started by itself (torchrun, subprocess) is like any other.
+    budget, call `init` in the function that it runs, each with its own part; or, with `spawn`, set
+    `MEMGUARD_CHILDREN=1`, and the script's own applies in each. A program that is started by itself (torchrun,
+    subprocess) is like any other.
     """
     return _init(budget, replace, simulate, missing_gpu)[0]
 

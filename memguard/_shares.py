@@ -165,9 +165,11 @@ class Shares(Caps):
     # what the reclaimer asks of it, beside `part`
 
     def movable(self, name: str) -> bool:
+        """Whether its cap can be changed now."""
         return self._entry(name).enforcement in (Enforcement.ENFORCED, Enforcement.PENDING)
 
     def set_cap(self, name: str, uuid: str, cap: int) -> None:
+        """Its cap on one GPU from now on, in bytes. With the lock held; `resize` is the call for users."""
         entry, before = self._entry(name), self.plan
         rises = cap > self.part(uuid).caps[name]
         plan = _policy.with_cap(before, uuid, name, cap)
@@ -185,6 +187,7 @@ class Shares(Caps):
         self.plan = plan
 
     def promised(self, name: str, uuid: str) -> int:
+        """As `open_bytes`, by the name that the reclaimer knows it by."""
         return self.open_bytes(name, uuid)
 
     def _trim_above_cap(self, name: str) -> None:

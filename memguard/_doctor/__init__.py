@@ -50,6 +50,7 @@ class DoctorReport:
 
     @property
     def errors(self) -> tuple[Finding, ...]:
+        """The findings that keep a framework from working."""
         return tuple(finding for finding in self.findings if finding.severity is Severity.ERROR)
 
     def as_dict(self) -> dict[str, Any]:

@@ -88,6 +88,7 @@ class Report:
 
     @property
     def simulated(self) -> bool:
+        """Whether it is about a simulated GPU."""
         return self.ledger is not None and self.ledger.simulated
 
     def as_dict(self) -> dict[str, Any]:
@@ -111,6 +112,7 @@ class Report:
         }
 
     def to_json(self) -> str:
+        """`as_dict()` as text."""
         return json.dumps(self.as_dict(), indent=2)
 
     @property

@@ -76,6 +76,7 @@ class Timeline:
 
     @property
     def notes(self) -> tuple[str, ...]:
+        """What is missing, as far as it is known."""
         return tuple(self._notes)
 
     def records(self) -> Iterator[Record]:
@@ -83,12 +84,15 @@ class Timeline:
         return self._read(b"")
 
     def samples(self) -> Iterator[Sample]:
+        """The samples alone."""
         return (record for record in self._read(b"") if isinstance(record, Sample))
 
     def events(self) -> Iterator[Event]:
+        """The events alone. Lines of other records are not decoded."""
         return (record for record in self._read(b',"event":') if isinstance(record, Event))
 
     def ooms(self) -> Iterator[Oom]:
+        """The reports of out-of-memory errors alone."""
         return (record for record in self._read(b',"oom":') if isinstance(record, Oom))
 
     def _read(self, only: bytes) -> Iterator[Record]:

@@ -60,9 +60,9 @@ def to(
 ) -> Any:
     """`x` as an array of `framework`: torch, tensorflow, cupy, jax, pycuda or numba; numpy for host memory.
 
-    copy=None shares the memory, and raises CannotShare with reason and remedy if that would not be safe. copy=True
+    `copy=None` shares the memory, and raises CannotShare with reason and remedy if that would not be safe. `copy=True`
     copies on the GPU, to another GPU with `device` (CUDA's ordinal), and through the host only to or from host memory;
-    `last_route()` says which way. copy=False shares or raises; it also shares read-only memory, which you then must
+    `last_route()` says which way. `copy=False` shares or raises; it also shares read-only memory, which you then must
     not write to. `stream` is the stream that will use the result: a handle, or any object with `__cuda_stream__`.
     Without it that is the framework's current stream, or the host waits if the framework names none. The memory lives
     as long as any view of it.

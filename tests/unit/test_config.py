@@ -18,6 +18,7 @@ from budget_texts import GOOD, UUID, WATCHED, fw, problems
 from click.testing import CliRunner
 from jsonschema import Draft202012Validator
 
+import memguard
 from memguard import _config
 from memguard._config import (
     FRAMEWORKS,
@@ -580,9 +581,25 @@ def test_the_commands() -> None:
     assert "monitor" not in output
     output = CliRunner().invoke(check, [str(CONFIGS / "budget.yaml")]).output
     assert "tensorflow   25% of (limit − reserve), growth: true\n" in output
-    assert "unallocated  25% of (limit − reserve) − 1GiB" in output
+    negative = "; init fails on a GPU where that is negative\n"
+    assert f"unallocated  25% of (limit − reserve) − 1GiB{negative}" in output
     wrong = CliRunner().invoke(check, ["absent.yaml"])
     assert wrong.exit_code == 2 and "absent.yaml: there is no such file\n    fix: " in wrong.output
+
+
+def test_what_is_unallocated_may_be_less_than_nothing_on_a_small_gpu(tmp_path: Path) -> None:
+    def said(text: str) -> str:
+        (tmp_path / "b.yaml").write_text(text)
+        return CliRunner().invoke(check, [str(tmp_path / "b.yaml")]).output
+
+    sizes = fw("torch: {limit: 20GiB}\ncupy: {limit: 3074MiB}")
+    assert "  unallocated  (limit − reserve) − 23554MiB; init fails on a GPU where that is negative\n" in said(sizes)
+    memguard.init(parse(sizes), simulate="h200")
+    with pytest.raises(memguard.PlanError):
+        memguard.init(parse(sizes), simulate="t4", replace=True)
+    memguard.shutdown()
+    known = "device: {limit: 8GiB, reserve: 1GiB}\n"
+    assert "  unallocated  (limit − reserve) − 5GiB\n" in said(known + fw("torch: {limit: 5GiB}"))
 
 
 def test_the_commands_show_that_pycuda_has_contexts_of_its_own(tmp_path: Path) -> None:

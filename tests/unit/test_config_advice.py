@@ -32,7 +32,7 @@ from memguard.errors import ConfigError, PlanError, Problem
 def keys_of(path: str) -> list[str | int]:
     """`frameworks.torch.share`, `devices['0']`, `on_pressure[1]` as keys and indexes."""
     found: list[str | int] = []
-    for word, quoted, index in re.findall(r"([A-Za-z_]\w*)|\[('(?:[^'\\]|\\.)*'|\"[^\"]*\")\]|\[(\d+)\]", path):
+    for word, quoted, index in re.findall(r"([^\W\d]\w*)|\[('(?:[^'\\]|\\.)*'|\"[^\"]*\")\]|\[(\d+)\]", path):
         found.append(word or (yaml.safe_load(quoted) if quoted else int(index)))
     return found
 

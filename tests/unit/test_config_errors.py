@@ -152,6 +152,7 @@ from memguard.errors import ConfigError
         (GOOD + "monitor: on", 4, 10, "monitor", "found 'on'", "'monitor: {interval: 1s}'"),
         (GOOD + "monitor: off", 4, 10, "monitor", "found 'off'", "remove the key: nothing watches then"),
         (GOOD + "monitor: [1s]", 4, 10, "monitor", "found a list", "'monitor: {}'"),
+        (GOOD + "m\xf6nitor: {}", 4, 1, "m\xf6nitor", "unknown key 'm\xf6nitor'", "did you mean 'monitor'?"),
         (GOOD + "moniter: {}", 4, 1, "moniter", "unknown key 'moniter'", "did you mean 'monitor'?"),
         (GOOD + "interval: 1s", 4, 1, "interval", "unknown key 'interval' here", "move it below 'monitor:'"),
         (GOOD + "monitor: {intervall: 1s}", 4, 11, "monitor.intervall", "unknown key 'intervall'; allowed: interval, "
