@@ -57,8 +57,6 @@ def test_each_of_six_in_one_process_is_back_with_its_values(run: Run) -> None:
         START
         + f"names = {SIX!r}"
         + """
-from memguard._suspend import refusals
-refusals.TOGETHER = frozenset(names)  # it is refused until it is known to work: here is where that is tried
 guard = memguard.init({"version": 1, "device": {"limit": "16GiB"}, "frameworks": {n: {"share": "16%"} for n in names},
                        "monitor": {"interval": "100ms"}})
 kept = []
