@@ -43,12 +43,14 @@ def unheld(tables: Iterable[Gates]) -> Iterator[str]:
 
 
 def seen(root: str, pid: int, tables: Iterable[Gates]) -> tuple[str, ...] | None:
-    """From outside: the libraries of a process that may have such a thread. None if its maps cannot be read."""
+    """From outside: the libraries of a process that have such a thread. None if its maps cannot be read."""
     maps = proc.text(proc.of(root, pid, "maps"))
     if maps is None:
         return None
     rows = [(table.hook, native) for table in tables for native in table.natives]
-    return tuple(f"{hook}: {native.library}" for hook, native in rows if regions(maps, native.library))
+    return tuple(
+        f"{hook}: {native.library}" for hook, native in rows if has_thread(native, regions(maps, native.library))
+    )
 
 
 def hold(tables: Iterable[Gates], undo: Undo) -> None:

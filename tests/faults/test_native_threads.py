@@ -122,6 +122,7 @@ def test_from_outside_the_library_is_seen(folder: Path) -> None:
         """
         import os
         assert native.seen("/", os.getpid(), [table()]) == ("framework: native_thread.so",)
+        assert native.seen("/", os.getpid(), [table(b"no such thread")]) == ()
         assert native.seen("/", 1 << 22, [table()]) is None
         other = table()._replace(natives=(table().natives[0]._replace(library="another.so"),))
         assert native.seen("/", os.getpid(), [other]) == ()
