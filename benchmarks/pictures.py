@@ -1,11 +1,10 @@
-"""Draws README's pictures from the recording of a GPU: `memguard top` and `memguard report`, as a terminal and a browser
-show them.
+"""Draws README's pictures from the recording of a GPU: `memguard top` in a terminal, `memguard report` in a browser.
 
     scripts/pictures                       what this needs, and then: python benchmarks/pictures.py
 
-`benchmarks/results/h200-recording.jsonl` is a timeline that `suggest.py --recording` wrote. The screen is drawn as it was a
-moment after the run's first out-of-memory error. `docs/pictures/made-of.json` holds the recording's hash: a test fails
-if it is another.
+`benchmarks/results/h200-recording.jsonl` is a timeline that `suggest.py --recording` wrote. The screen is drawn as it
+was a moment after the run's first out-of-memory error. `docs/pictures/made-of.json` holds the recording's hash: a test
+fails if it is another.
 """
 
 from __future__ import annotations
