@@ -447,13 +447,13 @@ OUTSIDE = (
 PEAK = ("tensorflow after a peak of 60 GiB: 0 bytes while suspended",)
 TURNS = (
     "turns: two processes of 44 GiB take turns on 80 GB",
-    "turns: both lie in host memory for a moment, and all values are right",
+    "turns: both lie in host memory for a moment, and come back with both ends of each GiB as they were",
 )
 NO_ROOM = (
     "no room: it waits, says who holds the card, and stays suspended and whole",
     "no room: it comes back when there is room, values right",
 )
-STRANGER = ("stranger: 20 rounds beside a process that grabs memory at random lose nothing",)
+STRANGER = ("stranger: 20 rounds beside a process that grabs memory at random: how many were lost, and why each",)
 NOTEBOOK = (
     "notebook: an idle kernel leaves the card, and another process has the whole of it",
     "notebook: the next cell brings it back and computes the right value",
@@ -487,7 +487,7 @@ def of_refused(what: str) -> tuple[str, ...]:
 
 
 def of_seconds(name: str) -> tuple[str, ...]:
-    return (f"seconds: {name} is off the card at each size, and back with its values",)
+    return (f"seconds: {name} is off the card at each size, twice, and back with both ends of each GiB as they were",)
 
 
 def of_window(which: str) -> tuple[str, ...]:

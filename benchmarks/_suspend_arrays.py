@@ -506,7 +506,7 @@ class Kept:
             self._random.append((array, data, self.library.computed(array)))
 
     def large(self, size: int) -> None:
-        """Blocks of 1 GiB, each read back at both ends by `wrong`."""
+        """Blocks of 1 GiB, beside what there is; each is read back at both ends by `wrong`, and not between."""
         while size > 0:
             piece, value = min(size, BLOCK), 1 + len(self._blocks) % 120
             self._blocks.append((self.library.fill(piece, value), piece, value))
@@ -524,6 +524,11 @@ class Kept:
     @property
     def count(self) -> int:
         return len(self._random) + len(self._blocks)
+
+    @property
+    def in_blocks(self) -> int:
+        """Bytes."""
+        return sum(size for _, size, _ in self._blocks)
 
     def drop(self) -> None:
         self._random.clear()
@@ -557,5 +562,5 @@ class Raw:
         self.cuda.cuMemFree_v2(ctypes.c_uint64(address))
 
 
-PIECES = (1 << 30, 64 * MIB, 2 * MIB)
+PIECES = tuple(size // 256 if REHEARSAL else size for size in (1 << 30, 64 * MIB, 2 * MIB))
 """What fills a card."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +21,7 @@ MUST = (
 EACH = 5
 """Rounds of each step that breaks."""
 SEGFAULT = (-11, 139)
-WINDOWS, ROBBED = 5, 10
+WINDOWS, ROBBED = 5, 5
 EIGHTY = 80 * 10**9
 
 
@@ -150,10 +151,11 @@ def _seconds(check: Tell, one: Mapping[str, Any], name: str) -> None:
     sizes = {"1", "16", "60"} if name == "torch" else {"1", "16"}
     said, good = [], set(one["sizes"]) == sizes
     for size, of in one["sizes"].items():
-        first = of["rounds"][0]
-        gib = first["bytes"] / GIB
-        said.append(f"{size} GiB: out {first['off_s']:.2f} s, in {first['on_s']:.2f} s")
-        good &= of["wrong"] == 0 and all(each["gone"] for each in of["rounds"]) and gib >= int(size)
+        out, back = (", then ".join(f"{each[way]:.2f}" for each in of["rounds"]) for way in ("off_s", "on_s"))
+        said.append(f"{size} GiB: out {out} s, in {back} s")
+        gib = min((each["bytes"] for each in of["rounds"]), default=0) / GIB
+        good &= len(of["rounds"]) >= 2 and of["wrong"] == 0 and gib >= int(size)
+        good &= all(each["gone"] for each in of["rounds"])
     check(bar, good, "; ".join(said))
 
 
@@ -176,8 +178,15 @@ def _turns(check: Tell, one: Mapping[str, Any]) -> None:
     check(
         right,
         held >= 88 and one["both_off"] and one["wrong"] == 0,
-        f"{held:.1f} GiB in host memory, {one['wrong']} wrong",
+        f"{held:.1f} GiB in host memory, {one['wrong']} wrong{_leave(one)}",
     )
+
+
+def _leave(one: Mapping[str, Any]) -> str:
+    """Where memguard refused for too little host memory, and the override was used."""
+    before = dict(one["available"])
+    each = ", ".join(f"{what} with {before[what] / GIB:.0f} GiB available" for what, _ in one["ignored"])
+    return f"; by host_memory='ignore': {each}" if each else ""
 
 
 def _no_room(check: Tell, one: Mapping[str, Any]) -> None:
@@ -194,8 +203,15 @@ def _stranger(check: Tell, one: Mapping[str, Any]) -> None:
     said += (
         f"; the stranger took memory {one['grabbed']['times']} times; back in at most {max(one['on_s'], default=0)} s"
     )
-    good = one["rounds"] >= ROUNDS and not one["lost"] and not one["wrong"] and one["grabbed"]["times"] >= ROUNDS
-    check(_listed.STRANGER[0], good and one["late"] <= ROUNDS // 4, said)
+    said += "".join(f"; lost in round {each['round']}: {_line(each['why'])}" for each in one["losses"])
+    told = len(one["losses"]) == one["lost"] and all(each["why"].strip() for each in one["losses"])
+    good = one["rounds"] >= ROUNDS and told and not one["wrong"] and one["grabbed"]["times"] >= ROUNDS
+    broke = f"; {one['broke'][:200]}" if "broke" in one else ""
+    check(_listed.STRANGER[0], good and not broke and one["late"] <= ROUNDS // 4, (said + broke)[:900])
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())[:160]
 
 
 def _window(check: Tell, one: Mapping[str, Any], which: str) -> None:
@@ -204,6 +220,8 @@ def _window(check: Tell, one: Mapping[str, Any], which: str) -> None:
     open_for = f"{statistics.median(gaps):.1f} ms, at most {max(gaps):.1f}" if gaps else "not seen"
     said = f"open {open_for} ({len(gaps)} rounds); a stranger in a tight loop got in {one['got_in']} times of "
     said += f"{one['robbed']}, {one['lost']} processes were lost"
+    said += f"; {one['invalid']} rounds do not count: he got in before" if one["invalid"] else ""
+    said += f"; e.g. {_line(one['texts'][0]['why'])}" if one["texts"] else ""
     good = len(gaps) >= WINDOWS - 1 and one["robbed"] >= ROBBED and one["tries"] > 0 and not one["wrong"]
     check(name, good and "broke" not in one, said + (f"; {one['broke'][:200]}" if "broke" in one else ""))
 
@@ -211,15 +229,15 @@ def _window(check: Tell, one: Mapping[str, Any], which: str) -> None:
 def _notebook(check: Tell, one: Mapping[str, Any]) -> None:
     leaves, back, refused = _listed.NOTEBOOK
     off = one["off_s"] is not None and one["before"] is not None
-    filled = f"another process had {one['filled']['held'] / GIB:.0f} GiB" if off else "nothing was off"
-    check(
-        leaves,
-        bool(off and one["begun"]["status"] == "ok" and one["left"] is not None),
-        f"off after {one['off_s']} s; {filled}",
-    )
+    held, total = one["filled"]["held"], one["total"]
+    filled = f"another process had {held / GIB:.0f} of {total / GIB:.0f} GiB" if off else "nothing was off"
+    whole_card = held >= 0.95 * total and one["left"] is not None
+    check(leaves, bool(off and one["begun"]["status"] == "ok" and whole_card), f"off after {one['off_s']} s; {filled}")
     right = one["next"]["status"] == "ok" and "RIGHT" in one["next"]["text"]
     check(back, right, f"in {one['next_s']} s: {one['next']['text'][-200:]!r}")
     whole = one["last"]["status"] == "ok" and "RIGHT" in one["last"]["text"] and "False" in one["last"]["text"]
     kept = one["still_off"] and one["off_after_interrupt"] and one["refused"]["status"] == "error"
     ran = "it ran" in one["refused"]["text"]
-    check(refused, bool(whole and kept and not ran), f"{one['refused']['status']}: {one['refused']['text'][-200:]!r}")
+    names = bool(re.search(rf"\(PID {one['holder']}\b", one["refused"]["text"]))
+    said = f"{one['refused']['status']}, {'names' if names else 'does not name'} who holds the card: "
+    check(refused, bool(whole and kept and names and not ran), f"{said}{one['refused']['text'][-300:]!r}")

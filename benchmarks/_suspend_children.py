@@ -54,6 +54,8 @@ class Child:
         )  # fmt: skip
         self.touched = False
         """Whether anybody has begun to suspend it."""
+        self.lost = False
+        """Whether a restore of it has failed: then it can neither be suspended again nor end by itself."""
         self._lines: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -139,7 +141,7 @@ def end(child: Child) -> None:
     if process.poll() is None:
         with contextlib.suppress(OSError):
             os.kill(process.pid, signal.SIGCONT)
-        off = REHEARSAL or not child.touched or away_again(process.pid)
+        off = REHEARSAL or not child.touched or child.lost or away_again(process.pid)
         if not (child.touched and off):
             with contextlib.suppress(OSError, ValueError):
                 assert process.stdin is not None

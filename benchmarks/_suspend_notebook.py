@@ -10,10 +10,14 @@ from typing import Any
 
 from _run import ROOT
 from _suspend_arrays import REHEARSAL
-from _suspend_children import HERE, Card, away_again, other
+from _suspend_children import HERE, Broke, Card, away_again, other
 
 IDLE = "3s"
 PATIENCE = 45.0
+BEGINS = 180.0
+"""Seconds for the first cell: PyTorch may come from a cold disk."""
+TEXT = 4000
+"""Characters of a cell's output that are kept: a line of progress is written again and again."""
 BEGIN = f"""
 import memguard
 torch_only = {{"torch": {{"share": "90%"}}}}
@@ -33,8 +37,11 @@ class Kernel:
     def __init__(self) -> None:
         from jupyter_client.manager import KernelManager
 
+        self.manager, self.pid = KernelManager(), 0
+        self.client: Any = None
+
+    def start(self) -> None:
         paths = os.pathsep.join([str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")])
-        self.manager = KernelManager()
         self.manager.start_kernel(env={**os.environ, "PYTHONPATH": paths})
         self.client = self.manager.client()
         self.client.start_channels()
@@ -62,28 +69,43 @@ class Kernel:
             elif kind in ("display_data", "update_display_data", "execute_result"):
                 text += str(content["data"].get("text/plain", ""))
             elif kind == "status" and content["execution_state"] == "idle":
-                with contextlib.suppress(queue.Empty):
-                    reply = self.client.get_shell_msg(timeout=10)
-                    return {"status": reply["content"]["status"], "text": text[-1500:]}
-        return {"status": None, "text": text[-1500:]}
+                return {"status": self._status(number), "text": text[-TEXT:]}
+        return {"status": None, "text": text[-TEXT:]}
+
+    def _status(self, number: str, limit: float = 10.0) -> str | None:
+        """Of the reply to this request. Replies to others, for which nobody waits any more, are left out."""
+        until = time.monotonic() + limit
+        while time.monotonic() < until:
+            with contextlib.suppress(queue.Empty):
+                reply = self.client.get_shell_msg(timeout=0.5)
+                if reply["parent_header"].get("msg_id") == number:
+                    return str(reply["content"]["status"])
+        return None
 
     def run(self, code: str, limit: float) -> dict[str, Any]:
         return self.reply(self.send(code), limit)
 
     def end(self) -> None:
-        with contextlib.suppress(Exception):
-            away_again(self.pid)
-        self.manager.shutdown_kernel(now=True)
-        self.client.stop_channels()
+        if self.pid:
+            with contextlib.suppress(Exception):
+                away_again(self.pid)
+        if self.manager.has_kernel:
+            self.manager.shutdown_kernel(now=True)
+        if self.client is not None:
+            self.client.stop_channels()
 
 
 def notebook() -> dict[str, Any]:
     if REHEARSAL:
         return rehearsed()
     card, found = Card(), {}
+    found["total"] = card.total()
     kernel = Kernel()
     try:
-        found["begun"] = kernel.run(BEGIN, 90)
+        kernel.start()
+        found["begun"] = kernel.run(BEGIN, BEGINS)
+        if found["begun"]["status"] != "ok":
+            raise Broke(f"the kernel's first cell: {found['begun']}")
         found["before"] = card.of(kernel.pid)
         found["off_s"] = _until(lambda: card.of(kernel.pid) is None)
         with other("filler") as filler:
@@ -95,6 +117,7 @@ def notebook() -> dict[str, Any]:
         found["off_again_s"] = _until(lambda: card.of(kernel.pid) is None)
         with other("filler") as filler:
             filler.must("fill", 60, leave=256 << 20)
+            found["holder"] = filler.pid
             number = kernel.send("ran = True\nprint('it ran')")
             time.sleep(3)
             found["still_off"] = card.of(kernel.pid) is None
@@ -120,7 +143,7 @@ def rehearsed() -> dict[str, Any]:
     """Without a GPU nothing can be shown of it: what a run that is right would say."""
     ok = {"status": "ok", "text": "RIGHT\nFalse\n"}
     return {
-        "begun": ok, "before": 1, "off_s": 3.0, "filled": {"held": 1 << 40, "free": 1}, "left": 0.1, "next": ok,
-        "next_s": 1.0, "off_again_s": 3.0, "still_off": True, "off_after_interrupt": True, "last": ok,
-        "refused": {"status": "error", "text": "KeyboardInterrupt: "},
+        "total": 1 << 40, "holder": 7, "begun": ok, "before": 1, "off_s": 3.0, "filled": {"held": 1 << 40, "free": 1},
+        "left": 0.1, "next": ok, "next_s": 1.0, "off_again_s": 3.0, "still_off": True, "off_after_interrupt": True,
+        "last": ok, "refused": {"status": "error", "text": "held by 1 GiB python (PID 7, me)\nNotRun: "},
     }  # fmt: skip

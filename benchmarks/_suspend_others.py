@@ -87,7 +87,7 @@ class Grabber:
 
 class Robber:
     def begin(self) -> dict[str, Any]:
-        self.raw = raw()
+        self.raw, self.held = raw(), None
         return {}
 
     def rob(self, path: str, size: int, seconds: float) -> dict[str, Any]:
@@ -106,7 +106,9 @@ class Robber:
         return {"tries": tries, "got": False, "at": None}
 
     def empty(self) -> dict[str, Any]:
-        self.raw.give(self.held)
+        if self.held is not None:
+            self.raw.give(self.held)
+        self.held = None
         return {}
 
 

@@ -8,15 +8,26 @@ from pathlib import Path
 from typing import Any
 
 from _run import GIB, MIB
-from _suspend_children import Broke, Card, Child, end, other, target
+from _suspend_arrays import REHEARSAL
+from _suspend_children import Broke, Child, end, other, target
 from _suspend_rounds import UNIT, small
 
 WAITS = 3.0
 """Seconds after which the first resume gives up."""
-ROUNDS = 20
-WINDOWS, ROBBED = 5, 10
-"""Rounds in which the window is sampled, and in which somebody tries to get in."""
-SPARE = small(4 * GIB)
+ROUNDS = 3 if REHEARSAL else 20
+WINDOWS, ROBBED, SPOILT = (1, 2, 1) if REHEARSAL else (5, 5, 3)
+"""Rounds in which the window is sampled, in which somebody tries to get in, and in which he may have got in before."""
+AT_MOST = 120.0
+"""Seconds after which no other round begins."""
+PATIENCE = 20.0
+"""Seconds for which a process waits for room."""
+AFTER = 0.15
+"""Seconds between the file that others wait for and the end of the placeholder."""
+WATCHED = 0.4 if REHEARSAL else 1.0
+SIZE = small(256 * MIB)
+"""Of random bytes, and of a block."""
+SPARE = small(2 * GIB)
+KEPT = small(8 * MIB)
 LEFT = small(24 * MIB)
 """What is free beside the room that a restore needs, when somebody tries to get in: less than he wants."""
 WANTED = small(64 * MIB)
@@ -26,11 +37,9 @@ CONTEXT = small(1 * GIB)
 
 def no_room() -> dict[str, Any]:
     """It waits, says who holds the card, and comes back when there is room."""
-    card, found = Card(), {}
+    found: dict[str, Any] = {}
     with target("torch", size=small(256 * MIB), large=2 * UNIT) as child, other("filler") as filler:
-        size = card.of(child.pid) or 0
-        child.must("off", 60)
-        found["size"] = size
+        size = found["size"] = int(child.must("off", 60)["bytes"])
         found["free"] = filler.must("fill", 60, leave=size // 2)["free"]
         first = child.ask("on", 60, timeout=WAITS)
         found["refused"] = first.get("error")
@@ -49,76 +58,139 @@ def no_room() -> dict[str, Any]:
     return found
 
 
+class Lost(Exception):
+    """The target died, does not answer, or did not come back; the text says how."""
+
+
 class Fresh:
-    """A target, and another one when it is lost."""
+    """A target, and another one when it is lost: that has imported what it needs by then."""
 
     def __init__(self) -> None:
         self.child: Child | None = None
-        self.made = self.size = 0
-        """`size`: what one takes of the card."""
+        self._next: Child | None = None
+
+    def _loaded(self) -> Child:
+        child = Child("_suspend_target.py", "cupy")
+        child.send("load", names=["cupy"])
+        return child
+
+    def prepare(self) -> None:
+        """Let one import, while others begin."""
+        self._next = self._next or self._loaded()
 
     def get(self) -> Child:
+        """Raises Broke if there is no room for it."""
         if self.child is None:
-            self.child = Child("_suspend_target.py", "cupy")
-            self.child.must("begin", 120, names=["cupy"], size=small(256 * MIB), large=small(GIB))
-            self.made += 1
+            self.prepare()
+            self.child, self._next = self._next, None
+            assert self.child is not None
+            self.child.answer(60, "load")
+            self.child.must("begin", 60, names=["cupy"], size=SIZE, large=SIZE)
+            self.prepare()
         return self.child
 
-    def measured(self, card: Card) -> Child:
-        """Once: what is free while it is off, less what is free while it is on."""
+    def off(self) -> int:
+        """The bytes that left the card. Raises Lost."""
+        return int(self.told("off", 60)["bytes"])
+
+    def on(self, timeout: float) -> dict[str, Any]:
+        """Its answer, also where there was no room. Raises Lost."""
+        on = self._answer("on", timeout + 40, timeout=timeout)
+        if on.get("lost"):
+            assert self.child is not None
+            self.child.lost = True
+            raise Lost(on["error"]["text"])
+        return on
+
+    def wrong(self) -> int:
+        return int(self.told("check", 30)["wrong"])
+
+    def told(self, do: str, limit: float, **fields: Any) -> dict[str, Any]:
+        found = self._answer(do, limit, **fields)
+        if found.get("error"):
+            raise Lost(f"{do}: {found['error']['exception']}: {found['error']['text']}")
+        return found
+
+    def _answer(self, do: str, limit: float, **fields: Any) -> dict[str, Any]:
         child = self.get()
-        if not self.size:
-            child.must("off", 60)
-            off = card.free()
-            child.must("on", 60, timeout=30)
-            self.size = off - card.free()
-        return child
+        try:
+            return child.ask(do, limit, **fields)
+        except Broke as error:
+            raise Lost(str(error)[:400]) from None
 
     def drop(self) -> None:
         if self.child is not None:
             end(self.child)
         self.child = None
 
+    def close(self) -> None:
+        self.drop()
+        if self._next is not None:
+            end(self._next)
+        self._next = None
+
 
 def stranger() -> dict[str, Any]:
     """A process that takes and gives back memory at random, on a card with little to spare."""
-    found: dict[str, Any] = {"rounds": 0, "lost": 0, "late": 0, "wrong": 0, "texts": [], "on_s": []}
-    fresh = Fresh()
+    found: dict[str, Any] = {
+        "rounds": 0, "lost": 0, "late": 0, "wrong": 0, "losses": [], "lates": [], "on_s": [],
+        "grabbed": {"times": 0, "most": 0},
+    }  # fmt: skip
+    fresh, until = Fresh(), time.monotonic() + AT_MOST
+    fresh.prepare()
     with other("filler") as filler, other("grabber", seed=17) as grabber:
         try:
             fresh.get()
             filler.must("fill", 60, leave=SPARE)
-            grabber.must("go", keep=small(8 * MIB))
-            while found["rounds"] < ROUNDS:
-                child = fresh.get()
-                child.must("off", 60)
-                on = child.ask("on", 120, timeout=60)
+            grabber.must("go", keep=KEPT)
+            while found["rounds"] < ROUNDS and time.monotonic() < until:
                 found["rounds"] += 1
-                if "error" in on:
-                    found["lost" if on["lost"] else "late"] += 1
-                    found["texts"].append(on["error"]["text"][:300])
-                    grabber.must("halt")  # the next process needs room to begin
+                try:
+                    _beside(found, fresh, grabber)
+                except Lost as error:
+                    found["lost"] += 1
+                    found["losses"].append({"round": found["rounds"], "why": str(error)[:400]})
+                    found["grabbed"] = grabber.must("halt")  # the next process needs room to begin
                     fresh.drop()
                     fresh.get()
-                    grabber.must("go", keep=small(8 * MIB))
-                else:
-                    found["on_s"].append(round(on["seconds"], 2))
-                    found["wrong"] += child.must("check")["wrong"]
+                    grabber.must("go", keep=KEPT)
             found["grabbed"] = grabber.must("halt")
+        except Broke as error:
+            found["broke"] = str(error)[-600:]
         finally:
-            fresh.drop()
+            fresh.close()
     return found
+
+
+def _beside(found: dict[str, Any], fresh: Fresh, grabber: Child) -> None:
+    fresh.off()
+    on = fresh.on(PATIENCE)
+    if "error" in on:  # whole, as it says: without the stranger it must come back
+        found["late"] += 1
+        found["lates"].append(on["error"]["text"][:300])
+        found["grabbed"] = grabber.must("halt")
+        on = fresh.on(PATIENCE)
+        if "error" in on:
+            raise Lost(f"not back without the stranger either: {on['error']['text']}")
+        found["wrong"] += fresh.wrong()
+        grabber.must("go", keep=KEPT)
+        return
+    found["on_s"].append(round(on["seconds"], 2))
+    found["wrong"] += fresh.wrong()
 
 
 def window(stays: bool) -> dict[str, Any]:
     """Between the placeholder's end and the restore's taking: how long by NVML, and whether a tight loop gets in.
 
-    `stays`: the card has room for the placeholder's context beside the process.
+    `stays`: the card has room for the placeholder's context beside the process. A round in which somebody got in before
+    the placeholder's end is `invalid`: there was too much to spare.
     """
     found: dict[str, Any] = {
-        "sampled": [], "robbed": 0, "got_in": 0, "lost": 0, "late": 0, "wrong": 0, "at": [], "tries": 0, "size": 0,
+        "sampled": [], "robbed": 0, "got_in": 0, "invalid": 0, "lost": 0, "late": 0, "wrong": 0, "at": [], "tries": 0,
+        "sizes": [], "texts": [],
     }  # fmt: skip
-    fresh, card = Fresh(), Card()
+    fresh, until = Fresh(), time.monotonic() + AT_MOST
+    fresh.prepare()
     with (
         tempfile.TemporaryDirectory() as folder,
         other("filler") as filler,
@@ -126,46 +198,62 @@ def window(stays: bool) -> dict[str, Any]:
         other("robber") as robber,
     ):
         try:
-            for number in range(WINDOWS + ROBBED):
-                filler.must("empty")
-                child = fresh.measured(card)
-                path = str(Path(folder) / str(number))
-                child.must("at_restore", path=path)
-                child.must("off", 60)
-                # What the process had is free now. It gets that and a little; with the context, room for one.
-                filler.must("fill", 60, leave=fresh.size + LEFT + (CONTEXT if stays else 0))
+            for number in range(WINDOWS + ROBBED + SPOILT):
+                if found["robbed"] >= ROBBED or time.monotonic() > until:
+                    break
                 watched = sampler if number < WINDOWS else robber
-                more = {} if number < WINDOWS else {"size": WANTED + (CONTEXT if stays else 0)}
-                watched.send("watch" if number < WINDOWS else "rob", path=path, seconds=1.2, **more)
-                on = child.ask("on", 90, timeout=30)
-                seen = watched.answer(60)
-                _told(found, seen, on, sampled=number < WINDOWS)
-                if "error" in on:
-                    fresh.drop()
-                else:
-                    found["wrong"] += child.must("check")["wrong"]
-                if seen.get("got"):
-                    robber.must("empty")
+                _window_once(found, fresh, filler, watched, Path(folder) / str(number), stays)
         except Broke as error:
             found["broke"] = str(error)[-600:]
         finally:
-            fresh.drop()
-    found["size"] = fresh.size
+            fresh.close()
     return found
 
 
-def _told(found: dict[str, Any], seen: dict[str, Any], on: dict[str, Any], sampled: bool) -> None:
+def _window_once(found: dict[str, Any], fresh: Fresh, filler: Child, watched: Child, path: Path, stays: bool) -> None:
+    """One round. Raises Broke if it is not the target that breaks."""
+    sampled = "sampler" in watched.words
+    more = {} if sampled else {"size": WANTED + (CONTEXT if stays else 0)}
+    began, lost = False, ""
+    try:
+        fresh.told("at_restore", 30, path=str(path), wait=AFTER)
+        size = fresh.off()
+        found["sizes"].append(size)
+        # What the process had is free now. It gets that and a little; with the context, room for one.
+        filler.must("fill", 60, leave=size + LEFT + (CONTEXT if stays else 0))
+        watched.send("watch" if sampled else "rob", path=str(path), seconds=WATCHED, **more)
+        began = True
+        on = fresh.on(PATIENCE)
+        if "error" in on:  # there was no room: the file did not come
+            found["late"] += 1
+            lost = f"no room: {on['error']['text']}"
+        else:
+            found["wrong"] += fresh.wrong()
+    except Lost as error:
+        found["lost"] += 1
+        lost = str(error)
+    if lost:
+        found["texts"].append({"round": int(path.name) + 1, "why": lost[:300]})
+    if began:
+        path.touch()  # whoever waits for it goes on
+        _seen(found, watched.answer(60), sampled)
+        if not sampled:
+            watched.must("empty")
+    if lost:
+        fresh.drop()
+        filler.must("empty")  # the next process needs room to begin
+
+
+def _seen(found: dict[str, Any], seen: dict[str, Any], sampled: bool) -> None:
     if sampled:
         found["sampled"].append(_gap(seen))
-    else:
-        found["robbed"] += 1
-        found["tries"] += seen["tries"]
-        found["got_in"] += bool(seen["got"])
-        if seen["got"]:
-            found["at"].append(seen["at"])
-    if "error" in on:
-        found["lost" if on["lost"] else "late"] += 1
-        found["text"] = on["error"]["text"][:300]
+        return
+    found["tries"] += seen["tries"]
+    if seen["got"]:
+        found["at"].append(seen["at"])
+    early = bool(seen["got"]) and seen["at"] < AFTER
+    found["invalid" if early else "robbed"] += 1
+    found["got_in"] += bool(seen["got"]) and not early
 
 
 def _gap(seen: dict[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,8 @@ CONTEXT = 4 << 20
 STEPS = {"off": ("state", "lock", "settle", "checkpoint"), "on": ("state", "room", "restore", "unlock")}
 tell: Callable[[str], object] = lambda step: None  # noqa: E731
 """Told before each step, as the flow's `on_step`."""
+needs_leave = bool(os.environ.get("MEMGUARD_SUSPEND_NEEDS_LEAVE"))
+"""Whether the machine has too little host memory, as it says."""
 provoked: set[str] = set()
 """Codes of reasons not to suspend this process."""
 
@@ -34,7 +36,9 @@ class CannotSuspend(Exception):
 
 
 class CannotResume(Exception):
-    lost = False
+    def __init__(self, text: str, lost: bool = False) -> None:
+        super().__init__(text)
+        self.lost = lost
 
 
 def _file(pid: int) -> Path:
@@ -69,14 +73,20 @@ def listed() -> dict[int, int]:
 
 
 def free() -> int:
-    return TOTAL - sum(listed().values())
+    return TOTAL - sum(listed().values()) - _placeholders()
+
+
+def _placeholders() -> int:
+    return sum((read(int(path.stem)) or {}).get("placeholder", 0) for path in Path(REHEARSAL).glob("*.process"))
 
 
 def away() -> bool:
     return bool((read(os.getpid()) or {}).get("suspended"))
 
 
-def suspend(timeout: Any = 60) -> Any:
+def suspend(timeout: Any = 60, host_memory: str | None = None) -> Any:
+    if needs_leave and host_memory != "ignore":
+        raise CannotSuspend([("host-memory", "the machine has too little", 'host_memory="ignore"')])
     if provoked:
         raise CannotSuspend([(code, "it was provoked", "calm it") for code in sorted(provoked)])
     started = time.time()
@@ -101,7 +111,14 @@ def resume(timeout: float | None = None, progress: Callable[[Any], object] | Non
             if timeout is not None and time.monotonic() - started > timeout:
                 raise CannotResume(f"there is no room; it stays suspended and whole {holders}")
             time.sleep(0.02)
+        if step == "room":
+            write(os.getpid(), placeholder=needs)
         time.sleep(0.01)
+        if step == "restore":
+            write(os.getpid(), placeholder=0)
+            time.sleep(0.03)  # the window
+            if free() < needs:
+                raise CannotResume("error 2: somebody was faster, and the process is lost", lost=True)
     write(os.getpid(), suspended=False)
 
 

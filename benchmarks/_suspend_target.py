@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib
 import json
 import os
 import signal
@@ -47,8 +48,8 @@ class Api:
         kind._tell, flow.bring_back = told, brought  # type: ignore[method-assign]
         self.at: Callable[[str, Any], object] = lambda step, client: None
 
-    def suspend(self, timeout: float) -> Any:
-        return self.memguard.suspend(timeout=timeout)
+    def suspend(self, timeout: float, host_memory: str | None = None) -> Any:
+        return self.memguard.suspend(timeout=timeout, host_memory=host_memory)
 
     def resume(self, timeout: float | None, progress: Any) -> None:
         self.memguard.resume(timeout=timeout, progress=progress)
@@ -80,8 +81,8 @@ class Rehearsed:
         self.at: Callable[[str, Any], object] = lambda step, client: None
         stand.tell = lambda step: self.at(step, None)
 
-    def suspend(self, timeout: float) -> Any:
-        return self.stand.suspend(timeout)
+    def suspend(self, timeout: float, host_memory: str | None = None) -> Any:
+        return self.stand.suspend(timeout, host_memory)
 
     def resume(self, timeout: float | None, progress: Any) -> None:
         self.stand.resume(timeout, progress)
@@ -173,9 +174,9 @@ class Target:
             self.kept.append(one)
         return self.check()
 
-    def off(self, timeout: float = 60.0) -> dict[str, Any]:
+    def off(self, timeout: float = 60.0, host_memory: str | None = None) -> dict[str, Any]:
         begun = time.monotonic()
-        found = self.api.suspend(timeout)
+        found = self.api.suspend(timeout, host_memory)
         return {
             "seconds": time.monotonic() - begun,
             "parts": dict(found.parts),
@@ -210,6 +211,20 @@ class Target:
         for one in self.kept:
             one.drop()
         return {}
+
+    def load(self, names: list[str]) -> dict[str, Any]:
+        """Import them before `begin`: that takes seconds, and nothing of the GPU."""
+        for name in () if REHEARSAL else names:
+            importlib.import_module(name)
+        return {}
+
+    def larger(self, size: int, drop: bool) -> dict[str, Any]:
+        """Blocks of so many bytes in all: new ones once the old are freed, else beside those."""
+        if drop:
+            self.drop()
+        for one in self.kept:
+            one.large(size - one.in_blocks)
+        return self.check()
 
     # Calls on other threads
 

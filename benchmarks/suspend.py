@@ -7,16 +7,22 @@ b  calls      every kind of call of other threads while the process is off, 30 r
 c  breaks     the helper, or the program that suspends another one, killed at each step; Ctrl-C at each step
 d  refusals   each reason not to suspend that one card can provoke; `memguard ps`, `suspend` and `resume`
 f  peak       TensorFlow after a peak of 60 GiB
-e  seconds    out and in at 1 and 16 GiB, PyTorch at 60 GiB too; the first time and the second
+e  seconds    out and in at 1 and 16 GiB, PyTorch at 60 GiB too; the first time and the second at each size
 g  turns      two processes of 44 GiB on 80 GB
 h  room       no room; a stranger that grabs memory; the window between the placeholder's end and the restore
 i  notebook   a Jupyter kernel that goes off when it is idle
 
-Parts a, b, c, d and f run at the same time, some 150 s. The others run one after the other, as they take times or fill
-the card: e some 220 s, g 100, h 120, i 40. The times are estimates until a result has them. `--part abcdf` runs parts,
-`--only` scenarios by name, separated by semicolons, and `--merge` takes the others from another run's JSON: the whole
-in two calls is `--part abcdfi -o one.json`, and then `--part egh --merge one.json`. The result is written after each
-scenario, so that what ends the run does not lose what was measured.
+Parts a, b, c, d and f run at the same time, some 260 s. The others run one after the other, as they take times or fill
+the card: e some 250 s, g 100, h 180, i 40. The times are estimates until a result has them. `--part abcdf` runs parts,
+`--only` scenarios by name, separated by semicolons, and `--merge` takes what ran from another run's JSON. What is named
+and failed there runs again. The whole in calls of at most ten minutes:
+
+    python benchmarks/suspend.py --part abcdf -o 1.json
+    python benchmarks/suspend.py --part e --merge 1.json -o 2.json
+    python benchmarks/suspend.py --part gi --merge 2.json -o 3.json
+    python benchmarks/suspend.py --part h --merge 3.json -o benchmarks/results/h200-suspend.json
+
+The result is written after each scenario, so that what ends the run does not lose what was measured.
 
 The card needs to be this program's alone, and the machine 110 GiB of free host memory. A process that was restored is
 suspended again before it is killed.
@@ -41,7 +47,7 @@ import _suspend_notebook
 import _suspend_refused
 import _suspend_room
 import _suspend_rounds
-from _listed import BREAKS, REFUSED, SIX, SUSPEND_STEPS
+from _listed import BREAKS, REFUSED, SIX, SUSPEND, SUSPEND_STEPS
 from _run import RESULTS, attempt, conclude, header, keep_runs, merged
 from _suspend_checks import suspend_checks
 from _suspend_children import harsh
@@ -52,8 +58,9 @@ _BREAKS: dict[str, Callable[[str], dict[str, Any]]] = {
     "SIGINT": functools.partial(_suspend_breaks.inside, "sigint"),
     "controller killed": _suspend_breaks.controller,
 }
+TIMED = sorted(SIX, key=lambda name: name not in _suspend_rounds.AGAIN)
+"""Those that keep what they had come last: there must be room for 60 GiB of PyTorch's."""
 PARTS: dict[str, dict[str, Scenario]] = {
-    "f": {"peak": _suspend_rounds.peak},  # the longest of those that run together
     "a": {
         "rounds six": functools.partial(_suspend_rounds.values, SIX),
         **{f"rounds {name}": functools.partial(_suspend_rounds.values, (name,)) for name in SIX},
@@ -67,7 +74,8 @@ PARTS: dict[str, dict[str, Scenario]] = {
         **{f"refused {what}": functools.partial(_suspend_refused.refused, what) for what in REFUSED},
         "outside": _suspend_rounds.outside,
     },
-    "e": {f"seconds {name}": functools.partial(_suspend_rounds.seconds, name) for name in SIX},
+    "f": {"peak": _suspend_rounds.peak},
+    "e": {f"seconds {name}": functools.partial(_suspend_rounds.seconds, name) for name in TIMED},
     "g": {"turns": _suspend_rounds.turns},
     "h": {
         "no room": _suspend_room.no_room,
@@ -78,7 +86,8 @@ PARTS: dict[str, dict[str, Scenario]] = {
     "i": {"notebook": _suspend_notebook.notebook},
 }
 SCENARIOS: dict[str, Scenario] = {name: do for of in PARTS.values() for name, do in of.items()}
-TOGETHER = "fabcd"
+TOGETHER = "bfcad"
+"""The longest first. On one GPU processes come back one after the other: what has most rounds ends last."""
 AT_ONCE = 14
 """Processes and their helpers, on 16 cores. Where times count it is one."""
 
@@ -100,8 +109,12 @@ def ran(names: Sequence[str], tell: Callable[[str, dict[str, Any]], None]) -> No
     with ThreadPoolExecutor(AT_ONCE) as threads:
         for done in as_completed([threads.submit(run, name) for name in together]):
             tell(*done.result())
+    with _suspend_rounds.together([name for name in TIMED if f"seconds {name}" in names]):
+        for name in PARTS["e"]:
+            if name in names:
+                tell(*run(name))
     for name in names:
-        if name not in together:
+        if name not in together and name not in PARTS["e"]:
             tell(*run(name))
 
 
@@ -116,6 +129,13 @@ def chosen(parts: str | None, only: str | None) -> list[str]:
     return [name for name in SCENARIOS if name in wanted]
 
 
+def to_run(names: Sequence[str], before: dict[str, Any], named: bool) -> list[str]:
+    """Those that did not run before; if they are asked for by name, also those that failed, or of which a check did."""
+    checks = suspend_checks(before) if named else {}
+    failed = [name for name in checks and names if not all(checks[check][0] for check in SUSPEND[name])]
+    return [name for name in names if name not in before or name in failed]
+
+
 class Result:
     """The whole result, written each time that something was added. What stood in the file before is kept as a run."""
 
@@ -125,6 +145,9 @@ class Result:
         self.about = header("python benchmarks/suspend.py", whole=True)
         paths = dict.fromkeys((output.resolve(), RESULTS / output.name)) if output else {}
         self._earlier = [json.loads(path.read_text()) for path in paths if path.exists()]
+
+    def keep(self, paths: Sequence[Path]) -> None:
+        self._earlier += [json.loads(path.read_text()) for path in paths]
 
     def add(self, name: str, outcome: dict[str, Any]) -> None:
         with self._lock:
@@ -156,8 +179,12 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
     before = merged(arguments.merge, "scenarios")["scenarios"]
+    names = to_run(chosen(arguments.part, arguments.only), before, bool(arguments.part or arguments.only))
     result = Result(arguments.output, before)
-    ran([name for name in chosen(arguments.part, arguments.only) if name not in before], result.add)
+    if again := [name for name in names if name in before]:
+        print(f"failed, and runs again: {'; '.join(again)}", file=sys.stderr, flush=True)
+        result.keep(arguments.merge)  # a rerun does not make a failure undone
+    ran(names, result.add)
     if harsh:
         print(f"killed although they were restored: {'; '.join(harsh)}", file=sys.stderr)
     conclude(result.whole(), arguments.output)

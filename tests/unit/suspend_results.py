@@ -61,16 +61,16 @@ def seconds(name: str) -> dict[str, Any]:
             "host": size * GIB,
             "gone": True,
         }
-        count = 2 if size == 1 or name == "torch" else 1
-        sizes[str(size)] = {"before": one["bytes"], "rounds": [dict(one) for _ in range(count)], "wrong": 0}
+        sizes[str(size)] = {"before": one["bytes"], "rounds": [dict(one), dict(one)], "wrong": 0}
     return {"sizes": sizes}
 
 
 def window() -> dict[str, Any]:
     gap = {"rise_ms": 1.0, "fall_ms": 13.5, "ms": 12.5, "looks": 9000, "longest_ms": 1.0, "free": [1, 9, 1]}
     return {
-        "sampled": [dict(gap) for _ in range(5)], "robbed": 10, "got_in": 1, "lost": 1, "late": 0, "wrong": 0,
-        "at": [0.16], "tries": 99, "size": 2 * GIB,
+        "sampled": [dict(gap) for _ in range(5)], "robbed": 5, "got_in": 1, "invalid": 1, "lost": 1, "late": 0,
+        "wrong": 0, "at": [0.16, 0.01], "tries": 99, "sizes": [2 * GIB] * 11,
+        "texts": [{"round": 7, "why": "error 2: it is lost"}],
     }  # fmt: skip
 
 
@@ -95,20 +95,24 @@ def whole() -> dict[str, Any]:
         "turns": {
             "order": [off, off, on, off, on, off], "wrong": 0, "most_host": 93 * GIB, "room": 80 * 10**9,
             "apart": [None, 45 * GIB], "both_off": True, "filled": 60 * GIB, "arrays": 88,
+            "available": [["first off", 100 * GIB], ["second off", 50 * GIB]],
+            "ignored": [["second off", "too little"]],
         },
         "no room": {
             "size": 3 * GIB, "free": GIB, "refused": {"text": "GPU has 1 GiB free\n3 GiB python (PID 7)"},
             "lost": False, "waits": 12, "names": True, "away": True, "after_s": 0.9, "on": None, "wrong": 0,
         },
         "stranger": {
-            "rounds": 20, "lost": 0, "late": 1, "wrong": 0, "texts": [], "on_s": [0.9, 3.1],
+            "rounds": 20, "lost": 1, "late": 1, "wrong": 0, "losses": [{"round": 4, "why": "error 2:\nlost"}],
+            "lates": ["no room"], "on_s": [0.9, 3.1],
             "grabbed": {"times": 200, "most": 4 * GIB},
         },
         **{f"window, context {which}": window() for which in ("stays", "goes")},
         "notebook": {
             "begun": dict(right), "before": 900 * MIB, "off_s": 4.0, "filled": {"held": 138 * GIB, "free": GIB},
+            "total": 140 * GIB, "holder": 7,
             "left": 0.3, "next": dict(right), "next_s": 2.0, "off_again_s": 4.0, "still_off": True,
-            "refused": {"status": "error", "text": "KeyboardInterrupt: "}, "off_after_interrupt": True,
+            "refused": {"status": "error", "text": "138 GiB python (PID 7, me)\nNotRun: "}, "off_after_interrupt": True,
             "last": dict(right),
         },
     }  # fmt: skip

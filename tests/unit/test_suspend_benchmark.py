@@ -29,8 +29,8 @@ MIB, GIB = 1 << 20, 1 << 30
 # Rehearsals: the parent, its processes and their answers are real, the card and the driver are files
 
 
-def rehearsed(folder: Path, *words: str, limit: float = 100) -> tuple[dict[str, Any], str]:
-    environment = {**os.environ, "MEMGUARD_SUSPEND_REHEARSAL": str(folder)}
+def rehearsed(folder: Path, *words: str, limit: float = 100, **env: str) -> tuple[dict[str, Any], str]:
+    environment = {**os.environ, "MEMGUARD_SUSPEND_REHEARSAL": str(folder), **env}
     output = folder / "out.json"
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "suspend.py"), *words, "-o", str(output)],
@@ -56,13 +56,67 @@ def test_scenarios_run_side_by_side_and_pass_over_stand_ins(tmp_path: Path) -> N
 
 
 def test_what_was_measured_stays_when_a_part_breaks_and_is_taken_over(tmp_path: Path) -> None:
-    """A scenario that raises is told as one that died; `--merge` measures only what is not there."""
-    first, _ = rehearsed(tmp_path, "--only", "seconds cupy;turns")
-    assert first["scenarios"]["turns"]["returncode"] == 0
-    (tmp_path / "out.json").rename(tmp_path / "before.json")
-    second, told = rehearsed(tmp_path, "--only", "turns;seconds numba", "--merge", str(tmp_path / "before.json"))
-    assert list(second["scenarios"]) == ["seconds cupy", "seconds numba", "turns"]
-    assert "turns" not in told and "seconds numba: rc 0" in told
+    """`--merge` measures only what is not there, and of what is named what failed there."""
+    first, _ = rehearsed(tmp_path, "--only", "outside;seconds cupy")
+    assert [name for name, (passed, _) in first["checks"].items() if passed] == list(_listed.OUTSIDE)
+    before = tmp_path / "before.json"
+    (tmp_path / "out.json").rename(before)
+    second, told = rehearsed(tmp_path, "--only", "outside;seconds cupy;seconds jax", "--merge", str(before))
+    assert list(second["scenarios"]) == ["outside", "seconds cupy", "seconds jax"]
+    assert "outside" not in told and "runs again: seconds cupy\n" in told and "seconds jax: rc 0" in told
+    assert [list(run["failed"]) for run in second["earlier_runs"]] == [list(_listed.of_seconds("cupy"))]
+    named = list(second["scenarios"])
+    assert benchmark.to_run([*named, "peak"], second["scenarios"], named=False) == ["peak"]
+
+
+def test_each_size_is_timed_twice_in_one_process(tmp_path: Path) -> None:
+    """MiB here, and a check that wants GiB: it says that it saw less."""
+    found, _ = rehearsed(tmp_path, "--only", "seconds torch;seconds tensorflow")
+    for name, sizes in (("torch", (1, 16, 60)), ("tensorflow", (1, 16))):
+        of = found["scenarios"][f"seconds {name}"]["sizes"]
+        assert list(of) == [str(size) for size in sizes]
+        for size in sizes:
+            assert [one["gone"] for one in of[str(size)]["rounds"]] == [True, True] and of[str(size)]["wrong"] == 0
+            assert all(size * MIB <= one["bytes"] < (size + 9) * MIB for one in of[str(size)]["rounds"]), of
+
+
+def test_two_take_turns_also_where_the_machine_says_that_it_has_too_little(tmp_path: Path) -> None:
+    result, _ = rehearsed(tmp_path, "--only", "turns", MEMGUARD_SUSPEND_NEEDS_LEAVE="1")
+    one = result["scenarios"]["turns"]
+    offs = [what for what, _ in one["order"] if "off" in what]
+    assert [what for what, _ in one["ignored"]] == [what for what, _ in one["available"]] == offs and len(offs) == 4
+    assert one["wrong"] == 0 and one["both_off"] and min(size for _, size in one["available"]) > 0
+    assert "by host_memory='ignore': first off with" in result["checks"][_listed.TURNS[1]][1]
+
+
+def test_who_is_lost_to_a_stranger_is_told_and_followed_by_another(tmp_path: Path) -> None:
+    """The robber gets in within the stand-in's window of 30 ms, and the process is lost: another takes its place."""
+    result, told = rehearsed(tmp_path, "--only", "stranger;window, context goes;window, context stays")
+    stranger = result["scenarios"]["stranger"]
+    assert stranger["rounds"] == 3 and "broke" not in stranger and stranger["wrong"] == 0
+    assert len(stranger["losses"]) == stranger["lost"] and stranger["grabbed"]["times"] > 0
+    for which in ("goes", "stays"):
+        one = result["scenarios"][f"window, context {which}"]
+        assert "broke" not in one and one["robbed"] + one["invalid"] >= 2 and one["wrong"] == 0, told
+        assert one["got_in"] >= 1 and one["lost"] + one["late"] == len(one["texts"]) >= 1
+        assert "somebody was faster" in one["texts"][-1]["why"]
+
+
+def test_a_target_that_dies_is_lost_and_the_rounds_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Dies:
+        lost, words, fails = False, ("cupy",), ["off", "check"]
+
+        def ask(self, do: str, limit: float, **fields: Any) -> dict[str, Any]:
+            if do in self.fails:
+                raise _children.Broke(f"cupy: it died at {do}, rc -11")
+            return {"lost": True, "error": {"exception": "CannotResume", "text": "error 2"}} if do == "on" else {}
+
+    fresh = _room.Fresh()
+    fresh.child = Dies()
+    for call, said in ((fresh.off, "died at off"), (fresh.wrong, "died at check"), (lambda: fresh.on(1), "error 2")):
+        with pytest.raises(_room.Lost, match=said):
+            call()
+    assert fresh.child.lost
 
 
 def test_a_scenario_that_raises_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -160,13 +214,19 @@ BROKEN: dict[str, tuple[tuple[Any, ...], Any, str]] = {
     "lost without room": (("no room", "lost"), True, _listed.NO_ROOM[0]),
     "there was room": (("no room", "free"), 9 * GIB, _listed.NO_ROOM[0]),
     "not back": (("no room", "on"), {"text": "no"}, _listed.NO_ROOM[1]),
-    "lost to a stranger": (("stranger", "lost"), 1, _listed.STRANGER[0]),
+    "lost, and no reason": (("stranger", "losses", 0, "why"), " ", _listed.STRANGER[0]),
+    "lost, and not told": (("stranger", "losses"), [], _listed.STRANGER[0]),
+    "rounds that a stranger ended": (("stranger", "rounds"), 19, _listed.STRANGER[0]),
+    "not timed twice": (("seconds cupy", "sizes", "16", "rounds"), [], _listed.of_seconds("cupy")[0]),
+    "robbed too early": (("window, context goes", "robbed"), 4, _listed.of_window("context goes")[0]),
+    "half the card": (("notebook", "filled", "held"), 70 * GIB, _listed.NOTEBOOK[0]),
+    "another is named": (("notebook", "holder"), 77, _listed.NOTEBOOK[2]),
     "a stranger that sleeps": (("stranger", "grabbed", "times"), 3, _listed.STRANGER[0]),
     "no window seen": (("window, context goes", "sampled"), [], _listed.of_window("context goes")[0]),
     "nobody tried": (("window, context stays", "tries"), 0, _listed.of_window("context stays")[0]),
     "a kernel that stays": (("notebook", "off_s"), None, _listed.NOTEBOOK[0]),
     "a wrong cell": (("notebook", "next", "text"), "WRONG", _listed.NOTEBOOK[1]),
-    "a refused cell that ran": (("notebook", "refused", "text"), "it ran", _listed.NOTEBOOK[2]),
+    "a refused cell that ran": (("notebook", "refused", "text"), "(PID 7) it ran", _listed.NOTEBOOK[2]),
     "a variable of a refused cell": (("notebook", "last", "text"), "RIGHT\nTrue", _listed.NOTEBOOK[2]),
 }  # fmt: skip
 
@@ -204,9 +264,11 @@ def test_the_tables_have_every_figure_and_none_of_what_was_not_measured() -> Non
     for said in (
         "| all six in one process | 20 | 0 | 0 | +0.0 | +19.0 | 0.90 / 0.40 |",
         "| PyTorch | 60 | 60.49 | 36.00 / 15.00 s (0.60 / 0.25) |", "TensorFlow after a peak of 60 GiB held 61.0 GiB",
-        "| JAX | 16 | 16.49 | 9.60 / 4.00 s (0.58 / 0.24) | – |", "Two processes of 44 GiB", "rc -11",
+        "| JAX | 16 | 16.49 | 9.60 / 4.00 s (0.58 / 0.24) | 9.60 / 4.00 s (0.58 / 0.24) |",
+        "Two processes of 44 GiB", "rc -11",
         "| PyTorch | 2 | 30 | 58 | 2 | 0 | 0 | 0 |", "| SIGINT, off | 20 | 20 | 0 |",
-        "| controller killed, on | 20 | 20 | 20 |", "0 of 20 lost, 1 found no room",
+        "| controller killed, on | 20 | 20 | 20 |", "1 of 20 lost, 1 found no room",
+        "  - lost in round 4: error 2: lost",
         "whose context goes, and the restore's taking: 12.5 to 12.5 ms",
     ):  # fmt: skip
         assert said in text, said
