@@ -84,7 +84,7 @@ class Fresh:
             self.prepare()
             self.child, self._next = self._next, None
             assert self.child is not None
-            self.child.answer(60, "load")
+            self.child.answer(120, "load")
             self.child.must("begin", 60, names=["cupy"], size=SIZE, large=SIZE)
             self.prepare()
         return self.child

@@ -84,7 +84,8 @@ def _said(ledger: str) -> str | None:
 
 _ready: dict[str, Child] = {}
 """Processes that wait for their turn to be timed, and those that were."""
-_begun: dict[str, float] = {}
+_begun: dict[str, float | str] = {}
+"""When each had begun, or why it has not."""
 
 
 @contextlib.contextmanager
@@ -98,8 +99,7 @@ def together(names: Sequence[str]) -> Iterator[None]:
             _ready[name] = Child("_suspend_target.py", name)
             _ready[name].send("begin", names=[name], large=UNIT)
         for name in names:
-            with contextlib.suppress(Broke):  # its scenario tells it
-                _begun[name] = _at_begin(_ready[name].answer(180, "begin"))
+            _begun[name] = _begins(_ready[name])
         yield
     finally:
         left = [_ready.pop(name) for name in tuple(_ready)]
@@ -110,10 +110,12 @@ def together(names: Sequence[str]) -> Iterator[None]:
                     done.result()
 
 
-def _at_begin(answer: dict[str, Any]) -> float:
-    if answer.get("error"):
-        raise Broke(str(answer["error"]))
-    return time.monotonic()
+def _begins(child: Child) -> float | str:
+    try:
+        answer = child.answer(180, "begin")
+    except Broke as error:
+        return str(error)
+    return str(answer["error"]) if answer.get("error") else time.monotonic()
 
 
 def seconds(name: str) -> dict[str, Any]:
@@ -121,12 +123,12 @@ def seconds(name: str) -> dict[str, Any]:
     if name not in _ready:
         with together([name]):
             return seconds(name)
-    child = _ready[name]
-    if name not in _begun:
-        raise Broke(f"{name}: it did not begin; {child.stderr()}")
+    child, begun = _ready[name], _begun[name]
+    if isinstance(begun, str):
+        raise Broke(f"{name} did not begin: {begun}")
     card, found = Card(), {}
     if name == "jax":
-        time.sleep(max(0.0, _begun[name] + QUIET_JAX - time.monotonic()))
+        time.sleep(max(0.0, begun + QUIET_JAX - time.monotonic()))
     for size in SIZES[name]:
         if found:
             child.must("larger", 180, size=size * UNIT, drop=name in AGAIN)
@@ -178,7 +180,7 @@ def turns() -> dict[str, Any]:
         filler = stack.enter_context(other("filler"))
         found["filled"] = filler.must("fill", 120, leave=room)["held"]
         for child in (one, two):
-            child.answer(120, "load")
+            child.answer(180, "load")
         one.must("begin", 120, names=["torch"], large=size, seed=1)
         _leaves(found, "first off", one)
         two.must("begin", 120, names=["torch"], large=size, seed=2)
