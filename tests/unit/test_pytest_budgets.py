@@ -229,7 +229,7 @@ def test_parameters(pytester: pytest.Pytester) -> None:
     def test_indirect(memguard_budget, request):
         assert memguard_budget.plan.devices[0].caps["torch"] == (4 << 30 if "budget0" in request.node.name else 1 << 30)
 
-    @pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.memguard_budget(SMALL, simulate="h200"))])
+    @pytest.mark.parametrize("size", [pytest.param(3, marks=pytest.mark.memguard_budget(SMALL, simulate="h200")), 1, 2])
     def test_one_of_them(size):
         assert active() == (size == 3)
 
@@ -326,6 +326,17 @@ def test_the_budget_of_the_environment_comes_back(pytester: pytest.Pytester, mon
         "--deselect", "test_the_budget_of_the_environment_comes_back.py::test_z_none_is_left",
     )  # fmt: skip
     done.assert_outcomes(passed=2, deselected=1)
+
+
+def test_the_budget_of_the_environment_may_begin_within_a_test_and_stays(pytester: pytest.Pytester) -> None:
+    done = run(
+        pytester,
+        """
+    def test_a(): _api.from_environment = _api.init(BUDGET, simulate="h200")
+    def test_b(): assert _api.current() is _api.from_environment
+    """,
+    )
+    done.assert_outcomes(passed=3)
 
 
 def test_with_processes_of_xdist(pytester: pytest.Pytester) -> None:
