@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import os
 import re
@@ -40,6 +41,8 @@ HEAD = """
 @pytest.fixture(autouse=True, scope="module")
 def loaded() -> None:
     """What is first imported within an inner run is forgotten at its end."""
+    for name in ("_devices.real", "_devices.contexts", "_ledger.reader", "_testing.leaks"):
+        importlib.import_module(f"memguard.{name}")
     with memguard.guard({"version": 1, "frameworks": {"torch": {"limit": "1GiB"}}}, simulate="h200") as guard:
         memguard.require("torch", "512MiB")
         guard.sample()

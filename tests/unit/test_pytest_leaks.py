@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import importlib.metadata
 import re
 from collections.abc import Iterator
@@ -57,6 +58,8 @@ LAST = """
 @pytest.fixture(autouse=True, scope="module")
 def loaded() -> None:
     """What is first imported within an inner run is forgotten at its end."""
+    for name in ("_devices.real", "_devices.contexts", "_ledger.reader", "_testing.leaks"):
+        importlib.import_module(f"memguard.{name}")
     with memguard.guard({"version": 1, "frameworks": {"torch": {"limit": "1GiB"}}}, simulate="h200") as guard:
         guard.sample()
 
@@ -298,14 +301,14 @@ def test_it_looks_again_before_it_says_so() -> None:
 
 
 def test_without_a_budget_it_reads_real_gpus_once_cuda_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memguard._devices import contexts, real
+    from memguard._devices import contexts
     from memguard._devices.simulated import SimulatedHost
 
     watcher = Watcher()
     monkeypatch.setattr(contexts, "initialised", lambda: False)
     assert watcher.take() == Reading({}, {}, {0})
     monkeypatch.setattr(contexts, "initialised", lambda: True)
-    monkeypatch.setattr(real, "RealHost", lambda: SimulatedHost(["h200"]))
+    monkeypatch.setattr("memguard._devices.real.RealHost", lambda: SimulatedHost(["h200"]))
     held = {"torch": FrameworkSample(3, 2, None, None), "tensorflow": FrameworkSample(None, 1, None, None)}
 
     def sample(self: LedgerReader, part: Any, frameworks: Any) -> DeviceSample:
@@ -321,7 +324,7 @@ def test_without_a_budget_it_reads_real_gpus_once_cuda_is_there(monkeypatch: pyt
 
 
 def test_gpus_that_cannot_be_read_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memguard._devices import contexts, real
+    from memguard._devices import contexts
 
     asked: list[None] = []
 
@@ -330,7 +333,7 @@ def test_gpus_that_cannot_be_read_are_asked_once(monkeypatch: pytest.MonkeyPatch
         raise memguard.DeviceError("the driver is broken")
 
     monkeypatch.setattr(contexts, "initialised", lambda: True)
-    monkeypatch.setattr(real, "RealHost", broken)
+    monkeypatch.setattr("memguard._devices.real.RealHost", broken)
     watcher = Watcher()
     assert watcher.take() is None and watcher.take() is None and len(asked) == 1
 
