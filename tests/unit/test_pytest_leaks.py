@@ -229,6 +229,12 @@ def test_what_is_wrong_is_said(pytester: pytest.Pytester) -> None:
         assert said in done.stdout.str() and "fix: memguard_leaks(tolerance='8MiB')" in done.stdout.str()
 
 
+def test_processes_of_xdist_look_too(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(HEAD + "\n    def test_a(torch): torch.allocate(64 * MIB)\n    def test_b(): pass\n" + LAST)
+    done = pytester.runpytest_subprocess(*ON, "--memguard-leaks", "-n", "1", "-p", "xdist")
+    done.assert_outcomes(passed=3, errors=1)
+
+
 def test_the_budget_of_a_marker_is_looked_at_before_it_ends(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """
@@ -332,6 +338,11 @@ def test_gpus_that_cannot_be_read_are_asked_once(monkeypatch: pytest.MonkeyPatch
         asked.append(None)
         raise memguard.DeviceError("the driver is broken")
 
+    def lost() -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(contexts, "initialised", lost)
+    assert Watcher().take() is None
     monkeypatch.setattr(contexts, "initialised", lambda: True)
     monkeypatch.setattr("memguard._devices.real.RealHost", broken)
     watcher = Watcher()
