@@ -19,7 +19,7 @@ pytestmark = pytest.mark.long  # no version of what is installed changes what th
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-_run, _listed, _independent, _sampler, checks, table, _moment, replay, elastic, suspend = (
+_run, _listed, _independent, _sampler, checks, table, _moment, replay, elastic, suspend, top = (
     importlib.import_module(name)
     for name in (
         "_run",
@@ -32,6 +32,7 @@ _run, _listed, _independent, _sampler, checks, table, _moment, replay, elastic, 
         "replay",
         "elastic",
         "suspend",
+        "top",
     )
 )
 RESULTS = ROOT / "benchmarks" / "results"
@@ -165,6 +166,12 @@ def ddp() -> Result:
     return result
 
 
+def screens() -> Result:
+    one = {"returncode": 0, "shares": [0.012, 0.011], "drawn": 2.0}
+    attached = {**one, "target": "real", "watched": [0.006, 0.005], "beside": [0.001, 0.001]}
+    return {"textual": "8.2.8", "follows": dict(one), "attached": attached, "control": dict(one)}
+
+
 Whole = tuple[Callable[[], Result], Callable[[Result], Result], Callable[[Result], Result]]
 """A whole result, what judges it, and where its scenarios lie in it."""
 WHOLE: dict[str, Whole] = {
@@ -181,6 +188,7 @@ WHOLE: dict[str, Whole] = {
     "ddp": (ddp, lambda r: checks.ddp_checks(r["ranks"]), lambda r: r),
     "elastic": (elastic_results.whole, elastic.elastic_checks, lambda s: s),
     "suspend": (suspend_results.whole, suspend.suspend_checks, lambda s: s),
+    "top": (screens, top.top_checks, lambda r: r),
 }
 
 
@@ -206,7 +214,9 @@ def killed(benchmark: str) -> list[tuple[str, str, str]]:
 
 
 SCENARIOS = [
-    case for name in ("main_job", "all_frameworks", "watch", "exchange", "elastic", "suspend") for case in killed(name)
+    case
+    for name in ("main_job", "all_frameworks", "watch", "exchange", "elastic", "suspend", "top")
+    for case in killed(name)
     if case[1] != "nothing stays lent"  # of all scenarios
 ]  # fmt: skip
 
