@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import importlib
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -17,7 +18,9 @@ from typing import TYPE_CHECKING
 from memguard._devices import contexts, suspension
 from memguard._logs import log as _log
 from memguard._logs import text_of
+from memguard._monitor import ending
 from memguard._monitor.leaks import Workloads
+from memguard._monitor.peaks import Peaks
 from memguard._monitor.refusals import Refusals
 from memguard._oom import hooks
 from memguard._types import Event, Moment, Pressure, Sample, WorkloadReport
@@ -36,6 +39,8 @@ if TYPE_CHECKING:
 callbacks: list[Callable[[Event], None]] = []
 """Registered with `memguard.on_pressure`. They belong to the process, and outlive a budget."""
 
+_HANGS = 0.5
+"""Seconds after which the monitor's sample is taken to hang, at the end of the program or of the budget."""
 _thread = threading.local()
 """`session`, on a monitor's thread: the one whose budget a callback there may end."""
 
@@ -63,7 +68,7 @@ class Session:
         self._raises: dict[tuple[str | None, str | None], Event] = {}  # errors that do
         self._settings: pressure.Settings | None = None
         self._workloads = Workloads()
-        self._refusals = Refusals()
+        self._refusals, self._peaks = Refusals(), Peaks()
         self._failed: list[Callable[[Event], None]] = []
         self._here = threading.local()  # per thread: whether it is the monitor's, or in a checkpoint already
 
@@ -130,6 +135,10 @@ class Session:
         parts = self.guard.plan.devices
         self._settings = Settings.of(budget.monitor, budget.on_pressure, [part.device for part in parts], parts)
         monitor = self.monitor = Monitor(self._take, self._act, self._settings, record=self._record)
+        if self._writer is not None:
+            self._undo.add("last sample", self._write_last)
+            self._undo.add("last sample", lambda: ending.forget(self._write_last))
+            ending.call_before(self._write_last)
         self._undo.add("monitor", monitor.stop)
         # At the interpreter's end too: the monitor must not look at frameworks that are being torn down.
         self._undo.add("monitor", lambda: atexit.unregister(self._at_exit))
@@ -156,6 +165,7 @@ class Session:
         """The program ends without `shutdown`."""
         if self.monitor is not None:
             self.monitor.stop()
+        self._write_last()
         self._write_refusals(everything=True)
 
     def _forget(self) -> None:
@@ -250,6 +260,36 @@ class Session:
             for event in self._refusals.due(everything):
                 writer.event(event)
 
+    def _write_last(self) -> None:
+        """What came since the monitor's last sample would be in none: one more, and the allocators' peaks.
+
+        Not if the monitor's own hangs in the driver, as this one would, and not once Python takes modules apart. Raises
+        nothing.
+        """
+        writer, monitor = self._writer, self.monitor
+        if writer is None or monitor is None or sys.is_finalizing() or not monitor.quiet(_HANGS):
+            return
+        try:
+            sample = self.guard.last_sample()
+            if sample is None:
+                return
+            writer.sample(sample)
+            for event in [*self.guard.moved(), *self._peaks.events(sample.time, self.guard.peaks(), last=True)]:
+                writer.event(event)
+        except Exception as error:
+            _log.debug("the last sample was not taken: %s", text_of(error))
+
+    def _write_peaks(self, writer: Writer) -> None:
+        if not self._peaks.due():
+            return
+        try:
+            found = self.guard.peaks()
+        except Exception as error:  # samples and events are written all the same
+            _log.debug("peaks were not read: %s", text_of(error))
+            return
+        for event in self._peaks.events(time.time(), found):
+            writer.event(event)
+
     def _write_oom(self, report: Report) -> None:
         who, moment = report.verdict.requester, report.moment
         counted = moment is not None and moment.source in ("refusal", "observer")
@@ -296,6 +336,8 @@ class Session:
             self._write_refusals()
             for event in [*events, *moved]:
                 writer.event(event)
+            if sample.devices:
+                self._write_peaks(writer)
         for event in moved:
             self._call(event)
 

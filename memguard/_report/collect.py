@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from memguard._monitor.peaks import PEAK
 from memguard._report import diagnosis, requests
 from memguard._report.model import MOST_POINTS, Entry, FrameworkView, GpuView, Line, Moment, Peak, Run, Span
 from memguard._report.thinning import Thinner
@@ -95,9 +96,10 @@ class _Steps:
 class _Cell:
     """One framework on one GPU, while reading."""
 
-    __slots__ = ("cap", "held", "in_use", "seen", "silent")
+    __slots__ = ("cap", "held", "in_use", "own", "seen", "silent")
 
     def __init__(self, most: int) -> None:
+        self.own: Peak | None = None  # of what was in use, as its allocator says
         self.held, self.in_use, self.cap = _Series(most), _Series(most), _Steps(most)
         self.seen = self.silent = False
 
@@ -108,6 +110,12 @@ class _Cell:
         self.cap.see(time, cap)
         if held is None:
             self.silent = True
+
+    @property
+    def peak_in_use(self) -> Peak | None:
+        """The larger one: samples miss what came and went between two of them."""
+        sampled, own = self.in_use.peak, self.own
+        return own if sampled is None or (own is not None and own.size > sampled.size) else sampled
 
     def gap(self, time: float) -> None:
         self.held.add(time, None)
@@ -173,7 +181,7 @@ class _Gpu:
                 cell.in_use.line(),
                 cell.cap.line(),
                 cell.held.peak,
-                cell.in_use.peak,
+                cell.peak_in_use,
                 limits.get(name),
                 asked.get(name, 0),
                 cell.silent,
@@ -237,6 +245,9 @@ class _Reading:
             gpu.see(sample.time, device)
 
     def _event(self, event: Event) -> None:
+        if event.kind == PEAK:
+            self._peak(event)
+            return
         self._entry(diagnosis.of_event(event, self._processes), requests.of_event(event))
         if event.kind == "suspended":
             for gpu in self._gpus.values():
@@ -248,6 +259,13 @@ class _Reading:
             begin = event.time - max(event.seconds, 0.0)
             who = None if event.framework is None else diagnosis.clean(event.framework)
             self._span(Span(begin, event.time, "workload", diagnosis.clean(event.text), who))
+
+    def _peak(self, event: Event) -> None:
+        """A figure for the table of peaks, and no entry of its own."""
+        gpu = self._gpus.get(event.uuid or "")
+        cell = None if gpu is None else gpu.cells.get(event.framework or "")
+        if cell is not None and event.bytes is not None and (cell.own is None or event.bytes > cell.own.size):
+            cell.own = Peak(event.bytes, event.time)
 
     def _span(self, span: Span) -> None:
         if len(self._spans) < MOST_ENTRIES:

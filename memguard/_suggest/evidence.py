@@ -17,6 +17,7 @@ from datetime import datetime
 from typing import Any
 
 from memguard._config import FRAMEWORKS
+from memguard._monitor.peaks import PEAK
 from memguard._specs import NEVER_GIVE_BACK
 from memguard._suggest.refusals import Refusal, Reported, once
 from memguard._timeline import Oom
@@ -24,8 +25,6 @@ from memguard._timeline.replay import TimelineOutcome, replay_timeline
 from memguard._types import Device, DevicePlan, Event, FrameworkSample, Plan, Sample
 from memguard._units import is_whole
 
-PEAK = "peak"
-"""The kind of an event that has an allocator's own peak."""
 UNCOUNTED = "uncounted"
 """The kind of an event that names a framework that was imported, and of which nobody knows what it holds."""
 _MOST = 1000

@@ -120,6 +120,24 @@ def test_a_suspension_and_a_workload_are_spans_and_the_lines_end(recorded: Run, 
     assert labels == ["validation", "suspended"]
 
 
+def test_the_peak_in_use_is_the_allocators_own_where_it_says_more(tmp_path: Path) -> None:
+    plan = plan_of(torch="4GiB", cupy="4GiB")
+    uuid = plan.devices[0].device.uuid
+    with Writer(tmp_path / "run.jsonl", plan, simulated=True, clock=Clock()) as writer:
+        writer.sample(sample_of(plan, START, torch=usage_of(2 * GIB, GIB), cupy=usage_of(2 * GIB, GIB)))
+        for name, size in (("torch", 3 * GIB), ("cupy", GIB // 2), ("torch", 2 * GIB), ("jax", GIB)):
+            writer.event(Event(START + 1, "peak", "", uuid=uuid, framework=name, bytes=size))
+    (path,) = tmp_path.iterdir()
+    run = run_of(path)
+    found = {view.name: view.peak_in_use for view in run.gpus[0].frameworks}
+    assert {name: peak and peak.size for name, peak in found.items()} == {"torch": 3 * GIB, "cupy": GIB}
+    assert not run.entries and not run.counts, "it is a figure, and no event to look at"
+
+
+def usage_of(held: int, in_use: int) -> FrameworkSample:
+    return FrameworkSample(held, in_use, held - in_use, 4 * GIB)
+
+
 def test_two_runs_have_the_same_axes_and_colours(tmp_path: Path, recorded: Run) -> None:
     other = run_of(record(tmp_path, "other", 60, torch=0.5, cap="16GiB"))
     both = Page(page([recorded, other]))
