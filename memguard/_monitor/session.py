@@ -18,9 +18,7 @@ from typing import TYPE_CHECKING
 from memguard._devices import contexts, suspension
 from memguard._logs import log as _log
 from memguard._logs import text_of
-from memguard._monitor import ending
 from memguard._monitor.leaks import Workloads
-from memguard._monitor.peaks import Peaks
 from memguard._monitor.refusals import Refusals
 from memguard._oom import hooks
 from memguard._types import Event, Moment, Pressure, Sample, WorkloadReport
@@ -31,6 +29,7 @@ from memguard.errors import MemguardError, UnderPressure
 if TYPE_CHECKING:
     from memguard._guard import Guard
     from memguard._monitor import pressure
+    from memguard._monitor.peaks import Peaks
     from memguard._monitor.sampler import Monitor
     from memguard._oom.report import Report
     from memguard._timeline import Writer
@@ -68,7 +67,8 @@ class Session:
         self._raises: dict[tuple[str | None, str | None], Event] = {}  # errors that do
         self._settings: pressure.Settings | None = None
         self._workloads = Workloads()
-        self._refusals, self._peaks = Refusals(), Peaks()
+        self._refusals = Refusals()
+        self._peaks: Peaks | None = None  # of what is written into the timeline
         self._failed: list[Callable[[Event], None]] = []
         self._here = threading.local()  # per thread: whether it is the monitor's, or in a checkpoint already
 
@@ -136,14 +136,21 @@ class Session:
         self._settings = Settings.of(budget.monitor, budget.on_pressure, [part.device for part in parts], parts)
         monitor = self.monitor = Monitor(self._take, self._act, self._settings, record=self._record)
         if self._writer is not None:
-            self._undo.add("last sample", self._write_last)
-            self._undo.add("last sample", lambda: ending.forget(self._write_last))
-            ending.call_before(self._write_last)
+            self._write_last_at_the_end()
         self._undo.add("monitor", monitor.stop)
         # At the interpreter's end too: the monitor must not look at frameworks that are being torn down.
         self._undo.add("monitor", lambda: atexit.unregister(self._at_exit))
         atexit.register(self._at_exit)
         monitor.start()
+
+    def _write_last_at_the_end(self) -> None:
+        from memguard._monitor import ending
+        from memguard._monitor.peaks import Peaks
+
+        self._peaks = Peaks()
+        self._undo.add("last sample", self._write_last)
+        self._undo.add("last sample", lambda: ending.forget(self._write_last))
+        ending.call_before(self._write_last)
 
     def _new_writer(self) -> Writer | None:
         wanted = self.guard.budget.monitor
@@ -266,28 +273,29 @@ class Session:
         Not if the monitor's own hangs in the driver, as this one would, and not once Python takes modules apart. Raises
         nothing.
         """
-        writer, monitor = self._writer, self.monitor
-        if writer is None or monitor is None or sys.is_finalizing() or not monitor.quiet(_HANGS):
+        writer, monitor, peaks = self._writer, self.monitor, self._peaks
+        if writer is None or monitor is None or peaks is None or sys.is_finalizing() or not monitor.quiet(_HANGS):
             return
         try:
             sample = self.guard.last_sample()
             if sample is None:
                 return
             writer.sample(sample)
-            for event in [*self.guard.moved(), *self._peaks.events(sample.time, self.guard.peaks(), last=True)]:
+            for event in [*self.guard.moved(), *peaks.events(sample.time, self.guard.peaks(), last=True)]:
                 writer.event(event)
         except Exception as error:
             _log.debug("the last sample was not taken: %s", text_of(error))
 
     def _write_peaks(self, writer: Writer) -> None:
-        if not self._peaks.due():
+        peaks = self._peaks
+        if peaks is None or not peaks.due():
             return
         try:
             found = self.guard.peaks()
         except Exception as error:  # samples and events are written all the same
             _log.debug("peaks were not read: %s", text_of(error))
             return
-        for event in self._peaks.events(time.time(), found):
+        for event in peaks.events(time.time(), found):
             writer.event(event)
 
     def _write_oom(self, report: Report) -> None:
