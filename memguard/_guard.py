@@ -80,8 +80,8 @@ class Guard(Shares):
         self.permanent: list[str] = []
         self._on_checkpoint: Callable[[], None] | None = None
         """Called first by `require` and `workload`, on the user's thread. May raise UnderPressure."""
-        self._on_workload: Callable[[WorkloadReport], None] | None = None
-        """Called with the report of each workload that ended without an error."""
+        self._on_workload: Callable[[WorkloadReport, float, str | None], None] | None = None
+        """Called when a workload has ended, with its seconds and the name of the class of the error that ended it."""
         self._on_stop: Undo | None = None
         """Done before everything is undone, without the guard's lock."""
         self._on_refusal: Callable[[Moment], None] | None = None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import importlib
 import os
-import sys
 import threading
 import time
 from collections import deque
@@ -29,7 +28,7 @@ from memguard.errors import MemguardError, UnderPressure
 if TYPE_CHECKING:
     from memguard._guard import Guard
     from memguard._monitor import pressure
-    from memguard._monitor.peaks import Peaks
+    from memguard._monitor.beside import Beside
     from memguard._monitor.sampler import Monitor
     from memguard._oom.report import Report
     from memguard._timeline import Writer
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
 callbacks: list[Callable[[Event], None]] = []
 """Registered with `memguard.on_pressure`. They belong to the process, and outlive a budget."""
 
-_HANGS = 0.5
-"""Seconds after which the monitor's sample is taken to hang, at the end of the program or of the budget."""
 _thread = threading.local()
 """`session`, on a monitor's thread: the one whose budget a callback there may end."""
 
@@ -68,7 +65,7 @@ class Session:
         self._settings: pressure.Settings | None = None
         self._workloads = Workloads()
         self._refusals = Refusals()
-        self._peaks: Peaks | None = None  # of what is written into the timeline
+        self._beside: Beside | None = None  # with a timeline
         self._failed: list[Callable[[Event], None]] = []
         self._here = threading.local()  # per thread: whether it is the monitor's, or in a checkpoint already
 
@@ -136,21 +133,14 @@ class Session:
         self._settings = Settings.of(budget.monitor, budget.on_pressure, [part.device for part in parts], parts)
         monitor = self.monitor = Monitor(self._take, self._act, self._settings, record=self._record)
         if self._writer is not None:
-            self._write_last_at_the_end()
+            from memguard._monitor.beside import Beside
+
+            self._beside = Beside(self.guard, monitor, self._writer, self._undo)
         self._undo.add("monitor", monitor.stop)
         # At the interpreter's end too: the monitor must not look at frameworks that are being torn down.
         self._undo.add("monitor", lambda: atexit.unregister(self._at_exit))
         atexit.register(self._at_exit)
         monitor.start()
-
-    def _write_last_at_the_end(self) -> None:
-        from memguard._monitor import ending
-        from memguard._monitor.peaks import Peaks
-
-        self._peaks = Peaks()
-        self._undo.add("last sample", self._write_last)
-        self._undo.add("last sample", lambda: ending.forget(self._write_last))
-        ending.call_before(self._write_last)
 
     def _new_writer(self) -> Writer | None:
         wanted = self.guard.budget.monitor
@@ -172,12 +162,13 @@ class Session:
         """The program ends without `shutdown`."""
         if self.monitor is not None:
             self.monitor.stop()
-        self._write_last()
+        if self._beside is not None:
+            self._beside.last()
         self._write_refusals(everything=True)
 
     def _forget(self) -> None:
         """The last step, once monitor, timeline and hooks have ended."""
-        self.monitor = self._writer = None
+        self.monitor = self._writer = self._beside = None
 
     def forked(self) -> None:
         """In a forked child: no thread of the parent's is there, and its locks may be held."""
@@ -235,9 +226,11 @@ class Session:
             return False
         return state.level(event.uuid, event.framework) is Pressure.CRITICAL
 
-    def _finished(self, report: WorkloadReport) -> None:
-        """A workload has ended without an error: warn if it leaks."""
-        each = self._workloads.leaked(report)
+    def _finished(self, report: WorkloadReport, seconds: float, failed: str | None) -> None:
+        """A workload has ended, with an error of the class `failed`. Warn if it leaks."""
+        if self._beside is not None:
+            self._beside.finished(report, seconds, failed)
+        each = None if failed is not None else self._workloads.leaked(report)
         if each is not None:
             text = f"workload {report.name!r} of {report.framework} leaves {format_size(each)} more behind each time"
             _log.warning("%s", text)
@@ -266,37 +259,6 @@ class Session:
         if (writer := self._writer) is not None:
             for event in self._refusals.due(everything):
                 writer.event(event)
-
-    def _write_last(self) -> None:
-        """What came since the monitor's last sample would be in none: one more, and the allocators' peaks.
-
-        Not if the monitor's own hangs in the driver, as this one would, and not once Python takes modules apart. Raises
-        nothing.
-        """
-        writer, monitor, peaks = self._writer, self.monitor, self._peaks
-        if writer is None or monitor is None or peaks is None or sys.is_finalizing() or not monitor.quiet(_HANGS):
-            return
-        try:
-            sample = self.guard.last_sample()
-            if sample is None:
-                return
-            writer.sample(sample)
-            for event in [*self.guard.moved(), *peaks.events(sample.time, self.guard.peaks(), last=True)]:
-                writer.event(event)
-        except Exception as error:
-            _log.debug("the last sample was not taken: %s", text_of(error))
-
-    def _write_peaks(self, writer: Writer) -> None:
-        peaks = self._peaks
-        if peaks is None or not peaks.due():
-            return
-        try:
-            found = self.guard.peaks()
-        except Exception as error:  # samples and events are written all the same
-            _log.debug("peaks were not read: %s", text_of(error))
-            return
-        for event in peaks.events(time.time(), found):
-            writer.event(event)
 
     def _write_oom(self, report: Report) -> None:
         who, moment = report.verdict.requester, report.moment
@@ -344,8 +306,8 @@ class Session:
             self._write_refusals()
             for event in [*events, *moved]:
                 writer.event(event)
-            if sample.devices:
-                self._write_peaks(writer)
+            if sample.devices and self._beside is not None:
+                self._beside.sampled()
         for event in moved:
             self._call(event)
 

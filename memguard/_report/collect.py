@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from memguard._monitor.peaks import PEAK
+from memguard._monitor.spans import WORKLOAD
 from memguard._report import diagnosis, requests
 from memguard._report.model import MOST_POINTS, Entry, FrameworkView, GpuView, Line, Moment, Peak, Run, Span
 from memguard._report.thinning import Thinner
@@ -20,6 +21,10 @@ MOST_ENTRIES = 1000
 _ALL_POINTS = 240_000
 """Points of all series of one page together: a browser draws more of them only slowly."""
 _FEWEST_POINTS = 600
+MOST_SPANS = 200
+"""Workloads that are drawn: the longest ones."""
+_GAP = 1.0
+"""Seconds between two workloads of one name that are drawn as one."""
 _WITHOUT = "these figures do not include what was refused"
 """What a replay says of its figures. Here it holds of the peaks: the suggested budget counts what was refused."""
 
@@ -207,6 +212,10 @@ def _of(sizes: tuple[int | None, ...], chosen: Sequence[int]) -> tuple[int | Non
     return tuple(sizes[at] if at < len(sizes) else None for at in chosen)
 
 
+def _longest(spans: Sequence[Span]) -> list[Span]:
+    return sorted(spans, key=lambda span: span.begin - (span.end or span.begin))[:MOST_SPANS]
+
+
 class _Reading:
     def __init__(self, devices: tuple[DevicePlan, ...], most: int, processes: bool) -> None:
         self._most, self._processes = most, processes
@@ -217,7 +226,9 @@ class _Reading:
         self._counts: dict[str, int] = {}
         self._serious: list[Entry] = []
         self._others: list[Entry] = []
-        self._spans: list[Span] = []
+        self._spans: list[Span] = []  # suspensions
+        self._loops: dict[tuple[str, str | None], Span] = {}  # workloads, by name and framework: the last one of each
+        self._over: list[Span] = []
         self._requests: dict[int, requests.Refused] = {}
 
     def watch(self, records: Iterator[Record]) -> Iterator[Record]:
@@ -252,13 +263,14 @@ class _Reading:
         if event.kind == "suspended":
             for gpu in self._gpus.values():
                 gpu.gap(event.time)
-            self._span(Span(event.time, None, "suspended", "suspended", None))
+            if len(self._spans) < MOST_ENTRIES:
+                self._spans.append(Span(event.time, None, "suspended", "suspended", None))
         elif event.kind == "resumed" and self._spans and self._spans[-1].end is None:
             self._spans[-1] = self._spans[-1]._replace(end=event.time)
-        elif event.kind == "workload" and event.seconds is not None:
+        elif event.kind == WORKLOAD and event.seconds is not None:
             begin = event.time - max(event.seconds, 0.0)
             who = None if event.framework is None else diagnosis.clean(event.framework)
-            self._span(Span(begin, event.time, "workload", diagnosis.clean(event.text), who))
+            self._workload(Span(begin, event.time, "workload", diagnosis.clean(event.text), who))
 
     def _peak(self, event: Event) -> None:
         """A figure for the table of peaks, and no entry of its own."""
@@ -267,14 +279,27 @@ class _Reading:
         if cell is not None and event.bytes is not None and (cell.own is None or event.bytes > cell.own.size):
             cell.own = Peak(event.bytes, event.time)
 
-    def _span(self, span: Span) -> None:
-        if len(self._spans) < MOST_ENTRIES:
-            self._spans.append(span)
+    def _workload(self, span: Span) -> None:
+        """Steps of a loop are drawn as one. Of many workloads the longest are kept, so that there are few shapes."""
+        key = span.name, span.framework
+        before = self._loops.get(key)
+        if before is not None and before.end is not None and span.begin - before.end <= _GAP:
+            self._loops[key] = before._replace(end=span.end)
+            return
+        self._loops[key] = span
+        if before is not None:
+            self._over.append(before)
+        if len(self._over) > 2 * MOST_SPANS:
+            self._over = _longest(self._over)
+
+    def _all_spans(self) -> tuple[Span, ...]:
+        return tuple(sorted([*self._spans, *_longest([*self._over, *self._loops.values()])], key=lambda one: one.begin))
 
     def _entry(self, entry: Entry, request: requests.Refused | None) -> None:
         self._counts[entry.kind] = self._counts.get(entry.kind, 0) + 1
         chosen = self._serious if entry.severity in ("oom", "critical") else self._others
-        if len(chosen) < MOST_ENTRIES:
+        most = MOST_ENTRIES // 2 if entry.kind == WORKLOAD else MOST_ENTRIES  # a loop has many, and they are drawn
+        if len(chosen) < most:
             chosen.append(entry)
             if request is not None:
                 self._requests[id(entry)] = request  # the entry is kept, and so its id stays its own
@@ -310,7 +335,7 @@ class _Reading:
             tuple(gpu.view(outcome, limits, limit) for gpu in self._gpus.values()),
             tuple(entries),
             sum(self._counts.values()) - shown,
-            tuple(self._spans),
+            self._all_spans(),
             self._counts,
             versions,
             found,

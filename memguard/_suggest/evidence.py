@@ -304,8 +304,8 @@ class _Watch:
 
 
 def _one_pool(part: DevicePlan) -> bool:
-    """Whether frameworks have one cap together, which a timeline does not name: it counts once in the sum."""
-    return sum(part.caps.values()) + part.unallocated + part.reserve > part.limit
+    """Whether frameworks have one cap together. Older timelines do not name them; that cap counts once in the sum."""
+    return bool(part.joined) or sum(part.caps.values()) + part.unallocated + part.reserve > part.limit
 
 
 def _time(value: object) -> float | None:

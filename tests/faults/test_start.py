@@ -37,8 +37,9 @@ ALWAYS = {
 FILE = {"_config.positions"}
 MONITOR = {"_monitor.pressure", "_monitor.sampler"}
 TIMELINE = {
-    "_monitor.ending", "_monitor.peaks", "_timeline", "_timeline.files", "_timeline.format", "_timeline.writer"
-}  # fmt: skip
+    *("_monitor.beside", "_monitor.ending", "_monitor.peaks", "_monitor.spans"),
+    *("_timeline", "_timeline.files", "_timeline.format", "_timeline.writer"),
+}
 REAL = {"_devices.cuda_order", "_devices.machine_memory", "_devices.nvml", "_devices.real"}
 SIMULATED = {
     "_devices.named", "_devices.simulated", "_frameworks.simulated", "_frameworks.simulated.adapter",

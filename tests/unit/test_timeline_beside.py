@@ -1,4 +1,4 @@
-"""What a timeline has at the end of a run: the allocators' own peaks, and what came since the monitor's last sample."""
+"""What a timeline has beside samples: allocators' peaks, workloads, refusals, and what came since the last sample."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import SimulatedFramework
 from memguard._monitor import ending
 from memguard._monitor.peaks import EVERY, PEAK, Peaks
-from memguard._types import Event
+from memguard._monitor.refusals import Refusals
+from memguard._monitor.spans import Spans
+from memguard._types import Event, Moment
 from memguard._units import GIB, MIB
 
 HOME = Path(memguard.__file__).parents[1]
@@ -115,7 +117,7 @@ def test_no_sample_is_taken_where_the_monitors_own_hangs(tmp_path: Path) -> None
     running._ticking, thread = True, running._thread
     running._thread = threading_stand_in()
     try:
-        _api.current_session()._write_last()
+        ending._end()
     finally:
         running._ticking, running._thread = False, thread
     assert len(held(tmp_path)) == 1
@@ -274,3 +276,84 @@ def test_an_event_of_a_peak_reads_as_one(tmp_path: Path) -> None:
     (path,) = tmp_path.glob("run-*.jsonl")
     (found,) = [event for event in memguard.load_timeline(path).events() if event.kind == PEAK]
     assert isinstance(found, Event) and str(found) == "peak: torch: at most 3.00 GiB in use so far"
+
+
+# workloads
+
+
+def workloads(folder: Path) -> list[tuple[str, str | None, float | None, int | None]]:
+    (path,) = folder.glob("run-*.jsonl")
+    found = [event for event in memguard.load_timeline(path).events() if event.kind == "workload"]
+    return [(event.text, event.framework, event.seconds, event.times) for event in found]
+
+
+def test_workloads_are_events_of_the_timeline(tmp_path: Path) -> None:
+    torch = begin(tmp_path)
+    for _ in range(3):
+        with memguard.workload("step", framework="torch"):
+            torch.free(torch.allocate(GIB))
+    with pytest.raises(KeyError), memguard.workload("check", framework="cupy"):
+        raise KeyError("x")
+    memguard.shutdown()
+    assert [(name, who, times) for name, who, _, times in workloads(tmp_path)] == [
+        ("check: ended with KeyError", "cupy", None),
+        ("step", "torch", 3),
+    ]
+    assert all(0 <= (seconds or -1) < 5 for _, _, seconds, _ in workloads(tmp_path))
+
+
+def test_short_workloads_in_a_row_are_one_event_and_long_ones_each() -> None:
+    now = [100.0]
+    spans = Spans(lambda: now[0])
+    report = memguard.WorkloadReport("step", "torch", peak=GIB)
+    assert spans.ended(report, 2.0, None) == [
+        Event(100.0, "workload", "step", framework="torch", seconds=2.0, bytes=GIB)
+    ]
+    assert spans.due(everything=True) == []
+    found = []
+    for at in range(25):
+        now[0] = 200.0 + at * 0.1
+        found += spans.ended(memguard.WorkloadReport("step", "torch", peak=at or None), 0.05, None)
+        found += spans.ended(memguard.WorkloadReport("other", "jax"), 0.01, None)
+    found += spans.due(everything=True)
+    of_step = [event for event in found if event.text == "step"]
+    assert sum(event.times or 1 for event in of_step) == 25 and 2 < len(of_step) < 5, "about one each second"
+    assert [event.bytes for event in of_step][-1] == 24 and of_step[0].time - (of_step[0].seconds or 0) == 199.95
+    assert sum(event.times or 1 for event in found if event.text == "other") == 25
+
+
+def test_an_error_ends_the_row_before_it() -> None:
+    spans = Spans(lambda: 50.0)
+    report = memguard.WorkloadReport("step", "torch")
+    assert spans.ended(report, 0.1, None) == []
+    assert [event.text for event in spans.ended(report, 0.1, "ValueError")] == ["step", "step: ended with ValueError"]
+
+
+def test_workloads_at_work_are_in_the_timeline_while_it_is_written(tmp_path: Path) -> None:
+    begin(tmp_path, "50ms")
+    with memguard.workload("load", framework="torch"):
+        pass
+    until(lambda: workloads(tmp_path))
+    assert [name for name, *_ in workloads(tmp_path)] == ["load"]
+
+
+# refusals
+
+
+def test_a_refused_request_has_the_figures_of_its_moment(tmp_path: Path) -> None:
+    torch = begin(tmp_path)
+    torch.allocate(9 * GIB)
+    with pytest.raises(Exception, match="out of memory"):
+        torch.allocate(3 * GIB)
+    memguard.shutdown()
+    (path,) = tmp_path.glob("run-*.jsonl")
+    (event,) = [event for event in memguard.load_timeline(path).events() if event.kind == "refused"]
+    assert (event.bytes, event.times) == (3 * GIB, 1)
+    assert (event.held, event.in_use, event.cap) == (9 * GIB, 9 * GIB, 10 * GIB)
+    assert event.free is not None and event.free > 100 * GIB and event.reclaimable == 0
+
+
+def test_what_is_not_known_of_a_refusal_stays_unknown() -> None:
+    (event,) = Refusals().refused(Moment("torch", "observer", 5.0, "GPU-0", 7))
+    assert (event.held, event.in_use, event.reclaimable, event.cap, event.free) == (None,) * 5
+    assert event.bytes == 7
