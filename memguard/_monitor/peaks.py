@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
+from memguard._timeline.format import PEAK
 from memguard._types import Event
 from memguard._units import format_size
 
-PEAK = "peak"
-"""The kind of such an event: the most `bytes` that `framework` ever had in use on the GPU `uuid`."""
 EVERY = 1.0
 """Seconds between two looks: each asks every framework once more."""
 GROWN = 0.01

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from memguard._monitor.peaks import PEAK
 from memguard._monitor.spans import WORKLOAD
 from memguard._report import diagnosis, requests
 from memguard._report.model import MOST_POINTS, Entry, FrameworkView, GpuView, Line, Moment, Peak, Run, Span
 from memguard._report.thinning import Thinner
 from memguard._suggest import decide, evidence, recorded
+from memguard._timeline.format import PEAK
 from memguard._timeline.parse import Record
 from memguard._timeline.reader import Timeline
 from memguard._timeline.replay import TimelineOutcome
@@ -25,8 +25,6 @@ MOST_SPANS = 200
 """Workloads that are drawn: the longest ones."""
 _GAP = 1.0
 """Seconds between two workloads of one name that are drawn as one."""
-_WITHOUT = "these figures do not include what was refused"
-"""What a replay says of its figures. Here it holds of the peaks: the suggested budget counts what was refused."""
 
 
 def points(series: int) -> int:
@@ -315,8 +313,7 @@ class _Reading:
             if isinstance(about.get("version"), str)
         }
         header = timeline.header
-        said = [note.replace(_WITHOUT, "the peaks do not include what was refused") for note in outcome.notes]
-        notes = (*said, *timeline.plan.notes, *timeline.notes)
+        notes = (*outcome.notes, *timeline.plan.notes, *timeline.notes)
         needed = replace(needed, notes=tuple(diagnosis.clean(note, self._processes) for note in needed.notes))
         found = decide.suggest([needed], decide.HEADROOM)
         fits = found is not None and found.problem is None

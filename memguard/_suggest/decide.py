@@ -15,8 +15,9 @@ from typing import Any
 from memguard import _policy
 from memguard._specs import SPECS
 from memguard._suggest.evidence import Need, Run
+from memguard._timeline.smallest import with_headroom
 from memguard._types import Device
-from memguard._units import GRANULE, format_size, round_up
+from memguard._units import format_size, round_up
 
 HEADROOM = Fraction(15, 100)
 """What is kept on top of each need if nobody says how much."""
@@ -96,11 +97,6 @@ def suggest(runs: Iterable[Run], headroom: Fraction, devices: Sequence[Device] |
         fix,
         tuple(dict.fromkeys(_notes(ordered, figures, targets))),
     )
-
-
-def with_headroom(need: int, headroom: Fraction) -> int:
-    """The limit for a need: a whole number of 2 MiB, and at least one."""
-    return max(round_up(-(-need * (1 + headroom) // 1)), GRANULE)
 
 
 def at_once(runs: Sequence[Run], uuid: str) -> int:

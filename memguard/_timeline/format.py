@@ -26,6 +26,8 @@ _WHOLE = {int}
 _TEXT = 500
 """Characters of an event's text that are kept."""
 _DEPTH = 12
+PEAK = "peak"
+"""The kind of an event that has in `bytes` the most that a framework ever had in use, as its allocator says."""
 NUMBERS = ("bytes", "times", "held", "in_use", "reclaimable", "cap", "free")
 """What an event may have as whole numbers."""
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode

@@ -27,7 +27,7 @@ from memguard._devices.simulated import SimulatedHost
 from memguard._suggest import decide, text
 from memguard._suggest.evidence import PEAK, Run, observe
 from memguard._timeline import Oom, Writer
-from memguard._timeline.replay import replay_timeline
+from memguard._timeline.replay import replay_timeline, unmet_under
 from memguard._types import Event, FrameworkSample, Plan, Sample
 from memguard._units import GIB, GRANULE, MIB
 
@@ -310,6 +310,26 @@ def recorded(steps: Sequence[Any], begin: float = 0) -> list[object]:
     return found
 
 
+@settings(max_examples=40, deadline=None)
+@given(STEPS, st.lists(st.tuples(st.sampled_from(["torch", "cupy"]), SIZES), max_size=3))
+def test_replay_has_the_same_budget_with_refusals_and_peaks_and_fits_under_it(
+    steps: Sequence[Any], peaks: list[tuple[str, int]]
+) -> None:
+    records = recorded(steps)
+    records += [Event(START + 9, PEAK, "", uuid=UUID, framework=name, bytes=size) for name, size in peaks]
+    smallest = replay_timeline(records, PLAN).smallest
+    found = suggested(run_of(records), headroom=NONE)
+    assert smallest is not None and limits(found) == smallest.limits and found.reserve.bytes == smallest.reserve
+    if smallest.problem is None:
+        plan = _policy.plan(_config.Budget.from_text(smallest.yaml()), [PLAN.devices[0].device])
+        assert replay_timeline(records, plan, unmet=unmet_under(PLAN)).fits
+    for name, size in smallest.limits.items():
+        part = PLAN.devices[0]
+        less = replace(PLAN, devices=(replace(part, caps={**smallest.limits, name: size - GRANULE}, limit=part.limit),))
+        if size > GRANULE:
+            assert not replay_timeline(records, less, unmet=unmet_under(PLAN)).fits
+
+
 @settings(max_examples=25, deadline=None)
 @given(STEPS, st.fractions(0, 1))
 def test_the_budget_is_valid_fits_and_the_same_run_fits_under_it(steps: Sequence[Any], headroom: Fraction) -> None:
@@ -322,7 +342,7 @@ def test_the_budget_is_valid_fits_and_the_same_run_fits_under_it(steps: Sequence
     plan = _policy.plan(budget, [PLAN.devices[0].device])
     assert plan.devices[0].unallocated == 0 and plan.devices[0].limit == found.limit
     assert dict(plan.devices[0].caps) == limits(found)
-    outcome = replay_timeline(records, plan)
+    outcome = replay_timeline(records, plan, unmet=unmet_under(PLAN))
     assert outcome.fits and all(row.cap is not None for row in outcome.frameworks if row.peak_held or row.peak_in_use)
     assert not any(gpu.overhead.times for gpu in outcome.devices)
 
