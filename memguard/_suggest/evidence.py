@@ -23,6 +23,8 @@ from memguard._timeline.unmet import MOST, pooled
 from memguard._types import Device, Event, Plan, Sample
 from memguard._units import is_whole
 
+NO_PEAK = ("cupy",)
+"""Frameworks whose allocators do not say their own peak. Their pools grow only when no idle block fits."""
 UNCOUNTED = "uncounted"
 """The kind of an event that names a framework that was imported, and of which nobody knows what it holds."""
 
@@ -46,6 +48,14 @@ class Need:
     @property
     def bytes(self) -> int:
         return max(self.sampled, self.peak or 0, *(refusal.need for refusal in self.refusals), 0)
+
+    def least(self, framework: str) -> int:
+        """No limit should be below it, whatever the headroom: samples miss what came and went between two of them.
+
+        Of an allocator that does not say its peak it is what its pool came to hold. That was never too little, and
+        idle blocks that fit are used before it grows.
+        """
+        return (self.held or 0) if framework in NO_PEAK and self.peak is None else 0
 
     @property
     def source(self) -> str:

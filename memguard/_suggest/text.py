@@ -18,7 +18,7 @@ from memguard._suggest.decide import Figure, Reserve, Suggestion
 from memguard._suggest.evidence import Run
 from memguard._text import visible
 from memguard._timeline.refusals import Refusal
-from memguard._timeline.smallest import entry
+from memguard._timeline.smallest import entry, with_headroom
 from memguard._units import GRANULE, MIB, format_duration, format_size, parse_percent
 
 WIDTH = 100
@@ -140,6 +140,8 @@ def _evidence(figure: Figure, runs: int) -> Iterator[str]:
         yield f"{', '.join(parts)}."
     if figure.framework in NEVER_GIVE_BACK:
         yield _pool(figure)
+    elif figure.limit == with_headroom(need.least(figure.framework)):
+        yield "Its allocator does not say its peak: its pool grew to that when it needed more, so it gets as much."
     elif need.held is None and need.sampled:
         yield "It does not say what it holds: judged by what was in use."
     largest = sorted(need.refusals, key=lambda refusal: (-refusal.need, refusal.time))

@@ -28,6 +28,7 @@ from memguard._suggest import decide, text
 from memguard._suggest.evidence import PEAK, Run, observe
 from memguard._timeline import Oom, Writer
 from memguard._timeline.replay import replay_timeline, unmet_under
+from memguard._timeline.smallest import with_headroom
 from memguard._types import Event, FrameworkSample, Plan, Sample
 from memguard._units import GIB, GRANULE, MIB
 
@@ -63,6 +64,11 @@ def limits(found: decide.Suggestion) -> dict[str, int]:
     return {figure.framework: figure.limit for figure in found.figures}
 
 
+def needs(found: decide.Suggestion) -> dict[str, int]:
+    """As limits, without what is kept of a pool whose allocator does not say its peak."""
+    return {figure.framework: with_headroom(figure.need.bytes) for figure in found.figures}
+
+
 def unwrapped(written: str) -> str:
     return re.sub(r"\n *#   ", " ", written)
 
@@ -95,7 +101,7 @@ def test_without_headroom_and_refusals_it_is_always_that_of_replay(
     found = decide.suggest([run_of(samples)], NONE)
     assert (found is None) == (smallest is None)
     if found is not None and smallest is not None:
-        assert (limits(found), found.reserve.bytes) == (smallest.limits, smallest.reserve)
+        assert (needs(found), found.reserve.bytes) == (smallest.limits, smallest.reserve)
         assert (found.problem is None) == (smallest.problem is None)
 
 
@@ -112,6 +118,21 @@ def test_an_allocators_own_peak_counts_beside_the_samples_and_is_named() -> None
     assert "The peaks are those of the samples" in text.as_yaml(alone)
     foreign = [peak._replace(uuid="GPU-1"), peak._replace(framework="tinygrad"), peak._replace(bytes=None)]
     assert limits(suggested(run_of([torch(4 * GIB), *foreign]), headroom=NONE)) == {"torch": 4 * GIB}
+
+
+def test_a_pool_whose_allocator_does_not_say_its_peak_gets_no_less_than_it_grew_to() -> None:
+    samples = [sample_of(PLAN, START, cupy=usage(3 * GIB, 2 * GIB, GIB), torch=usage(3 * GIB, 2 * GIB, GIB))]
+    found = suggested(run_of(samples), headroom=DEFAULT)
+    assert limits(found) == {"cupy": 3 * GIB, "torch": with_headroom(2 * GIB, DEFAULT)}
+    assert "Its allocator does not say its peak: its pool grew to that" in unwrapped(text.as_yaml(found))
+    fuller = suggested(run_of(samples), headroom=Fraction(3, 5))
+    assert limits(fuller)["cupy"] == with_headroom(2 * GIB, Fraction(3, 5)), "more headroom is more than that"
+    assert "does not say its peak: its pool" not in unwrapped(text.as_yaml(fuller))
+    said = Event(START + 2, PEAK, "", uuid=UUID, framework="cupy", bytes=2 * GIB)
+    assert limits(suggested(run_of([*samples, said]), headroom=NONE))["cupy"] == 2 * GIB, "one that does say it"
+    earlier = run_of([sample_of(PLAN, START + 9, cupy=usage(2 * GIB + GRANULE, 2 * GIB + GRANULE))], file="later")
+    both = suggested(run_of(samples), earlier, headroom=NONE)
+    assert limits(both)["cupy"] == 3 * GIB, "of several runs the largest limit counts"
 
 
 def test_a_caught_refusal_is_a_need_of_what_was_held_and_what_was_asked() -> None:
@@ -319,7 +340,7 @@ def test_replay_has_the_same_budget_with_refusals_and_peaks_and_fits_under_it(
     records += [Event(START + 9, PEAK, "", uuid=UUID, framework=name, bytes=size) for name, size in peaks]
     smallest = replay_timeline(records, PLAN).smallest
     found = suggested(run_of(records), headroom=NONE)
-    assert smallest is not None and limits(found) == smallest.limits and found.reserve.bytes == smallest.reserve
+    assert smallest is not None and needs(found) == smallest.limits and found.reserve.bytes == smallest.reserve
     if smallest.problem is None:
         plan = _policy.plan(_config.Budget.from_text(smallest.yaml()), [PLAN.devices[0].device])
         assert replay_timeline(records, plan, unmet=unmet_under(PLAN)).fits
