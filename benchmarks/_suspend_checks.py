@@ -52,7 +52,8 @@ def suspend_checks(s: Mapping[str, Any]) -> dict[str, tuple[bool, str]]:
 def _rounds(check: Tell, one: Mapping[str, Any], who: str) -> None:
     same, gone, stays, told = _listed.of_rounds(who)
     whole = one["rounds"] >= ROUNDS
-    check(same, whole and one["wrong"] == 0 and one["arrays"] > 0, f"{one['wrong']} wrong in {one['rounds']} rounds")
+    kept = f"{one['wrong']} wrong in {one['rounds']} rounds, one of them {one['long_s']:.0f} s long"
+    check(same, whole and one["wrong"] == 0 and one["arrays"] > 0, kept)
     seen = (
         f"listed {one['listed_while_off']} times in {one['rounds']} rounds; {one['missing_when_back']} times not back"
     )

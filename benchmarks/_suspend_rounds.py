@@ -15,6 +15,8 @@ from _suspend_children import Card, Child, command, host_bytes, other, resume, t
 
 ROUNDS, CHECKED = 20, 5
 """Rounds of each process; after each of the first so many every array is read back whole."""
+LONG = 0.2 if REHEARSAL else 12.0
+"""Seconds that each process stays off once: JAX's runtime asks the driver every 5 s, from a thread of its own."""
 EACH = 64 * MIB
 SIZES: dict[str, tuple[int, ...]] = {**dict.fromkeys(_listed.SIX, (1, 16)), "torch": (1, 16, 60)}
 """GiB."""
@@ -53,6 +55,8 @@ def _rounds(child: Child, card: Card) -> dict[str, Any]:
         found["listed_while_off"] += card.of(child.pid) is not None
         if number == 0:
             found["ledger"] = _said(child.must("ledger")["text"])
+            time.sleep(LONG)
+            found["long_s"] = LONG
         on = child.must("on", 120, timeout=90)
         if number < CHECKED or number == ROUNDS - 1:
             checked = child.must("check", 90)

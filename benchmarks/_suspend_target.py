@@ -28,9 +28,8 @@ class Api:
 
     def __init__(self) -> None:
         import memguard
-        from memguard._suspend import flow, refusals
+        from memguard._suspend import flow
 
-        refusals.TOGETHER = frozenset(_listed.SIX)  # mixtures are refused until they are known to work
         self.memguard: Any = memguard
         self.parts: dict[str, float] = {}
         kind, back = flow._Flow, flow.bring_back

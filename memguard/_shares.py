@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,8 @@ class Shares(Caps):
         self._reclaimer = Reclaimer(self)
         self._elastic = any(part.elastic for part in self.plan.devices)
         self._admitting: Admission | None = None
+        self.trims: Counter[tuple[str, str]] = Counter()
+        """How often each framework was trimmed on each GPU (UUID). Counted with the guard's lock."""
 
     def make_room(self, framework: str, needed: int, device: Device | None = None) -> Room:
         """Have siblings give back what `framework` needs to take `needed` bytes from the driver, and raise its cap.
@@ -209,6 +212,7 @@ class Shares(Caps):
         with contexts.beside_captures():
             for name in names:
                 self._sibling(name).trim(device)
+                self.trims[name, device.uuid] += 1
 
     def _sibling(self, name: str) -> Sibling:
         """Raises NotActive if a finalizer or a signal handler within this call has ended the budget."""

@@ -126,6 +126,33 @@ have_tmux() {
     return 1
 }
 
+# have_prometheus: have Prometheus and promtool on the PATH or in $VENV/prometheus: for the tests of the metrics. Debian's
+# package is unpacked there and not installed, which would start a server.
+have_prometheus() {
+    local folder code=0
+    if command -v prometheus >/dev/null 2>&1 && command -v promtool >/dev/null 2>&1; then
+        return 0
+    fi
+    [ ! -x "$VENV/prometheus/usr/bin/promtool" ] || return 0
+    folder=$(mktemp -d) || return
+    fetch_prometheus "$folder" || code=$?
+    rm -rf "$folder"
+    if [ "$code" -ne 0 ]; then
+        say "memguard: the tests of the metrics need Prometheus, which is not on the PATH"
+        say "    fix: as root, on Debian: apt-get install prometheus"
+    fi
+    return "$code"
+}
+
+fetch_prometheus() {
+    command -v apt-get >/dev/null 2>&1 && command -v dpkg-deb >/dev/null 2>&1 || return
+    say "fetching prometheus"
+    [ "$(id -u)" -ne 0 ] || apt-get update -qq >&2 || return
+    (cd "$1" && apt-get download -qq -o APT::Sandbox::User="$(id -un)" prometheus >&2) || return
+    rm -rf "$VENV/prometheus" || return
+    dpkg-deb -x "$1"/prometheus_*.deb "$VENV/prometheus"
+}
+
 # have_axe: have axe-core, which finds what people with a screen reader or a keyboard cannot use, in $VENV/axe-core.
 # From npm's registry, by npm if it is there.
 AXE=4.14.1

@@ -6,6 +6,7 @@ from memguard._config.budget import DeviceBudget as DeviceBudget
 from memguard._config.budget import DeviceOverride as DeviceOverride
 from memguard._config.budget import DoctorConfig as DoctorConfig
 from memguard._config.budget import FrameworkBudget as FrameworkBudget
+from memguard._config.budget import MetricsConfig as MetricsConfig
 from memguard._config.budget import MonitorConfig as MonitorConfig
 from memguard._config.budget import SuspendConfig as SuspendConfig
 from memguard._config.budget import json_schema as json_schema

@@ -11,7 +11,7 @@ import os
 import stat
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -27,6 +27,7 @@ from pydantic_core import core_schema
 
 from memguard._config import checks, values
 from memguard._config.document import Document, of_mapping
+from memguard._config.frozen import Frozen, frozen
 from memguard._config.origin import Origin, in_order, origin
 from memguard._config.values import WRITTEN
 from memguard._findings import NAMES, Name
@@ -40,27 +41,7 @@ if TYPE_CHECKING:
 FRAMEWORKS = tuple(SPECS)
 """The frameworks that a budget may name."""
 
-V = TypeVar("V")
 _UNIQUE: dict[str, Any] = {"uniqueItems": True}
-
-
-class Frozen(dict[str, V]):
-    """A dict in file order that nothing may change, so that it has a hash."""
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return hash(frozenset(self.items()))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Frozen, (dict(self),)  # pickle would set its entries one by one
-
-    def _refuse(self, *args: object, **more: object) -> Any:
-        raise TypeError("a budget cannot be changed")
-
-    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
-
-
-def _frozen(entries: dict[str, V]) -> Frozen[V]:
-    return Frozen(entries)  # pydantic takes a millisecond to find out how the class itself is called
 
 
 def _key(description: str, default: Any = None, **more: Any) -> Any:
@@ -195,6 +176,25 @@ class SuspendConfig(_Model):
     )
 
 
+class MetricsConfig(_Model):
+    """What is told to whom about the memory, from the monitor's samples. `prometheus` is a port, None without one."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"anyOf": [{"required": ["prometheus"]}, {"required": ["opentelemetry"]}]}
+    )
+
+    prometheus: Annotated[values.Port | None, WRITTEN] = _key(
+        "A port of 127.0.0.1 at which Prometheus finds the metrics: from 1024 to 65535. LOCAL_RANK is added to it.",
+        examples=[9477],
+    )
+    opentelemetry: bool = _key(
+        "Whether the program's own OpenTelemetry MeterProvider gets the metrics.", False, strict=True
+    )
+    job: Annotated[values.Job | None, WRITTEN] = _key(
+        "What the metrics call this program; without it the name of its script.", examples=["train"]
+    )
+
+
 class DoctorConfig(_Model):
     """What `memguard doctor` reads of the budget; nothing else uses it."""
 
@@ -208,8 +208,8 @@ class Budget(_Model):
     """How much memory of each GPU one process may take, and which framework gets which part of it.
 
     A budget cannot be changed. Two are equal if they mean the same, however they were written. `devices` has a whole
-    UUID (`GPU-` and lower case), a CUDA ordinal in digits, or a name pattern as key. `monitor`, `suspend` and `doctor`
-    are None if nothing is asked of them.
+    UUID (`GPU-` and lower case), a CUDA ordinal in digits, or a name pattern as key. `monitor`, `metrics`, `suspend`
+    and `doctor` are None if nothing is asked of them.
     """
 
     model_config = ConfigDict(
@@ -224,7 +224,7 @@ class Budget(_Model):
     device: DeviceBudget = Field(default_factory=DeviceBudget, description="What this process may take of each GPU.")
     devices: Annotated[
         Mapping[Annotated[str, AfterValidator(values.device_key)], DeviceOverride],
-        AfterValidator(_frozen),
+        AfterValidator(frozen),
     ] = Field(
         default_factory=lambda: Frozen({}),
         description="Other values for single GPUs: by UUID, CUDA ordinal (0 or cuda:0), or pattern of the name.",
@@ -251,6 +251,11 @@ class Budget(_Model):
         examples=[["trim"]],
         json_schema_extra=_UNIQUE,
     )
+    metrics: Annotated[
+        MetricsConfig | None,
+        WRITTEN,
+        AfterValidator(lambda metrics: metrics if metrics.prometheus or metrics.opentelemetry else None),
+    ] = _key("Figures for Prometheus and OpenTelemetry, which starts the monitor too. Without this key there are none.")
     suspend: Annotated[
         SuspendConfig | None,
         WRITTEN,
@@ -351,6 +356,8 @@ def _budget(document: Document, source: str) -> Budget:
         from memguard._config.problems import problems  # explains: a budget that is right needs nothing of it
 
         raise ConfigError(problems(errors, violations, document, _fields()), source)
+    if budget.metrics is not None and budget.monitor is None:  # whose figures they are
+        budget = budget.model_copy(update={"monitor": MonitorConfig()})
     budget._origin = origin(document, source)
     return budget
 
@@ -358,7 +365,7 @@ def _budget(document: Document, source: str) -> Budget:
 def _fields() -> "Fields":
     """The fields of each level by key."""
     models: dict[str, type[_Model]] = {"": Budget, "device": DeviceBudget, "monitor": MonitorConfig, **MODELS}
-    models |= {"suspend": SuspendConfig, "doctor": DoctorConfig}
+    models |= {"metrics": MetricsConfig, "suspend": SuspendConfig, "doctor": DoctorConfig}
     return {"frameworks": MODELS, **{level: model.model_fields for level, model in models.items()}}
 
 

@@ -70,6 +70,7 @@ def check(data: Mapping[str, Any]) -> list[Violation]:
     if "monitor" not in data and isinstance(pressure, list) and pressure:
         message = "nothing watches the pressure: on_pressure needs a monitor"
         violations.append(Violation(("on_pressure",), message, "add 'monitor: {}', which takes the defaults", True))
+    violations += _metrics(data)
     violations += _repeated(("on_pressure",), pressure)
     violations += _repeated(("doctor", "ignore"), _mapping(data.get("doctor")).get("ignore"))
     return violations
@@ -321,6 +322,17 @@ def _levels(monitor: Mapping[str, Any]) -> Iterator[Violation]:
     else:
         fix = f"raise critical, or lower warn, for example 'critical: {percent_text(higher)}'"
     yield Violation(("monitor", at), f"{first} must come before {second}", fix)
+
+
+def _metrics(data: Mapping[str, Any]) -> Iterator[Violation]:
+    """Somebody has to get them. An unknown key may be a misspelt one, and is explained by itself."""
+    metrics = data.get("metrics")
+    if isinstance(metrics, Mapping) and set(metrics) <= {"job"}:
+        from memguard._config import meant
+
+        both = {"prometheus": 9477, **metrics}
+        fix = f"write 'metrics: {meant.flow(both)}' or 'metrics: {{opentelemetry: true}}'"
+        yield Violation(("metrics",), "nobody gets them: it names neither prometheus nor opentelemetry", fix, True)
 
 
 def _repeated(loc: Loc, listed: object) -> Iterator[Violation]:

@@ -203,7 +203,7 @@ def looks_like(value: object, fields: Mapping[str, Mapping[str, Any]]) -> str:
         return "device"
     if all(isinstance(one, Mapping) and one and set(one) <= set(FIELDS_OF_A_DEVICE) for one in value.values()):
         return "devices"
-    return next((level for level in ("monitor", "suspend") if keys <= set(fields[level])), "")
+    return next((level for level in ("monitor", "metrics", "suspend") if keys <= set(fields[level])), "")
 
 
 def unsized(data: object) -> Iterator[str]:

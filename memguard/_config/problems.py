@@ -20,8 +20,8 @@ from memguard._units import short
 from memguard.errors import Problem
 
 Fields = Mapping[str, Mapping[str, Any]]
-"""The fields of each level by key; the levels are "", `device`, `frameworks`, `monitor`, `suspend`, `doctor`, and each
-framework."""
+"""The fields of each level by key; the levels are "", `device`, `frameworks`, `monitor`, `metrics`, `suspend`,
+`doctor`, and each framework."""
 
 _EXAMPLE = "torch: {share: 50%}"
 _SHAPES = {
@@ -30,12 +30,15 @@ _SHAPES = {
     "devices": ("one line for each GPU", "for example '0: {limit: 50%}' under devices"),
     "frameworks": ("one line for each framework", f"for example '{_EXAMPLE}' under frameworks"),
     "monitor": ("its settings", "'monitor: {}' for the defaults, or for example 'monitor: {interval: 1s}'"),
+    "metrics": ("its settings", "for example 'metrics: {prometheus: 9477}'"),
     "suspend": ("its settings", "for example 'suspend: {when_idle: 10min}'"),
     "doctor": ("its settings", "'doctor: {ignore: []}', or remove the key"),
 }
 _OFF = {
     "monitor": "remove the key: nothing watches then",
     "forecast": "write '0'",
+    "metrics": "remove the key: nobody gets metrics then",
+    "prometheus": "remove the key: nothing listens then",
     "suspend": "remove the key: only the program itself suspends it then",
     "when_idle": "remove the key: it is not suspended by itself then",
 }
@@ -56,6 +59,10 @@ _KEYS = {
     **dict.fromkeys(("file", "path", "log", "logfile", "log_file", "output", "filename", "trace"), "timeline"),
     **dict.fromkeys(("max_size", "size", "file_size", "log_size", "rotate"), "timeline_size"),
     **dict.fromkeys(("pressure", "when_critical", "on_critical", "on_memory_pressure"), "on_pressure"),
+    **dict.fromkeys(("metric", "exporter", "exporters", "telemetry", "observability"), "metrics"),
+    **dict.fromkeys(("port", "prom", "prometheus_port", "listen", "address", "endpoint"), "prometheus"),
+    **dict.fromkeys(("otel", "otlp", "open_telemetry"), "opentelemetry"),
+    **dict.fromkeys(("job_name", "name", "program", "service", "service_name"), "job"),
     **dict.fromkeys(("busy", "if_busy", "when_busy"), "on_busy"),
     **dict.fromkeys(("sleep", "hibernate", "suspension", "suspended", "offload", "swap"), "suspend"),
     **dict.fromkeys(("idle", "if_idle", "on_idle", "idle_after", "after", "idle_timeout", "idle_for"), "when_idle"),
@@ -350,7 +357,7 @@ def _written(value: object) -> str:
 
 def _home(name: str, value: object, fields: Fields, data: object) -> str:
     """What to do with a key that belongs elsewhere; "" if it belongs nowhere."""
-    for level in ("frameworks", "device", "monitor", "suspend", "doctor", *SPECS):
+    for level in ("frameworks", "device", "monitor", "metrics", "suspend", "doctor", *SPECS):
         if name in fields[level]:
             if level in SPECS and name in SIZES:
                 owner = next(meant.unsized(data), "torch")

@@ -26,9 +26,14 @@ IDLE = (1.0, 604800.0)
 """The least and the most seconds without work before a process is suspended."""
 WARN, CRITICAL = "85%", "95%"
 """The monitor's levels by default."""
+PORTS = 1024, 65535
+"""The least and the highest port that an unprivileged program may listen at."""
 MAX_PATH = 1024
+MAX_JOB = 64
+"""Characters in the name of a job."""
 MAX_KEY = 100
 """Characters in the key of a GPU: NVML's names have at most 95 (`NVML_DEVICE_NAME_V2_BUFFER_SIZE`)."""
+JOB = "[A-Za-z0-9][A-Za-z0-9._/:@-]{0,63}"
 _UUID = "[Gg][Pp][Uu]-[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}"
 _ORDINAL = "([Cc][Uu][Dd][Aa]:)?(0|[1-9][0-9]{0,3})"
 
@@ -226,6 +231,25 @@ def timeline(value: object) -> str:
     return value
 
 
+def port(value: object) -> int:
+    """A port of this machine that any user may listen at."""
+    text = value.strip() if isinstance(value, str) else ""
+    if isinstance(value, bool) or not isinstance(value, int) or not PORTS[0] <= value <= PORTS[1]:
+        own = f"; write '{int(text)}' without quotes" if re.fullmatch("[1-9][0-9]{3,4}", text) else ""
+        raise ValueError(f"{found(value)} is not a port from {PORTS[0]} to {PORTS[1]}{own}")
+    return value
+
+
+def job(value: object) -> str:
+    """The name of a job: plain characters, so that it is the same in every query."""
+    if not isinstance(value, str) or not re.fullmatch(JOB, value):
+        raise ValueError(
+            f"{found(value)} is not the name of a job: at most {MAX_JOB} letters, digits and . _ / : @ -, "
+            "the first a letter or digit"
+        )
+    return value
+
+
 def device_key(value: str) -> str:
     """A GPU by UUID, CUDA ordinal or name pattern, in one spelling each."""
     from memguard._config import meant
@@ -368,6 +392,8 @@ Forecast = Annotated[
     ),
 ]
 WhenIdle = Annotated[float, Value(lambda value: duration(value, *IDLE), duration_text, *_seconds(*IDLE))]
+Port = Annotated[int, Value(port, None, {"type": "integer", "minimum": PORTS[0], "maximum": PORTS[1]})]
+Job = Annotated[str, Value(job, None, {"type": "string", "pattern": f"^{JOB}$"})]
 Timeline = Annotated[str, Value(timeline, None, _PATH)]
 TimelineSize = Annotated[int, Value(lambda value: size(value, MIB), text, *_sizes(MIB))]
 Version = Annotated[int, Value(version, None, {"const": 1})]

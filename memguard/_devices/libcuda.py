@@ -16,7 +16,7 @@ from typing import Any
 from memguard._units import gpu_uuid
 from memguard.errors import DeviceError
 
-_NAME = "libcuda.so.1"
+NAME = "libcuda.so.1"
 
 
 class CUmemLocation(Structure):
@@ -215,7 +215,7 @@ def already_loaded() -> DriverAPI | None:
     if _library is None:
         # A CDLL of our own: types set on it are not seen by others who use libcuda through ctypes.
         try:
-            _library = DriverAPI(ctypes.CDLL(_NAME, mode=getattr(os, "RTLD_NOLOAD", 4)))
+            _library = DriverAPI(ctypes.CDLL(NAME, mode=getattr(os, "RTLD_NOLOAD", 4)))
         except OSError:
             return None
     return _library
@@ -230,7 +230,7 @@ def quick(name: str) -> Callable[..., int] | None:
     if name not in SIGNATURES:
         raise AttributeError(f"{name} is not in memguard._devices.libcuda.SIGNATURES")
     try:
-        function = getattr(ctypes.PyDLL(_NAME, mode=getattr(os, "RTLD_NOLOAD", 4)), name)
+        function = getattr(ctypes.PyDLL(NAME, mode=getattr(os, "RTLD_NOLOAD", 4)), name)
     except (OSError, AttributeError):
         return None
     return function  # type: ignore[no-any-return]
@@ -247,7 +247,7 @@ def opened(path: str) -> ctypes.CDLL | None:
 def exports(*functions: str) -> bool | None:
     """Whether the libcuda that this process has loaded has these functions; None if it has loaded none."""
     try:
-        library = ctypes.CDLL(_NAME, mode=getattr(os, "RTLD_NOLOAD", 4))
+        library = ctypes.CDLL(NAME, mode=getattr(os, "RTLD_NOLOAD", 4))
     except OSError:
         return None
     return all(address(library, function) is not None for function in functions)
@@ -281,7 +281,7 @@ def load() -> DriverAPI:
     """
     global _library
     if _library is None:
-        _library = DriverAPI(ctypes.CDLL(_NAME))
+        _library = DriverAPI(ctypes.CDLL(NAME))
     return _library
 
 

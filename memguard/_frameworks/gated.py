@@ -41,6 +41,22 @@ class Kind(NamedTuple):
     which: Callable[[Any], bool] | None = None
 
 
+class Native(NamedTuple):
+    """A thread of the framework's own, in C++, that asks the driver again and again (`_suspend/native.py`).
+
+    `library`: how the name of the file begins in which it keeps the driver's addresses. `asks`: the driver's function,
+    whose answer CUDA_SUCCESS must be true of a process without work on its GPUs, and must end nobody's wait. `every`:
+    seconds between two questions. `thread`: a text that is in the library if it has the thread. `live`: whether the
+    framework has begun to use its GPUs.
+    """
+
+    library: str
+    asks: str
+    every: float
+    thread: bytes
+    live: Callable[[], bool]
+
+
 class Gates(NamedTuple):
     """A framework's table.
 
@@ -49,7 +65,7 @@ class Gates(NamedTuple):
     types whose destructors call the driver: their objects stay alive until then, and so does what `holds` returns.
     `imports` are further modules whose import calls the driver. `left` are sentences on what no gate reaches.
     `refuses` makes a block in which what no name reaches (operators) calls its argument first, with a name for people:
-    on the thread that entered the block only.
+    on the thread that entered the block only. `natives` are threads that no function of Python's stands before.
     """
 
     hook: str
@@ -60,6 +76,7 @@ class Gates(NamedTuple):
     imports: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
     refuses: Callable[[Callable[[str], None]], AbstractContextManager[object]] | None = None
+    natives: tuple[Native, ...] = ()
 
 
 def entries(

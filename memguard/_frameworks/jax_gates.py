@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from memguard._frameworks.gated import Gates, entries, kinds
+from memguard._frameworks.gated import Gates, Native, entries, kinds
 
 
 def of_gpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -33,6 +33,11 @@ def gpu_client(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def gpu_live(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """As `with_gpu`, whatever is called."""
+    return with_gpu()
+
+
+def with_gpu() -> bool:
     """JAX has GPUs in use."""
     return any(one.platform != "cpu" for one in _clients())
 
@@ -95,6 +100,9 @@ GATES = (
         ),
         kept=kinds(_JAXLIB, "cuModuleUnload crashes", "LoadedExecutable"),
         holds=programs,
+        # Read in XLA's sources of 2026 (stream_executor/cuda: host_callback_registry.cc, cuda_executor.h,
+        # cuda_stream.cc): a monitor asks each stream every 5 s. It looks for errors only; done and not done are alike.
+        natives=(Native("xla_cuda_plugin.so", "cuStreamQuery", 5.0, b"cuda_stream_monitor", with_gpu),),
         left=(
             "jax: a compiled function that ran before, and operators: the launch waits in the driver",
             "jax: a program that is compiled anew while suspended waits, and is not kept alive",

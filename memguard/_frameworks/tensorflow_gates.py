@@ -9,16 +9,21 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from memguard._frameworks.gated import Gates, entries
+from memguard._frameworks.gated import Gates, Native, entries
 
 
 def with_gpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """TensorFlow has GPUs in use, and neither `tf.device` nor the arguments say that this stays on the CPU."""
-    module: Any = sys.modules["tensorflow.python.eager.context"]
-    context = module._context
-    if context is None or not context._initialized or not context._num_gpus:
+    if not live():
         return False
+    context = sys.modules["tensorflow.python.eager.context"]._context
     return "CPU" not in (context.device_name or "").upper() or any(_on_gpu(one) for one in (*args, *kwargs.values()))
+
+
+def live() -> bool:
+    """TensorFlow has GPUs in use."""
+    context: Any = getattr(sys.modules.get("tensorflow.python.eager.context"), "_context", None)
+    return context is not None and bool(context._initialized and context._num_gpus)
 
 
 def of_gpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -81,6 +86,8 @@ GATES = (
                 "TF_SessionRun_wrapper TF_SessionPRun_wrapper TF_SessionRunCallable",
             ),
         ),
+        # TensorFlow 2.21 has no such thread (its library was searched). XLA has one since 2026: see `jax_gates`.
+        natives=(Native("libtensorflow_framework.so", "cuStreamQuery", 5.0, b"cuda_stream_monitor", live),),
         left=("tensorflow: a constant that goes to a GPU (tf.constant in a block with tf.device) waits in the driver",),
     ),
 )

@@ -125,6 +125,16 @@ class Monitor:
         """Seconds between samples at present: longer than declared if they cost too much, or fail."""
         return self._interval
 
+    @property
+    def failing(self) -> bool:
+        """Whether the GPUs could not be read the last time."""
+        return self._failures > 0
+
+    @property
+    def state(self) -> pressure.PressureState:
+        """What the last sample meant."""
+        return self._state
+
     def start(self) -> None:
         """Begin, also again after `stop`. Does nothing if it runs already."""
         if self.alive:

@@ -91,6 +91,8 @@ class Session:
             self.guard._on_refusal = self._refused
             self._undo.add("hooks for uncaught errors", lambda: hooks.uninstall(self._scene))
             hooks.install(self._scene, self._write_oom, self._announce_oom)
+            if self.guard.budget.metrics is not None:  # before the first event; else `init` loads nothing of it
+                importlib.import_module("memguard._metrics").of_budget(self, self._undo)
             if self.guard.budget.monitor is not None:
                 self._start_monitor()
             self._watch_idleness()

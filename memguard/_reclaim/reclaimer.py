@@ -8,7 +8,7 @@ adapter that asks. What came back is what NVML says of this process before and a
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -67,6 +67,10 @@ class Reclaimer:
         """Elastic by the budget, but their caps turned out not to change."""
         self.events: deque[Event] = deque(maxlen=_KEPT)
         """What was moved and given back. It is noted within allocations, where nobody may be called."""
+        self.returned: Counter[tuple[str, str]] = Counter()
+        """Bytes that each framework gave back for others on each GPU (UUID)."""
+        self.lends: Counter[tuple[str, str]] = Counter()
+        """How often the elastic cap of each framework was raised on each GPU (UUID)."""
 
     def make_room(
         self,
@@ -201,6 +205,7 @@ class Reclaimer:
         got = max(self.available(device) - before, 0)
         if got:
             returned[name] = returned.get(name, 0) + got
+            self.returned[name, device.uuid] += got
         return got
 
     def available(self, device: Device) -> int:
@@ -263,6 +268,8 @@ class Reclaimer:
         return done
 
     def _note(self, who: str, uuid: str, returned: Mapping[str, int], moved: tuple[int, int] | None) -> None:
+        if moved is not None and moved[1] > moved[0]:
+            self.lends[who, uuid] += 1
         gave = ", ".join(f"{name} gave back {format_size(size)}" for name, size in returned.items())
         cap = "" if moved is None else f"its cap moved from {format_size(moved[0])} to {format_size(moved[1])}"
         if gave or cap:

@@ -13,7 +13,7 @@ from typing import NamedTuple, ParamSpec, TypeVar
 
 from memguard._devices import libcuda, machine_memory, survey
 from memguard._devices.nvml import Nvml
-from memguard._suspend import cgroups, proc
+from memguard._suspend import cgroups, native, proc, tables
 from memguard._suspend import inside as within
 from memguard._suspend.cgroups import Limit
 from memguard._suspend.types import Process
@@ -57,9 +57,9 @@ class Facts:
     profiles or debugs it from a library of its own. `limits`: of its cgroups. `children`: those with contexts, without
     what is suspended together with it.
 
-    Asked inside the process, and None from outside: `frameworks`, which use a GPU; and each a tuple of lines, `ipc`,
-    `captures`, `profilers`. `nccl` is known from outside only where there is one. `unseen`: what could not be read
-    although somebody asked.
+    Asked inside the process, and None from outside, each a tuple of lines: `ipc`, `captures`, `profilers`. `nccl` is
+    known from outside only where there is one. `natives` are libraries with a thread of their own that asks the driver,
+    inside only those whose thread cannot be answered. `unseen`: what could not be read although somebody asked.
     """
 
     process: Process
@@ -86,7 +86,7 @@ class Facts:
     uvm: int | None = None
     tools: tuple[str, ...] | None = None
     children: tuple[Child, ...] | None = None
-    frameworks: tuple[str, ...] | None = None
+    natives: tuple[str, ...] | None = None
     ipc: tuple[str, ...] | None = None
     nccl: tuple[str, ...] | None = None
     captures: tuple[str, ...] | None = None
@@ -146,12 +146,23 @@ def collect(
         uvm=maps.uvm if maps is not None else None,
         tools=_tools(root, pid, maps, inside),
         children=_children(root, pid, maps, nvml.processes, frozenset(together)),
-        frameworks=here.frameworks if here is not None else None,
+        natives=here.natives if here is not None else native.seen(root, pid, tables.tables()),
         ipc=here.ipc if here is not None else None,
         nccl=_nccl(root, pid, maps, here),
         captures=here.captures if here is not None else None,
         profilers=here.profilers if here is not None else None,
         unseen=here.unseen if here is not None else (),
+    )
+
+
+def paused(process: Process, root: str = "/") -> Facts:
+    """Of all facts only those that say whether it runs at all now."""
+    stat, status = proc.stat(root, process.pid), proc.status(root, process.pid)
+    return Facts(
+        process,
+        state=stat.state if stat is not None else None,
+        frozen=cgroups.frozen(root, process.pid),
+        tracer=status.tracer if status is not None else None,
     )
 
 

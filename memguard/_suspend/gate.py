@@ -19,6 +19,7 @@ from typing import Any
 
 from memguard._frameworks.gated import Entry, Gates, Touches
 from memguard._logs import log as _log
+from memguard._suspend import native
 from memguard._suspend.kept import Kept
 from memguard._suspend.late_imports import LateImports
 from memguard._suspend.swapped import holders, swap
@@ -62,6 +63,7 @@ class Gate:
         imports = LateImports(chosen, self)
         self._undo.add("the imports that wait", imports.stop)
         imports.start()
+        native.hold(chosen, self._undo)
         for table in chosen:
             if table.hook not in sys.modules:
                 continue

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from memguard._devices import contexts, streams
-from memguard._suspend import started
+from memguard._suspend import native, tables
 
 _NUMBA = "numba.cuda.cudadrv.driver"
 _PROFILE = "torch.autograd.profiler"
@@ -32,18 +32,21 @@ Objects = Mapping[str, list[Any]]
 
 
 class Inside(NamedTuple):
-    """Lines for people. `frameworks`: their names (`started`). `unseen`: what could not be asked."""
+    """Lines for people. `natives`: see `native.unheld`. `unseen`: what could not be asked."""
 
     ipc: tuple[str, ...] = ()
     nccl: tuple[str, ...] = ()
     captures: tuple[str, ...] = ()
     profilers: tuple[str, ...] = ()
     unseen: tuple[str, ...] = ()
-    frameworks: tuple[str, ...] = ()
+    natives: tuple[str, ...] = ()
 
 
 def look(modules: Modules | None = None) -> Inside:
-    """What there is now. Takes 50 ns for each object of the process, as Python's collector is asked for them."""
+    """What there is now. Takes 50 ns for each object of the process, as Python's collector is asked for them.
+
+    In the first seconds of a framework that has a thread of its own it waits for that (`native.unheld`).
+    """
     modules = dict(sys.modules) if modules is None else modules
     objects, unseen = held(modules), list[str]()
 
@@ -56,7 +59,7 @@ def look(modules: Modules | None = None) -> Inside:
                 unseen.append(f"{what} could not be read ({type(error).__name__})")
         return tuple(lines)
 
-    frameworks = asked([("which frameworks use a GPU", lambda: iter(started.frameworks(modules)))])
+    natives = asked([("whether a framework's own threads can be held", lambda: native.unheld(tables.tables()))])
     return Inside(
         asked(
             [
@@ -86,7 +89,7 @@ def look(modules: Modules | None = None) -> Inside:
             ]
         ),
         tuple(unseen),
-        frameworks,
+        natives,
     )
 
 

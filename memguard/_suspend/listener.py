@@ -49,7 +49,11 @@ class Listener:
         self.begin, self.end = self._socket.begin, self._socket.end
 
     def _serve(self, connection: socket.socket, pid: int) -> None:
-        answer = self._answer(_op(sockets.received(connection)), pid)
+        op = _op(sockets.received(connection))
+        if sockets.left(connection):  # while this process was stopped: nobody waits for it any more
+            _log.info("process %d asked for `%s` and has gone: nothing is done", pid, op)
+            return
+        answer = self._answer(op, pid)
         connection.settimeout(sockets.REQUEST)
         wire.send(connection, {"memguard": VERSION, **answer})
 

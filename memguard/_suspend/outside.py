@@ -19,7 +19,7 @@ from memguard._suspend.door import Door
 from memguard._suspend.identity import process_of
 from memguard._suspend.processes import Listing
 from memguard._suspend.steps import End
-from memguard._suspend.types import Process, Progress
+from memguard._suspend.types import Process, Progress, Reason
 from memguard._suspend.working import BusyError, Work
 from memguard._units import GIB, format_size
 from memguard.errors import MemguardError
@@ -199,6 +199,8 @@ def _not_begun(process: Process) -> Result:
 
 def _asked(process: Process, stop: Stop) -> Result:
     """It does it itself. An interruption only ends the wait for its answer."""
+    if still := refusals.still(facts.paused(process)):
+        return _refused(process, still)
     results: list[Result] = []
     thread = threading.Thread(target=lambda: results.append(_answered(process)), daemon=True)
     thread.start()
@@ -208,6 +210,12 @@ def _asked(process: Process, stop: Stop) -> Result:
         return results[0]
     text = f"process {process.pid} was asked, and may do it yet\n    fix: `memguard ps` says how it is"
     return Result(process, UNKNOWN, text)
+
+
+def _refused(process: Process, reasons: Iterable[Reason]) -> Result:
+    lines = "".join(f"\n  {one.reason}\n    fix: {one.remedy}" for one in reasons)
+    text = f"process {process.pid} cannot be suspended, and nothing was changed:{lines}"
+    return Result(process, NO, text, "running")
 
 
 def _answered(process: Process) -> Result:
@@ -231,8 +239,7 @@ def _taken(process: Process, client: Door, sizes: Mapping[str, int], pids: set[i
     seen = facts.collect(process, inside=False, bytes=sizes, together=pids)
     reasons = refusals.reasons(seen, needs_host=refusals.host_needed(sizes))
     if reasons:
-        lines = "".join(f"\n  {one.reason}\n    fix: {one.remedy}" for one in reasons)
-        return Result(process, NO, f"process {pid} cannot be suspended, and nothing was changed:{lines}", "running")
+        return _refused(process, reasons)
     try:
         with Work(process, "unsafe", sizes=lambda: sizes) as work:
             wait = room.Waiting(ROLL_BACK)

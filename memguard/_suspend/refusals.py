@@ -29,7 +29,7 @@ Code = Literal[
     "frozen",
     "debugger",
     "mps",
-    "mixed",
+    "native-thread",
     "managed-memory",
     "cuda-ipc",
     "nccl",
@@ -44,9 +44,6 @@ OLDEST = 570
 """The first driver with cuCheckpointProcess*."""
 OLDEST_ARM = 595
 """The first that does it on ARM (documented); before, it locks the process and then says not supported (801)."""
-TOGETHER = frozenset({"torch", "cupy"})
-"""Frameworks that came back from one process, four times of four (H200, driver 580.159). All six in one process crashed
-in nine of ten runs there; why is not known yet, so other mixtures are not tried on anybody's work."""
 _GROWTH, _SPARE = (21, 20), 256 * MIB
 """Measured on an H200: RssAnon grew by 1.05 bytes for each byte that left the GPU. The spare bytes are a choice."""
 _IGNORE = 'if the machine gets more when it is needed: `suspend: {host_memory: ignore}`, or host_memory="ignore"'
@@ -70,6 +67,11 @@ def reasons(facts: Facts, *, needs_host: int, override_memory: bool = False) -> 
     return tuple(found if override_memory else [*found, *_memory(facts, needs_host)])
 
 
+def still(facts: Facts) -> tuple[Reason, ...]:
+    """Why the process can answer nobody now: it is stopped, or frozen."""
+    return tuple(_stopped(facts))
+
+
 def machine(
     *,
     driver: str | None,
@@ -88,7 +90,7 @@ def machine(
 def unknown(facts: Facts) -> tuple[str, ...]:
     """What nobody could see, one line each: hazards that remain if the process is suspended all the same."""
     blind = {
-        "which frameworks it uses its GPUs with: processes that mix them have crashed": facts.frameworks,
+        "whether a framework has a thread of its own that asks the driver: that crashes it": facts.natives,
         "whether CUDA IPC is in use: a process that has opened another's memory is lost when it is resumed": facts.ipc,
         "whether NCCL has communicators: their threads may crash the process": facts.nccl,
         "whether a CUDA graph is being captured: the capture would be lost": facts.captures,
@@ -238,14 +240,23 @@ def _served(facts: Facts) -> Iterator[Reason]:
         )
 
 
-def _mixed(facts: Facts) -> Iterator[Reason]:
-    names = facts.frameworks or ()
-    if len(names) > 1 and not TOGETHER.issuperset(names):
+def _native(facts: Facts) -> Iterator[Reason]:
+    if not facts.natives:
+        return
+    what = (
+        f"{_list(facts.natives)} has a thread of its own that asks the driver again and again: that crashes a process"
+    )
+    if facts.inside:
         yield _reason(
-            "mixed",
-            f"it uses its GPUs with {', '.join(names)}: processes that mixed frameworks have crashed while they were "
-            "suspended (SIGSEGV), and the cause is not known yet",
-            "suspend processes with one framework, or with PyTorch and CuPy; put the others in a process of their own",
+            "native-thread",
+            f"{what}, and memguard does not find where this version keeps the driver's functions",
+            "suspend before that framework uses a GPU, or take a version that is known to work (docs/suspend.md)",
+        )
+    else:
+        yield _reason(
+            "native-thread",
+            f"{what}, and only memguard within the process can answer it",
+            "run the program under a budget with `suspend: {by_others: true}`",
         )
 
 
@@ -360,7 +371,7 @@ _CHECKS: tuple[Callable[[Facts], Iterator[Reason]], ...] = (
     _stopped,
     _debugger,
     _served,
-    _mixed,
+    _native,
     _managed,
     _shared,
     _nccl,

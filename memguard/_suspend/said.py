@@ -81,6 +81,11 @@ _KNOWN: dict[tuple[Do, int | None], tuple[str, str]] = {
         "its work on the GPU did not end within the time for the lock",
         "try again when its kernels have ended, or allow more time",
     ),
+    (Do.LOCK, driver.NOT_SUPPORTED): (
+        "the driver does not do it with this process (error 801): a profiler has used CUDA's profiling interface "
+        "(CUPTI) in it, and has not let go of it",
+        "start the program anew; PyTorch's profiler lets go at its end with TEARDOWN_CUPTI=1 in the environment",
+    ),
     (Do.LOCK, driver.ILLEGAL_STATE): ("another program has locked it meanwhile", "wait for that program to end"),
     (Do.CHECKPOINT, driver.NOT_SUPPORTED): (
         "it has managed memory (cudaMallocManaged), which the driver does not copy out",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -98,6 +99,13 @@ def received(connection: socket.socket, seconds: float = REQUEST) -> dict[str, A
         os.close(fd)
         raise wire.BadMessage("it came with a file descriptor")
     return message
+
+
+def left(connection: socket.socket) -> bool:
+    """Whether the peer has closed its end."""
+    poll = select.poll()
+    poll.register(connection, 0)  # a hang-up is told unasked
+    return bool(poll.poll(0))
 
 
 @contextlib.contextmanager

@@ -13,7 +13,15 @@ from memguard.cli.support import budget_file, complete
 if TYPE_CHECKING:
     from fractions import Fraction
 
-    from memguard._config import Budget, DeviceBudget, DeviceOverride, FrameworkBudget, MonitorConfig, SuspendConfig
+    from memguard._config import (
+        Budget,
+        DeviceBudget,
+        DeviceOverride,
+        FrameworkBudget,
+        MetricsConfig,
+        MonitorConfig,
+        SuspendConfig,
+    )
     from memguard.errors import ConfigError
 
 
@@ -102,6 +110,8 @@ def _summary(budget: Budget) -> Iterator[tuple[str, str]]:
             yield from _timeline_folder(budget.monitor.timeline)
     if budget.on_pressure:
         yield "on_pressure", f"{' and '.join(budget.on_pressure)} when the pressure becomes critical"
+    if budget.metrics is not None:
+        yield "metrics", _metrics(budget.metrics)
     if budget.suspend is not None:
         yield "suspend", _suspend(budget.suspend)
     if budget.doctor is not None:
@@ -127,6 +137,12 @@ def _monitor(monitor: MonitorConfig) -> str:
     levels = f"warn from {percent_text(monitor.warn)}, critical from {percent_text(monitor.critical)}"
     forecast = f"forecast {duration_text(monitor.forecast)} ahead" if monitor.forecast else "no forecast"
     return f"every {duration_text(monitor.interval)}, {levels}, {forecast}"
+
+
+def _metrics(metrics: MetricsConfig) -> str:
+    who = [f"Prometheus at 127.0.0.1:{metrics.prometheus}"] if metrics.prometheus is not None else []
+    who += ["OpenTelemetry"] if metrics.opentelemetry else []
+    return f"for {' and '.join(who)}, job {metrics.job or 'called as the script'}"
 
 
 def _suspend(suspend: SuspendConfig) -> str:

@@ -12,7 +12,7 @@ LOOK = """
 from memguard._suspend import inside
 def look(): return inside.look()._asdict()
 """
-NOTHING: dict[str, list[str]] = {"ipc": [], "nccl": [], "captures": [], "profilers": [], "unseen": [], "frameworks": []}
+NOTHING: dict[str, list[str]] = {"ipc": [], "nccl": [], "captures": [], "profilers": [], "unseen": [], "natives": []}
 
 
 def test_torch_profiles(with_torch: Run) -> None:

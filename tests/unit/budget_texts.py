@@ -9,6 +9,7 @@ from memguard.errors import ConfigError, Problem
 
 UUID = "GPU-887439f1-ef81-1c16-9a75-0558dcbf6b53"
 GOOD = "version: 1\nframeworks:\n  torch: {share: 50%}\n"
+METRICS = GOOD + "metrics: {prometheus: 9477}"
 WATCHED = GOOD + "monitor: {}\n"
 
 

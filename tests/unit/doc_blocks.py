@@ -31,6 +31,7 @@ RUN = {
     "README.md": "",
     "docs/activation.md": "import memguard",
     "docs/budget.md": "",
+    "docs/metrics.md": "",
     "docs/retry.md": ("import types\nmodel = lambda x: x\nmodel.predict = lambda x: x\nx = 1\nimport memguard\n"),
     "docs/simulation.md": "",
     "docs/timeline.md": "import memguard",

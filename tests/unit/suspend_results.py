@@ -15,7 +15,8 @@ STEPS: dict[str, tuple[str, ...]] = _listed.SUSPEND_STEPS
 
 def rounds() -> dict[str, Any]:
     return {
-        "rounds": 20, "wrong": 0, "arrays": 4, "listed_while_off": 0, "missing_when_back": 0, "card": [600 * MIB] * 20,
+        "rounds": 20, "long_s": 12.0, "wrong": 0, "arrays": 4, "listed_while_off": 0, "missing_when_back": 0,
+        "card": [600 * MIB] * 20,
         "host": [GIB + n * MIB for n in range(20)], "off_s": [0.9] * 20, "on_s": [0.4] * 20,
         "ledger": "suspended, 600.0 MiB in host memory", "timeline": {"suspended": 20, "resumed": 20},
     }  # fmt: skip

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from budget_texts import GOOD, UUID, WATCHED, fw, problems
+from budget_texts import GOOD, METRICS, UUID, WATCHED, fw, problems
 from click.testing import CliRunner
 from jsonschema import Draft202012Validator
 
@@ -25,6 +25,7 @@ from memguard._config import (
     DeviceOverride,
     DoctorConfig,
     FrameworkBudget,
+    MetricsConfig,
     MonitorConfig,
     SuspendConfig,
     from_mapping,
@@ -174,6 +175,21 @@ def test_how_long_idle_is(written: str, seconds: float) -> None:
     assert Draft202012Validator(json_schema()).is_valid(plain(GOOD + f"suspend: {{when_idle: {written}}}"))
 
 
+def test_who_gets_metrics() -> None:
+    assert parse(GOOD).metrics is parse(GOOD + "metrics: {opentelemetry: false}").metrics is None
+    budget = parse(GOOD + "metrics: {prometheus: 9477, job: train/a-1}")
+    assert budget.metrics == MetricsConfig(prometheus=9477, opentelemetry=False, job="train/a-1")
+    assert budget.monitor == MonitorConfig(), "whose figures they are"
+    assert budget.model_dump(exclude_none=True)["metrics"] == {
+        "prometheus": 9477,
+        "opentelemetry": False,
+        "job": "train/a-1",
+    }
+    assert parse(GOOD + "monitor: {interval: 1s}\nmetrics: {opentelemetry: true}").monitor == MonitorConfig(
+        interval=1.0
+    )
+
+
 def test_the_findings_that_the_doctor_ignores() -> None:
     assert parse(GOOD).doctor is None
     assert parse(GOOD + "doctor: {}").doctor is parse(GOOD + "doctor: {ignore: []}").doctor is None
@@ -219,6 +235,9 @@ def test_equal_means_the_same_budget_however_written() -> None:
         (GOOD + "suspend: {when_idle: 60}", GOOD + "suspend: {when_idle: 1min}", GOOD + "suspend: {when_idle: 1h}"),
         (GOOD, GOOD + "suspend: {by_others: false}", GOOD + "suspend: {by_others: true}"),
         (GOOD, GOOD + "suspend: {host_memory: check}", GOOD + "suspend: {host_memory: ignore}"),
+        (METRICS, GOOD + "monitor: {}\nmetrics: {prometheus: 9477}", GOOD + "metrics: {prometheus: 9478}"),
+        (METRICS, METRICS[:-1] + ", opentelemetry: false}", METRICS[:-1] + ", opentelemetry: true}"),
+        (METRICS, METRICS, METRICS[:-1] + ", job: train}"),
     ],
     ids=[
         "on_busy",
@@ -238,6 +257,9 @@ def test_equal_means_the_same_budget_however_written() -> None:
         "when_idle",
         "by_others",
         "host_memory",
+        "prometheus",
+        "opentelemetry",
+        "job",
     ],
 )
 def test_equality_hash_and_pickle_know_every_key(left_out: str, written: str, another: str) -> None:
@@ -520,6 +542,15 @@ def plain(text: str) -> Any:
         GOOD + "suspend: {when_idle: 700000}",
         GOOD + "suspend: {by_others: yes}",
         GOOD + "suspend: {host_memory: false}",
+        GOOD + "metrics: {}",
+        GOOD + "metrics: {job: train}",
+        GOOD + "metrics: {prometheus: 80}",
+        GOOD + "metrics: {prometheus: 65536}",
+        GOOD + "metrics: {prometheus: '9477'}",
+        GOOD + "metrics: {prometheus: true}",
+        GOOD + "metrics: {prometheus: 9477, job: a b}",
+        GOOD + "metrics: {prometheus: 9477, job: 17}",
+        GOOD + "metrics: {opentelemetry: yes}",
         GOOD + "doctor: {ignored: []}",
         GOOD + "doctor: {ignore: }",
         GOOD + "doctor: {ignore: mig}",
@@ -621,6 +652,17 @@ def test_check_shows_the_monitor(tmp_path: Path) -> None:
     output = CliRunner().invoke(check, [str(tmp_path / "b.yaml")]).output
     assert "every 2s, warn from 85%, critical from 95%, no forecast\n" in output
     assert "timeline" not in output
+
+
+def test_check_shows_who_gets_metrics(tmp_path: Path) -> None:
+    def said(metrics: str) -> str:
+        (tmp_path / "b.yaml").write_text(GOOD + metrics)
+        return CliRunner().invoke(check, [str(tmp_path / "b.yaml")]).output
+
+    metrics = said("metrics: {prometheus: 9477, opentelemetry: true, job: train}")
+    assert "metrics      for Prometheus at 127.0.0.1:9477 and OpenTelemetry, job train\n" in metrics
+    assert "monitor      every 500ms" in metrics
+    assert "for OpenTelemetry, job called as the script\n" in said("metrics: {opentelemetry: true}")
 
 
 def test_check_shows_when_the_process_may_leave_its_gpus(tmp_path: Path) -> None:

@@ -173,12 +173,13 @@ WHOLE: dict[str, Any] = {
         "timeline_size": "32MiB",
     },
     "on_pressure": ["trim"],
+    "metrics": {"prometheus": 9477, "opentelemetry": True, "job": "train"},
     "suspend": {"when_idle": "10min", "by_others": True, "host_memory": "ignore"},
     "doctor": {"ignore": ["mig"]},
 }  # fmt: skip
 LEVELS: list[tuple[str, ...]] = [
     (), ("device",), ("devices", "0"), ("frameworks",), *(("frameworks", name) for name in WHOLE["frameworks"]),
-    ("monitor",), ("suspend",), ("doctor",),
+    ("monitor",), ("metrics",), ("suspend",), ("doctor",),
 ]  # fmt: skip
 
 

@@ -65,6 +65,9 @@ def invariants(budget: Budget) -> None:
     assert set(budget.on_pressure) <= {"trim", "raise"}
     assert not budget.on_pressure or budget.monitor is not None
     assert budget.doctor is None or budget.doctor.ignore
+    if budget.metrics is not None:
+        assert budget.monitor is not None and (budget.metrics.prometheus or budget.metrics.opentelemetry)
+        assert budget.metrics.prometheus is None or 1024 <= budget.metrics.prometheus <= 65535
     ignored = budget.doctor.ignore if budget.doctor is not None else ()
     assert [name for name in NAMES if name in ignored] == list(ignored)
     if budget.monitor is not None:
@@ -98,7 +101,7 @@ def test_any_text(text: str) -> None:
 WORDS = [
     "version", "device", "devices", "frameworks", "on_busy", "torch", "tensorflow", "cupy", "jax", "pycuda", "numba",
     "monitor", "on_pressure", "interval", "warn", "critical", "forecast", "timeline", "timeline_size", "trim", "500ms",
-    "doctor", "ignore",
+    "doctor", "ignore", "metrics", "prometheus", "opentelemetry", "job", "9477",
     "limit", "share", "reserve", "growth", "nccl", "min", "1", "2", "0", "auto", "warn", "raise", "50%", "25%", "90%",
     "context", "primary", "own", "max",
     "0%", "1GiB", "512MiB", "5GB", "true", "yes", "~", "mig", "second-context",
@@ -183,6 +186,8 @@ BUDGETS = st.fixed_dictionaries(
         )
         | ANYTHING,
         "on_pressure": st.lists(st.sampled_from(["trim", "raise"]) | SCALARS, max_size=3) | ANYTHING,
+        "metrics": entries(prometheus=st.integers(1000, 70000), opentelemetry=st.booleans(), job=st.text(max_size=4))
+        | ANYTHING,
         "doctor": entries(ignore=st.lists(st.sampled_from(NAMES) | SCALARS, max_size=3)) | ANYTHING,
         "device": entries(limit=SIZES | PERCENTS, reserve=SIZES | st.just("auto")) | ANYTHING,
         "devices": st.dictionaries(
@@ -236,6 +241,13 @@ DEFINED = st.fixed_dictionaries(
             },
         ),
         "on_pressure": st.lists(st.sampled_from(["trim", "raise"]), unique=True),
+        "metrics": st.fixed_dictionaries(
+            {"prometheus": st.integers(1024, 65535)},
+            optional={
+                "opentelemetry": st.booleans(),
+                "job": st.from_regex("[A-Za-z0-9][A-Za-z0-9._/:@-]{0,63}", fullmatch=True),
+            },
+        ),
         "doctor": st.fixed_dictionaries({}, optional={"ignore": st.lists(st.sampled_from(NAMES), unique=True)}),
         "device": st.fixed_dictionaries({}, optional={"limit": SIZES | PERCENTS, "reserve": SIZES}),
         "devices": st.dictionaries(

@@ -96,6 +96,9 @@ def test_yaml_is_what_it_is_for(block: Block, tmp_path: Path) -> None:
         workflow(found)
     elif "apiVersion" in found:
         manifest(found)
+    elif "scrape_configs" in found:
+        (one,) = found["scrape_configs"]
+        assert set(one) == {"job_name", "static_configs"} and set(one["static_configs"][0]) == {"targets"}
     elif list(found) == ["devices"]:
         from memguard._devices.simulated import SimulatedHost
 

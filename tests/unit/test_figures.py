@@ -58,6 +58,7 @@ ALLOWED = {
     "docs/doctor/probe-hung.md": {"a default": [", 60 s by default"]},
     "docs/doctor/unified-memory.md": {"a setting": ["is 90 % of the machine's memory"]},
     "docs/ledger.md": {"a setting": ["is 90 % of it"]},
+    "docs/metrics.md": {"test_metrics.py counts them": ["GPUs × (9 × frameworks + 11) + 14 of them"]},
     "docs/notebooks.md": {"of the example above it": ["cannot get 4 GiB more"]},
     "docs/simulation.md": {
         "the models, written after the frameworks' sources": [

@@ -90,6 +90,22 @@ def test_another_process_is_asked_and_answers(folder: Path) -> None:
     assert os.listdir(folder) == []  # and its end removed what told of it
 
 
+@pytest.mark.parametrize("gone", [True, False])
+def test_who_has_gone_is_not_obeyed(gone: bool, tmp_path: Path) -> None:
+    """A process that was stopped reads the request when it goes on: nobody may wait for it any more."""
+    asked: list[int] = []
+    serves = listener.Listener(lambda: asked.append(1) or suspension(), str(tmp_path / "socket"))
+    serves.begin()
+    peer, own = socket.socketpair()
+    with own, peer:
+        wire.send(peer, {"memguard": listener.VERSION, "op": "suspend"})
+        if gone:
+            peer.close()
+        serves._serve(own, 7)
+    serves.end()
+    assert bool(asked) is not gone
+
+
 def test_its_refusal_comes_back_in_its_words() -> None:
     with (
         Program(refuses=True) as process,

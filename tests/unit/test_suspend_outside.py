@@ -12,13 +12,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
 
 from memguard._devices.checkpoint import State
 from memguard._devices.simulated_checkpoint import Fault, SimulatedCheckpoint, Target
-from memguard._suspend import outside, processes, records
+from memguard._suspend import facts, outside, processes, records
 from memguard._suspend.identity import process_of, this_process
 from memguard._suspend.outside import NO, UNKNOWN, Stop
 from memguard._suspend.processes import Listing, Row
@@ -65,6 +66,29 @@ def test_those_furthest_down_go_first(parent: tuple[Process, list[int]]) -> None
     chosen = outside.family(process, launcher, lambda one: one.state == "running")
     assert [one.pid for one in chosen] == [grandchild]  # neither the launcher nor what is off already
     assert outside.family(process, Listing((), (), ()), lambda one: True) == [process]
+
+
+def test_a_stopped_process_is_refused_before_it_is_asked(
+    parent: tuple[Process, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It could not answer, and would suspend itself long after whoever asked has gone."""
+    process, _ = parent
+    monkeypatch.setattr(outside, "_listens", lambda one: True)
+    asked: list[Process] = []
+    monkeypatch.setattr(outside, "_answered", lambda one: asked.append(one) or outside.Result(one, outside.DONE, ""))
+    os.kill(process.pid, signal.SIGSTOP)
+    until = time.monotonic() + 10
+    while facts.paused(process).state != "T" and time.monotonic() < until:
+        time.sleep(0.01)
+    client: Any = None
+    (refused,) = outside.suspend([process], client, sizes={})
+    assert refused.code == outside.NO and refused.state == "running" and not asked
+    assert f"process {process.pid} is stopped (state T)" in refused.text and "kill -CONT" in refused.text
+    os.kill(process.pid, signal.SIGCONT)
+    while facts.paused(process).state == "T" and time.monotonic() < until:
+        time.sleep(0.01)
+    (done,) = outside.suspend([process], client, sizes={})
+    assert done.code == outside.DONE and asked == [process]
 
 
 def test_memguards_helpers_are_no_part_of_a_tree(

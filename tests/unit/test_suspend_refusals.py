@@ -41,7 +41,7 @@ FINE = Facts(
     uvm=1,
     tools=(),
     children=(),
-    frameworks=("cupy", "torch"),
+    natives=(),
     ipc=(),
     nccl=(),
     captures=(),
@@ -65,7 +65,8 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
     ("frozen", {"frozen": True}, "frozen", "unpause"),
     ("debugger", {"tracer": 77}, "77", "detach"),
     ("mps", {"mps": True}, "MPS", "without MPS"),
-    ("mixed", {"frameworks": ("jax", "torch")}, "jax, torch", "process of their own"),
+    ("native-thread", {"natives": ("jax: xla_cuda_plugin.so",)}, "does not find where", "a version that is known"),
+    ("native-thread", {"natives": ("jax: x.so",), "inside": False}, "jax: x.so", "by_others: true"),
     ("managed-memory", {"uvm": 2}, "2 times", "free all managed memory"),
     ("cuda-ipc", {"ipc": ("memguard.exchange: 1 array exported",)}, "1 array exported", "handle.close()"),
     ("nccl", {"nccl": ("torch.distributed: 1 process group of NCCL",)}, "torch.distributed", "destroy_process_group"),
@@ -157,7 +158,7 @@ def test_from_outside_the_hazards_that_nobody_could_see_are_listed() -> None:
     outside = dataclasses.replace(
         FINE,
         inside=False,
-        frameworks=None,
+        natives=None,
         ipc=None,
         nccl=None,
         captures=None,
@@ -166,7 +167,7 @@ def test_from_outside_the_hazards_that_nobody_could_see_are_listed() -> None:
     )
     assert refusals.reasons(outside, needs_host=NEEDS) == ()
     lines = refusals.unknown(outside)
-    words = ("frameworks", "IPC", "NCCL", "captured", "CUPTI")
+    words = ("framework", "IPC", "NCCL", "captured", "CUPTI")
     assert [word for word in words if not any(word in line for line in lines)] == []
     assert len(lines) == 6 and not any("\x1b" in line for line in lines)
 

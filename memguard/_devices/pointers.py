@@ -1,0 +1,71 @@
+"""Addresses of C functions that a loaded library keeps in its own memory: where they lie, and what they are set to."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import struct
+from collections.abc import Iterable
+from typing import NamedTuple
+
+_LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (....) ([0-9a-f]+) \S+ \d+ *(.*)")
+
+
+class Region(NamedTuple):
+    """A part of a library in memory: `offset` is its place in the file. `path` is "" for memory that it adds behind."""
+
+    start: int
+    end: int
+    writable: bool
+    offset: int
+    path: str
+
+
+def regions(maps: str, name: str) -> list[Region]:
+    """Those parts of the library, whose file's name begins so, that are read as data: by `/proc/PID/maps`."""
+    found: list[Region] = []
+    end = 0
+    for line in maps.splitlines():
+        match = _LINE.match(line)
+        if match is None:
+            continue
+        start, after, path = int(match[1], 16), int(match[2], 16), match[5].removesuffix(" (deleted)")
+        behind = not path and start == end  # its variables that begin as 0 (.bss)
+        if not behind and not path.rpartition("/")[2].startswith(name):
+            end = 0
+            continue
+        end = after
+        if match[3][0] == "r" and match[3][2] != "x":
+            found.append(Region(start, after, match[3][1] == "w", int(match[4], 16), path))
+    return found
+
+
+def places(found: Iterable[Region], address: int) -> list[int]:
+    """Where those parts that can be written hold this address. Of this process only."""
+    pointer, at = struct.pack("P", address), list[int]()
+    for region in found:
+        if not region.writable:
+            continue
+        memory = ctypes.string_at(region.start, region.end - region.start)
+        place = memory.find(pointer)
+        while place >= 0:
+            if place % len(pointer) == 0:
+                at.append(region.start + place)
+            place = memory.find(pointer, place + 1)
+    return at
+
+
+def read(place: int) -> int | None:
+    """The address that lies there; None for 0."""
+    return ctypes.c_void_p.from_address(place).value
+
+
+def write(place: int, address: int | None) -> None:
+    """Whoever calls by it meanwhile takes the one address or the other: it is one aligned word."""
+    ctypes.c_void_p.from_address(place).value = address
+
+
+def of(function: str) -> int | None:
+    """Where a function of the C library lies."""
+    found = getattr(ctypes.CDLL(None), function, None)
+    return None if found is None else ctypes.cast(found, ctypes.c_void_p).value
