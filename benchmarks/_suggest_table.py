@@ -17,8 +17,8 @@ def whole(scenarios: dict[str, Any]) -> list[str]:
         "## A budget from a run",
         "",
         "Each program ran once under a wide budget, then under the budgets that `memguard suggest` wrote from that",
-        "run. A run passes if the program ends well and nothing was refused. Headrooms below 0 % are less than what was",
-        "needed.",
+        "run. A run passes if the program ends well and nothing was refused. Headrooms below 0 % are less than what",
+        "was needed.",
         "",
         "| program | smallest headroom that passes | passes with the default | the default takes more by | from a run "
         "without a budget |",
