@@ -150,6 +150,20 @@ def test_a_caught_refusal_is_a_need_of_what_was_held_and_what_was_asked() -> Non
     assert limits(unknown) == {"torch": 8 * GIB + GRANULE} and "of unknown size" in text.as_yaml(unknown)
 
 
+def test_the_figures_of_a_refusals_own_moment_are_better_than_the_last_samples() -> None:
+    then = {"held": 5 * GIB, "in_use": 3 * GIB, "reclaimable": GIB, "cap": 5 * GIB, "free": 90 * GIB}
+    event = refused(2 * GIB, 1)._replace(**then)
+    found = suggested(run_of([torch(GIB), event]), headroom=NONE)
+    assert limits(found) == {"torch": 6 * GIB}, "4 GiB could not go, and 2 GiB were asked for"
+    (refusal,) = evidence(found).need.refusals
+    assert (refusal.held, refusal.cap, refusal.full) == (4 * GIB, 5 * GIB, False)
+    full = event._replace(cap=20 * GIB, free=GIB)
+    assert evidence(suggested(run_of([torch(GIB), full]), headroom=NONE)).need.refusals[0].full
+    unknown = refused(2 * GIB, 1)._replace(cap=5 * GIB)
+    found = suggested(run_of([torch(GIB), unknown]), headroom=NONE)
+    assert limits(found) == {"torch": 5 * GIB + GRANULE}, "of what is not known the sample tells"
+
+
 def test_a_request_that_a_full_gpu_refused_needs_no_more_than_it_asked_for() -> None:
     sample = torch(2 * GIB)
     full = Sample(sample.time, (sample.devices[0]._replace(free=MIB),))

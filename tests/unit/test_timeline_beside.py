@@ -82,6 +82,15 @@ def test_a_peak_that_no_sample_saw_is_there(tmp_path: Path) -> None:
     assert peaks(tmp_path) == [("torch", 3 * GIB)], "CuPy's allocator does not say its own"
 
 
+def test_a_peak_that_has_grown_by_little_is_there_at_the_end(tmp_path: Path) -> None:
+    torch = begin(tmp_path)
+    torch.free(torch.allocate(3 * GIB))
+    ending._end()
+    torch.free(torch.allocate(3 * GIB + 2 * MIB))
+    memguard.shutdown()
+    assert peaks(tmp_path) == [("torch", 3 * GIB), ("torch", 3 * GIB + 2 * MIB)]
+
+
 def test_the_monitor_writes_peaks_on_its_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Peaks.__init__, "__defaults__", (0.0, Peaks.__init__.__defaults__[1]))  # type: ignore[index]
     torch = begin(tmp_path, "50ms")
