@@ -30,9 +30,10 @@ class Beside:
         """`undo` has the closing of the writer already, and will have the end of the monitor."""
         self._guard, self._monitor, self._writer = guard, monitor, writer
         self._peaks, self._spans = Peaks(), Spans()
+        self._taken = False  # the last sample, at the end of the main thread
         undo.add("last sample", self.last)
-        undo.add("last sample", lambda: ending.forget(self.last))
-        ending.call_before(self.last)
+        undo.add("last sample", lambda: ending.forget(self._before_exit))
+        ending.call_before(self._before_exit)
 
     def sampled(self) -> None:
         """After each sample, on the monitor's thread."""
@@ -52,26 +53,39 @@ class Beside:
         for event in self._spans.ended(report, seconds, failed):
             self._writer.event(event)
 
-    def last(self) -> None:
+    def at_exit(self) -> None:
+        """An exit function: frameworks may have run theirs. Nothing is asked of them if that was done before."""
+        if self._taken:
+            self._write_spans(everything=True)
+        else:
+            self.last()
+
+    def _before_exit(self) -> None:
+        self._taken = self.last()
+
+    def last(self) -> bool:
         """What came since the monitor's last sample would be in none: one more, and the allocators' peaks.
 
         Not if the monitor's own hangs in the driver, as this one would, and not once Python takes modules apart.
+        Returns whether it was taken.
         """
         if sys.is_finalizing():
-            return
+            return False
         self._write_spans(everything=True)
         if not self._monitor.quiet(_HANGS):
-            return
+            return False
         guard, writer = self._guard, self._writer
         try:
             sample = guard.last_sample()
             if sample is None:
-                return
+                return False
             writer.sample(sample)
             for event in [*guard.moved(), *self._peaks.events(sample.time, guard.peaks(), last=True)]:
                 writer.event(event)
         except Exception as error:
             _log.debug("the last sample was not taken: %s", text_of(error))
+            return False
+        return True
 
     def _write_spans(self, everything: bool = False) -> None:
         for event in self._spans.due(everything):

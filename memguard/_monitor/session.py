@@ -165,7 +165,7 @@ class Session:
         if self.monitor is not None:
             self.monitor.stop()
         if self._beside is not None:
-            self._beside.last()
+            self._beside.at_exit()
         self._write_refusals(everything=True)
 
     def _forget(self) -> None:

@@ -129,7 +129,7 @@ class Recorder:
         self._monitor = Monitor(
             self.take, lambda action: None, Settings(interval=interval, cpu=_SHARE), record=self.record
         )
-        self._peaks, self._pid = Peaks(), os.getpid()
+        self._peaks, self._pid, self._taken = Peaks(), os.getpid(), False
         self._here = threading.local()
         self._uncounted = {name: SPECS[name].hook for name in _UNCOUNTED}
 
@@ -148,7 +148,8 @@ class Recorder:
     def stop(self) -> None:
         """Ends the thread first: it must not look at frameworks that are being torn down."""
         self._monitor.stop()
-        self._last()
+        if not self._taken:  # by now frameworks may have ended by exit functions of their own
+            self._last()
         self._writer.close()
 
     def _last(self) -> None:
@@ -160,6 +161,7 @@ class Recorder:
         if self._monitor.quiet(_HANGS):
             with contextlib.suppress(Exception):
                 self.record(self.take(relaxed=True), [], last=True)
+                self._taken = True
 
     def _forked(self) -> None:
         self._monitor.forked()

@@ -243,6 +243,17 @@ def test_a_process_of_multiprocessing_runs_no_exit_functions_and_has_it_too(tmp_
     assert held(tmp_path)[-1] == 3 * GIB
 
 
+def test_frameworks_are_not_asked_again_by_an_exit_function(tmp_path: Path) -> None:
+    torch = begin(tmp_path)
+    running = _api.current_session()
+    running._at_exit()
+    assert len(held(tmp_path)) == 2, "where nothing was asked before, as in a Python without that"
+    torch.allocate(GIB)
+    ending._end()
+    running._at_exit()
+    assert held(tmp_path) == [None, None, GIB]
+
+
 def test_what_is_called_at_the_end_does_not_stop_the_rest(caplog: pytest.LogCaptureFixture) -> None:
     seen: list[str] = []
 
