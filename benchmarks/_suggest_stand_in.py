@@ -10,7 +10,6 @@ It works in steps as they do: weights that stay, and arrays that come and go, mo
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import time
 import types
@@ -25,7 +24,7 @@ from memguard._specs import SPECS
 from memguard._suggest import record
 
 MIB = 1 << 20
-STEPS, PAUSE = 30, 0.01
+STEPS, PAUSE, RECORDED = 30, 0.01, 2.0
 
 
 def works(found: dict[str, SimulatedFramework]) -> None:
@@ -62,10 +61,9 @@ def recorded(timeline: str, names: list[str]) -> int:
 
 def tight(budget: str) -> int:
     guard = memguard.init(budget, simulate="h200")
-    seconds = float(os.environ.get("MEMGUARD_STAND_IN_SECONDS", "2"))
     found = {name: one for name, one in guard.frameworks.items() if isinstance(one, SimulatedFramework)}
     began = time.monotonic()
-    while time.monotonic() - began < seconds:
+    while time.monotonic() - began < RECORDED:
         for name, what in (("torch", "train"), ("jax", "score"), ("cupy", "features")):
             with memguard.workload(what, framework=name):
                 found[name].free(found[name].allocate(512 * MIB))

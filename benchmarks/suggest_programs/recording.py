@@ -59,7 +59,7 @@ while (spent := time.monotonic() - began) < SECONDS:
             train(BATCH)
     with memguard.workload("score", framework="jax"):
         jax.block_until_ready(score(jnp.ones((4 * BATCH, WIDTH)) * spent))
-    if len(features) * 64 < 1664 * part:  # 64 MiB each, up to 1.6 GiB
+    if len(features) * 64 < 1472 * part:  # 64 MiB each, up to 1.4 GiB
         with memguard.workload("features", framework="cupy"):
             features.append(cupy.sort(cupy.random.standard_normal((8192, WIDTH), dtype=cupy.float32), axis=1))
     if part > 0.75 and not joined:  # into one array that is too large
