@@ -540,6 +540,16 @@ SUGGEST: dict[str, tuple[str, ...]] = {
     ),
 }
 
+TOP: dict[str, tuple[str, ...]] = {
+    **{
+        name: (f"{what}: at most 2 % of a core at 2 Hz, in both halves", f"{what}: drawn at least 1.5 times a second")
+        for name, what in (
+            ("follows", "following a timeline of six frameworks"), ("attached", "watching this machine and a process"),
+        )
+    },
+    "control": ("an almost empty screen of textual beside them: measured, and drawn as often",),
+}  # fmt: skip
+
 BY_COMMAND: dict[str, dict[str, tuple[str, ...]]] = {
     "main_job": MAIN_JOB,
     "all_frameworks": ALL_FRAMEWORKS,
@@ -559,6 +569,7 @@ BY_COMMAND: dict[str, dict[str, tuple[str, ...]]] = {
     "elastic": ELASTIC,
     "suspend": SUSPEND,
     "suggest": SUGGEST,
+    "top": TOP,
 }
 """By the name of the program in `about.command` of a result."""
 
@@ -582,6 +593,7 @@ FILES: dict[str, str | None] = {
     "h200-elastic.json": "elastic",
     "h200-suspend.json": "suspend",
     "h200-suggest.json": "suggest",
+    "h200-top.json": "top",
     "h200-x2-ddp.json": "ddp",
     "replay.json": "replay",
     "startup.json": "startup",

@@ -225,6 +225,32 @@ def init_of_six() -> list[str]:
     ]
 
 
+def live_screen() -> list[str]:
+    if not measured("h200-top.json"):
+        return []
+    result = load("h200-top.json")
+
+    def row(name: str, figure: str) -> list[str]:
+        scenario, _, what = figure.partition(".")
+        part = result[scenario].get(what)
+        return [f"| {name} | {max(part):.1%} |"] if part else []
+
+    kind = result["attached"].get("target", "")
+    return [
+        "## What the live screen costs",
+        "",
+        "| `memguard top`, 80×24, twice a second | of a core, the worse half |",
+        "| --- | --- |",
+        *row("following a timeline of six frameworks", "follows.shares"),
+        *row(f"watching this machine and a process with {kind} GPUs", "attached.shares"),
+        *row("textual with one line that changes as often (control)", "control.shares"),
+        *row("the process that is watched", "attached.watched"),
+        *row("the same process, not watched (control)", "attached.beside"),
+        "",
+        *origin("h200-top.json", result),
+    ]
+
+
 def gpu_tests() -> list[str]:
     lines = []
     for path in sorted(RESULTS.glob("*gpu-tests.json")):
@@ -725,6 +751,7 @@ def results() -> str:
         peers,
         training,
         init_of_six,
+        live_screen,
         elastic,
         suspend,
         suggest,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from memguard._devices.host import Host
     from memguard._ledger.types import Ledger
     from memguard._reclaim.figures import Reclaimable
+    from memguard._specs import FrameworkName
 
 
 BudgetLike = Union["str | os.PathLike[str] | Mapping[str, Any] | Budget"]
@@ -78,9 +79,9 @@ def init(
 
     Call it first; frameworks may be imported before or after. The same budget again does nothing; another one
     needs `replace=True`. `simulate="h200"` (or several names) applies it to simulated GPUs instead of real ones; under
-    `memguard run --simulate`, and with MEMGUARD_SIMULATE=h200, it need not be given again.
+    `memguard run --simulate`, and with `MEMGUARD_SIMULATE=h200`, it need not be given again.
 
-    Without `simulate`, MEMGUARD_DISABLE=1 makes it apply nothing. `missing_gpu` says what happens if this process has
+    Without `simulate`, `MEMGUARD_DISABLE=1` makes it apply nothing. `missing_gpu` says what happens if this process has
     no GPU (no driver, none visible, not Linux): "raise" DeviceError; "warn" once and apply nothing; "simulate" one, an
     H200, which a line on stderr says. A GPU whose driver is broken is not missing, and always raises DeviceError. Where
     nothing is applied the guard is not active, `ledger()` is empty, and `require`, `workload`, `resize`, `trim` and
@@ -91,8 +92,9 @@ def init(
 
     Other processes: a forked child has no budget. A worker of multiprocessing (`spawn`, `forkserver`) imports the
     script again: an `init` at its top then applies nothing, and returns a guard that is not active. To give a worker a
-    budget, call `init` in the function that it runs, each with its own part; or, with `spawn`, set MEMGUARD_CHILDREN=1,
-    and the script's own applies in each. A program that is started by itself (torchrun, subprocess) is like any other.
+    budget, call `init` in the function that it runs, each with its own part; or, with `spawn`, set
+    `MEMGUARD_CHILDREN=1`, and the script's own applies in each. A program that is started by itself (torchrun,
+    subprocess) is like any other.
     """
     return _init(budget, replace, simulate, missing_gpu)[0]
 
@@ -388,13 +390,13 @@ def ledger() -> Ledger:
     return current().ledger()
 
 
-def require(framework: str, size: int | str) -> None:
+def require(framework: FrameworkName, size: int | str) -> None:
     """Raise BudgetExceeded *before* an allocation of `size` (bytes or `"4GiB"`) by `framework` would fail."""
     current().require(framework, size)
 
 
 def workload(
-    name: str, *, framework: str, needs: int | str | None = None, wait: float | str | None = None
+    name: str, *, framework: FrameworkName, needs: int | str | None = None, wait: float | str | None = None
 ) -> Block[WorkloadReport]:
     """A named block of work of one framework: admission before it, its peak and what it left behind after it.
 
@@ -411,12 +413,12 @@ def workload(
     )
 
 
-def resize(framework: str, size: int | str) -> None:
+def resize(framework: FrameworkName, size: int | str) -> None:
     """Change a framework's cap at run time. Raises CapNotApplied if it cannot change, as TensorFlow's."""
     current().resize(framework, size)
 
 
-def trim(framework: str | None = None) -> int:
+def trim(framework: FrameworkName | None = None) -> int:
     """Give idle caches back to the driver, of one framework or all. Returns the bytes returned."""
     return current().trim(framework)
 

@@ -82,6 +82,7 @@ class Caps:
         return dict(self._frameworks)
 
     def part(self, uuid: str) -> DevicePlan:
+        """The plan of one GPU of the budget."""
         return next(part for part in self.plan.devices if part.device.uuid == uuid)
 
     def _find_drift(self, only: str | None = None) -> None:

@@ -43,7 +43,6 @@ from memguard._types import (
     sample_of,
 )
 from memguard._undo import Undo
-from memguard._units import format_size
 from memguard.errors import CapNotApplied, MemguardError, NotActive, PlanError
 
 if TYPE_CHECKING:
@@ -52,6 +51,7 @@ if TYPE_CHECKING:
     from memguard._devices.host import Host
     from memguard._frameworks.joint_pool import JointPool
     from memguard._reclaim.figures import Reclaimable
+    from memguard._specs import FrameworkName
 
 
 _SPILLS = (
@@ -298,7 +298,7 @@ class Guard(Shares):
                 found[name] = known.count, known.last
         return found
 
-    def require(self, framework: str, size: int | str, device: Device | None = None) -> None:
+    def require(self, framework: FrameworkName, size: int | str, device: Device | None = None) -> None:
         """Raise BudgetExceeded if `framework` cannot get `size` more. May trim siblings' caches, on this thread."""
         needed = self._size(size)
         if self._on_checkpoint is not None:
@@ -349,7 +349,7 @@ class Guard(Shares):
         return cap
 
     def workload(
-        self, name: str, *, framework: str, needs: int | str | None = None, wait: float | str | None = None
+        self, name: str, *, framework: FrameworkName, needs: int | str | None = None, wait: float | str | None = None
     ) -> Block[WorkloadReport]:
         """A named block of work of one framework: `needs` is reserved until it ends. As `memguard.workload`."""
         return Block(
@@ -383,23 +383,19 @@ class Guard(Shares):
         )
 
     def __str__(self) -> str:
+        from memguard._displays import plan_text
+
+        return shown(plan_text(*self._said()))
+
+    def _repr_html_(self) -> str:
+        from memguard._displays import plan_html
+
+        return plan_html(*self._said())
+
+    def _said(self) -> tuple[Plan, dict[str, str], list[str]]:
+        """The plan, how each cap holds, and the notes."""
         self._find_drift()
-        lines = []
-        for part in self.plan.devices:
-            mark = " (simulated)" if part.device.simulated else ""
-            lines.append(
-                f"{part.device.name}{mark} {part.device.uuid}: limit {format_size(part.limit)}, "
-                f"reserve {format_size(part.reserve)} ({part.reserve_source}), "
-                f"unallocated {format_size(part.unallocated)}"
-            )
-            for name, cap in part.caps.items():
-                entry = self._entries.get(name)
-                holds = entry.enforcement.value if entry else "shut down"
-                if name in part.elastic:
-                    least, most = part.elastic[name]
-                    holds += f", min {format_size(least)}, max {format_size(most)}"
-                lines.append(f"  {name:<11}{format_size(cap):>12}  {holds}")
-        return shown("\n".join([*lines, *(f"note: {note}" for note in self._all_notes())]))
+        return self.plan, {name: entry.enforcement.value for name, entry in self._entries.items()}, self._all_notes()
 
     def _joint_pool(self) -> JointPool | None:
         """The pool that frameworks share, not made yet. Raises PlanError where there can be none."""

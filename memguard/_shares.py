@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from memguard._admission import Admission
     from memguard._config import Budget
     from memguard._devices.host import Host
+    from memguard._specs import FrameworkName
 
 _PATIENCE = 2.0
 """Seconds that a request which cannot be served waits for another thread's call of memguard, to have room made."""
@@ -37,7 +38,7 @@ class Shares(Caps):
         self.trims: Counter[tuple[str, str]] = Counter()
         """How often each framework was trimmed on each GPU (UUID). Counted with the guard's lock."""
 
-    def make_room(self, framework: str, needed: int, device: Device | None = None) -> Room:
+    def make_room(self, framework: FrameworkName, needed: int, device: Device | None = None) -> Room:
         """Have siblings give back what `framework` needs to take `needed` bytes from the driver, and raise its cap.
 
         On this thread: the least that serves, most reclaimable first. Within no CUDA graph capture. Never raises for a
@@ -100,7 +101,7 @@ class Shares(Caps):
             found.append(events.popleft())
         return found
 
-    def resize(self, framework: str, size: int | str) -> None:
+    def resize(self, framework: FrameworkName, size: int | str) -> None:
         """Change a cap on every GPU. Lowering it trims, and warns about what is still held above it."""
         self._find_drift()
         not_for_ever(self._lock)
@@ -146,7 +147,7 @@ class Shares(Caps):
                 break
         return _policy.resized(self.plan, framework, size, short)
 
-    def trim(self, framework: str | None = None) -> int:
+    def trim(self, framework: FrameworkName | None = None) -> int:
         """Give idle caches back to the driver, of one framework or all, on this thread. Returns the bytes freed."""
         not_for_ever(self._lock)
         with self._lock:
@@ -167,9 +168,11 @@ class Shares(Caps):
     # what the reclaimer asks of it, beside `part`
 
     def movable(self, name: str) -> bool:
+        """Whether its cap can be changed now."""
         return self._entry(name).enforcement in (Enforcement.ENFORCED, Enforcement.PENDING)
 
     def set_cap(self, name: str, uuid: str, cap: int) -> None:
+        """Its cap on one GPU from now on, in bytes. With the lock held; `resize` is the call for users."""
         entry, before = self._entry(name), self.plan
         rises = cap > self.part(uuid).caps[name]
         plan = _policy.with_cap(before, uuid, name, cap)
@@ -187,6 +190,7 @@ class Shares(Caps):
         self.plan = plan
 
     def promised(self, name: str, uuid: str) -> int:
+        """As `open_bytes`, by the name that the reclaimer knows it by."""
         return self.open_bytes(name, uuid)
 
     def _trim_above_cap(self, name: str) -> None:

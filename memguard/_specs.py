@@ -2,7 +2,7 @@
 
 The budget, its schema, the plan, the ledger, the reports, the monitor, the doctor and the simulation all read these
 rows. How a framework is capped is in its adapter, which the row names. Adding a framework takes an adapter file under
-`_frameworks/`, a row here, and a line in CHANGELOG.md.
+`_frameworks/`, a row and the name (`Known`) here, and a line in CHANGELOG.md.
 
 Figures are bytes, measured on one NVIDIA H200 (driver 580.159, CUDA 13). Those of what no framework owns, the CUDA
 context and NCCL, are in `OVERHEADS`.
@@ -14,10 +14,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from memguard._units import MIB
 
+Known = Literal["torch", "tensorflow", "cupy", "jax", "pycuda", "numba"]
+"""The names of the rows below, for type checkers and editors, which cannot read those."""
+FrameworkName: TypeAlias = Known | str
+"""A framework, in signatures: editors offer the names that are known, and any other is accepted as well."""
+ArraysName: TypeAlias = Known | Literal["numpy"] | str
+"""The same of what has arrays."""
 CONTEXT = 544 * MIB
 """What `reserve: auto` keeps for a CUDA context: 518 MiB, and room for its growth. Contexts are shared: kept once."""
 SLACK = 64 * MIB

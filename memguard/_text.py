@@ -50,6 +50,18 @@ def shown(text: str) -> str:
     return fitting(visible(text))
 
 
+def malformed(error: ValueError) -> str:
+    """Why a line is not JSON, at most 100 characters. Python calls each line the first: that is left out."""
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not UTF-8"
+    text, at = getattr(error, "doc", None), getattr(error, "pos", None)
+    if text is None or at is None:  # a number, say, that Python does not read
+        return visible(str(error), keep="")[:100]
+    if at >= len(text.rstrip()):
+        return "it ends too early"
+    return visible(f"{getattr(error, 'msg', '')} at character {at + 1}", keep="")[:100]
+
+
 def _with_signs(text: str, encoding: str) -> str:
     return "".join(char if _fits(char, encoding) else char.translate(_SIGNS) for char in text)
 

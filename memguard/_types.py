@@ -355,3 +355,8 @@ class Event(NamedTuple):
         known = ((name, getattr(self, name)) for name in self._fields)
         said = (f"{name}={(str(value) if name == 'level' else value)!r}" for name, value in known if value is not None)
         return shown(f"<Event {' '.join(said)}>")
+
+    def _repr_html_(self) -> str:
+        from memguard._displays import event_html
+
+        return event_html(self)

@@ -76,6 +76,11 @@ def simulated(environ: Mapping[str, str]) -> list[str] | None:
 class _Inactive(Guard):
     """A guard that caps nothing, and has nothing to undo."""
 
+    def _repr_html_(self) -> str:
+        from memguard._displays import html
+
+        return f"<pre>{html(str(self))}</pre>"
+
     @property
     def active(self) -> bool:
         return False

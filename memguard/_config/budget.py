@@ -159,6 +159,11 @@ class MonitorConfig(_Model):
         examples=["memguard.jsonl"],
     )
     timeline_size: values.TimelineSize = _key("The most that the timeline may take on disk; at least 1MiB.", "64MiB")
+    top: bool = _key(
+        "Whether memguard top of the same user may watch this process, and ask it to trim or to change a cap.",
+        False,
+        strict=True,
+    )
 
 
 class SuspendConfig(_Model):

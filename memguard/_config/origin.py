@@ -61,6 +61,6 @@ def path(loc: Loc) -> str:
     """A place as a message names it: `frameworks.torch.share`."""
     text = ""
     for part in loc:
-        plain = isinstance(part, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,39}", part)
+        plain = isinstance(part, str) and re.fullmatch(r"[^\W\d]\w{0,39}", part)
         text += (f".{part}" if text else str(part)) if plain else f"[{short(part)}]"
     return text

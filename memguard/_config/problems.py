@@ -58,6 +58,7 @@ _KEYS = {
     **dict.fromkeys(("predict", "prediction", "lookahead", "look_ahead", "horizon"), "forecast"),
     **dict.fromkeys(("file", "path", "log", "logfile", "log_file", "output", "filename", "trace"), "timeline"),
     **dict.fromkeys(("max_size", "size", "file_size", "log_size", "rotate"), "timeline_size"),
+    **dict.fromkeys(("live", "screen", "attach", "serve", "watchable", "socket"), "top"),
     **dict.fromkeys(("pressure", "when_critical", "on_critical", "on_memory_pressure"), "on_pressure"),
     **dict.fromkeys(("metric", "exporter", "exporters", "telemetry", "observability"), "metrics"),
     **dict.fromkeys(("port", "prom", "prometheus_port", "listen", "address", "endpoint"), "prometheus"),

@@ -17,6 +17,7 @@ from memguard.errors import MemguardError
 
 if TYPE_CHECKING:
     from memguard._config import Budget
+    from memguard._specs import FrameworkName
 
 __all__ = ["DoctorReport", "Facts", "Finding", "Severity", "doctor"]
 
@@ -49,6 +50,7 @@ class DoctorReport:
 
     @property
     def errors(self) -> tuple[Finding, ...]:
+        """The findings that keep a framework from working."""
         return tuple(finding for finding in self.findings if finding.severity is Severity.ERROR)
 
     def as_dict(self) -> dict[str, Any]:
@@ -76,7 +78,7 @@ class DoctorReport:
 def doctor(
     budget: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     *,
-    frameworks: str | Sequence[str] | None = None,
+    frameworks: FrameworkName | Sequence[FrameworkName] | None = None,
     ignore: str | Collection[str] = (),
     timeout: float = 60.0,
 ) -> DoctorReport:

@@ -52,17 +52,9 @@ class ImportHook(importlib.abc.MetaPathFinder):
             return None
         names.add(fullname)  # another finder may search for it again, or import another one
         try:
-            for finder in list(sys.meta_path):
-                if finder is self or not hasattr(finder, "find_spec"):
-                    continue
-                spec = finder.find_spec(fullname, path, target)
-                if spec is not None:
-                    if spec.loader is not None and hasattr(spec.loader, "exec_module"):
-                        spec.loader = _Loader(spec.loader, self._imported)
-                    return spec
+            return found_by_others(self, self._imported, fullname, path, target)
         finally:
             names.discard(fullname)
-        return None
 
     def _imported(self, module: str) -> None:
         with self._lock:
@@ -80,6 +72,25 @@ class ImportHook(importlib.abc.MetaPathFinder):
     def _leave_when_idle(self) -> None:
         if not self._waiting:
             leave(self)
+
+
+def found_by_others(
+    finder: object,
+    imported: Callable[[str], None],
+    fullname: str,
+    path: Sequence[str] | None,
+    target: ModuleType | None,
+) -> importlib.machinery.ModuleSpec | None:
+    """What the other finders find, with a loader that calls `imported` once the module's code has run."""
+    for other in [*sys.meta_path]:
+        if other is finder or not hasattr(other, "find_spec"):
+            continue
+        spec = other.find_spec(fullname, path, target)
+        if spec is not None:
+            if hasattr(spec.loader, "exec_module"):
+                spec.loader = _Loader(spec.loader, imported)
+            return spec
+    return None
 
 
 def enter(finder: importlib.abc.MetaPathFinder, *, last: bool = False) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from memguard._frameworks.import_hook import _Loader, enter, leave
+from memguard._frameworks.import_hook import enter, found_by_others, leave
 from memguard._specs import SPECS
 
 said = False
@@ -54,16 +54,9 @@ class RealImports(importlib.abc.MetaPathFinder):
             return None
         self._searched.add(fullname)  # another finder may search for it again
         try:
-            for finder in list(sys.meta_path):
-                if finder is not self and hasattr(finder, "find_spec"):
-                    spec: ModuleSpec | None = finder.find_spec(fullname, path, target)
-                    if spec is not None:
-                        if hasattr(spec.loader, "exec_module"):
-                            spec.loader = _Loader(spec.loader, self._imported)
-                        return spec
+            return found_by_others(self, self._imported, fullname, path, target)
         finally:
             self._searched.discard(fullname)
-        return None
 
     def _imported(self, module: str) -> None:
         global said

@@ -5,11 +5,10 @@ The HTML is written here because rich exports preformatted text of one width, wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import datetime
-from html import escape
 from typing import TYPE_CHECKING
 
+from memguard._displays import html, table
 from memguard._ledger.types import DeviceLedger, Ledger, Row
 from memguard._text import visible
 from memguard._units import MIB, format_size
@@ -20,9 +19,6 @@ if TYPE_CHECKING:
 NUMBERS = ("held", "cap", "in use", "cached", "trimmable")
 COLUMNS = ("MiB", *NUMBERS, "cap is")
 LINE, AT_LEAST = "─", "≥ "
-_STYLE = {"right": "text-align: right", "left": "text-align: left"}
-# Inline styles: notebooks remove style sheets from what they show.
-_RULE = "border-top: 1px solid #888"
 
 
 def rich_ledger(ledger: Ledger, *, ascii_only: bool = False) -> RenderableType:
@@ -37,7 +33,7 @@ def rich_ledger(ledger: Ledger, *, ascii_only: bool = False) -> RenderableType:
 def html_ledger(ledger: Ledger) -> str:
     """The same in HTML."""
     tables = [_html_table(part, ledger.simulated) for part in ledger.devices]
-    return "\n".join([*tables, *(f"<div>note: {_html(note)}</div>" for note in ledger.notes)])
+    return "\n".join([*tables, *(f"<div>note: {html(note)}</div>" for note in ledger.notes)])
 
 
 def _rich_table(part: DeviceLedger, simulated: bool, ascii_only: bool) -> RenderableType:
@@ -65,33 +61,10 @@ def _rich_table(part: DeviceLedger, simulated: bool, ascii_only: bool) -> Render
 
 def _html_table(part: DeviceLedger, simulated: bool) -> str:
     mark = " (simulated)" if simulated else ""
-    head = f"<b>{_html(part.device.name)}{mark}</b> {_html(part.device.uuid)}<br>{_process(part)}"
-    styles = ["", f' style="{_RULE}"', f' style="{_RULE}"']
-    bodies = (
-        f"<tbody{style}>{''.join(_html_row('td', row) for row in group)}</tbody>"
-        for style, group in zip(styles, _groups(part), strict=True)
-        if group
-    )
+    caption = f"<b>{html(part.device.name)}{mark}</b> {html(part.device.uuid)}<br>{_process(part)}"
     return "\n".join(
-        [
-            "<table>",
-            f'<caption style="{_STYLE["left"]}; caption-side: top">{head}</caption>',
-            f"<thead>{_html_row('th', COLUMNS)}</thead>",
-            *bodies,
-            "</table>",
-            *(f"<div>{_html(note)}</div>" for note in _notes(part)),
-        ]
+        [table(caption, COLUMNS, _groups(part), NUMBERS), *(f"<div>{html(note)}</div>" for note in _notes(part))]
     )
-
-
-def _html_row(tag: str, row: Sequence[str]) -> str:
-    sides = ["left", *["right"] * len(NUMBERS), "left"]
-    written = (f'<{tag} style="{_STYLE[side]}">{_html(cell)}</{tag}>' for side, cell in zip(sides, row, strict=True))
-    return f"<tr>{''.join(written)}</tr>"
-
-
-def _html(text: str) -> str:
-    return escape(visible(text))
 
 
 def _process(part: DeviceLedger) -> str:

@@ -182,9 +182,20 @@ class Ledger:
         }
 
     def to_json(self) -> str:
+        """`as_dict()` as text."""
         import json
 
         return json.dumps(self.as_dict(), indent=2)
+
+    def __repr__(self) -> str:
+        """One line, for a prompt; `print` shows the table."""
+        mark = " (simulated)" if self.simulated else ""
+        said = []
+        for part in self.devices:
+            limit = "" if part.limit is None else f" of limit {format_size(part.limit)}"
+            held = "suspended" if part.suspended is not None else f"{format_size(part.process)}{limit}"
+            said.append(f"{part.device.name}{mark}: {held}")
+        return shown(f"<Ledger {'; '.join(said) or 'of no GPU'}>")
 
     def __rich__(self) -> RenderableType:
         from memguard._ledger.tables import rich_ledger

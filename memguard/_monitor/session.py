@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from memguard._devices import contexts, suspension
 from memguard._logs import log as _log
@@ -52,6 +52,19 @@ def on_monitor() -> bool:
     return getattr(_thread, "session", None) is not None
 
 
+class Watched(Protocol):
+    """A budget that `memguard top` of other processes may watch: `memguard._top.server` makes it."""
+
+    def checkpoint(self) -> None:
+        """Do what others have asked for."""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether they have asked for something that is not done."""
+
+    def end(self) -> None: ...
+
+
 class Session:
     """One budget from `start` until its guard stops."""
 
@@ -60,9 +73,10 @@ class Session:
         self.monitor: Monitor | None = None
         self._writer: Writer | None = None
         self._undo = Undo()
-        self._due: deque[Event] = deque(maxlen=64)  # trims that wait for a checkpoint
+        self._due: deque[Event | None] = deque(maxlen=64)  # trims that wait for a checkpoint; None: others ask
         self._raises: dict[tuple[str | None, str | None], Event] = {}  # errors that do
         self._settings: pressure.Settings | None = None
+        self._watched: Watched | None = None
         self._workloads = Workloads()
         self._refusals = Refusals()
         self._beside: Beside | None = None  # with a timeline
@@ -94,6 +108,7 @@ class Session:
             if self.guard.budget.metrics is not None:  # before the first event; else `init` loads nothing of it
                 importlib.import_module("memguard._metrics").of_budget(self, self._undo)
             if self.guard.budget.monitor is not None:
+                self._let_watch(self.guard.budget.monitor.top)  # before the first event
                 self._start_monitor()
             self._watch_idleness()
             self._tell_others()
@@ -119,6 +134,12 @@ class Session:
             return
         listener = importlib.import_module("memguard._suspend.listener")
         listener.of_budget(self.guard.budget.source, suspend.by_others, suspend.host_memory, self._undo)
+
+    def _let_watch(self, wanted: bool) -> None:
+        """`memguard top` shows the budget, and asks this process, if the budget allows it."""
+        if wanted:  # else `init` loads nothing of it
+            server = importlib.import_module("memguard._top.server")
+            self._watched = server.of_budget(self.guard, self._undo, lambda: self._due.append(None))
 
     def _start_monitor(self) -> None:
         from memguard._monitor.pressure import Settings
@@ -162,6 +183,8 @@ class Session:
 
     def _at_exit(self) -> None:
         """The program ends without `shutdown`."""
+        if self._watched is not None:
+            self._watched.end()
         if self.monitor is not None:
             self.monitor.stop()
         if self._beside is not None:
@@ -170,7 +193,7 @@ class Session:
 
     def _forget(self) -> None:
         """The last step, once monitor, timeline and hooks have ended."""
-        self.monitor = self._writer = self._beside = None
+        self.monitor = self._writer = self._beside = self._watched = None
 
     def forked(self) -> None:
         """In a forked child: no thread of the parent's is there, and its locks may be held."""
@@ -180,11 +203,16 @@ class Session:
             self.monitor.forked()
         if self._writer is not None:
             self._writer.forked()
+        if self._watched is not None:
+            self._watched.end()
 
     # the user's threads
 
     def checkpoint(self) -> None:
-        """Trim what the budget says to trim under pressure. Raise UnderPressure if it says so and pressure lasts."""
+        """Trim what the budget says to trim under pressure, and do what others ask through `memguard top`.
+
+        Raise UnderPressure if the budget says so and the pressure lasts.
+        """
         if not self._due and not self._raises:  # mostly
             return
         if suspension.now is not None:  # both wait until the process is back
@@ -195,10 +223,15 @@ class Session:
         here.busy = True
         try:
             while self._due:
-                self._trim(self._due.popleft())
+                if (event := self._due.popleft()) is not None:
+                    self._trim(event)
+            if self._watched is not None:
+                self._watched.checkpoint()
             lasting = [event for event in self._taken_raises() if self._critical(event)]
         finally:
             here.busy = False
+            if self._watched is not None and self._watched.waiting:  # it was interrupted: at the next one
+                self._due.append(None)
         for event in lasting:
             raise UnderPressure(event.framework, event.uuid, event.text)
 

@@ -88,6 +88,7 @@ class Report:
 
     @property
     def simulated(self) -> bool:
+        """Whether it is about a simulated GPU."""
         return self.ledger is not None and self.ledger.simulated
 
     def as_dict(self) -> dict[str, Any]:
@@ -111,6 +112,7 @@ class Report:
         }
 
     def to_json(self) -> str:
+        """`as_dict()` as text."""
         return json.dumps(self.as_dict(), indent=2)
 
     @property
@@ -135,6 +137,10 @@ class Report:
         """For the exception itself: title, reason and the first remedy."""
         parts = [f"memguard: {self.title}", self.why, *(remedy.text for remedy in self.remedies[:1])]
         return shown("\n  ".join(part for part in parts if part))
+
+    def __repr__(self) -> str:
+        """One line, for a prompt; `print` shows the whole report."""
+        return shown(f"<Report: {self.title}>")
 
     def __str__(self) -> str:
         return shown("\n".join(label + text for _, label, text in self._lines()))

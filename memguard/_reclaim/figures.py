@@ -67,20 +67,33 @@ class Reclaimable:
             ],
         }
 
+    def __repr__(self) -> str:
+        """One line, for a prompt; `print` shows the table."""
+        mark = " (simulated)" if self.simulated else ""
+        said = "; ".join(f"{part.name}{mark}: {_total(part)} could come back" for part in self.devices)
+        return shown(f"<Reclaimable {said or 'of no GPU'}>")
+
     def __str__(self) -> str:
         parts = []
         for part in self.devices:
             mark = " (simulated)" if self.simulated else ""
             rows = [_HEAD, *(_row(one) for one in part.frameworks)]
             widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
-            unknown = any(one.reclaimable is None for one in part.frameworks)
-            more = "at least " if unknown else ""
-            lines = [f"{visible(part.name)}{mark}  {part.uuid}: {more}{format_size(part.reclaimable)} could come back"]
+            lines = [f"{visible(part.name)}{mark}  {part.uuid}: {_total(part)} could come back"]
             for row in rows if part.frameworks else ():
                 cells = [row[0].ljust(widths[0]), *(row[n].rjust(widths[n]) for n in (1, 2, 3)), row[4]]
                 lines.append("  " + "  ".join(cells).rstrip())
             parts.append("\n".join(lines if part.frameworks else [*lines, "  no framework is at work on it"]))
         return shown("\n".join(parts) or "no budget is applied: nothing is known of any GPU")
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What IPython shows in a terminal."""
+        printer.text(str(self))
+
+
+def _total(part: OnDevice) -> str:
+    unknown = any(one.reclaimable is None for one in part.frameworks)
+    return ("at least " if unknown else "") + format_size(part.reclaimable)
 
 
 def of_sample(sample: Sample, plan: Plan, simulated: bool) -> Reclaimable:

@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
+from memguard._text import malformed
 from memguard._types import TraceEvent
 from memguard._units import MAX_SIZE
 from memguard.errors import TraceError
@@ -285,7 +286,7 @@ class _Reader:
         except RecursionError:
             self.fail("malformed JSON: nested too deeply", "write one flat object per line")
         except ValueError as error:
-            self.fail(f"malformed JSON: {_show(str(error))}", "write one JSON object per line; is the file cut off?")
+            self.fail(f"malformed JSON: {malformed(error)}", "write one JSON object per line; is the file cut off?")
         if not isinstance(record, dict):
             self.fail("not a JSON object", 'write {"time": ..., "framework": ..., "op": ...}')
         return record

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, NoReturn
 
+from memguard._text import malformed, visible
 from memguard._timeline.format import (
     MAGIC,
     MAX_LINE,
@@ -78,7 +79,7 @@ class Parser:
             )
             self._columns = self.columns(record["columns"])
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            self.fail(f"the header is damaged: {short(str(error))}", _OTHERS)
+            self.fail(f"the header is damaged: {_why(error)}", _OTHERS)
         return header
 
     def record(self, raw: bytes) -> Record | None:
@@ -102,7 +103,7 @@ class Parser:
                 self.fail(f"{short(kind)} is not a record of version {VERSION}", _UPGRADE)
             self._columns = self.columns(content)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            self.fail(f"the {kind} is damaged: {short(str(error))}", "remove the line")
+            self.fail(f"the {kind} is damaged: {_why(error)}", "remove the line")
         return None
 
     def object(self, raw: bytes) -> dict[str, Any]:
@@ -116,7 +117,7 @@ class Parser:
         except RecursionError:
             self.fail("malformed JSON: nested too deeply", remove)
         except ValueError as error:  # also when it is not UTF-8
-            self.fail(f"malformed JSON: {short(str(error))}", remove)
+            self.fail(f"malformed JSON: {malformed(error)}", remove)
         if not isinstance(record, dict):
             self.fail("not a JSON object", remove)
         return record
@@ -146,10 +147,12 @@ class Parser:
 
     def _event(self, time: float, content: dict[str, Any]) -> Event:
         for key, value in content.items():
-            if type(value) not in _EVENT[key]:
+            if type(value) not in _EVENT.get(key, ()):
                 raise ValueError(f"{key} is {short(value)}")
         about = dict(content)
         if "level" in about:
+            if about["level"] not in _LEVELS:
+                raise ValueError(f"level is {short(about['level'])}")
             about["level"] = _LEVELS[about["level"]]
         return Event(time, **about)
 
@@ -214,6 +217,15 @@ class Parser:
         for value in values:
             if type(value) is not int or not -MAX_SIZE <= value <= MAX_SIZE:
                 raise ValueError(f"{short(value)} is not a whole number in range")
+
+
+def _why(error: Exception) -> str:
+    """What is wrong with a record, in words: Python's own are of this module, and not of the file."""
+    if isinstance(error, KeyError):
+        return f"{short(error.args[0])} is missing"
+    if isinstance(error, (ValueError, OverflowError)) and "unpack" not in str(error):
+        return visible(str(error), keep="")[:200]
+    return "a value is missing, or is not of its type"
 
 
 def _whole_or_none(*values: Any) -> None:

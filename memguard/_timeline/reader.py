@@ -6,8 +6,10 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+from memguard._displays import html, plan_html, plan_text
+from memguard._text import shown
 from memguard._timeline.files import numbered, open_regular, written_as
 from memguard._timeline.format import MAGIC, MAX_LINE, Dropped, Header, Oom
 from memguard._timeline.parse import Parser, Record
@@ -41,6 +43,32 @@ class Timeline:
             left = f"; the oldest parts keep one sample in {every:g} s, and the peaks" if every else ""
             self._note(f"no longer in the files, or never written: {self.dropped}{left}")
 
+    def __repr__(self) -> str:
+        """One line, for a prompt; `print` shows more."""
+        parts = "" if len(self._parts) == 1 else f" in {len(self._parts)} parts"
+        gpus = ", ".join(part.device.name for part in self.plan.devices)
+        mark = " (simulated)" if self.header.simulated else ""
+        return shown(f"<Timeline {self._parts[-1].path}{parts}: {self._run} on {gpus}{mark}>")
+
+    def __str__(self) -> str:
+        """What its header says: the run, the plan at its start; and what is known to be missing. Reads no file."""
+        return shown(
+            f"timeline of {self._run}, begun {self.header.recorded}\n{plan_text(self.plan, None, self._notes)}"
+        )
+
+    def _repr_html_(self) -> str:
+        head = f"<div><b>timeline</b> of {self._run}, begun {html(self.header.recorded)}</div>"
+        return f"{head}\n{plan_html(self.plan, None, self._notes)}"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What IPython shows in a terminal."""
+        printer.text(str(self))
+
+    @property
+    def _run(self) -> str:
+        rank = "" if self.header.rank is None else f", rank {self.header.rank}"
+        return f"process {self.header.pid}{rank}"
+
     @property
     def plan(self) -> Plan:
         """The plan at the start of the run."""
@@ -48,6 +76,7 @@ class Timeline:
 
     @property
     def notes(self) -> tuple[str, ...]:
+        """What is missing, as far as it is known."""
         return tuple(self._notes)
 
     def records(self) -> Iterator[Record]:
@@ -55,12 +84,15 @@ class Timeline:
         return self._read(b"")
 
     def samples(self) -> Iterator[Sample]:
+        """The samples alone."""
         return (record for record in self._read(b"") if isinstance(record, Sample))
 
     def events(self) -> Iterator[Event]:
+        """The events alone. Lines of other records are not decoded."""
         return (record for record in self._read(b',"event":') if isinstance(record, Event))
 
     def ooms(self) -> Iterator[Oom]:
+        """The reports of out-of-memory errors alone."""
         return (record for record in self._read(b',"oom":') if isinstance(record, Oom))
 
     def _read(self, only: bytes) -> Iterator[Record]:

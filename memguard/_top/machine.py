@@ -145,19 +145,21 @@ class Machine:
             return []
 
     def _ask(self, now: float) -> None:
-        for process in dict.fromkeys([*self._listening(), *self._targets]):
+        listening = self._listening()
+        for process in dict.fromkeys([*listening, *self._targets]):
             if self._later.get(process, 0.0) > now:
                 continue
             try:
                 self._targets[process] = client.snapshot(process, self._where)
                 self._later.pop(process, None)
             except SilentError:
-                self._silent(process, now)
+                self._silent(process, now, process in listening)
             except MemguardError as error:
                 self._keep(process, "silent", now, str(error).partition("\n")[0])
 
-    def _silent(self, process: Process, now: float) -> None:
-        if identity.lives(process):
+    def _silent(self, process: Process, now: float, listens: bool) -> None:
+        """One that lives and has no socket any more is as one that has ended: its budget has."""
+        if listens and identity.lives(process):
             self._keep(process, "silent", now, f"process {process.pid} does not answer")
             self._later[process] = now + AGAIN
             return
@@ -225,7 +227,7 @@ class Machine:
         for process, (target, _) in self._targets.copy().items():
             if target.key == key and target.state != "ended":
                 return process
-        raise MemguardError("the process has ended\n    fix: select one that runs")
+        raise MemguardError("the process, or its budget, has ended\n    fix: select another one")
 
 
 def _gpu(gpu: processes.Gpu, targets: Sequence[Target], known: bool) -> Gpu:

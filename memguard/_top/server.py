@@ -12,20 +12,21 @@ A snapshot is read on the listener's thread. What is asked waits for `Served.che
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from memguard import _api
 from memguard._devices import contexts, suspension
 from memguard._ledger.types import DeviceLedger, Row
 from memguard._logs import log as _log
-from memguard._monitor.session import on_monitor
+from memguard._logs import text_of
+from memguard._monitor.session import callbacks, on_monitor
 from memguard._suspend import sockets
 from memguard._suspend.identity import this_process
 from memguard._suspend.turn import folder
@@ -53,12 +54,21 @@ class Served:
     """A guard that others may watch, until `end`.
 
     `whole`: it is served from the budget's beginning, so that a framework of whose pressure nothing was told is `ok`.
+    `asked` is called, on a thread of the listener's, whenever something waits for `checkpoint`.
     """
 
-    def __init__(self, guard: Guard, *, whole: bool = False, where: str | None = None) -> None:
+    def __init__(
+        self,
+        guard: Guard,
+        *,
+        whole: bool = False,
+        where: str | None = None,
+        asked: Callable[[], object] = lambda: None,
+    ) -> None:
         self._guard, self._process, self._pid = guard, this_process(), os.getpid()
         self._story = Story(guard.plan, whole=whole and guard.budget.monitor is not None)
-        self._requests, self._undo = Requests(), Undo()
+        self._hear = self._story.add
+        self._requests, self._undo, self._wake = Requests(), Undo(), asked
         self._name = os.path.basename(sys.argv[0] if sys.argv else "") or "python"
         self.path = sockets.path_of(KIND, self._process, where or folder())
 
@@ -66,7 +76,9 @@ class Served:
         """Raises OSError."""
         listening = sockets.Listening(self._serve, self.path, "memguard-top")
         try:
-            self._undo.add("the events for memguard top", _api.on_pressure(self._story.add))
+            self._undo.add("the events for memguard top", self._hear_no_more)
+            callbacks.append(self._hear)
+            self._undo.add("the socket that was to be the one for memguard top", self._forget_new)
             self._undo.add("the listener for memguard top", listening.end)
             listening.begin()
         except BaseException:
@@ -76,6 +88,24 @@ class Served:
     def end(self) -> None:
         """Nobody is served from now on. May be called again, and in a forked child."""
         self._undo.run()
+
+    def _hear_no_more(self) -> None:
+        for position, one in enumerate(callbacks):
+            if one is self._hear:  # not `==`, which may be code of the program
+                del callbacks[position]
+                return
+
+    def _forget_new(self) -> None:
+        """What `Listening.begin` leaves if it is interrupted before its socket has its name."""
+        if os.getpid() == self._pid:
+            where, name = os.path.split(self.path)
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(where, f"new-{name}"))
+
+    @property
+    def waiting(self) -> bool:
+        """Whether others have asked for something that is not done."""
+        return self._requests.waiting
 
     def checkpoint(self) -> None:
         """Do what others have asked for, on this thread: not on the monitor's, and not while the process is suspended.
@@ -109,7 +139,8 @@ class Served:
                 raise wire.BadMessage("there is more of the snapshot")
 
     def _snapshot(self) -> str:
-        contexts.relax()
+        if suspension.now is None:  # else the guard answers from its last reading, and asks no driver
+            contexts.relax()
         target, gpus = self.target()
         return json.dumps({"target": asdict(target), "gpus": [asdict(gpu) for gpu in gpus]})
 
@@ -154,6 +185,7 @@ class Served:
                 number = self._requests.add(what, lambda: self._resize(framework, cap, pid))
         except MemguardError as error:
             return {"done": False, "text": str(error)[:_TEXT]}
+        self._wake()
         _log.info("process %d asks: %s; it is done at the next checkpoint", pid, what)
         return {"done": True, "number": number}
 
@@ -187,6 +219,21 @@ def serve(guard: Guard, *, whole: bool = False, where: str | None = None) -> Ser
     """
     served = Served(guard, whole=whole, where=where)
     served.begin()
+    return served
+
+
+def of_budget(guard: Guard, undo: Undo, asked: Callable[[], object]) -> Served | None:
+    """Let `memguard top` watch a budget that begins here, and `undo` it. What prevents that is only logged.
+
+    `asked` as for `Served`.
+    """
+    try:
+        served = Served(guard, whole=True, asked=asked)
+        undo.add("the socket for memguard top", served.end)
+        served.begin()
+    except (OSError, MemguardError) as error:
+        _log.warning("memguard top cannot watch this process: %s", text_of(error))
+        return None
     return served
 
 

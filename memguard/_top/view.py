@@ -14,7 +14,10 @@ LEAST = 60
 _NAME, _NUMBER, _LEVEL = 12, 8, 10
 _LISTED = 8
 """Other processes of a GPU that are listed."""
-_NOBODY = "no process here tells memguard top of itself; a timeline does: memguard top run-PID-RANK.jsonl"
+_NOBODY = (
+    "no process here lets memguard top watch it: a budget does with 'monitor: {top: true}'. A timeline can be "
+    "followed: memguard top run-PID-RANK.jsonl"
+)
 _STATES = {
     "silent": "says nothing",
     "ended": "has ended: nobody writes the file",
@@ -259,7 +262,11 @@ def _notes(snapshot: Snapshot) -> list[str]:
     notes = [*snapshot.notes]
     for target in snapshot.targets:
         if target.shares and target.state in ("ended", "silent"):
-            said = "nobody writes it any more" if target.state == "ended" else "its process lives and writes nothing"
+            ended = target.state == "ended"
+            if target.file is None:
+                said = "it, or its budget, has ended" if ended else "it lives, and does not answer"
+            else:
+                said = "nobody writes it any more" if ended else "its process lives and writes nothing"
             notes.append(f"{target.name}: {said}; the figures are those of {clock(target.read)}")
         notes += target.notes
     return list(dict.fromkeys(notes))

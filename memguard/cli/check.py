@@ -108,6 +108,8 @@ def _summary(budget: Budget) -> Iterator[tuple[str, str]]:
             size = text(budget.monitor.timeline_size)
             yield "timeline", f"{budget.monitor.timeline}, at most {size}"
             yield from _timeline_folder(budget.monitor.timeline)
+        if budget.monitor.top:
+            yield "top", "memguard top of the same user may watch, and ask for a trim or another cap"
     if budget.on_pressure:
         yield "on_pressure", f"{' and '.join(budget.on_pressure)} when the pressure becomes critical"
     if budget.metrics is not None:
@@ -202,7 +204,15 @@ def _rest(budget: Budget) -> str:
     if not share:
         return "nothing"
     lent = ", of which elastic shares get what they ask for, up to their max" if _elastic(budget) else ""
-    return f"{text(share)} of (limit − reserve)" + (f" − {text(size)}" if size else "") + lent
+    whole = "(limit − reserve)" if share == 1 and size else f"{text(share)} of (limit − reserve)"
+    fails = "" if not size or _known(budget) else "; init fails on a GPU where that is negative"
+    return whole + (f" − {text(size)}" if size else "") + lent + fails
+
+
+def _known(budget: Budget) -> bool:
+    """Whether (limit − reserve) is the same on every GPU: then what does not fit is an error of the file."""
+    device = budget.device
+    return isinstance(device.limit, int) and isinstance(device.reserve, int) and not budget.devices
 
 
 def _elastic(budget: Budget) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memguard._devices import copies, streams, suspension
 from memguard._logs import log as _log
@@ -17,6 +17,9 @@ from memguard.exchange.adapters.base import Arrays
 from memguard.exchange.compatibility import Layout
 from memguard.exchange.lifetimes import Offer
 from memguard.exchange.view import View
+
+if TYPE_CHECKING:
+    from memguard._specs import ArraysName
 
 _COMPACTORS = ("torch", "cupy")
 """Frameworks that take any strides, so they can make a compact copy for one that cannot."""
@@ -52,12 +55,14 @@ class Route(NamedTuple):
         return f"{self.producer} to {self.consumer}: {format_size(self.nbytes)} {self.way}"
 
 
-def to(x: Any, framework: str, *, copy: bool | None = None, stream: Any = None, device: int | None = None) -> Any:
+def to(
+    x: Any, framework: ArraysName, *, copy: bool | None = None, stream: Any = None, device: int | None = None
+) -> Any:
     """`x` as an array of `framework`: torch, tensorflow, cupy, jax, pycuda or numba; numpy for host memory.
 
-    copy=None shares the memory, and raises CannotShare with reason and remedy if that would not be safe. copy=True
+    `copy=None` shares the memory, and raises CannotShare with reason and remedy if that would not be safe. `copy=True`
     copies on the GPU, to another GPU with `device` (CUDA's ordinal), and through the host only to or from host memory;
-    `last_route()` says which way. copy=False shares or raises; it also shares read-only memory, which you then must
+    `last_route()` says which way. `copy=False` shares or raises; it also shares read-only memory, which you then must
     not write to. `stream` is the stream that will use the result: a handle, or any object with `__cuda_stream__`.
     Without it that is the framework's current stream, or the host waits if the framework names none. The memory lives
     as long as any view of it.

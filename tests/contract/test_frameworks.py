@@ -16,7 +16,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -28,7 +28,8 @@ from memguard._frameworks import driver_pages, registry
 from memguard._frameworks.base import Framework
 from memguard._frameworks.simulated import adapter
 from memguard._frameworks.simulated.adapter import SimulatedFramework
-from memguard._specs import SPECS
+from memguard._guard import Guard
+from memguard._specs import SPECS, FrameworkName, Known
 from memguard._types import Applied, Enforcement, Moment, State, TraceEvent
 from memguard._units import GIB, GRANULE, MIB
 from memguard.errors import CapNotApplied
@@ -71,6 +72,25 @@ print("RESULT", json.dumps(result))
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.split("RESULT ", 1)[1])
     return found
+
+
+def test_signatures_offer_the_names_that_a_budget_may_name() -> None:
+    """Type checkers and editors cannot read rows; a name of an extension is a `str`."""
+    assert get_args(Known) == tuple(SPECS)
+    assert get_args(FrameworkName) == (Known, str)
+    public = [*(getattr(memguard, name) for name in memguard.__all__), memguard.exchange.to, memguard.exchange.attach]
+    public += [getattr(Guard, name) for name in vars(Guard) if not name.startswith("_")]
+    public += [Guard.resize, Guard.trim, Guard.make_room]
+    named = {
+        one.__qualname__: str(parameter.annotation)
+        for one in public
+        if inspect.isfunction(one)
+        for name, parameter in inspect.signature(one).parameters.items()
+        if name in ("framework", "frameworks")
+    }
+    counted = named.pop("Guard.refused")  # for adapters
+    assert counted == "str" and len(named) >= 10
+    assert [name for name, said in named.items() if "FrameworkName" not in said and "ArraysName" not in said] == []
 
 
 def test_the_registry_knows_what_a_budget_may_name() -> None:

@@ -1,6 +1,7 @@
 """`memguard top` in a real terminal (tmux): keys, resizing, a process that is killed, and what the screen costs.
 
-Needs tmux: `apt-get install tmux`. The cost is printed (`pytest -s`, or the report of a failure), and not judged here.
+Needs tmux: `apt-get install tmux`. The cost is printed (`pytest -s`, or the report of a failure), and not judged here:
+`benchmarks/top.py` does that.
 """
 
 from __future__ import annotations
@@ -49,11 +50,9 @@ WRITER = """
 """
 ATTACHED = """
     import time, memguard
-    from memguard._top import server
-    guard = memguard.init({"version": 1, "frameworks": {"torch": {"limit": "4GiB"}}}, simulate="h200")
-    served = server.serve(guard)
+    memguard.init({"version": 1, "frameworks": {"torch": {"limit": "4GiB"}}, "monitor": {"top": True}}, simulate="h200")
     while True:
-        served.checkpoint()
+        memguard.checkpoint()
         time.sleep(0.1)
 """
 

@@ -48,7 +48,15 @@ def asking() -> None:
     memguard.require("torch", "4GiB")
     memguard.require("torch", 4 << 30)
     memguard.require("torch", 0.5)  # type: ignore[arg-type]
+    memguard.require("an extension", "4GiB")  # editors offer the names that are known; others are accepted
+    memguard.require(None, "4GiB")  # type: ignore[arg-type]
     memguard.resize("torch", "12GiB")
+    name: str = input()
+    memguard.trim(name)
+    memguard.trim(["torch"])  # type: ignore[arg-type]
+    exchange.to(object(), name)
+    exchange.to(object(), 3)  # type: ignore[arg-type]
+    memguard.doctor(frameworks=[name])
     assert_type(memguard.trim(), int)
     assert_type(memguard.trim("torch"), int)
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.long  # no version of what is installed changes what th
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-_run, _listed, _independent, _sampler, checks, table, _moment, replay, elastic, suspend, _suggest_checks = (
+_run, _listed, _independent, _sampler, checks, table, _moment, replay, elastic, suspend, _suggest_checks, top = (
     importlib.import_module(name)
     for name in (
         "_run",
@@ -34,6 +34,7 @@ _run, _listed, _independent, _sampler, checks, table, _moment, replay, elastic, 
         "elastic",
         "suspend",
         "_suggest_checks",
+        "top",
     )
 )
 RESULTS = ROOT / "benchmarks" / "results"
@@ -167,6 +168,12 @@ def ddp() -> Result:
     return result
 
 
+def screens() -> Result:
+    one = {"returncode": 0, "shares": [0.012, 0.011], "drawn": 2.0}
+    attached = {**one, "target": "real", "watched": [0.006, 0.005], "beside": [0.001, 0.001]}
+    return {"textual": "8.2.8", "follows": dict(one), "attached": attached, "control": dict(one)}
+
+
 Whole = tuple[Callable[[], Result], Callable[[Result], Result], Callable[[Result], Result]]
 """A whole result, what judges it, and where its scenarios lie in it."""
 WHOLE: dict[str, Whole] = {
@@ -184,6 +191,7 @@ WHOLE: dict[str, Whole] = {
     "elastic": (elastic_results.whole, elastic.elastic_checks, lambda s: s),
     "suspend": (suspend_results.whole, suspend.suspend_checks, lambda s: s),
     "suggest": (suggest_results.whole, _suggest_checks.suggest_checks, lambda s: s),
+    "top": (screens, top.top_checks, lambda r: r),
 }
 
 
@@ -210,7 +218,7 @@ def killed(benchmark: str) -> list[tuple[str, str, str]]:
 
 SCENARIOS = [
     case
-    for name in ("main_job", "all_frameworks", "watch", "exchange", "elastic", "suspend", "suggest")
+    for name in ("main_job", "all_frameworks", "watch", "exchange", "elastic", "suspend", "suggest", "top")
     for case in killed(name)
     if case[1] != "nothing stays lent"  # of all scenarios
 ]  # fmt: skip

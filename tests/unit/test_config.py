@@ -18,6 +18,7 @@ from budget_texts import GOOD, METRICS, UUID, WATCHED, fw, problems
 from click.testing import CliRunner
 from jsonschema import Draft202012Validator
 
+import memguard
 from memguard import _config
 from memguard._config import (
     FRAMEWORKS,
@@ -119,11 +120,12 @@ def test_there_is_no_monitor_by_default() -> None:
     default = MonitorConfig()
     assert (default.interval, default.forecast) == (0.5, 20.0)
     assert (default.warn, default.critical) == (Fraction(85, 100), Fraction(95, 100))
-    assert (default.timeline, default.timeline_size) == (None, 64 * MIB)
+    assert (default.timeline, default.timeline_size, default.top) == (None, 64 * MIB, False)
 
 
 def test_every_key_of_the_monitor() -> None:
-    text = "monitor: {interval: 2s, warn: 60%, critical: 80.5%, forecast: 1min, timeline: a.jsonl, timeline_size: 1MiB}"
+    text = "monitor: {interval: 2s, warn: 60%, critical: 80.5%, forecast: 1min, timeline: a.jsonl, timeline_size: 1MiB"
+    text += ", top: true}"
     budget = parse(GOOD + text + "\non_pressure: [trim, raise]")
     assert budget.monitor == MonitorConfig(
         interval=2.0,
@@ -132,6 +134,7 @@ def test_every_key_of_the_monitor() -> None:
         forecast=60.0,
         timeline="a.jsonl",
         timeline_size=MIB,
+        top=True,
     )
     assert budget.on_pressure == ("trim", "raise")
 
@@ -225,6 +228,7 @@ def test_equal_means_the_same_budget_however_written() -> None:
         (WATCHED, GOOD + "monitor: {forecast: 20s}", GOOD + "monitor: {forecast: 0}"),
         (WATCHED, WATCHED, GOOD + "monitor: {timeline: a.jsonl}"),
         (WATCHED, GOOD + "monitor: {timeline_size: 64MiB}", GOOD + "monitor: {timeline_size: 1MiB}"),
+        (WATCHED, GOOD + "monitor: {top: false}", GOOD + "monitor: {top: true}"),
         (WATCHED, WATCHED + "on_pressure: []", WATCHED + "on_pressure: [trim]"),
         (GOOD, GOOD + "doctor: {ignore: []}", GOOD + "doctor: {ignore: [mig]}"),
         (
@@ -251,6 +255,7 @@ def test_equal_means_the_same_budget_however_written() -> None:
         "forecast",
         "timeline",
         "timeline_size",
+        "top",
         "on_pressure",
         "doctor",
         "ignore",
@@ -295,6 +300,7 @@ def test_a_dump_says_what_a_file_would_say() -> None:
         "critical": "95%",
         "forecast": "0s",
         "timeline_size": "2MiB",
+        "top": False,
     }
     assert dumped["on_pressure"] == ["raise", "trim"]
 
@@ -528,6 +534,8 @@ def plain(text: str) -> Any:
         GOOD + "monitor: {timeline: '{host}'}",
         GOOD + "monitor: {timeline: 5}",
         GOOD + "monitor: {timeline_size: 5}",
+        GOOD + "monitor: {top: yes}",
+        GOOD + "monitor: {top: 1}",
         GOOD + "on_pressure: [trim]",
         WATCHED + "on_pressure: trim",
         WATCHED + "on_pressure: [warn]",
@@ -604,9 +612,25 @@ def test_the_commands() -> None:
     assert "monitor" not in output
     output = CliRunner().invoke(check, [str(CONFIGS / "budget.yaml")]).output
     assert "tensorflow   25% of (limit − reserve), growth: true\n" in output
-    assert "unallocated  25% of (limit − reserve) − 1GiB" in output
+    negative = "; init fails on a GPU where that is negative\n"
+    assert f"unallocated  25% of (limit − reserve) − 1GiB{negative}" in output
     wrong = CliRunner().invoke(check, ["absent.yaml"])
     assert wrong.exit_code == 2 and "absent.yaml: there is no such file\n    fix: " in wrong.output
+
+
+def test_what_is_unallocated_may_be_less_than_nothing_on_a_small_gpu(tmp_path: Path) -> None:
+    def said(text: str) -> str:
+        (tmp_path / "b.yaml").write_text(text)
+        return CliRunner().invoke(check, [str(tmp_path / "b.yaml")]).output
+
+    sizes = fw("torch: {limit: 20GiB}\ncupy: {limit: 3074MiB}")
+    assert "  unallocated  (limit − reserve) − 23554MiB; init fails on a GPU where that is negative\n" in said(sizes)
+    memguard.init(parse(sizes), simulate="h200")
+    with pytest.raises(memguard.PlanError):
+        memguard.init(parse(sizes), simulate="t4", replace=True)
+    memguard.shutdown()
+    known = "device: {limit: 8GiB, reserve: 1GiB}\n"
+    assert "  unallocated  (limit − reserve) − 5GiB\n" in said(known + fw("torch: {limit: 5GiB}"))
 
 
 def test_the_commands_show_that_pycuda_has_contexts_of_its_own(tmp_path: Path) -> None:
@@ -648,6 +672,9 @@ def test_check_shows_the_monitor(tmp_path: Path) -> None:
     assert "  monitor      every 500ms, warn from 85%, critical from 95%, forecast 20s ahead\n" in output
     assert f"  timeline     {tmp_path / 'a.jsonl'}, at most 64MiB\n" in output
     assert "  on_pressure  trim and raise when the pressure becomes critical\n" in output
+    (tmp_path / "b.yaml").write_text(GOOD + "monitor: {top: true}")
+    output = CliRunner().invoke(check, [str(tmp_path / "b.yaml")]).output
+    assert "  top          memguard top of the same user may watch, and ask for a trim or another cap\n" in output
     (tmp_path / "b.yaml").write_text(GOOD + "monitor: {interval: 2s, forecast: 0}")
     output = CliRunner().invoke(check, [str(tmp_path / "b.yaml")]).output
     assert "every 2s, warn from 85%, critical from 95%, no forecast\n" in output

@@ -32,7 +32,7 @@ from memguard.errors import ConfigError, PlanError, Problem
 def keys_of(path: str) -> list[str | int]:
     """`frameworks.torch.share`, `devices['0']`, `on_pressure[1]` as keys and indexes."""
     found: list[str | int] = []
-    for word, quoted, index in re.findall(r"([A-Za-z_]\w*)|\[('(?:[^'\\]|\\.)*'|\"[^\"]*\")\]|\[(\d+)\]", path):
+    for word, quoted, index in re.findall(r"([^\W\d]\w*)|\[('(?:[^'\\]|\\.)*'|\"[^\"]*\")\]|\[(\d+)\]", path):
         found.append(word or (yaml.safe_load(quoted) if quoted else int(index)))
     return found
 
@@ -170,7 +170,7 @@ WHOLE: dict[str, Any] = {
     "on_busy": "raise",
     "monitor": {
         "interval": "1s", "warn": "70%", "critical": "90%", "forecast": "30s", "timeline": "a.jsonl",
-        "timeline_size": "32MiB",
+        "timeline_size": "32MiB", "top": True,
     },
     "on_pressure": ["trim"],
     "metrics": {"prometheus": 9477, "opentelemetry": True, "job": "train"},
@@ -431,6 +431,7 @@ WRONG: list[tuple[Any, dict[str, Any]]] = [
     (budget(monitor={"forecast": "off"}), budget(monitor={"forecast": 0})),
     (budget(monitor={"timeline_size": 64}), budget(monitor={"timeline_size": "64MiB"})),
     (budget(monitor={"timeline_size": "64MB"}), budget(monitor={"timeline_size": "64MiB"})),
+    (budget(monitor={"top": "yes"}), budget(monitor={"top": True})),
     (budget(monitor={"log_file": "a.jsonl"}), budget(monitor={"timeline": "a.jsonl"})),
     (budget(monitor={"frequency": "2s"}), budget(monitor={"interval": "2s"})),
     (budget(on_busy="error"), budget(on_busy="raise")), (budget(on_busy="Warning"), budget(on_busy="warn")),

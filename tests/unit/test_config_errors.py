@@ -152,10 +152,11 @@ from memguard.errors import ConfigError
         (GOOD + "monitor: on", 4, 10, "monitor", "found 'on'", "'monitor: {interval: 1s}'"),
         (GOOD + "monitor: off", 4, 10, "monitor", "found 'off'", "remove the key: nothing watches then"),
         (GOOD + "monitor: [1s]", 4, 10, "monitor", "found a list", "'monitor: {}'"),
+        (GOOD + "m\xf6nitor: {}", 4, 1, "m\xf6nitor", "unknown key 'm\xf6nitor'", "did you mean 'monitor'?"),
         (GOOD + "moniter: {}", 4, 1, "moniter", "unknown key 'moniter'", "did you mean 'monitor'?"),
         (GOOD + "interval: 1s", 4, 1, "interval", "unknown key 'interval' here", "move it below 'monitor:'"),
         (GOOD + "monitor: {intervall: 1s}", 4, 11, "monitor.intervall", "unknown key 'intervall'; allowed: interval, "
-         "warn, critical, forecast, timeline, timeline_size", "did you mean 'interval'?"),
+         "warn, critical, forecast, timeline, timeline_size, top", "did you mean 'interval'?"),
         (GOOD + "monitor: {file: x}", 4, 11, "monitor.file", "unknown key 'file'", "did you mean 'timeline'?"),
         (GOOD + "monitor: {limit: 5%}", 4, 11, "monitor.limit", "unknown key 'limit' here", "below 'device:'"),
         (GOOD + "monitor: {on_pressure: [trim]}", 4, 11, "monitor.on_pressure", "here", "align it with 'version:'"),
@@ -217,6 +218,8 @@ from memguard.errors import ConfigError
         (GOOD + "monitor: {timeline_size: 512KiB}", 4, 26, "monitor.timeline_size", "'512KiB' is less than 1MiB",
          "'64MiB'"),
         (GOOD + "monitor: {timeline_size: 64MB}", 4, 26, "monitor.timeline_size", "'MB' is ambiguous", "'64MiB'"),
+        (GOOD + "monitor: {top: on}", 4, 16, "monitor.top", "true or false, found 'on'", "write 'true'"),
+        (GOOD + "monitor: {live: true}", 4, 11, "monitor.live", "unknown key 'live'", "did you mean 'top'?"),
         (GOOD + "monitor: {timeline_size: 5%}", 4, 26, "monitor.timeline_size", "'5%' is not a size", "'64MiB'"),
         # on_pressure
         (WATCHED + "on_pressure:", 5, 13, "on_pressure", "has no value", "write '[trim]', or remove the key"),

@@ -101,7 +101,7 @@ def test_any_text(text: str) -> None:
 WORDS = [
     "version", "device", "devices", "frameworks", "on_busy", "torch", "tensorflow", "cupy", "jax", "pycuda", "numba",
     "monitor", "on_pressure", "interval", "warn", "critical", "forecast", "timeline", "timeline_size", "trim", "500ms",
-    "doctor", "ignore", "metrics", "prometheus", "opentelemetry", "job", "9477",
+    "top", "doctor", "ignore", "metrics", "prometheus", "opentelemetry", "job", "9477",
     "limit", "share", "reserve", "growth", "nccl", "min", "1", "2", "0", "auto", "warn", "raise", "50%", "25%", "90%",
     "context", "primary", "own", "max",
     "0%", "1GiB", "512MiB", "5GB", "true", "yes", "~", "mig", "second-context",
@@ -183,6 +183,7 @@ BUDGETS = st.fixed_dictionaries(
             forecast=DURATIONS,
             timeline=PATHS,
             timeline_size=SIZES,
+            top=st.booleans() | SCALARS,
         )
         | ANYTHING,
         "on_pressure": st.lists(st.sampled_from(["trim", "raise"]) | SCALARS, max_size=3) | ANYTHING,
@@ -238,6 +239,7 @@ DEFINED = st.fixed_dictionaries(
                 "forecast": st.floats(1, 3600) | st.sampled_from([0, 0.0, "0", "20s", "1 min"]),
                 "timeline": st.sampled_from(["a.jsonl", "/x/{pid}-{rank}.jsonl", " a b", ".hidden", "a..", "…/ä"]),
                 "timeline_size": SIZES | st.just("1MiB"),
+                "top": st.booleans(),
             },
         ),
         "on_pressure": st.lists(st.sampled_from(["trim", "raise"]), unique=True),

@@ -23,10 +23,12 @@ import memguard
 from memguard._doctor import report_on
 from memguard._doctor.facts import Facts
 from memguard._ledger.tables import html_ledger
+from memguard._ledger.types import Ledger
 from memguard._text import fitting, shown, visible
+from memguard._timeline.reader import Timeline
 from memguard._timeline.writer import Writer
 from memguard._types import Device, Event, FrameworkSample, Pressure, WorkloadReport
-from memguard._units import GIB
+from memguard._units import GIB, format_size
 from memguard.cli import main
 
 EVIL = "\x1b]0;owned\x07\x1b[31m\x9b2J\r\u202e\u00e9\u4e2d\U0001f600\u2212"
@@ -339,7 +341,9 @@ def guard() -> Iterator[memguard.Guard]:
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "ascii", "cp1252"])
-def test_what_users_print(guard: memguard.Guard, encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_users_print(
+    guard: memguard.Guard, encoding: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     frameworks: Any = guard.frameworks
     for name in ("torch", "tensorflow"):
         frameworks[name].start_importing()
@@ -356,11 +360,12 @@ def test_what_users_print(guard: memguard.Guard, encoding: str, monkeypatch: pyt
     with pytest.raises(memguard.ConfigError) as wrong:
         memguard.Budget.from_mapping({"version": 1, EVIL: EVIL})
     things = [memguard.ledger(), guard, report, workload, event, report_on(facts(), None), wrong.value]
+    things += [memguard.reclaimable(), timeline_in(tmp_path, EVIL)]
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     monkeypatch.setattr(sys, "stdout", stream)
     for thing in things:
         print(thing)
-        if thing in (guard, workload, event):
+        if thing is not wrong.value:
             print(repr(thing))
         for how in ("_repr_html_", "to_json"):
             if hasattr(thing, how):
@@ -405,6 +410,71 @@ def test_an_ascii_ledger_is_as_wide_as_the_other(guard: memguard.Guard, monkeypa
 def test_texts_of_a_device_are_made_visible_where_it_is_made() -> None:
     device = Device(EVIL, EVIL, 0, GIB, 0, EVIL)
     assert all(harmless(text) and "\n" not in text for text in (device.uuid, device.name, device.architecture))
+
+
+def timeline_in(folder: Path, name: str) -> Timeline:
+    """That of a run on a GPU of that name, cut short."""
+    plan = plan_of(torch="4GiB", cupy="2GiB")
+    with Writer(folder / "run-{rank}.jsonl", plan, rank=1, simulated=True, clock=Clock()) as writer:
+        writer.sample(sample_of(plan, START, torch=FrameworkSample(GIB, GIB, 0, GIB)))
+    path = folder / "run-1.jsonl"
+    path.write_text(path.read_text().replace("NVIDIA H200", json.dumps(name)[1:-1])[:-3])
+    return memguard.load_timeline(path)
+
+
+def test_readings_reports_and_timelines_say_what_they_are(guard: memguard.Guard, tmp_path: Path) -> None:
+    """One line at a prompt, with nothing that has to be read to make it."""
+    frameworks: Any = guard.frameworks
+    frameworks["torch"].start_importing()
+    frameworks["torch"].allocate(GIB // 2)
+    held = memguard.ledger().devices[0].process
+    assert repr(memguard.ledger()) == (
+        f"<Ledger NVIDIA H200 (simulated): {format_size(held)} of limit {format_size(guard.plan.devices[0].limit)}>"
+    )
+    assert repr(memguard.reclaimable()) == "<Reclaimable NVIDIA H200 (simulated): 0 B could come back>"
+    with pytest.raises(MemoryError), memguard.workload("w", framework="torch"):
+        raise MemoryError("3 GiB")
+    report = memguard.last_oom()
+    assert report is not None and repr(report) == f"<Report: {report.title}>" and "memory" in report.title
+    timeline = timeline_in(tmp_path, "NVIDIA H200")
+    path = tmp_path / "run-1.jsonl"
+    assert repr(timeline) == f"<Timeline {path}: process {os.getpid()}, rank 1 on NVIDIA H200 (simulated)>"
+    first, second, torch, cupy, note = str(timeline).splitlines()
+    assert first == f"timeline of process {os.getpid()}, rank 1, begun 2025-11-21T15:00:00.000+00:00"
+    assert second.startswith("NVIDIA H200 (simulated) GPU-") and "limit 40.00 GiB, reserve 2.00 GiB" in second
+    assert (torch, cupy) == ("  torch          4.00 GiB", "  cupy           2.00 GiB")
+    assert note == f"note: {path}: the last line was cut short, and is left out"
+    path.unlink()
+    assert str(timeline) and timeline._repr_html_(), "the file is not read"
+    memguard.shutdown()
+    assert repr(Ledger(START, ())) == "<Ledger of no GPU>"
+
+
+def test_a_notebook_and_ipython_show_each_in_full(guard: memguard.Guard, tmp_path: Path) -> None:
+    from IPython.core.formatters import DisplayFormatter
+
+    event = Event(START, "pressure", "torch <b> is near its cap", Pressure.WARN, framework="torch")
+    with pytest.raises(MemoryError), memguard.workload("w", framework="torch"):
+        raise MemoryError
+    timeline = timeline_in(tmp_path, "NVIDIA H200 <b>")
+    things = [memguard.ledger(), guard, memguard.last_oom(), event, timeline]
+    for thing in things:
+        found, _ = DisplayFormatter().format(thing)
+        assert set(found) == {"text/plain", "text/html"} and "<b> is" not in found["text/html"]
+    for thing in (things[0], things[2], timeline, memguard.reclaimable()):  # at IPython's prompt too
+        assert DisplayFormatter().format(thing)[0]["text/plain"] == str(thing)
+    assert "NVIDIA H200 &lt;b&gt;" in timeline._repr_html_() and "process" in timeline._repr_html_()
+    html = guard._repr_html_()
+    assert html.count("<tr>") == 3 and "limit " in html and ">pending<" in html
+    assert "warn</b> pressure: torch &lt;b&gt;" in event._repr_html_()
+    memguard.shutdown()
+    assert ">shut down<" in guard._repr_html_()
+
+
+def test_an_elastic_cap_says_its_bounds() -> None:
+    budget = {"version": 1, "frameworks": {"torch": {"min": "1GiB", "max": "4GiB"}}}
+    with memguard.guard(budget, simulate="h200") as guard:
+        assert "min 1.00 GiB, max 4.00 GiB" in str(guard) and "min 1.00 GiB, max 4.00 GiB" in guard._repr_html_()
 
 
 def test_events_workloads_and_guards_say_what_they_are(guard: memguard.Guard) -> None:

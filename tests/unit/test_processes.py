@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import html
 import json
 import logging
 import multiprocessing
@@ -280,7 +281,7 @@ def test_whatever_a_guard_can_do_a_passive_one_answers_or_refuses() -> None:
             getattr(guard, name)
     guard.forked()
     assert guard.notes == guard.permanent == []
-    assert not hasattr(guard, "_repr_html_")
+    assert guard._repr_html_() == f"<pre>{html.escape(str(guard))}</pre>"
 
 
 @pytest.mark.usefixtures("importing_again")

@@ -87,7 +87,9 @@ def test_processes_are_named_as_ps_names_them(monkeypatch: pytest.MonkeyPatch) -
     assert found.gpus[0].others == 30 * GIB and found.gpus[0].reserved == GIB
     text = "\n".join(plain(view(found, 80)))
     assert "PID 77 alice  python idle.py" in text and "note: process 9 is stopped" in text
-    assert "no process here tells memguard top of itself" in text
+    assert "no process here lets memguard top watch it: a budget does with 'monitor: {top: true}'" in " ".join(
+        text.split()
+    )
 
 
 def test_a_pid_that_became_another_s_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,12 +149,38 @@ def test_a_process_that_is_watched_can_be_asked_and_may_stop_answering(folder: P
     assert "next memguard.checkpoint()" in found.resize(target.key, "torch", GIB)
     served.checkpoint()
     assert [one.state for one in found.read().targets[0].requests] == ["done", "done"]
+
+    def fails(served: server.Served) -> str:
+        raise OSError("it is gone")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(server.Served, "_snapshot", fails)
+        (target,) = found.read().targets
+    assert target.state == "silent" and target.shares and "does not answer" in target.notes[0]
+    text = "\n".join(plain(view(found.read(), 80)))
+    assert "it lives, and does not answer; the figures are" in text and "writes" not in text
+    found.check(target.key)
+    found.clock.now += machine.AGAIN + 1  # type: ignore[attr-defined]
+    assert found.read().targets[0].state == "live"
+    served.end()
+
+
+def test_one_whose_budget_has_ended_is_as_one_that_has_ended_until_there_is_another(folder: Path) -> None:
+    served = server.serve(start())
+    found = source(Card(gpu()), folder=folder)
+    found.read()
     served.end()
     (target,) = found.read().targets
-    assert target.state == "silent" and target.shares and "does not answer" in target.notes[0]
-    with pytest.raises(MemguardError, match="does not answer"):
+    assert target.state == "ended" and target.shares
+    assert "it, or its budget, has ended; the figures are" in "\n".join(plain(view(found.read(), 120)))
+    with pytest.raises(MemguardError, match="its budget, has ended"):
         found.trim(target.key, None)
-    found.check(target.key)
+    again = server.serve(start())
+    assert [one.state for one in found.read().targets] == ["live"]
+    again.end()
+    found.read()
+    found.clock.now += machine.REMEMBERED + 1  # type: ignore[attr-defined]
+    assert found.read().targets == ()
 
 
 def test_one_that_has_ended_is_shown_for_a_while(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memguard._devices import shared_memory, streams, suspension
 from memguard._devices.shared_memory import Allocation, Mapping
@@ -35,6 +35,9 @@ from memguard.exchange.ipc.server import Export, charge
 from memguard.exchange.ipc.wire import BLOCK, FILE, NOTHING, Description
 from memguard.exchange.lifetimes import Offer
 from memguard.exchange.view import DTYPES, View, row_major
+
+if TYPE_CHECKING:
+    from memguard._specs import ArraysName
 
 ANSWER_TIMEOUT = 10.0
 """Seconds in which an exporter must answer."""
@@ -111,9 +114,9 @@ class Handle:
 def export(x: Any, *, copy: bool = True) -> Handle:
     """Let other processes of this user attach the GPU array `x`, of any framework, until the handle is closed.
 
-    copy=True copies it on the GPU into memory of its own (whole pieces of 2 MiB), which all who attach it share.
-    copy=False shares its own memory, which is possible only if nothing else lies in the driver's block. The host waits
-    for work on the array. Raises CannotShare; ValueError and DeviceError as `to` does.
+    `copy=True` copies it on the GPU into memory of its own (whole pieces of 2 MiB), which all who attach it share.
+    `copy=False` shares its own memory, which is possible only if nothing else lies in the driver's block. The host
+    waits for work on the array. Raises CannotShare; ValueError and DeviceError as `to` does.
     """
     suspension.check("memguard.exchange.export")
     producer = registry.of(x)
@@ -145,10 +148,11 @@ def export(x: Any, *, copy: bool = True) -> Handle:
     return Handle(path, made.token, uuid, made.description.shape, made.description.dtype)
 
 
-def attach(handle: Handle | str, framework: str, *, copy: bool | None = None, stream: Any = None) -> Any:
+def attach(handle: Handle | str, framework: ArraysName, *, copy: bool | None = None, stream: Any = None) -> Any:
     """An array of `framework` in the memory that another process exported. All who attach it see what one writes.
 
-    `handle` may be its text. `copy` and `stream` are as in `to`; copy=True makes a copy in this process's own memory.
+    `handle` may be its text. `copy` and `stream` are as in `to`; `copy=True` makes a copy in this process's own
+    memory.
     The memory stays mapped as long as any view of it lives, also after the exporter closes it or ends. Initialises
     CUDA if nothing has. Raises CannotShare; DeviceError if there is no driver; ValueError if `handle` is no handle.
     """
