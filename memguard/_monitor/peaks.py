@@ -9,8 +9,8 @@ from memguard._timeline.format import PEAK
 from memguard._types import Event
 from memguard._units import format_size
 
-EVERY = 1.0
-"""Seconds between two looks: each asks every framework once more."""
+EVERY = 10.0
+"""Seconds between two looks: each asks every framework once more. Peaks do not go away, and the end has a look too."""
 GROWN = 0.01
 """The part by which a peak must have grown to be written again, so that there are few such lines."""
 

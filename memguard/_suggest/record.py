@@ -129,7 +129,7 @@ class Recorder:
         self._monitor = Monitor(
             self.take, lambda action: None, Settings(interval=interval, cpu=_SHARE), record=self.record
         )
-        self._peaks, self._pid, self._taken = Peaks(), os.getpid(), False
+        self._peaks, self._pid, self._taken = Peaks(every=1.0), os.getpid(), False
         self._here = threading.local()
         self._uncounted = {name: SPECS[name].hook for name in _UNCOUNTED}
 
