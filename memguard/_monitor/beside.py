@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -30,7 +31,7 @@ class Beside:
         """`undo` has the closing of the writer already, and will have the end of the monitor."""
         self._guard, self._monitor, self._writer = guard, monitor, writer
         self._peaks, self._spans = Peaks(), Spans()
-        self._taken = False  # the last sample, at the end of the main thread
+        self._pid, self._taken = os.getpid(), False  # the last sample, at the end of the main thread
         undo.add("last sample", self.last)
         undo.add("last sample", lambda: ending.forget(self._before_exit))
         ending.call_before(self._before_exit)
@@ -55,7 +56,7 @@ class Beside:
 
     def at_exit(self) -> None:
         """An exit function: frameworks may have run theirs. Nothing is asked of them if that was done before."""
-        if self._taken:
+        if self._taken and self._pid == os.getpid():
             self._write_spans(everything=True)
         else:
             self.last()
@@ -69,7 +70,7 @@ class Beside:
         Not if the monitor's own hangs in the driver, as this one would, and not once Python takes modules apart.
         Returns whether it was taken.
         """
-        if sys.is_finalizing():
+        if sys.is_finalizing() or self._pid != os.getpid():  # forked: its locks may be held for ever
             return False
         self._write_spans(everything=True)
         if not self._monitor.quiet(_HANGS):

@@ -199,6 +199,7 @@ class Session:
         """In a forked child: no thread of the parent's is there, and its locks may be held."""
         self.guard.forked()
         _thread.session = None  # if a callback forked: the child's thread is no monitor's
+        self._beside = None
         if self.monitor is not None:
             self.monitor.forked()
         if self._writer is not None:

@@ -11,6 +11,9 @@ from memguard._types import Event, WorkloadReport
 WORKLOAD = "workload"
 EVERY = 1.0
 """Seconds of short workloads of one name that are one event: a training step may be one, many times a second."""
+MOST = 20
+"""Names of such workloads within that time. Those of more names are together: a program may number its steps."""
+OTHERS = "other workloads"
 
 
 class _Row:
@@ -36,15 +39,15 @@ class Spans:
         """The events to write now. `failed`: the class of the error that it ended with."""
         now, key = self._clock(), (report.name, report.framework)
         with self._lock:
-            row = self._rows.get(key)
             if failed is not None:
                 name = f"{report.name}: ended with {failed}"
                 alone = Event(now, WORKLOAD, name, framework=report.framework, seconds=seconds, bytes=report.peak)
-                return [*self._due(now, key), alone]
-            if row is None:
-                row = self._rows[key] = _Row(now - seconds)
+                return [*self._taken(key), alone]
+            if key not in self._rows and len(self._rows) >= MOST:
+                key = OTHERS, report.framework
+            row = self._rows.setdefault(key, _Row(now - seconds))
             row.add(now - seconds, now, report.peak)
-            return self._due(now)
+            return [*(self._taken(key) if _is_due(row, now) else ()), *self._due(now)]
 
     def due(self, everything: bool = False) -> list[Event]:
         """The events of rows that are long enough, or all."""
@@ -53,13 +56,23 @@ class Spans:
         with self._lock:
             return self._due(float("inf") if everything else self._clock())
 
-    def _due(self, now: float, at_once: tuple[str, str] | None = None) -> list[Event]:
-        events = []
-        for key, row in list(self._rows.items()):
-            if 0 <= now - row.began < EVERY and key != at_once:
-                continue
-            del self._rows[key]
-            name, framework = key
-            found = Event(row.ended, WORKLOAD, name, framework=framework, seconds=row.ended - row.began)
-            events.append(found._replace(bytes=row.peak or None, times=row.count if row.count > 1 else None))
+    def _due(self, now: float) -> list[Event]:
+        """Oldest first, up to one that has time: there may be many."""
+        events: list[Event] = []
+        while self._rows:
+            key, row = next(iter(self._rows.items()))
+            if not _is_due(row, now):
+                break
+            events += self._taken(key)
         return events
+
+    def _taken(self, key: tuple[str, str]) -> list[Event]:
+        row, (name, framework) = self._rows.pop(key, None), key
+        if row is None:
+            return []
+        found = Event(row.ended, WORKLOAD, name, framework=framework, seconds=row.ended - row.began)
+        return [found._replace(bytes=row.peak or None, times=row.count if row.count > 1 else None)]
+
+
+def _is_due(row: _Row, now: float) -> bool:
+    return not 0 <= now - row.began < EVERY

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +23,7 @@ from memguard._frameworks.simulated.adapter import SimulatedFramework
 from memguard._monitor import ending
 from memguard._monitor.peaks import EVERY, PEAK, Peaks
 from memguard._monitor.refusals import Refusals
-from memguard._monitor.spans import Spans
+from memguard._monitor.spans import MOST, OTHERS, Spans, _Row
 from memguard._types import Event, Moment
 from memguard._units import GIB, MIB
 
@@ -161,17 +163,30 @@ def test_nothing_is_asked_while_the_process_is_off_its_gpus(tmp_path: Path, monk
 def test_a_forked_child_writes_nothing_at_its_end(tmp_path: Path) -> None:
     begin(tmp_path).allocate(GIB)
     running = _api.current_session()
+    beside = running._beside
+    assert beside is not None
+    beside._spans._rows["step", "torch"] = _Row(0.0)
+    beside._spans._lock = held_lock()  # by a thread that the child does not have
     pid = os.fork()
     if pid == 0:
         status = 1
+        signal.alarm(20)
         try:
             ending._end()
+            beside.at_exit()
             running._at_exit()
             status = 0 if running.guard.last_sample() is None else 2
         finally:
             os._exit(status)
     _, status = os.waitpid(pid, 0)
+    beside._spans._lock = threading.RLock()  # type: ignore[misc]
     assert os.waitstatus_to_exitcode(status) == 0 and held(tmp_path) == [None]
+
+
+def held_lock() -> Any:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
 
 
 def test_a_reading_that_fails_at_the_end_fails_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,6 +355,19 @@ def test_short_workloads_in_a_row_are_one_event_and_long_ones_each() -> None:
     assert sum(event.times or 1 for event in of_step) == 25 and 2 < len(of_step) < 5, "about one each second"
     assert [event.bytes for event in of_step][-1] == 24 and of_step[0].time - (of_step[0].seconds or 0) == 199.95
     assert sum(event.times or 1 for event in found if event.text == "other") == 25
+
+
+def test_numbered_workloads_are_few_events_and_none_is_lost() -> None:
+    now = [100.0]
+    spans = Spans(lambda: now[0])
+    found = []
+    for at in range(3000):
+        now[0] += 0.001
+        found += spans.ended(memguard.WorkloadReport(f"step {at}", "torch"), 0.001, None)
+    found += spans.due(everything=True)
+    assert sum(event.times or 1 for event in found) == 3000 and len(found) < 4 * (MOST + 2)
+    assert {event.text for event in found} >= {"step 0", OTHERS}
+    assert not spans._rows and spans.due() == []
 
 
 def test_an_error_ends_the_row_before_it() -> None:
