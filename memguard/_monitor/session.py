@@ -30,12 +30,19 @@ if TYPE_CHECKING:
     from memguard._monitor import pressure
     from memguard._monitor.beside import Beside
     from memguard._monitor.sampler import Monitor
+    from memguard._monitor.samples import Watch
     from memguard._oom.report import Report
     from memguard._timeline import Writer
 
 
 callbacks: list[Callable[[Event], None]] = []
 """Registered with `memguard.on_pressure`. They belong to the process, and outlive a budget."""
+watches: list[Watch] = []
+"""Registered with `memguard.on_sample`. They too; a forked child has none."""
+WITHOUT_MONITOR = (
+    "memguard.on_sample: the active budget takes no samples, so nothing is called\n"
+    "    fix: write 'monitor: {interval: 500ms}' in the budget"
+)
 
 _thread = threading.local()
 """`session`, on a monitor's thread: the one whose budget a callback there may end."""
@@ -110,6 +117,8 @@ class Session:
             if self.guard.budget.monitor is not None:
                 self._let_watch(self.guard.budget.monitor.top)  # before the first event
                 self._start_monitor()
+            elif watches:
+                _log.warning("%s", WITHOUT_MONITOR)
             self._watch_idleness()
             self._tell_others()
         except BaseException:
@@ -346,6 +355,10 @@ class Session:
                 self._beside.sampled()
         for event in moved:
             self._call(event)
+        if watches and sample.devices:  # without devices: a reading that failed
+            from memguard._monitor import samples
+
+            samples.give(sample, lambda: self.active)
 
     # any thread
 
@@ -367,10 +380,10 @@ class Session:
                 if any(one is callback for one in self._failed):
                     continue  # warned once for each: it is called again at the next event
                 self._failed.append(callback)
-                _log.warning("memguard.on_pressure: %s failed: %s", _name_of(callback), text_of(error))
+                _log.warning("memguard.on_pressure: %s failed: %s", name_of(callback), text_of(error))
 
 
-def _name_of(callback: Callable[[Event], None]) -> str:
+def name_of(callback: object) -> str:
     """The callback's name and place, which it may not tell."""
     try:
         code = getattr(callback, "__code__", None)
