@@ -19,13 +19,11 @@ OTHERS = "other workloads"
 class _Row:
     """Workloads of one name and framework, one after the other."""
 
+    __slots__ = ("began", "count", "ended", "peak")
+
     def __init__(self, began: float) -> None:
         self.began = self.ended = began
         self.count, self.peak = 0, 0
-
-    def add(self, began: float, ended: float, peak: int | None) -> None:
-        self.began, self.ended = min(self.began, began), max(self.ended, ended)
-        self.count, self.peak = self.count + 1, max(self.peak, peak or 0)
 
 
 class Spans:
@@ -43,11 +41,20 @@ class Spans:
                 name = f"{report.name}: ended with {failed}"
                 alone = Event(now, WORKLOAD, name, framework=report.framework, seconds=seconds, bytes=report.peak)
                 return [*self._taken(key), alone]
-            if key not in self._rows and len(self._rows) >= MOST:
-                key = OTHERS, report.framework
-            row = self._rows.setdefault(key, _Row(now - seconds))
-            row.add(now - seconds, now, report.peak)
-            return [*(self._taken(key) if _is_due(row, now) else ()), *self._due(now)]
+            row = self._rows.get(key)
+            if row is None:
+                if len(self._rows) >= MOST:
+                    key = OTHERS, report.framework
+                row = self._rows.setdefault(key, _Row(now - seconds))
+            # No more calls than that: of short workloads there may be many.
+            row.ended, row.count = now, row.count + 1
+            if now - seconds < row.began:
+                row.began = now - seconds
+            if report.peak is not None and report.peak > row.peak:
+                row.peak = report.peak
+            if 0 <= now - row.began < EVERY:
+                return []
+            return [*self._taken(key), *self._due(now)]
 
     def due(self, everything: bool = False) -> list[Event]:
         """The events of rows that are long enough, or all."""
@@ -61,7 +68,7 @@ class Spans:
         events: list[Event] = []
         while self._rows:
             key, row = next(iter(self._rows.items()))
-            if not _is_due(row, now):
+            if 0 <= now - row.began < EVERY:
                 break
             events += self._taken(key)
         return events
@@ -72,7 +79,3 @@ class Spans:
             return []
         found = Event(row.ended, WORKLOAD, name, framework=framework, seconds=row.ended - row.began)
         return [found._replace(bytes=row.peak or None, times=row.count if row.count > 1 else None)]
-
-
-def _is_due(row: _Row, now: float) -> bool:
-    return not 0 <= now - row.began < EVERY
