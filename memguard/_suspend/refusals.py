@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, get_args
 
 from memguard._suspend.facts import Facts
-from memguard._suspend.types import Reason
+from memguard._suspend.types import Process, Reason
 from memguard._text import visible
 from memguard._units import MIB, format_size
 
@@ -70,6 +70,11 @@ def reasons(facts: Facts, *, needs_host: int, override_memory: bool = False) -> 
 def still(facts: Facts) -> tuple[Reason, ...]:
     """Why the process can answer nobody now: it is stopped, or frozen."""
     return tuple(_stopped(facts))
+
+
+def unheld(libraries: tuple[str, ...]) -> tuple[Reason, ...]:
+    """Of this process: those whose own threads cannot be answered (`native`)."""
+    return tuple(_native(Facts(Process(0, 0), inside=True, natives=libraries)))
 
 
 def machine(

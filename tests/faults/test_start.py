@@ -36,7 +36,10 @@ ALWAYS = {
 """What init loads of memguard for any budget: names below `memguard`, which is "" itself."""
 FILE = {"_config.positions"}
 MONITOR = {"_monitor.pressure", "_monitor.sampler"}
-TIMELINE = {"_timeline", "_timeline.files", "_timeline.format", "_timeline.writer"}
+TIMELINE = {
+    *("_monitor.beside", "_monitor.ending", "_monitor.peaks", "_monitor.spans"),
+    *("_timeline", "_timeline.files", "_timeline.format", "_timeline.writer"),
+}
 REAL = {"_devices.cuda_order", "_devices.machine_memory", "_devices.nvml", "_devices.real"}
 SIMULATED = {
     "_devices.named", "_devices.simulated", "_frameworks.simulated", "_frameworks.simulated.adapter",
