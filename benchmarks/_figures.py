@@ -69,6 +69,7 @@ SOURCES = {
     "exit's patience": "memguard._suspend.leaving: PATIENCE",
     "facts": "memguard._doctor.bounds: TEXT",
     "forecast": "memguard._monitor.pressure: Settings.forecast",
+    "forgotten lock": "memguard._suspend.helper: FORGOTTEN",
     "hysteresis": "memguard._monitor.pressure: Settings.hysteresis",
     "join": "memguard._monitor.sampler: JOIN",
     "levels kept": "memguard._monitor.pressure: MEMORY",
