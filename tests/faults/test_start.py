@@ -24,7 +24,7 @@ ALWAYS = {
     "", "_api", "_blocks", "_caps", "_guard", "_locks", "_logs", "_policy", "_shares", "_specs", "_text", "_types",
     "_undo", "_units",
     "_workers", "errors", "_findings", "_joint",
-    "_config", "_config.budget", "_config.checks", "_config.document", "_config.origin", "_config.values",
+    "_config", "_config.budget", "_config.checks", "_config.document", "_config.frozen", "_config.origin", "_config.values",
     "_devices", "_devices.contexts", "_devices.host", "_devices.libcuda", "_devices.suspension",
     "_frameworks", "_frameworks.base", "_frameworks.driver_pages", "_frameworks.import_hook",
     "_frameworks.real_imports", "_frameworks.registry", "_frameworks.replacements", "_frameworks.second_contexts",
