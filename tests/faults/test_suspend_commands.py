@@ -344,7 +344,7 @@ def test_a_budget_that_allows_it(machine: Machine) -> None:
     says = """
         import memguard, threading, types
         # This is about who asks whom: what waits at the gates has tests of its own.
-        open_gate = types.SimpleNamespace(closed=True, open=lambda: None)
+        open_gate = types.SimpleNamespace(closed=True, unheld=(), open=lambda: None)
         sys.modules["memguard._suspend.gate"] = types.SimpleNamespace(close=lambda owner, undo: open_gate)
         budget = {"version": 1, "frameworks": {"pycuda": {"share": "50%"}}, "suspend": {"by_others": True}}
         memguard.init(budget)
