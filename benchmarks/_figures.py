@@ -69,6 +69,7 @@ SOURCES = {
     "exit's patience": "memguard._suspend.leaving: PATIENCE",
     "facts": "memguard._doctor.bounds: TEXT",
     "forecast": "memguard._monitor.pressure: Settings.forecast",
+    "forgotten lock": "memguard._suspend.helper: FORGOTTEN",
     "hysteresis": "memguard._monitor.pressure: Settings.hysteresis",
     "join": "memguard._monitor.sampler: JOIN",
     "levels kept": "memguard._monitor.pressure: MEMORY",
@@ -87,6 +88,8 @@ SOURCES = {
     "timeline": "memguard._timeline.writer: LIMIT",
     "timeline's patience": "memguard._timeline.writer: _PATIENCE",
     "timeline's retry": "memguard._timeline.writer: _RETRY",
+    "tolerance of a test": "memguard._testing.leaks: TOLERANCE",
+    "unaccounted of a test": "memguard._testing.leaks: UNACCOUNTED",
 }
 TIMES = {"ns": 1e-9, "µs": 1e-6, "ms": 1e-3, "s": 1, "seconds": 1, "min": 60, "minutes": 60, "h": 3600, "hours": 3600}
 SIZES = {"B": 1, "bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}

@@ -511,6 +511,35 @@ SUSPEND: dict[str, tuple[str, ...]] = {
     "notebook": NOTEBOOK,
 }
 
+SUGGEST_PROGRAMS: dict[str, tuple[str, ...]] = {
+    "torch_training": ("torch",),
+    "jax_cupy": ("jax", "cupy"),
+    "tensorflow_pycuda": ("tensorflow", "pycuda"),
+}
+"""The programs of `suggest.py`, with their frameworks."""
+
+
+def of_suggested(name: str) -> tuple[str, ...]:
+    return tuple(
+        f"{name}: {what}"
+        for what in (
+            "the smallest headroom that passes is measured",
+            "the default headroom passes in 10 of 10 runs",
+            "the default wastes at most 20 % over the smallest that passes",
+            "the timeline has the allocators' own peaks",
+            "a budget from a run without one passes",
+        )
+    )
+
+
+SUGGEST: dict[str, tuple[str, ...]] = {
+    **{name: of_suggested(name) for name in SUGGEST_PROGRAMS},
+    "recording": (
+        "recording: 20 s at 10 Hz of PyTorch, JAX and CuPy",
+        "recording: caught out-of-memory errors of PyTorch and CuPy, workloads, peaks",
+    ),
+}
+
 TOP: dict[str, tuple[str, ...]] = {
     **{
         name: (f"{what}: at most 2 % of a core at 2 Hz, in both halves", f"{what}: drawn at least 1.5 times a second")
@@ -539,6 +568,7 @@ BY_COMMAND: dict[str, dict[str, tuple[str, ...]]] = {
     "init": INIT,
     "elastic": ELASTIC,
     "suspend": SUSPEND,
+    "suggest": SUGGEST,
     "top": TOP,
 }
 """By the name of the program in `about.command` of a result."""
@@ -562,6 +592,7 @@ FILES: dict[str, str | None] = {
     "h200-init.json": "init",
     "h200-elastic.json": "elastic",
     "h200-suspend.json": "suspend",
+    "h200-suggest.json": "suggest",
     "h200-top.json": "top",
     "h200-x2-ddp.json": "ddp",
     "replay.json": "replay",

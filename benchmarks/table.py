@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import _elastic_table
 import _exchange_tables
 import _figures
+import _suggest_table
 import _suspend_table
 import _ways
 from _listed import FILES, lacking, list_of, not_measured
@@ -685,6 +686,18 @@ def suspend() -> list[str]:
     return [*_suspend_table.whole(result["scenarios"]), "", *origin("h200-suspend.json", result)]
 
 
+def suggest() -> list[str]:
+    if not measured("h200-suggest.json"):
+        lacks = not_measured(set(FILES) - {"h200-suggest.json"})["h200-suggest.json"]
+        return [
+            "## A budget from a run",
+            "",
+            f"`memguard suggest`: not measured yet. `benchmarks/suggest.py` has {len(lacks)} checks.",
+        ]
+    result = load("h200-suggest.json")
+    return [*_suggest_table.whole(result["scenarios"]), "", *origin("h200-suggest.json", result)]
+
+
 def others() -> list[str]:
     """Results beyond the list, as of another kind of card: their checks, and those that were missed."""
     found = [path.name for path in sorted(RESULTS.glob("*.json")) if path.name not in FILES]
@@ -741,6 +754,7 @@ def results() -> str:
         live_screen,
         elastic,
         suspend,
+        suggest,
         others,
     )
     return "\n\n".join("\n".join(lines) for part in parts if (lines := part()))

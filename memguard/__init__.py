@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from memguard._api import init as init
     from memguard._api import ledger as ledger
     from memguard._api import on_pressure as on_pressure
+    from memguard._api import on_sample as on_sample
     from memguard._api import reclaimable as reclaimable
     from memguard._api import require as require
     from memguard._api import resize as resize
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from memguard._suspend.types import Suspension as Suspension
     from memguard._timeline import load_timeline as load_timeline
     from memguard._types import Event as Event
+    from memguard._types import Sample as Sample
     from memguard._types import WorkloadReport as WorkloadReport
     from memguard.errors import AlreadyActive as AlreadyActive
     from memguard.errors import BudgetExceeded as BudgetExceeded
@@ -71,13 +73,13 @@ _ERRORS = (
     "TimelineError", "TraceError", "UnderPressure",
 )  # fmt: skip
 _FUNCTIONS = (
-    "checkpoint", "guard", "init", "ledger", "on_pressure", "reclaimable", "require", "resize", "shutdown", "trim",
-    "workload",
+    "checkpoint", "guard", "init", "ledger", "on_pressure", "on_sample", "reclaimable", "require", "resize", "shutdown",
+    "trim", "workload",
 )  # fmt: skip
 _HOMES = {
     **dict.fromkeys(_ERRORS, "memguard.errors"),
     **dict.fromkeys(_FUNCTIONS, "memguard._api"),
-    **dict.fromkeys(("Event", "WorkloadReport"), "memguard._types"),
+    **dict.fromkeys(("Event", "Sample", "WorkloadReport"), "memguard._types"),
     "Budget": "memguard._config",
     "Guard": "memguard._guard",
     "Ledger": "memguard._ledger.types",
@@ -111,6 +113,7 @@ __all__ = [
     "NotActive",
     "PlanError",
     "Reclaimable",
+    "Sample",
     "Suspended",
     "Suspension",
     "TimelineError",
@@ -129,6 +132,7 @@ __all__ = [
     "load_ipython_extension",
     "load_timeline",
     "on_pressure",
+    "on_sample",
     "reclaimable",
     "record_trace",
     "require",

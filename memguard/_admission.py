@@ -40,7 +40,7 @@ class Budgeted(Protocol):
     _reclaimer: Reclaimer
     _frameworks: Mapping[str, Framework]
     _on_checkpoint: Callable[[], None] | None
-    _on_workload: Callable[[WorkloadReport], None] | None
+    _on_workload: Callable[[WorkloadReport, float, str | None], None] | None
 
     def _framework(self, name: str) -> Framework:
         """Raises MemguardError if the budget does not name it."""
@@ -292,11 +292,17 @@ class Admission:
 
     def _begun(self, report: WorkloadReport, ticket: Ticket | None) -> tuple[WorkloadReport, End]:
         report.before, earlier = totals(self._usages_of(report.framework))
-        return report, functools.partial(self._end, report, earlier, ticket)
+        return report, functools.partial(self._end, report, earlier, ticket, time.monotonic())
 
     def _end(
-        self, report: WorkloadReport, earlier: int | None, ticket: Ticket | None, error: BaseException | None
+        self,
+        report: WorkloadReport,
+        earlier: int | None,
+        ticket: Ticket | None,
+        began: float,
+        error: BaseException | None,
     ) -> None:
+        seconds = time.monotonic() - began
         book = EMPTY if ticket is None else self.turns.settled()
         in_use: dict[str, int | None] | None = None
         try:
@@ -311,8 +317,8 @@ class Admission:
                     self.turns.leave(ticket, functools.partial(self._in_use, report.framework), book, in_use)
                 finally:
                     ticket.over = True  # if that was interrupted, the next one that looks ends it
-        if error is None and self._guard._on_workload is not None:
-            self._guard._on_workload(report)
+        if (told := self._guard._on_workload) is not None:
+            told(report, seconds, None if error is None else type(error).__name__)
 
     def _figures(
         self, report: WorkloadReport, earlier: int | None, error: BaseException | None

@@ -16,9 +16,9 @@ from memguard._frameworks import real_imports
 from memguard._guard import Guard
 from memguard._locks import free, not_for_ever
 from memguard._logs import log as _log
-from memguard._monitor.session import Session, callbacks, outlived
+from memguard._monitor.session import WITHOUT_MONITOR, Session, callbacks, outlived, watches
 from memguard._oom import hooks
-from memguard._types import Event, WorkloadReport
+from memguard._types import Event, Sample, WorkloadReport
 from memguard._workers import IdleGuard
 from memguard.errors import AlreadyActive, DeviceError, MemguardError, NotActive
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from memguard._config import Budget
     from memguard._devices.host import Host
     from memguard._ledger.types import Ledger
+    from memguard._monitor.samples import Watch
     from memguard._reclaim.figures import Reclaimable
     from memguard._specs import FrameworkName
 
@@ -456,6 +457,24 @@ def on_pressure(callback: Callable[[Event], None]) -> Callable[[], None]:
     return forget
 
 
+def on_sample(callback: Callable[[Sample], object]) -> Watch:
+    """Call `callback` with every sample of the monitor, on the monitor's thread, until the returned `Watch` is removed.
+
+    A sample says what each framework holds and uses on each GPU, in bytes, with None for what is not known. The
+    function belongs to the process: it outlives a budget, and is called again under the next one that has `monitor`;
+    without that there are no samples. It is not called while the process is suspended, for a reading that failed, or
+    in a forked child. What it raises is logged once. Let it return soon: meanwhile the monitor takes no sample.
+    """
+    if not callable(callback):
+        raise TypeError(f"memguard.on_sample takes a function, found {callback!r}")
+    from memguard._monitor.samples import Watch
+
+    watches.append(watch := Watch(callback))
+    if (found := _active) is not None and found.active and found.guard.budget.monitor is None:
+        _log.warning("%s", WITHOUT_MONITOR)
+    return watch
+
+
 def current() -> Guard:
     """The active guard; the idle one while nothing is applied. Raises NotActive if there is none."""
     idle = _is_idle()
@@ -539,6 +558,7 @@ def _inert() -> None:
     global _active, _starting, _applying, _lock, _why_none
     _lock = threading.RLock()
     before, _active, _starting, _applying = _active, None, None, False
+    watches.clear()  # what they write to has its threads in the parent
     if before is not None:
         before.forked()
         if _workers.from_fork_server(sys.modules, sys.orig_argv):  # the budget was meant for the workers

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from memguard import _joint, _policy
 from memguard._blocks import Block, End
 from memguard._caps import Entry
+from memguard._devices import suspension
 from memguard._frameworks import registry
 from memguard._frameworks.base import Framework
 from memguard._frameworks.import_hook import ImportHook
@@ -79,8 +80,8 @@ class Guard(Shares):
         self.permanent: list[str] = []
         self._on_checkpoint: Callable[[], None] | None = None
         """Called first by `require` and `workload`, on the user's thread. May raise UnderPressure."""
-        self._on_workload: Callable[[WorkloadReport], None] | None = None
-        """Called with the report of each workload that ended without an error."""
+        self._on_workload: Callable[[WorkloadReport, float, str | None], None] | None = None
+        """Called when a workload has ended, with its seconds and the name of the class of the error that ended it."""
         self._on_stop: Undo | None = None
         """Done before everything is undone, without the guard's lock."""
         self._on_refusal: Callable[[Moment], None] | None = None
@@ -229,6 +230,14 @@ class Guard(Shares):
             return sample_of((time.time(), (read(parts[0], frameworks),)))
         devices = tuple([read(part, frameworks) for part in parts])
         return sample_of((time.time(), devices))
+
+    def last_sample(self) -> Sample | None:
+        """The same while the budget ends: its caps are still set. None where nobody may ask: in a forked child, or
+        while the process is off its GPUs."""
+        if self._pid != os.getpid() or suspension.now is not None or not self._entries:
+            return None
+        frameworks, read = self._frameworks, self._reader.sample
+        return sample_of((time.time(), tuple([read(part, frameworks) for part in self.plan.devices])))
 
     def peaks(self) -> dict[str, dict[str, int]]:
         """The most that each framework of the budget ever had in use, by UUID and name, if it says that."""

@@ -321,9 +321,14 @@ class Event(NamedTuple):
     kind: pressure (its level changed), forecast (cap or limit is reached in `seconds`), leak (a workload leaves more
     behind each time; without a framework: unaccounted memory goes on growing), probe (a probe failed, or works again),
     trim, oom, note (a cap no longer holds, or holds again; a setting made later met it), refused (only in timelines:
-    an allocator refused `times` requests, whether or not the program catches the errors), reclaim (siblings gave back
+    an allocator refused `times` requests, whether or not the program catches the errors), peak (only in timelines: an
+    allocator says that it had `bytes` in use at most so far), workload (only in timelines: one has ended, after
+    `seconds`, or `times` of them in a row; `bytes` is the peak), reclaim (siblings gave back
     `bytes` for `framework`, or its elastic cap moved), retry (a function is run again, after `bytes` came back),
     suspended (the process left its GPUs with `bytes`, within `seconds`: no sample follows until the next), resumed.
+
+    Of a refused request `bytes` is what was asked for. `held`, `in_use`, `reclaimable` and `cap` are the framework's at
+    that moment, and `free` is the GPU's, all in bytes.
     """
 
     time: float
@@ -335,6 +340,11 @@ class Event(NamedTuple):
     seconds: float | None = None
     bytes: int | None = None
     times: int | None = None
+    held: int | None = None
+    in_use: int | None = None
+    reclaimable: int | None = None
+    cap: int | None = None
+    free: int | None = None
 
     def __str__(self) -> str:
         """`critical pressure: torch: ...`, without the time."""

@@ -12,7 +12,7 @@ _LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (....) ([0-9a-f]+) \S+ \d+ *(.*)")
 
 
 class Region(NamedTuple):
-    """A part of a library in memory: `offset` is its place in the file. `path` is "" for memory that it adds behind."""
+    """A part of a library in memory: `offset` is its place in the file, which may be removed since (` (deleted)`)."""
 
     start: int
     end: int
@@ -22,21 +22,19 @@ class Region(NamedTuple):
 
 
 def regions(maps: str, name: str) -> list[Region]:
-    """Those parts of the library, whose file's name begins so, that are read as data: by `/proc/PID/maps`."""
+    """Those parts of the library, whose file's name begins so, that are read as data: by `/proc/PID/maps`.
+
+    Without its variables that begin as 0 (.bss): those lie in memory without a name, which the kernel joins with the
+    heap of others.
+    """
     found: list[Region] = []
-    end = 0
     for line in maps.splitlines():
         match = _LINE.match(line)
         if match is None:
             continue
-        start, after, path = int(match[1], 16), int(match[2], 16), match[5].removesuffix(" (deleted)")
-        behind = not path and start == end  # its variables that begin as 0 (.bss)
-        if not behind and not path.rpartition("/")[2].startswith(name):
-            end = 0
-            continue
-        end = after
-        if match[3][0] == "r" and match[3][2] != "x":
-            found.append(Region(start, after, match[3][1] == "w", int(match[4], 16), path))
+        start, end, path = int(match[1], 16), int(match[2], 16), match[5]
+        if path.rpartition("/")[2].startswith(name) and match[3][0] == "r" and match[3][2] != "x":
+            found.append(Region(start, end, match[3][1] == "w", int(match[4], 16), path))
     return found
 
 

@@ -7,6 +7,7 @@ driver. So do arithmetic operators. Their results wait in Python. Who holds the 
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from typing import Any
 
 from memguard._frameworks.gated import Gates, Native, entries, kinds
@@ -42,6 +43,15 @@ def with_gpu() -> bool:
     return any(one.platform != "cpu" for one in _clients())
 
 
+def first_use(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """JAX has no backend yet, and would begin with one for GPUs."""
+    bridge = sys.modules["jax._src.xla_bridge"]
+    asked = bridge.config.jax_platforms.value
+    if bridge._backends or (asked and "cuda" not in asked and "gpu" not in asked):
+        return False
+    return any(find_spec(f"jax_cuda{major}_plugin") is not None for major in (12, 13))
+
+
 def programs() -> object:
     """Each compiled program: when JAX drops one from its caches, that unloads its module."""
     return [client.live_executables() for client in _clients()]
@@ -70,6 +80,7 @@ GATES = (
                 touches=of_gpu,
             ),
             *entries(_JAXLIB, "wait", "the end of the computations", "batched_block_until_ready", touches=any_of_gpu),
+            *entries("jax._src.xla_bridge", "hold", "cuInit, cuDevicePrimaryCtxRetain", "backends", touches=first_use),
             *entries(
                 _JAXLIB,
                 "wait",

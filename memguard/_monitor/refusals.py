@@ -68,5 +68,6 @@ def _event(moment: Moment, count: int) -> Event:
     what = f"a request{size} was refused" if count == 1 else f"{count} more requests were refused, the last{size}"
     text = f"{moment.framework}: {what}{held}{free}"
     return Event(
-        moment.time, "refused", text, uuid=moment.uuid, framework=moment.framework, bytes=moment.requested, times=count
-    )
+        moment.time, "refused", text, uuid=moment.uuid, framework=moment.framework, bytes=moment.requested, times=count,
+        held=moment.held, in_use=moment.in_use, reclaimable=moment.reclaimable, cap=moment.cap, free=moment.free,
+    )  # fmt: skip

@@ -162,6 +162,13 @@ class Monitor:
         Called on its own thread, by a callback, it does not wait.
         """
         self._paused = True
+        return self.quiet(seconds)
+
+    def quiet(self, seconds: float) -> bool:
+        """Wait at most that long until no sample is under way. Returns whether that is so.
+
+        Called on its own thread, by a callback, it does not wait.
+        """
         until = time.monotonic() + seconds
         while self._ticking and self._thread is not threading.current_thread():
             if self._thread is None or not self._thread.is_alive():

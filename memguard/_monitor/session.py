@@ -28,13 +28,21 @@ from memguard.errors import MemguardError, UnderPressure
 if TYPE_CHECKING:
     from memguard._guard import Guard
     from memguard._monitor import pressure
+    from memguard._monitor.beside import Beside
     from memguard._monitor.sampler import Monitor
+    from memguard._monitor.samples import Watch
     from memguard._oom.report import Report
     from memguard._timeline import Writer
 
 
 callbacks: list[Callable[[Event], None]] = []
 """Registered with `memguard.on_pressure`. They belong to the process, and outlive a budget."""
+watches: list[Watch] = []
+"""Registered with `memguard.on_sample`. They too; a forked child has none."""
+WITHOUT_MONITOR = (
+    "memguard.on_sample: the active budget takes no samples, so nothing is called\n"
+    "    fix: write 'monitor: {interval: 500ms}' in the budget"
+)
 
 _thread = threading.local()
 """`session`, on a monitor's thread: the one whose budget a callback there may end."""
@@ -78,6 +86,7 @@ class Session:
         self._watched: Watched | None = None
         self._workloads = Workloads()
         self._refusals = Refusals()
+        self._beside: Beside | None = None  # with a timeline
         self._failed: list[Callable[[Event], None]] = []
         self._here = threading.local()  # per thread: whether it is the monitor's, or in a checkpoint already
 
@@ -108,6 +117,8 @@ class Session:
             if self.guard.budget.monitor is not None:
                 self._let_watch(self.guard.budget.monitor.top)  # before the first event
                 self._start_monitor()
+            elif watches:
+                _log.warning("%s", WITHOUT_MONITOR)
             self._watch_idleness()
             self._tell_others()
         except BaseException:
@@ -153,6 +164,10 @@ class Session:
         parts = self.guard.plan.devices
         self._settings = Settings.of(budget.monitor, budget.on_pressure, [part.device for part in parts], parts)
         monitor = self.monitor = Monitor(self._take, self._act, self._settings, record=self._record)
+        if self._writer is not None:
+            from memguard._monitor.beside import Beside
+
+            self._beside = Beside(self.guard, monitor, self._writer, self._undo)
         self._undo.add("monitor", monitor.stop)
         # At the interpreter's end too: the monitor must not look at frameworks that are being torn down.
         self._undo.add("monitor", lambda: atexit.unregister(self._at_exit))
@@ -181,16 +196,19 @@ class Session:
             self._watched.end()
         if self.monitor is not None:
             self.monitor.stop()
+        if self._beside is not None:
+            self._beside.at_exit()
         self._write_refusals(everything=True)
 
     def _forget(self) -> None:
         """The last step, once monitor, timeline and hooks have ended."""
-        self.monitor = self._writer = self._watched = None
+        self.monitor = self._writer = self._beside = self._watched = None
 
     def forked(self) -> None:
         """In a forked child: no thread of the parent's is there, and its locks may be held."""
         self.guard.forked()
         _thread.session = None  # if a callback forked: the child's thread is no monitor's
+        self._beside = None
         if self.monitor is not None:
             self.monitor.forked()
         if self._writer is not None:
@@ -253,9 +271,11 @@ class Session:
             return False
         return state.level(event.uuid, event.framework) is Pressure.CRITICAL
 
-    def _finished(self, report: WorkloadReport) -> None:
-        """A workload has ended without an error: warn if it leaks."""
-        each = self._workloads.leaked(report)
+    def _finished(self, report: WorkloadReport, seconds: float, failed: str | None) -> None:
+        """A workload has ended, with an error of the class `failed`. Warn if it leaks."""
+        if self._beside is not None:
+            self._beside.finished(report, seconds, failed)
+        each = None if failed is not None else self._workloads.leaked(report)
         if each is not None:
             text = f"workload {report.name!r} of {report.framework} leaves {format_size(each)} more behind each time"
             _log.warning("%s", text)
@@ -331,8 +351,14 @@ class Session:
             self._write_refusals()
             for event in [*events, *moved]:
                 writer.event(event)
+            if sample.devices and self._beside is not None:
+                self._beside.sampled()
         for event in moved:
             self._call(event)
+        if watches and sample.devices:  # without devices: a reading that failed
+            from memguard._monitor import samples
+
+            samples.give(sample, lambda: self.active)
 
     # any thread
 
@@ -354,10 +380,10 @@ class Session:
                 if any(one is callback for one in self._failed):
                     continue  # warned once for each: it is called again at the next event
                 self._failed.append(callback)
-                _log.warning("memguard.on_pressure: %s failed: %s", _name_of(callback), text_of(error))
+                _log.warning("memguard.on_pressure: %s failed: %s", name_of(callback), text_of(error))
 
 
-def _name_of(callback: Callable[[Event], None]) -> str:
+def name_of(callback: object) -> str:
     """The callback's name and place, which it may not tell."""
     try:
         code = getattr(callback, "__code__", None)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from memguard._monitor.spans import WORKLOAD
 from memguard._report import diagnosis, requests
 from memguard._report.model import MOST_POINTS, Entry, FrameworkView, GpuView, Line, Moment, Peak, Run, Span
 from memguard._report.thinning import Thinner
 from memguard._suggest import decide, evidence, recorded
+from memguard._timeline.format import PEAK
 from memguard._timeline.parse import Record
 from memguard._timeline.reader import Timeline
 from memguard._timeline.replay import TimelineOutcome
@@ -19,8 +21,10 @@ MOST_ENTRIES = 1000
 _ALL_POINTS = 240_000
 """Points of all series of one page together: a browser draws more of them only slowly."""
 _FEWEST_POINTS = 600
-_WITHOUT = "these figures do not include what was refused"
-"""What a replay says of its figures. Here it holds of the peaks: the suggested budget counts what was refused."""
+MOST_SPANS = 200
+"""Workloads that are drawn: the longest ones."""
+_GAP = 1.0
+"""Seconds between two workloads of one name that are drawn as one."""
 
 
 def points(series: int) -> int:
@@ -95,9 +99,10 @@ class _Steps:
 class _Cell:
     """One framework on one GPU, while reading."""
 
-    __slots__ = ("cap", "held", "in_use", "seen", "silent")
+    __slots__ = ("cap", "held", "in_use", "own", "seen", "silent")
 
     def __init__(self, most: int) -> None:
+        self.own: Peak | None = None  # of what was in use, as its allocator says
         self.held, self.in_use, self.cap = _Series(most), _Series(most), _Steps(most)
         self.seen = self.silent = False
 
@@ -108,6 +113,12 @@ class _Cell:
         self.cap.see(time, cap)
         if held is None:
             self.silent = True
+
+    @property
+    def peak_in_use(self) -> Peak | None:
+        """The larger one: samples miss what came and went between two of them."""
+        sampled, own = self.in_use.peak, self.own
+        return own if sampled is None or (own is not None and own.size > sampled.size) else sampled
 
     def gap(self, time: float) -> None:
         self.held.add(time, None)
@@ -173,7 +184,7 @@ class _Gpu:
                 cell.in_use.line(),
                 cell.cap.line(),
                 cell.held.peak,
-                cell.in_use.peak,
+                cell.peak_in_use,
                 limits.get(name),
                 asked.get(name, 0),
                 cell.silent,
@@ -199,6 +210,10 @@ def _of(sizes: tuple[int | None, ...], chosen: Sequence[int]) -> tuple[int | Non
     return tuple(sizes[at] if at < len(sizes) else None for at in chosen)
 
 
+def _longest(spans: Sequence[Span]) -> list[Span]:
+    return sorted(spans, key=lambda span: span.begin - (span.end or span.begin))[:MOST_SPANS]
+
+
 class _Reading:
     def __init__(self, devices: tuple[DevicePlan, ...], most: int, processes: bool) -> None:
         self._most, self._processes = most, processes
@@ -209,7 +224,9 @@ class _Reading:
         self._counts: dict[str, int] = {}
         self._serious: list[Entry] = []
         self._others: list[Entry] = []
-        self._spans: list[Span] = []
+        self._spans: list[Span] = []  # suspensions
+        self._loops: dict[tuple[str, str | None], Span] = {}  # workloads, by name and framework: the last one of each
+        self._over: list[Span] = []
         self._requests: dict[int, requests.Refused] = {}
 
     def watch(self, records: Iterator[Record]) -> Iterator[Record]:
@@ -237,26 +254,50 @@ class _Reading:
             gpu.see(sample.time, device)
 
     def _event(self, event: Event) -> None:
+        if event.kind == PEAK:
+            self._peak(event)
+            return
         self._entry(diagnosis.of_event(event, self._processes), requests.of_event(event))
         if event.kind == "suspended":
             for gpu in self._gpus.values():
                 gpu.gap(event.time)
-            self._span(Span(event.time, None, "suspended", "suspended", None))
+            if len(self._spans) < MOST_ENTRIES:
+                self._spans.append(Span(event.time, None, "suspended", "suspended", None))
         elif event.kind == "resumed" and self._spans and self._spans[-1].end is None:
             self._spans[-1] = self._spans[-1]._replace(end=event.time)
-        elif event.kind == "workload" and event.seconds is not None:
+        elif event.kind == WORKLOAD and event.seconds is not None:
             begin = event.time - max(event.seconds, 0.0)
             who = None if event.framework is None else diagnosis.clean(event.framework)
-            self._span(Span(begin, event.time, "workload", diagnosis.clean(event.text), who))
+            self._workload(Span(begin, event.time, "workload", diagnosis.clean(event.text), who))
 
-    def _span(self, span: Span) -> None:
-        if len(self._spans) < MOST_ENTRIES:
-            self._spans.append(span)
+    def _peak(self, event: Event) -> None:
+        """A figure for the table of peaks, and no entry of its own."""
+        gpu = self._gpus.get(event.uuid or "")
+        cell = None if gpu is None else gpu.cells.get(event.framework or "")
+        if cell is not None and event.bytes is not None and (cell.own is None or event.bytes > cell.own.size):
+            cell.own = Peak(event.bytes, event.time)
+
+    def _workload(self, span: Span) -> None:
+        """Steps of a loop are drawn as one. Of many workloads the longest are kept, so that there are few shapes."""
+        key = span.name, span.framework
+        before = self._loops.get(key)
+        if before is not None and before.end is not None and span.begin - before.end <= _GAP:
+            self._loops[key] = before._replace(end=span.end)
+            return
+        self._loops[key] = span
+        if before is not None:
+            self._over.append(before)
+        if len(self._over) > 2 * MOST_SPANS:
+            self._over = _longest(self._over)
+
+    def _all_spans(self) -> tuple[Span, ...]:
+        return tuple(sorted([*self._spans, *_longest([*self._over, *self._loops.values()])], key=lambda one: one.begin))
 
     def _entry(self, entry: Entry, request: requests.Refused | None) -> None:
         self._counts[entry.kind] = self._counts.get(entry.kind, 0) + 1
         chosen = self._serious if entry.severity in ("oom", "critical") else self._others
-        if len(chosen) < MOST_ENTRIES:
+        most = MOST_ENTRIES // 2 if entry.kind == WORKLOAD else MOST_ENTRIES  # a loop has many, and they are drawn
+        if len(chosen) < most:
             chosen.append(entry)
             if request is not None:
                 self._requests[id(entry)] = request  # the entry is kept, and so its id stays its own
@@ -272,8 +313,7 @@ class _Reading:
             if isinstance(about.get("version"), str)
         }
         header = timeline.header
-        said = [note.replace(_WITHOUT, "the peaks do not include what was refused") for note in outcome.notes]
-        notes = (*said, *timeline.plan.notes, *timeline.notes)
+        notes = (*outcome.notes, *timeline.plan.notes, *timeline.notes)
         needed = replace(needed, notes=tuple(diagnosis.clean(note, self._processes) for note in needed.notes))
         found = decide.suggest([needed], decide.HEADROOM)
         fits = found is not None and found.problem is None
@@ -292,7 +332,7 @@ class _Reading:
             tuple(gpu.view(outcome, limits, limit) for gpu in self._gpus.values()),
             tuple(entries),
             sum(self._counts.values()) - shown,
-            tuple(self._spans),
+            self._all_spans(),
             self._counts,
             versions,
             found,

@@ -44,6 +44,11 @@ def of_event(event: Event, processes: bool) -> Entry:
         lines.append(("size", format_size(event.bytes)))
     if event.seconds is not None:
         lines.append(("seconds", f"{event.seconds:.3g}"))
+    known = [
+        f"{name} {format_size(size)}" for key, name in _FIGURES.items() if (size := getattr(event, key)) is not None
+    ]
+    if known:
+        lines.append(("at the refusal", ", ".join(known)))
     return Entry(
         event.time,
         clean(event.kind),

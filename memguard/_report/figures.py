@@ -22,6 +22,8 @@ _TOP, _BOTTOM = 34, 52
 _HEIGHTS = {"oom": 0.56, "critical": 0.4, "warn": 0.26, "note": 0.12}
 """Where in its lane a marker lies. Above them are the spans' names."""
 _SPANS = 0.72
+_NAMED = 0.04
+"""The part of the run that a span must take to have its name on it: those of shorter ones would cover each other."""
 _FAR = 3
 """A limit or cap so many times above all that was seen is left out of the picture: it would make that too small."""
 _LINES = 60
@@ -197,7 +199,7 @@ class _Drawing:
             chosen = [
                 (first + number, entry)
                 for number, entry in enumerate(self.run.entries)
-                if entry.severity == severity and entry.uuid in (None, self.gpu.uuid)
+                if entry.severity == severity and entry.uuid in (None, self.gpu.uuid) and entry.kind != "workload"
             ]
             if not chosen:
                 continue
@@ -237,13 +239,20 @@ class _Drawing:
         low, high = self.domains[1]
         end = self._offset(self.run.end if span.end is None else span.end)
         colour = self.colours.get(span.framework or "", palette.NEUTRAL)
-        about = {"type": "rect", "xref": "x", "yref": "paper", "x0": self._offset(span.begin), "x1": end}
+        about: dict[str, Any] = {
+            "type": "rect",
+            "xref": "x",
+            "yref": "paper",
+            "x0": self._offset(span.begin),
+            "x1": end,
+        }
         rest = {"layer": "below", "line": {"width": 0}}
         if span.kind == "suspended":
             self.shapes.append({**about, **rest, "y0": 0, "y1": 1, "fillcolor": palette.pale(colour, 0.14)})
-        label = {"text": quoted(span.name), "textposition": "middle left", "font": {"size": 11}}
-        named = {"y0": low + (high - low) * _SPANS, "y1": high, "fillcolor": palette.pale(colour, 0.35), "label": label}
-        self.shapes.append({**about, **rest, **named})
+        named: dict[str, Any] = {"y0": low + (high - low) * _SPANS, "y1": high}
+        if end - about["x0"] >= _NAMED * self._offset(self.run.end):
+            named["label"] = {"text": quoted(span.name), "textposition": "middle left", "font": {"size": 11}}
+        self.shapes.append({**about, **rest, **named, "fillcolor": palette.pale(colour, 0.35)})
 
     def _line_at(self, time: float) -> None:
         at = self._offset(time)

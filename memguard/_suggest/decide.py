@@ -15,8 +15,9 @@ from typing import Any
 from memguard import _policy
 from memguard._specs import SPECS
 from memguard._suggest.evidence import Need, Run
+from memguard._timeline.smallest import with_headroom
 from memguard._types import Device
-from memguard._units import GRANULE, format_size, round_up
+from memguard._units import format_size, round_up
 
 HEADROOM = Fraction(15, 100)
 """What is kept on top of each need if nobody says how much."""
@@ -98,11 +99,6 @@ def suggest(runs: Iterable[Run], headroom: Fraction, devices: Sequence[Device] |
     )
 
 
-def with_headroom(need: int, headroom: Fraction) -> int:
-    """The limit for a need: a whole number of 2 MiB, and at least one."""
-    return max(round_up(-(-need * (1 + headroom) // 1)), GRANULE)
-
-
 def at_once(runs: Sequence[Run], uuid: str) -> int:
     """The most processes that were on the GPU at the same time."""
     spans: dict[str, list[float]] = {}
@@ -118,8 +114,8 @@ def _figures(runs: Sequence[Run], headroom: Fraction) -> list[Figure]:
     for run in runs:
         for (uuid, name), need in run.needs.items():
             best = found.get(name)
-            if best is None or need.bytes > best.need.bytes:
-                limit = with_headroom(need.bytes, headroom)
+            limit = max(with_headroom(need.bytes, headroom), with_headroom(need.least(name)))
+            if best is None or (limit, need.bytes) > (best.limit, best.need.bytes):
                 found[name] = Figure(name, limit, need, run, uuid, _options(name, runs))
     return sorted(found.values(), key=lambda figure: (-figure.limit, figure.framework))
 
@@ -189,7 +185,8 @@ def _misfit(
         f"{format_size(reserve.bytes)}){together}; {format_size(usable)} can be had there"
     )
     fixes = []
-    most = largest_headroom([figure.need.bytes for figure in figures], usable // count - reserve.bytes)
+    needs = [(figure.need.bytes, figure.need.least(figure.framework)) for figure in figures]
+    most = largest_headroom(needs, usable // count - reserve.bytes)
     if most is not None:
         fixes.append(f"--headroom {most}% is the most that fits")
     if any(figure.need.source == "refused" for figure in figures):
@@ -202,14 +199,22 @@ def _misfit(
     return problem, "; or ".join(fixes)
 
 
-def largest_headroom(needs: Sequence[int], room: int) -> int | None:
-    """The largest whole percentage with which the needs fit into `room`; None if not even 0 does."""
-    if room <= 0 or sum(with_headroom(need, Fraction(0)) for need in needs) > room:
+def largest_headroom(needs: Sequence[tuple[int, int]], room: int) -> int | None:
+    """The largest whole percentage with which the needs fit into `room`; None if not even 0 does.
+
+    `needs`: each with the limit that it has at least, whatever the headroom.
+    """
+
+    def sum_of(percent: int) -> int:
+        headroom = Fraction(percent, 100)
+        return sum(max(with_headroom(need, headroom), with_headroom(least)) for need, least in needs)
+
+    if room <= 0 or sum_of(0) > room:
         return None
-    percent = max(room * 100 // max(sum(needs), 1) - 100, 0)
-    while percent and sum(with_headroom(need, Fraction(percent, 100)) for need in needs) > room:
+    percent = min(max(room * 100 // max(sum(need for need, _ in needs), 1) - 100, 0), 100)
+    while percent and sum_of(percent) > room:
         percent -= 1
-    return min(percent, 100)
+    return percent
 
 
 def _notes(runs: Sequence[Run], figures: Sequence[Figure], targets: Sequence[Target]) -> Iterable[str]:

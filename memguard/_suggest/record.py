@@ -30,10 +30,10 @@ MODULES = ("torch", "tensorflow", "cupy", "jax", "pycuda.driver", "numba.cuda")
 """The imports that begin the recording: the rows' `hook`s. Written out, as `arm` runs in Pythons without frameworks."""
 _UNCOUNTED = ("pycuda", "numba")
 """The frameworks that count nothing without a budget. The recording says when one of them is imported."""
-_GROWN = 0.01
-"""The part by which a peak must have grown to be written again, so that there are few such lines."""
 _LOOK, _PATIENCE = 0.02, 600.0
 """Seconds between two looks whether the import has ended, and for which it may take."""
+_HANGS = 0.5
+"""Seconds after which a sample is taken to hang, at the end of the program."""
 _LAST = 2.0
 """Seconds for which the end of a program waits at most for a recording that has not begun."""
 
@@ -113,6 +113,7 @@ class Recorder:
 
     def __init__(self, path: str, host: Host, interval: float = INTERVAL) -> None:
         from memguard._ledger.reader import LedgerReader
+        from memguard._monitor.peaks import Peaks
         from memguard._monitor.pressure import Settings
         from memguard._monitor.sampler import Monitor
         from memguard._specs import SPECS
@@ -128,41 +129,57 @@ class Recorder:
         self._monitor = Monitor(
             self.take, lambda action: None, Settings(interval=interval, cpu=_SHARE), record=self.record
         )
-        self._peaks: dict[tuple[str, str], int] = {}
+        self._peaks, self._pid, self._taken = Peaks(every=1.0), os.getpid(), False
         self._here = threading.local()
         self._uncounted = {name: SPECS[name].hook for name in _UNCOUNTED}
 
     def start(self) -> None:
+        from memguard._monitor import ending
+
         self._writer.begin()
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forked)
         with contextlib.suppress(Exception):  # the first sample imports much; the monitor would wait long after it
             self.record(self.take(), [])
         self._monitor.start()
+        ending.call_before(self._last)
         atexit.register(self.stop)
 
     def stop(self) -> None:
         """Ends the thread first: it must not look at frameworks that are being torn down."""
         self._monitor.stop()
+        if not self._taken:  # by now frameworks may have ended by exit functions of their own
+            self._last()
         self._writer.close()
+
+    def _last(self) -> None:
+        """One more sample: what came since the thread's last one would be in none. Raises nothing."""
+        from memguard._devices import suspension
+
+        if self._pid != os.getpid() or suspension.now is not None or sys.is_finalizing():
+            return
+        if self._monitor.quiet(_HANGS):
+            with contextlib.suppress(Exception):
+                self.record(self.take(relaxed=True), [], last=True)
+                self._taken = True
 
     def _forked(self) -> None:
         self._monitor.forked()
         self._writer.forked()
 
-    def take(self) -> Sample:
+    def take(self, relaxed: bool = False) -> Sample:
+        """A sample, by the thread; `relaxed`: by the program's own."""
         from memguard._devices import contexts
         from memguard._types import sample_of
 
         here = self._here
-        if not getattr(here, "relaxed", False):  # no call of this thread may break a CUDA graph capture
+        if not relaxed and not getattr(here, "relaxed", False):  # it may break no other thread's CUDA graph capture
             here.relaxed = contexts.relax()
         return sample_of((time.time(), tuple([self.reader.sample(part, {}) for part in self._parts])))
 
-    def record(self, sample: Sample, events: list[Event]) -> None:
-        from memguard._suggest.evidence import PEAK, UNCOUNTED
+    def record(self, sample: Sample, events: list[Event], *, last: bool = False) -> None:
+        from memguard._suggest.evidence import UNCOUNTED
         from memguard._types import Event
-        from memguard._units import format_size
 
         self._writer.sample(sample)
         for event in events:
@@ -171,14 +188,17 @@ class Recorder:
             del self._uncounted[name]
             text = f"{name} was imported, and counts nothing without a budget"
             self._writer.event(Event(sample.time, UNCOUNTED, text, framework=name))
-        for part in self._parts if sample.devices else ():
-            for name, framework in self.reader.unnamed().items():
-                usage, key = framework.usage(part.device), (part.device.uuid, name)
-                if usage is None or usage.peak is None or usage.peak <= self._peaks.get(key, 0) * (1 + _GROWN):
-                    continue
-                self._peaks[key] = usage.peak
-                text = f"{name}: at most {format_size(usage.peak)} in use so far"
-                self._writer.event(Event(sample.time, PEAK, text, uuid=key[0], framework=name, bytes=usage.peak))
+        if sample.devices and (last or self._peaks.due()):
+            for event in self._peaks.events(sample.time, self._said(), last=last):
+                self._writer.event(event)
+
+    def _said(self) -> dict[str, dict[str, int]]:
+        """The allocators' own peaks, by UUID and framework."""
+        found: dict[str, dict[str, int]] = {}
+        for part in self._parts:
+            usages = {name: one.usage(part.device) for name, one in self.reader.unnamed().items()}
+            found[part.device.uuid] = {n: u.peak for n, u in usages.items() if u is not None and u.peak is not None}
+        return found
 
 
 def _say(text: str) -> None:

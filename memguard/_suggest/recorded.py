@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 
 from memguard._suggest.evidence import Run, replayed
@@ -15,10 +15,10 @@ _EARLIER, _ALONE = "left out, as they belong to an earlier run: ", "; each can b
 """What a timeline's note says of files of its name that it does not read, before and after their names."""
 
 
-def runs(names: Sequence[str]) -> list[Run]:
+def runs(names: Sequence[str], counted: Callable[[Iterable[object]], Iterable[object]] = iter) -> list[Run]:
     """One run for each timeline. Its older parts, which `run*.jsonl` names too, are read with the newest and not again.
 
-    Raises TimelineError.
+    `counted` is given the records of each, and gives them back. Raises TimelineError.
     """
     given = {os.path.realpath(name): name for name in names}
     parts = {os.path.realpath(path) for name in given.values() for _, path in numbered(name)}
@@ -26,7 +26,7 @@ def runs(names: Sequence[str]) -> list[Run]:
     newest = {timeline.header.run for path, timeline in loaded.items() if path not in parts}
     # A part of an earlier run, which had the same name, is not read with the newest.
     chosen = {path: name for path, name in given.items() if path not in parts or loaded[path].header.run not in newest}
-    found = [read(name, loaded[path], loaded[path].records(), chosen)[0] for path, name in chosen.items()]
+    found = [read(name, loaded[path], counted(loaded[path].records()), chosen)[0] for path, name in chosen.items()]
     seen: dict[tuple[str, int | None, float, float], Run] = {}
     for run in found:  # a copy of a timeline is no second process
         seen.setdefault((run.run, run.rank, run.begin, run.end), run)

@@ -7,7 +7,7 @@ nothing in it ends the comment. The budget itself is written from whole numbers 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from datetime import datetime, timezone
 from fractions import Fraction
 from typing import Any
@@ -16,8 +16,9 @@ from memguard._config.values import CRITICAL, WARN, percent_text
 from memguard._specs import NEVER_GIVE_BACK
 from memguard._suggest.decide import Figure, Reserve, Suggestion
 from memguard._suggest.evidence import Run
-from memguard._suggest.refusals import Refusal
 from memguard._text import visible
+from memguard._timeline.refusals import Refusal
+from memguard._timeline.smallest import entry, with_headroom
 from memguard._units import GRANULE, MIB, format_duration, format_size, parse_percent
 
 WIDTH = 100
@@ -62,12 +63,6 @@ def _warn(found: Suggestion) -> str:
     parts = [(needed, found.limit), *((figure.need.bytes, figure.limit) for figure in found.figures)]
     level = max(need * 100 // limit for need, limit in parts) + 2
     return f", warn: {level}%" if parse_percent(WARN) * 100 < level < parse_percent(CRITICAL) * 100 else ""
-
-
-def entry(limit: int, options: Mapping[str, Any]) -> str:
-    """A framework's part: `{limit: 512MiB, growth: false}`."""
-    more = "".join(f", {key}: {str(value).lower()}" for key, value in options.items())
-    return f"{{limit: {limit // MIB}MiB{more}}}"
 
 
 def _head(found: Suggestion) -> Iterator[str]:
@@ -145,6 +140,8 @@ def _evidence(figure: Figure, runs: int) -> Iterator[str]:
         yield f"{', '.join(parts)}."
     if figure.framework in NEVER_GIVE_BACK:
         yield _pool(figure)
+    elif figure.limit == with_headroom(need.least(figure.framework)):
+        yield "Its allocator does not say its peak: its pool grew to that when it needed more, so it gets as much."
     elif need.held is None and need.sampled:
         yield "It does not say what it holds: judged by what was in use."
     largest = sorted(need.refusals, key=lambda refusal: (-refusal.need, refusal.time))

@@ -35,12 +35,14 @@ class Gate:
     """The closed gate of one suspension. Its undo opens it, also if it was interrupted while it closed.
 
     `owner` is the thread (`threading.get_ident()`) on which calls raise instead of waiting; None if there is none.
-    `left` are sentences on what no gate reaches.
+    `left` are sentences on what no gate reaches, `unheld` libraries whose own threads cannot be answered (`native`):
+    with one of those the process must not leave.
     """
 
     def __init__(self, owner: int | None = None) -> None:
         self.owner = owner
         self.left: tuple[str, ...] = ()
+        self.unheld: tuple[str, ...] = ()
         self.closed = False
         self._undo = Undo()
         self._waiting: list[threading.Lock] = []
@@ -63,7 +65,6 @@ class Gate:
         imports = LateImports(chosen, self)
         self._undo.add("the imports that wait", imports.stop)
         imports.start()
-        native.hold(chosen, self._undo)
         for table in chosen:
             if table.hook not in sys.modules:
                 continue
@@ -73,6 +74,8 @@ class Gate:
             for entry in table.later:
                 left += self._replace(entry, self._defers)
         self._kept.take(chosen)
+        # After the gates: a framework that has not begun by now waits there.
+        self.unheld = native.hold(chosen, self._undo)
         self.left = tuple(left)
         if left:
             _log.debug("suspend: not gated: %s", "; ".join(left))

@@ -10,7 +10,9 @@ in seconds. Each runs on a thread of its own, so that one that hangs does not st
     {"event": "running", "pid": 7, "start": 9}   a watched process runs again, or "ended", "failed"
 
 It ends when its stdin closes or its parent has ended, but not within an operation. A lock that nobody is left to undo
-is undone then. It has a session of its own and ignores signals: a Ctrl-C in the terminal is for the program.
+is undone then. So is one after which nothing is asked for `FORGOTTEN` seconds: who asked may be stopped by that very
+lock, by a thread that waits in the driver with Python's interpreter lock. It has a session of its own and ignores
+signals: a Ctrl-C in the terminal is for the program.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from memguard._suspend.types import Process
 
 _TICK = 0.5
 """Seconds between two looks at the parent, at deadlines and at watched processes."""
+FORGOTTEN = 10.0
+"""Seconds. A flow asks for the copy 2 s after the lock at the latest, and for the unlock at once after the restore."""
 _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGTSTP", "SIGTTIN", "SIGTTOU", "SIGUSR1", "SIGUSR2", "SIGPIPE")
 _CALLS = ("state", "lock", "checkpoint", "restore", "unlock")
 _LOCKS = ("lock", "restore")
@@ -61,8 +65,8 @@ class Helper:
         self._nvml: Any = None
         self._holder: Any = None
         self._jobs: list[_Job] = []
-        self._locked: set[Process] = set()
-        """Processes that this helper has locked, or restored, and not unlocked."""
+        self._locked: dict[Process, float] = {}
+        """Processes that this helper has locked, or restored, and not unlocked, each with the time."""
         self._watched: dict[Process, object] = {}
 
     def run(self) -> None:
@@ -71,6 +75,7 @@ class Helper:
         while os.getppid() == self._parent:
             now = time.monotonic()
             self._late(now)
+            self._forgotten(now)
             next_one = min([job.deadline for job in self._jobs if not job.answered], default=now + _TICK)
             if not poll.poll(1000 * max(0.0, min(_TICK, next_one - now + 0.001))):
                 continue
@@ -106,6 +111,17 @@ class Helper:
             for job in self._jobs:
                 if now >= job.deadline and not job.over:
                     self._answer(job, {"timeout": True})
+
+    def _forgotten(self, now: float) -> None:
+        """Unlock what was locked and then forgotten. An unlock of what is not locked any more is harmless (401)."""
+        with self._lock:
+            if any(not job.over and job.op in _CALLS[1:] for job in self._jobs):
+                return
+            late = [process for process, since in self._locked.items() if now - since > FORGOTTEN]
+            for process in late:
+                del self._locked[process]
+        for process in late:
+            threading.Thread(target=self._checkpoint().unlock, args=(process.pid,), daemon=True).start()
 
     def _answer(self, job: _Job, answer: dict[str, Any]) -> None:
         if not job.answered:
@@ -164,7 +180,10 @@ class Helper:
             )
         if code == 0:
             with self._lock:
-                (self._locked.add if op in _LOCKS else self._locked.discard)(process)
+                if op in _LOCKS:
+                    self._locked[process] = time.monotonic()
+                else:
+                    self._locked.pop(process, None)
         return {"code": code}
 
     def _usage(self) -> dict[str, Any]:

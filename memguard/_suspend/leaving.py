@@ -77,7 +77,7 @@ def _at_exit() -> None:
         own.resume(PATIENCE, None)
         return
     except BaseException as error:
-        why = text_of(error)
+        why = text_of(error).partition(" fix: ")[0]  # nobody can resume a process that has ended
     _log.warning("the program ends suspended: %s", why)
     say = f"memguard: this process ends while it is off its GPUs, without its exit functions: {why}"
     _leave(say, _status())

@@ -48,16 +48,27 @@ def seen(root: str, pid: int, tables: Iterable[Gates]) -> tuple[str, ...] | None
     if maps is None:
         return None
     rows = [(table.hook, native) for table in tables for native in table.natives]
+    inside = proc.of(root, pid, "root")
     return tuple(
-        f"{hook}: {native.library}" for hook, native in rows if has_thread(native, regions(maps, native.library))
+        f"{hook}: {native.library}"
+        for hook, native in rows
+        if has_thread(native, [one._replace(path=inside + one.path) for one in regions(maps, native.library)])
     )
 
 
-def hold(tables: Iterable[Gates], undo: Undo) -> None:
-    """Answer what those threads ask; `undo` lets them ask the driver again."""
-    for _, native, found in _loaded(tables):
-        for place in slots(native, found):
+def hold(tables: Iterable[Gates], undo: Undo) -> tuple[str, ...]:
+    """Answer what those threads ask; `undo` lets them ask the driver again.
+
+    Returns a line for each library whose thread cannot be answered: a framework may have begun since `unheld`.
+    """
+    left = []
+    for hook, native, found in _loaded(tables):
+        places = slots(native, found)
+        for place in places:
             _answer(place, native.asks, undo)
+        if not places and native.live() and has_thread(native, found):
+            left.append(f"{hook}: {native.library}")
+    return tuple(left)
 
 
 def slots(native: Native, found: Iterable[Region]) -> list[int]:
@@ -69,12 +80,14 @@ def slots(native: Native, found: Iterable[Region]) -> list[int]:
 
 def has_thread(native: Native, found: Iterable[Region]) -> bool:
     """Whether this version of the library has that thread: by the thread's name among its texts."""
-    return any(_contains(one.path, one.offset, one.end - one.start, native.thread) for one in found if one.path)
+    return any(_contains(one.path, one.offset, one.end - one.start, native.thread) for one in found)
 
 
 @functools.cache
 def _contains(path: str, offset: int, size: int, text: bytes) -> bool:
     """Unreadable counts as contained: then nobody knows. Takes some 0.2 s for a library of 300 MB, once."""
+    if path.endswith(" (deleted)"):  # another version may lie there now
+        return True
     try:
         with open(path, "rb") as file:
             size = min(size, os.fstat(file.fileno()).st_size - offset)
@@ -102,9 +115,14 @@ def _answer(place: int, name: str, undo: Undo) -> None:
     answer = pointers.of(_DONE)
     if answer is None:  # then `unheld` has said so
         return
-    undo.add(f"{name} of a framework's own thread", partial(pointers.write, place, pointers.read(place)))
+    undo.add(f"{name} of a framework's own thread", partial(_give_back, place, answer, pointers.read(place)))
     pointers.write(place, answer)
     _log.debug("suspend: %s at %#x is answered without the driver", name, place)
+
+
+def _give_back(place: int, answer: int, before: int | None) -> None:
+    if pointers.read(place) == answer:
+        pointers.write(place, before)
 
 
 def _loaded(tables: Iterable[Gates]) -> Iterator[tuple[str, Native, list[Region]]]:

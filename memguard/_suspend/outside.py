@@ -148,7 +148,7 @@ def suspend(
     chosen, stop = list(chosen), stop or Stop()
     listening = {process: _listens(process) for process in chosen}
     if not unsafe and not all(listening.values()):
-        return [_not_allowed(process, not listening[process], len(chosen)) for process in chosen]
+        return [_not_allowed(process, not listening[process]) for process in chosen]
     results: list[Result] = []
     pids = {process.pid for process in chosen}
     for process in chosen:
@@ -170,7 +170,8 @@ def suspend(
             say(f"process {result.process.pid} comes back")
             back = resume(result.process, client, timeout=ROLL_BACK, cancel=stop.twice)
             code = NO if back.code == DONE else back.code
-            text = back.text if back.code != DONE else f"process {result.process.pid} was brought back: all or none"
+            brought = f"process {result.process.pid} was brought back, as not all could be suspended: all or none"
+            text = back.text if back.code != DONE else brought
             results[place] = Result(result.process, code, text, back.state, back.bytes, back.seconds)
     left = [_not_begun(process) for process in chosen[len(results) :]]
     return [*results, *left]
@@ -181,20 +182,22 @@ def _listens(process: Process) -> bool:
     return budget is not None and budget.by_others
 
 
-def _not_allowed(process: Process, this: bool, count: int) -> Result:
+def _not_allowed(process: Process, this: bool) -> Result:
     if not this:
-        return Result(process, NO, f"process {process.pid}: nothing was changed: all or none", "running", None)
+        return _not_begun(process)
     budget = records.budget_of(process)
     how = f"its budget {budget.budget} does not allow it" if budget else "nobody knows of a budget that allows it"
     text = (
         f"process {process.pid} is not suspended from outside: {how}\n"
-        f"    fix: {ALLOW}; or take the risk: `memguard suspend --unsafe {process.pid}` says which"
+        f"    fix: {ALLOW}; or the same command with --unsafe, which may crash it or lose it (docs/suspend.md, "
+        "What can go wrong, lists how): it does it at once, and only on a terminal it asks first"
     )
     return Result(process, NO, text, "running", None)
 
 
 def _not_begun(process: Process) -> Result:
-    return Result(process, NO, f"process {process.pid}: nothing was changed: all or none", "running", None)
+    text = f"process {process.pid}: nothing was changed, as another one cannot be suspended: all or none"
+    return Result(process, NO, text, "running", None)
 
 
 def _asked(process: Process, stop: Stop) -> Result:

@@ -105,9 +105,12 @@ _of_parent: list[_Own] = []
 
 
 def closed_gate(owner: int | None, undo: Undo) -> Gate:
-    from memguard._suspend import gate
+    from memguard._suspend import gate, refusals
 
-    return gate.close(owner, undo)
+    closed = gate.close(owner, undo)
+    if closed.unheld:
+        raise CannotSuspend([(one.code, one.reason, one.remedy) for one in refusals.unheld(closed.unheld)])
+    return closed
 
 
 def chosen_way() -> Way:

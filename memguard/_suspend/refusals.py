@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, get_args
 
 from memguard._suspend.facts import Facts
-from memguard._suspend.types import Reason
+from memguard._suspend.types import Process, Reason
 from memguard._text import visible
 from memguard._units import MIB, format_size
 
@@ -70,6 +70,11 @@ def reasons(facts: Facts, *, needs_host: int, override_memory: bool = False) -> 
 def still(facts: Facts) -> tuple[Reason, ...]:
     """Why the process can answer nobody now: it is stopped, or frozen."""
     return tuple(_stopped(facts))
+
+
+def unheld(libraries: tuple[str, ...]) -> tuple[Reason, ...]:
+    """Of this process: those whose own threads cannot be answered (`native`)."""
+    return tuple(_native(Facts(Process(0, 0), inside=True, natives=libraries)))
 
 
 def machine(
@@ -185,13 +190,13 @@ def _permission(facts: Facts) -> Iterator[Reason]:
             "no-permission",
             f"process {facts.process.pid} belongs to user {facts.user}, and this is user {facts.asker}: the driver "
             "lets nobody else suspend it",
-            f"do it as that user, or as root: sudo -u '#{facts.user}' memguard suspend {facts.process.pid}",
+            f"do it as that user: sudo -u '#{facts.user}' memguard suspend {facts.process.pid}",
         )
     elif facts.dumpable is False:
         yield _reason(
             "no-permission",
             f"process {facts.process.pid} does not let others of its user look into it (it is not dumpable)",
-            f"do it as root: sudo memguard suspend {facts.process.pid}",
+            "start it again without what makes it so: setuid, file capabilities, prctl(PR_SET_DUMPABLE, 0)",
         )
 
 
@@ -250,13 +255,15 @@ def _native(facts: Facts) -> Iterator[Reason]:
         yield _reason(
             "native-thread",
             f"{what}, and memguard does not find where this version keeps the driver's functions",
-            "suspend before that framework uses a GPU, or take a version that is known to work (docs/suspend.md)",
+            "try again in 10 s (only its first question may be missing); if this comes again, suspend before that "
+            "framework uses a GPU, or take a version that is known to work: JAX 0.11.2, TensorFlow 2.21",
         )
     else:
         yield _reason(
             "native-thread",
             f"{what}, and only memguard within the process can answer it",
-            "run the program under a budget with `suspend: {by_others: true}`",
+            "start it again under a budget with `suspend: {by_others: true}`, or let it call memguard.suspend() "
+            "itself (in a notebook: %memguard suspend)",
         )
 
 
@@ -319,38 +326,41 @@ def _children(facts: Facts) -> Iterator[Reason]:
             for child in facts.children
         ]
         one = len(facts.children) == 1
+        together = f"memguard suspend {'' if facts.inside else '--unsafe '}--tree {facts.process.pid}"
+        allow = ", if the budget of each has `suspend: {by_others: true}`" if facts.inside else ""
         yield _reason(
             "children",
             f"{len(facts.children)} {'process' if one else 'processes'} that it has started "
             f"{'uses' if one else 'use'} a GPU too: {_list(tuple(named))}",
-            f"end them first, or suspend all of them together: memguard suspend {facts.process.pid}",
+            f"end them first, or suspend all of them together from a shell: `{together}`{allow}",
         )
 
 
 def _memory(facts: Facts, needs: int) -> Iterator[Reason]:
     if needs <= 0:
         return
+    # The way round is for the process itself: the command that does it from outside has no such option.
+    ignore, trim = (f"; {_IGNORE}", ", or trim GPU caches first (memguard.trim())") if facts.inside else ("", "")
     wants = f"what leaves the GPU ({format_size(facts.total)}) takes {format_size(needs)} of host memory"
     if facts.available is None:
         yield _reason(
             "host-memory",
             f"{wants}, and nobody knows how much there is (MemAvailable of /proc/meminfo cannot be read)",
-            f"mount /proc where this runs; {_IGNORE}",
+            f"mount /proc where this runs{ignore}",
         )
     elif facts.available < needs:
         yield _reason(
             "host-memory",
             f"{wants}, and the machine has {format_size(facts.available)} available (MemAvailable of /proc/meminfo; "
             "swap does not count)",
-            f"free {format_size(needs - facts.available)} of host memory, or trim GPU caches first "
-            f"(memguard.trim()); {_IGNORE}",
+            f"free {format_size(needs - facts.available)} of host memory{trim}{ignore}",
         )
     if facts.grantable is not None and facts.grantable < needs:
         yield _reason(
             "host-memory",
             f"{wants}, and the kernel grants {format_size(facts.grantable)} more (vm.overcommit_memory is 2: "
             "CommitLimit less Committed_AS of /proc/meminfo)",
-            f"ask for `sysctl vm.overcommit_memory=0`, or a higher vm.overcommit_ratio; {_IGNORE}",
+            f"ask for `sysctl vm.overcommit_memory=0`, or a higher vm.overcommit_ratio{ignore}",
         )
     short = next((limit for limit in facts.limits or () if limit.left < needs), None)
     if short is not None:
@@ -360,7 +370,7 @@ def _memory(facts: Facts, needs: int) -> Iterator[Reason]:
             f"{wants}, which is charged to its cgroup, and that has {format_size(short.left)} left: {then} "
             f"({_clean(short.file)} is {format_size(short.limit)}, {format_size(short.used)} used)",
             f"raise that limit by {format_size(needs - short.left)} (docker update --memory, systemctl set-property, "
-            f"the pod's limits.memory, the job's --mem); {_IGNORE}",
+            f"the pod's limits.memory, the job's --mem){ignore}",
         )
 
 

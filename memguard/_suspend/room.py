@@ -74,12 +74,12 @@ class Waiting:
             yield f"it cannot take its turn: {error}"
             return
         try:
-            yield self._until(needs, client, cancel or threading.Event(), turn)
+            yield self._until(needs, client, cancel or threading.Event(), turn, process.pid)
         finally:
             client.release()
             turn.__exit__()
 
-    def _until(self, needs: Mapping[str, int], client: Door, cancel: threading.Event, turn: Turn) -> str:
+    def _until(self, needs: Mapping[str, int], client: Door, cancel: threading.Event, turn: Turn, pid: int) -> str:
         """Hold the room. Returns "" once it is held, else why not."""
         started, in_vain = self._clock(), 0
         while True:
@@ -98,7 +98,7 @@ class Waiting:
                 else:
                     failed, in_vain = "", 0
                 waits = _waits(needs, cards, ahead, self._clock() - started)
-                lacking = _words(waits, missing, failed)
+                lacking = _words(waits, missing, failed, pid)
                 pause = _EVERY if missing or failed else _TURN
                 if self._progress is not None:
                     for wait in waits:
@@ -120,15 +120,22 @@ def _waits(
     return found
 
 
-def _words(waits: list[Wait], missing: Mapping[str, int], failed: str) -> str:
-    """`failed`: why the room could not be held, although it was free a moment before."""
-    lines: list[str] = []
+def _words(waits: list[Wait], missing: Mapping[str, int], failed: str, pid: int) -> str:
+    """Why there is no room for process `pid`, what to do, and who holds it.
+
+    `failed`: why the room could not be held, although it was free a moment before.
+    """
+    if failed:
+        return failed
+    reasons, held = list[str](), list[str]()
     for wait in waits:
         if wait.uuid in missing:
-            lines.append(f"{wait.uuid} has {format_size(wait.free)} free, and it needs {format_size(wait.needs)}")
+            reasons.append(f"{wait.uuid} has {format_size(wait.free)} free, and it needs {format_size(wait.needs)}")
+            if wait.holders:
+                held += [f"    {wait.uuid} is held by", *(f"        {line}" for line in wait.holders)]
         elif wait.ahead:
-            lines.append(f"{wait.uuid}: {wait.ahead} came before it and wait for their turn")
-        else:
-            continue
-        lines += [f"    {line}" for line in wait.holders]
-    return "\n".join([*lines, failed] if failed else lines)
+            waiting = "waits for its turn" if wait.ahead == 1 else "wait for their turns"
+            reasons.append(f"{wait.uuid}: {wait.ahead} came before it and {waiting}")
+    longer = f"wait longer (`memguard resume {pid} --wait 1h`; without --wait, until there is room)"
+    fix = f"end or suspend one of those below, or {longer}" if held else longer
+    return "\n".join([f"{'; '.join(reasons)}\n    fix: {fix}", *held])

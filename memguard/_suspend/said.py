@@ -31,7 +31,8 @@ def text(
     if end is End.RUNNING:
         return f"process {pid}: {reason}; it was unlocked again and runs on\n    fix: {remedy}"
     if end is End.SUSPENDED:
-        return f"process {pid}: {reason}; it stays suspended and whole\n    fix: `memguard resume {pid}` brings it back"
+        assert why is not None, "it was given up because of something"
+        return f"process {pid}: it stays suspended and whole: {reason}\n    fix: {_for_room(why, pid)}"
     resume = f"`memguard resume {pid}`"
     fix = remedy.replace("try again", resume) if "try again" in remedy else f"{remedy}, then {resume}"
     return f"process {pid}: {reason}; {_STATES[state]}\n    fix: {fix}"
@@ -55,13 +56,23 @@ def _reason(why: Why | None, pid: int, stopped: bool) -> tuple[str, str]:
     if why.trouble in ("cancelled", "interrupted"):
         return "this was interrupted", again
     if why.trouble:
-        return why.text or "there is no room", again
+        return why.text.partition("\n    fix: ")[0] or "there is no room", again
     known = _KNOWN.get((why.step, why.code))
     if known is not None:
         return known
     if why.step is Do.ASK and why.code == driver.SUCCESS:
         return "another program has locked or suspended it", f"`memguard resume {pid}` first, if that program has ended"
     return f"the driver's {why.step.value} returned error {why.code}", again
+
+
+def _for_room(why: Why, pid: int) -> str:
+    """What to do about one that waited for room in vain. Who holds the room comes last: it is many lines."""
+    _, _, fix = why.text.partition("\n    fix: ")
+    if fix:
+        return fix
+    if why.trouble == "room":
+        return f"look at that GPU (`nvidia-smi`, `memguard ps`), then `memguard resume {pid}`"
+    return f"`memguard resume {pid}` brings it back"
 
 
 _STATES = {
@@ -90,6 +101,11 @@ _KNOWN: dict[tuple[Do, int | None], tuple[str, str]] = {
     (Do.CHECKPOINT, driver.NOT_SUPPORTED): (
         "it has managed memory (cudaMallocManaged), which the driver does not copy out",
         "free the managed memory, or do not use any",
+    ),
+    (Do.CHECKPOINT, driver.ILLEGAL_STATE): (
+        "it was unlocked before the copy, as memguard's helper does where nothing is asked for 10 s: a thread may have "
+        "waited in the driver with Python's interpreter lock",
+        "try again when no other thread uses the GPU through code that calls CUDA itself",
     ),
     (Do.RESTORE, driver.OUT_OF_MEMORY): ("there was too little room on the GPU for its restore", ""),
     (Do.RESTORE, driver.INVALID_VALUE): ("it had opened another process's CUDA IPC memory, which no restore does", ""),

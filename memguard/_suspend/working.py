@@ -27,7 +27,9 @@ class BusyError(MemguardError):
     def __init__(self, process: Process, by: int | None = None, text: str = "") -> None:
         self.by = by
         does = f"process {by}" if by else "another process"
-        text = text or f"{does} is suspending or resuming it just now\n    fix: wait for it, or end it"
+        # Not "end it", which could be taken for the process itself.
+        end = f", or end that command (`kill {by}`)" if by and by != process.pid else ""
+        text = text or f"{does} is suspending or resuming it just now\n    fix: wait until that is done{end}"
         super().__init__(f"process {process.pid}: {text}")
 
 

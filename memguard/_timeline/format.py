@@ -26,6 +26,10 @@ _WHOLE = {int}
 _TEXT = 500
 """Characters of an event's text that are kept."""
 _DEPTH = 12
+PEAK = "peak"
+"""The kind of an event that has in `bytes` the most that a framework ever had in use, as its allocator says."""
+NUMBERS = ("bytes", "times", "held", "in_use", "reclaimable", "cap", "free")
+"""What an event may have as whole numbers."""
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
@@ -128,7 +132,7 @@ def event_line(event: Event) -> bytes:
     record = {"kind": _words(event.kind), "text": _words(event.text)[:_TEXT]}
     if event.level is not None:
         record["level"] = event.level.value
-    for key in ("uuid", "framework", "seconds", "bytes", "times"):
+    for key in ("uuid", "framework", "seconds", *NUMBERS):
         if (value := _detail(key, getattr(event, key))) is not None:
             record[key] = value
     return _line({"t": _time(event.time), "event": record})
@@ -228,7 +232,7 @@ def _words(value: object) -> str:
 
 def _detail(key: str, value: object) -> Any:
     """What an event says beside its text, of the type that the reader takes; else None."""
-    if key in ("bytes", "times"):
+    if key in NUMBERS:
         return number(value)
     value = plain(value)
     if key == "seconds":
@@ -273,6 +277,7 @@ def _plan(plan: Plan) -> dict[str, Any]:
             "caps": dict(part.caps),
             "unallocated": part.unallocated,
             "elastic": {name: list(bounds) for name, bounds in part.elastic.items()},
+            "joined": list(part.joined),
         }
         for part in plan.devices
     ]

@@ -9,7 +9,18 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 from memguard._text import malformed, visible
-from memguard._timeline.format import MAGIC, MAX_LINE, MAX_PART, MAX_SECONDS, VERSION, Columns, Dropped, Header, Oom
+from memguard._timeline.format import (
+    MAGIC,
+    MAX_LINE,
+    MAX_PART,
+    MAX_SECONDS,
+    NUMBERS,
+    VERSION,
+    Columns,
+    Dropped,
+    Header,
+    Oom,
+)  # fmt: skip
 from memguard._types import Device, DevicePlan, DeviceSample, Event, FrameworkSample, Plan, Pressure, Sample
 from memguard._units import MAX_SIZE, short
 from memguard.errors import TimelineError
@@ -21,7 +32,7 @@ _UPGRADE = "read it with the memguard that wrote it, or a later one"
 _LEVELS = {level.value: level for level in Pressure}
 _EVENT: Mapping[str, tuple[type, ...]] = {
     "kind": (str,), "text": (str,), "level": (str,), "uuid": (str,), "framework": (str,), "seconds": (int, float),
-    "bytes": (int,), "times": (int,),
+    **dict.fromkeys(NUMBERS, (int,)),
 }  # fmt: skip
 _DEVICE: Mapping[str, tuple[type, ...]] = {
     "uuid": (str,), "name": (str,), "index": (int,), "total": (int,), "reserved": (int, type(None)),
@@ -171,9 +182,9 @@ class Parser:
             source, elastic = str(part["reserve_source"]), {}
             for name, (least, most) in part.get("elastic", {}).items():  # older files do not have it
                 elastic[str(name)] = self._size(least), self._size(most)
-            devices.append(
-                DevicePlan(device, sizes["limit"], sizes["reserve"], caps, sizes["unallocated"], source, elastic)
-            )
+            joined = tuple(str(name) for name in part.get("joined", ()))  # nor this
+            figures = sizes["limit"], sizes["reserve"], caps, sizes["unallocated"]
+            devices.append(DevicePlan(device, *figures, source, elastic, joined))
         options = {name: dict(about) for name, about in content["options"].items()}
         return Plan(tuple(devices), options, tuple(str(note) for note in content["notes"]))
 

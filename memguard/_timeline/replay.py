@@ -7,8 +7,9 @@ returned idle memory, so a framework is judged by the memory that it could not h
 - `fragments`: the live arrays fit under the cap, but not the blocks that they lie in: refused, unless packed closer.
 - `cache`: more is held than the cap, but the excess is idle: it would have been returned and nothing refused.
 
-Samples do not show what was allocated and freed between two of them, nor what was refused while recording. That is
-counted by itself, and is a refusal under every cap that is not larger than the one it met.
+Samples do not show what was allocated and freed between two of them: allocators' own peaks do, where they say it. What
+was refused while recording is not in them either. That is counted by itself: an unmet need, and a refusal under every
+cap that is smaller than that.
 """
 
 from __future__ import annotations
@@ -22,8 +23,12 @@ from typing import Any
 from memguard._ledger.types import EXCHANGE
 from memguard._specs import NEVER_GIVE_BACK, SPECS
 from memguard._timeline import Oom
+from memguard._timeline.format import PEAK
+from memguard._timeline.refusals import Refusal
+from memguard._timeline.smallest import Smallest, with_headroom
+from memguard._timeline.unmet import Unmet
 from memguard._types import DevicePlan, DeviceSample, Event, FrameworkSample, Plan, Sample
-from memguard._units import MIB, format_size, round_up
+from memguard._units import format_size, round_up
 
 _WIDTH = 80
 
@@ -43,10 +48,12 @@ class Above:
 
 @dataclass(frozen=True)
 class TimelineFramework:
-    """One framework on one GPU, in bytes. `cap` is None if the budget does not name it. `needs` is its least.
+    """One framework on one GPU, in bytes. `cap` is None if the budget does not name it. `needs` is its least
+    in the samples.
 
     `requests` counts the requests that were refused while recording; `again` says whether they would be under this cap:
-    None if it is larger than the one of then.
+    None if it is large enough for each of them. `unmet` is what they needed at most. `peak` is what its allocator says
+    that it had in use at most, None if it does not.
     """
 
     framework: str
@@ -61,6 +68,13 @@ class TimelineFramework:
     cache: Above
     requests: int = 0
     again: bool | None = None
+    unmet: int = 0
+    peak: int | None = None
+
+    @property
+    def least(self) -> int:
+        """The smallest limit that would have served all that is known."""
+        return max(self.needs, self.peak or 0, self.unmet)
 
     @property
     def times(self) -> str:
@@ -86,28 +100,6 @@ class TimelineDevice:
     outside: int
     overhead: Above
     together: Above = Above()
-
-
-@dataclass(frozen=True)
-class Smallest:
-    """The smallest budget that fits, in bytes, multiples of 2 MiB. `reserve` is None if none was measured."""
-
-    limits: Mapping[str, int]
-    reserve: int | None
-    problem: str | None = None
-    """Why no budget can be written: the figures come from different GPUs, and a budget has one figure for all."""
-
-    def yaml(self) -> str:
-        """A budget file that `memguard check` accepts."""
-        lines = ["# the smallest budget that fits what was recorded; leave room for what was not", "version: 1"]
-        if self.reserve is None:
-            lines.append("device: {reserve: auto} # none was measured")
-        else:
-            limit = self.reserve + sum(self.limits.values())
-            lines.append(f"device: {{limit: {limit // MIB}MiB, reserve: {self.reserve // MIB}MiB}}")
-        lines.append("frameworks:")
-        lines += [f"  {name}: {{limit: {size // MIB}MiB}}" for name, size in self.limits.items()]
-        return "\n".join(lines) + "\n"
 
 
 @dataclass(frozen=True)
@@ -148,7 +140,8 @@ class TimelineOutcome:
         lines[-1] += f"{'tight':>7}{'cache':>7}"
         for row in self.frameworks:
             cap = "none" if row.cap is None else format_size(row.cap)
-            sizes = f"{cap:>12}{format_size(row.peak_held):>13}{format_size(row.peak_in_use):>13}"
+            in_use = max((size for size in (row.peak_in_use, row.peak) if size is not None), default=None)
+            sizes = f"{cap:>12}{format_size(row.peak_held):>13}{format_size(in_use):>13}"
             counts = f"{row.times:>9}{row.fragments.times:>7}{row.cache.times:>7}"
             lines.append(f"{row.framework[:12]:<12}{row.device:>4}{sizes}{counts}")
         lines.append("")
@@ -189,21 +182,39 @@ _REFUSALS = {
 
 
 def replay_timeline(
-    records: Iterable[object], plan: Plan, *, recorded: bool = False, simulated: bool = False
+    records: Iterable[object],
+    plan: Plan,
+    *,
+    recorded: bool = False,
+    simulated: bool = False,
+    unmet: Unmet | None = None,
 ) -> TimelineOutcome:
     """Compare each sample of a timeline's `records` with the caps of `plan`, in constant memory.
 
-    `recorded`: the plan is the timeline's own.
+    `recorded`: the plan is the timeline's own. If it is not, give what counts the refusals under that one as `unmet`.
     """
-    run = _Run(plan)
+    run = _Run(plan, unmet_under(plan) if unmet is None else unmet)
     for record in records:
         if isinstance(record, Sample):
             run.sample(record)
         elif isinstance(record, Oom):
-            run.oom(record.report)
+            run.oom(record)
         elif isinstance(record, Event) and record.kind == "refused":
+            run.unmet.event(record)
             run.refused(record.framework, record.uuid, record.times or 1)
+        elif isinstance(record, Event) and record.kind == PEAK:
+            run.peak(record)
     return run.outcome(simulated, recorded)
+
+
+def unmet_under(plan: Plan) -> Unmet:
+    """What counts the refused requests of a timeline that was recorded under this plan."""
+    return Unmet(plan, _pinned)
+
+
+def _pinned(name: str, usage: FrameworkSample) -> int:
+    """What the framework could not return then."""
+    return _Cell(name, None).see(0.0, usage)
 
 
 class _Count:
@@ -224,6 +235,12 @@ class _Count:
                 self.first = time
         self.most = max(self.most, by)
 
+    def at_least(self, time: float, by: int) -> None:
+        """It was so far above once, by then. That is nothing new if a sample has shown as much."""
+        if by > self.most:
+            self.most, self.times = by, max(self.times, 1)
+            self.first = time if self.first is None else self.first
+
     def done(self) -> Above:
         return Above(self.first, self.times, self.samples, self.most)
 
@@ -238,11 +255,11 @@ class _Cell:
         "held",
         "in_use",
         "needs",
+        "peak",
         "pool",
         "refused",
         "requests",
         "silent",
-        "under",
     )
 
     def __init__(self, name: str, cap: int | None) -> None:
@@ -250,14 +267,14 @@ class _Cell:
         self.cap, self.pool = cap, name in NEVER_GIVE_BACK
         self.held: int | None = None
         self.in_use: int | None = None
+        self.peak: int | None = None  # of what was in use, as its allocator says
         self.needs, self.silent = 0, False
         self.requests = 0
-        self.under: int | None = None  # the cap while recording
         self.refused, self.fragments, self.cache = _Count(), _Count(), _Count()
 
     def see(self, time: float, usage: FrameworkSample) -> int:
         """Count one sample. Returns what the framework needed then."""
-        held, in_use, reclaimable, self.under = usage
+        held, in_use, reclaimable, _ = usage
         if held is None:
             self.silent = True
         elif self.held is None or held > self.held:
@@ -340,14 +357,17 @@ class _Gpu:
 
 
 class _Run:
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, unmet: Unmet) -> None:
+        self.unmet = unmet
         self.gpus = {part.device.uuid: _Gpu(index, part) for index, part in enumerate(plan.devices)}
         self.samples, self.ooms = 0, 0
         self.begin = self.end = 0.0
         self.others: set[str] = set()
 
-    def oom(self, report: Mapping[str, Any]) -> None:
+    def oom(self, record: Oom) -> None:
         """A report. If its request was recorded when it was refused, an event has counted it."""
+        self.unmet.oom(record)
+        report = record.report
         moment = report.get("moment")
         if report.get("memory", "gpu") != "gpu":
             return
@@ -361,8 +381,21 @@ class _Run:
         if gpu is not None and isinstance(name, str) and (name in gpu.part.caps or name in gpu.cells):
             gpu.cell(name).requests += count
 
+    def peak(self, event: Event) -> None:
+        """What an allocator says that it had in use at most."""
+        key, size = self.unmet.key(event.framework, event.uuid), event.bytes
+        gpu = None if key is None else self.gpus.get(key[0])
+        if key is None or gpu is None or size is None:
+            return
+        cell = gpu.cell(key[1])
+        if cell.peak is None or size > cell.peak:
+            cell.peak = size
+            if cell.cap is not None and size > cell.cap:
+                cell.refused.at_least(event.time, size - cell.cap)
+
     def sample(self, sample: Sample) -> None:
         time = sample.time
+        self.unmet.last = sample
         self.begin = min(self.begin, time) if self.samples else time
         self.end = max(self.end, time)
         self.samples += 1
@@ -374,7 +407,14 @@ class _Run:
                 self.others.add(device.uuid)
 
     def outcome(self, simulated: bool, recorded: bool) -> TimelineOutcome:
-        rows = [self._row(gpu, name, cell, recorded) for gpu in self.gpus.values() for name, cell in gpu.cells.items()]
+        for (uuid, name), _ in (refused := self.unmet.found()).items():
+            if (gpu := self.gpus.get(uuid)) is not None:
+                gpu.cell(name)
+        rows = [
+            self._row(gpu, name, cell, recorded, refused.get((uuid, name), ()))
+            for uuid, gpu in self.gpus.items()
+            for name, cell in gpu.cells.items()
+        ]
         devices = [
             TimelineDevice(
                 gpu.index,
@@ -395,15 +435,15 @@ class _Run:
         return TimelineOutcome(*span, simulated, recorded, tuple(devices), tuple(rows), smallest, notes)
 
     @staticmethod
-    def _row(gpu: _Gpu, name: str, cell: _Cell, recorded: bool) -> TimelineFramework:
+    def _row(gpu: _Gpu, name: str, cell: _Cell, recorded: bool, refusals: Sequence[Refusal]) -> TimelineFramework:
         above = (cell.refused.done(), cell.fragments.done(), cell.cache.done())
         uuid = gpu.part.device.uuid
+        unmet = max((refusal.need for refusal in refusals), default=0)
         again = None
-        if cell.requests and cell.cap is not None and (recorded or (cell.under is not None and cell.cap <= cell.under)):
+        if cell.requests and cell.cap is not None and (recorded or unmet > cell.cap):
             again = True
-        return TimelineFramework(
-            name, gpu.index, uuid, cell.cap, cell.held, cell.in_use, cell.needs, *above, cell.requests, again
-        )
+        figures = cell.cap, cell.held, cell.in_use, cell.needs
+        return TimelineFramework(name, gpu.index, uuid, *figures, *above, cell.requests, again, unmet, cell.peak)
 
     def _notes(self, rows: Sequence[TimelineFramework]) -> Iterable[str]:
         if any(row.refused.times or row.fragments.times for row in rows):
@@ -415,7 +455,7 @@ class _Run:
                 counts[row.framework] = counts.get(row.framework, 0) + row.requests
             each = ", ".join(f"{name} {count:,}" for name, count in counts.items() if count)
             who = f" ({each})" if self.ooms > 1 and each else ""
-            yield f"memory was refused {times} during the recording{who}: these figures do not include what was refused"
+            yield f"memory was refused {times} during the recording{who}: the peaks do not include what was refused"
         asked = {row.framework for row in rows if row.requests}
         for name in dict.fromkeys(row.framework for row in rows if row.peak_held or row.peak_in_use):
             if name in SPECS and SPECS[name].refuses_silently and name not in asked:
@@ -437,8 +477,8 @@ def _smallest(rows: Sequence[TimelineFramework], gpus: Sequence[_Gpu]) -> Smalle
 
     needs: dict[str, int] = {}
     for row in rows:
-        if row.framework in FRAMEWORKS and (row.peak_held or row.peak_in_use):
-            needs[row.framework] = max(needs.get(row.framework, 0), round_up(max(row.needs, 1)))
+        if row.framework in FRAMEWORKS and (row.peak_held or row.peak_in_use or row.least):
+            needs[row.framework] = max(needs.get(row.framework, 0), with_headroom(row.least))
     if not needs:
         return None
     outside = max((gpu.outside for gpu in gpus), default=0)

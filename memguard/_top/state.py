@@ -14,7 +14,7 @@ FORECAST = 60.0
 """Seconds for which a forecast is shown: the monitor says it again after that time, if it is still true."""
 _PASSED = 10.0
 """Seconds for which one is shown whose time has come."""
-_QUIET = ("refused",)
+_QUIET = ("peak", "refused", "workload")
 """Kinds of events that only count: each would push the others off the screen."""
 
 

@@ -213,11 +213,16 @@ def show(report: DoctorReport, as_json: bool = False, *, brief: bool = False, er
         click.echo(render.text(report, brief=brief), err=err)
 
 
-def progress() -> Callable[[str], None] | None:
-    """A function that prints a line when a process ends; None if stderr is not a terminal."""
+@contextlib.contextmanager
+def progress() -> Iterator[Callable[[str], None] | None]:
+    """A function that prints a line when a process ends, and a line that shows the time; None without a terminal."""
     if sys.stderr is None or not sys.stderr.isatty():
-        return None
-    return lambda line: click.echo(f"  {line}", err=True)
+        yield None
+        return
+    from memguard.cli.support import working
+
+    with working.on("examines each framework in a process of its own") as work:
+        yield lambda line: work.say(f"  {line}")
 
 
 def _gather(budget: Budget | None, frameworks: tuple[str, ...], timeout: float, script: str | None) -> Facts:
@@ -226,8 +231,8 @@ def _gather(budget: Budget | None, frameworks: tuple[str, ...], timeout: float, 
 
     if script is not None:
         _program(script)
-    with unwinding():
-        return gather.facts(budget, frameworks=frameworks or None, timeout=timeout, script=script, say=progress())
+    with unwinding(), progress() as say:
+        return gather.facts(budget, frameworks=frameworks or None, timeout=timeout, script=script, say=say)
 
 
 def _program(path: str) -> None:

@@ -20,7 +20,9 @@ def ps(as_json: bool) -> None:
     """List the processes with GPU memory, and those of yours that are suspended, which `nvidia-smi` does not list.
 
     BUSY is the utilisation over the last few seconds. "unknown" is what NVML does not say, and whether a process runs
-    under a budget if it did not say so itself. Processes of other containers are not seen.
+    under a budget if it did not say so itself. Processes of other containers are not seen. Of a suspended process GPU
+    MEMORY is what it needs to come back. One that is "locked", or "suspended" in the midst of a step, and that nobody
+    works on, was left by a command that died: `memguard resume PID` brings it back. One that "failed" is lost: end it.
 
     Exit code 0: the list was printed; 3: no NVIDIA driver or GPU.
     """

@@ -37,7 +37,7 @@ def replay(context: click.Context, files: tuple[str, ...], budget: str | None, a
 
     from memguard import _config, _policy
     from memguard._timeline import load_timeline
-    from memguard._timeline.replay import replay_timeline
+    from memguard._timeline.replay import replay_timeline, unmet_under
     from memguard.cli.support import recordings, working
     from memguard.errors import TimelineError
 
@@ -55,6 +55,7 @@ def replay(context: click.Context, files: tuple[str, ...], budget: str | None, a
             plan,
             recorded=declared is None,
             simulated=recorded.header.simulated,
+            unmet=unmet_under(recorded.plan),
         )
     outcome = replace(outcome, notes=(*outcome.notes, *plan.notes, *recorded.notes))
     if not smallest:

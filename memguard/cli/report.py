@@ -61,7 +61,8 @@ def report(
             with working.on(f"reads {name}") as work:
                 runs.append(collect(timeline, name, processes=processes, runs=len(files), counted=work.counted))
         if output is not None:
-            outputs.write(output, [page(runs)], force)
+            with working.on(f"writes {output}"):
+                outputs.write(output, [page(runs)], force)
         if md is not None:
             outputs.write(md, [texts.markdown(runs)], force)
     for path, make in ((csv, texts.csv), (perfetto, traces.trace)):

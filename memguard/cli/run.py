@@ -120,7 +120,7 @@ def _examine(budget: Budget, command: Sequence[str]) -> None:
             f"memguard: cannot tell which Python `{command[0]}` runs: examined memguard's own, {sys.executable}",
             err=True,
         )
-    with signals.unwinding():
+    with signals.unwinding(), doctor.progress() as say:
         facts = gather.facts(
             budget,
             frameworks=None,
@@ -128,7 +128,7 @@ def _examine(budget: Budget, command: Sequence[str]) -> None:
             python=None if started.python is None else [started.python],
             environ=started.environ,
             script=started.script,
-            say=doctor.progress(),
+            say=say,
         )
     doctor.unread(facts)
     report = report_on(facts, budget)

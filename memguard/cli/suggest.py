@@ -73,9 +73,12 @@ def suggest(
         return
 
     from memguard._suggest import decide, recorded, text
+    from memguard.cli.support import working
     from memguard.errors import MemguardError
 
-    runs = recorded.runs(timelines)
+    what = timelines[0] if len(timelines) == 1 else f"{len(timelines)} timelines"
+    with working.on(f"reads {what}") as work:
+        runs = recorded.runs(timelines, work.counted)
     if ignore_refused:
         runs = [run.without_refusals() for run in runs]
     found = decide.suggest(runs, percent, devices)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import click
 
@@ -11,13 +12,15 @@ import click
 @click.argument("pid", type=click.IntRange(1, (1 << 31) - 1))
 @click.option("--tree", is_flag=True, help="Also the processes that it has started, and theirs: all or none.")
 @click.option("--unsafe", is_flag=True, help="Also if the process does not allow it: it may crash, or be lost.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON; sizes in bytes.")
+@click.option("-y", "--yes", is_flag=True, help="With --unsafe: do not ask.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; sizes in bytes. Never asks.")
 @click.pass_context
-def suspend(context: click.Context, pid: int, tree: bool, unsafe: bool, as_json: bool) -> None:
+def suspend(context: click.Context, pid: int, tree: bool, unsafe: bool, yes: bool, as_json: bool) -> None:
     """Take process PID off its GPUs: all that it has there goes into its host memory until `memguard resume PID`.
 
     The process must run under a budget with `suspend: {by_others: true}`, and then suspends itself if nothing speaks
-    against it. Any other process is only suspended with --unsafe. Only processes of your own, in this container.
+    against it. Any other process is only suspended with --unsafe, which lists the hazards and, on a terminal, asks
+    before it begins. Only processes of your own, in this container.
 
     Exit code 0: it is suspended; 1: no, and why: it runs on; 2: the driver or the process does not say; 130: Ctrl-C.
     """
@@ -26,6 +29,11 @@ def suspend(context: click.Context, pid: int, tree: bool, unsafe: bool, as_json:
     from memguard.cli.support import waiting
 
     process, stop = outside.found(pid), outside.Stop()
+    if unsafe and not as_json:
+        _warn()
+        if not yes and _asks() and not _confirmed(pid, tree):
+            click.echo("nothing was changed", err=True)
+            context.exit(outside.NO)
     with Client() as client:
         chosen, sizes = [process], dict[int, dict[str, int]]()
         if tree or unsafe:
@@ -33,8 +41,6 @@ def suspend(context: click.Context, pid: int, tree: bool, unsafe: bool, as_json:
             if tree:
                 chosen = outside.family(process, listed, lambda row: row.state == "running")
             sizes = {one.pid: outside.sizes_of(listed.of(one.pid)) for one in chosen}
-        if unsafe and not as_json:
-            _warn()
         results, interrupted = waiting.interruptible(
             lambda: outside.suspend(
                 chosen, client, sizes=sizes, unsafe=unsafe, stop=stop, say=lambda line: click.echo(line, err=True)
@@ -58,7 +64,21 @@ def _warn() -> None:
     from memguard._suspend import outside
 
     click.echo(
-        "--unsafe: the process does not know that it is suspended. What memguard cannot see from here:", err=True
+        "--unsafe: the process does not know that it is suspended. What memguard can neither see nor prevent from here "
+        "(docs/suspend.md says more):",
+        err=True,
     )
     for line in outside.HAZARDS:
         click.echo(f"  - {line}", err=True)
+
+
+def _asks() -> bool:
+    """Whether somebody can read the question and answer it."""
+    return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stderr))
+
+
+def _confirmed(pid: int, tree: bool) -> bool:
+    from memguard._suspend import who
+
+    below = " and all that it has started" if tree else ""
+    return click.confirm(f"Suspend {who.name(pid)}{below} all the same?", err=True)

@@ -143,6 +143,12 @@ def test_a_marker_and_its_row_show_the_diagnosis(browser: Browser, one: Path) ->
     assert browser.js("return document.activeElement === document.querySelector('.serious summary')")
 
 
+def test_workloads_and_suspensions_are_named_spans(browser: Browser, one: Path) -> None:
+    browser.open(one, 1)
+    names = browser.js("return [...document.querySelectorAll('.shape-group text')].map(one => one.textContent)")
+    assert sorted(names) == ["suspended", "validation"]
+
+
 def test_a_row_opens_by_keyboard(browser: Browser, one: Path) -> None:
     browser.open(one)
     browser.js("document.body.focus()")

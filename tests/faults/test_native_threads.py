@@ -116,6 +116,60 @@ def test_without_a_c_function_that_answers_nothing_is_held(folder: Path) -> None
     )
 
 
+def test_one_that_begins_between_the_look_and_the_gate_is_told(folder: Path) -> None:
+    """Nothing was there to be held when it was asked, and there is a thread now that has not asked yet."""
+    run(
+        folder,
+        """
+        assert list(native.unheld([table(live=False)])) == []
+        closed = gate.close(given=[table()])
+        assert closed.unheld == ("framework: native_thread.so",)
+        closed.open()
+        library.begin(5)
+        asks()
+        closed = gate.close(given=[table()])
+        assert closed.unheld == ()
+        closed.open()
+        """,
+    )
+
+
+def test_what_others_put_there_stays(folder: Path) -> None:
+    run(
+        folder,
+        """
+        from memguard._devices import pointers
+        library.begin(5)
+        asks()
+        maps = open("/proc/self/maps").read()
+        (place,) = native.slots(table().natives[0], pointers.regions(maps, "native_thread.so"))
+        closed = gate.close(given=[table()])
+        other = pointers.of("pthread_mutexattr_destroy")
+        pointers.write(place, other)
+        closed.open()
+        assert pointers.read(place) == other and asks() == 0
+        """,
+    )
+
+
+def test_a_forked_child_is_answered_too(folder: Path) -> None:
+    """It has no such thread, and no CUDA; its memory is a copy."""
+    run(
+        folder,
+        """
+        import os
+        library.begin(5)
+        asks()
+        closed = gate.close(given=[table()])
+        if not os.fork():
+            os._exit(0)
+        assert os.wait()[1] == 0 and asks() == 0
+        closed.open()
+        assert asks() == 900
+        """,
+    )
+
+
 def test_from_outside_the_library_is_seen(folder: Path) -> None:
     run(
         folder,

@@ -24,7 +24,8 @@ ALWAYS = {
     "", "_api", "_blocks", "_caps", "_guard", "_locks", "_logs", "_policy", "_shares", "_specs", "_text", "_types",
     "_undo", "_units",
     "_workers", "errors", "_findings", "_joint",
-    "_config", "_config.budget", "_config.checks", "_config.document", "_config.origin", "_config.values",
+    "_config", "_config.budget", "_config.checks", "_config.document", "_config.frozen", "_config.origin",
+    "_config.values",
     "_devices", "_devices.contexts", "_devices.host", "_devices.libcuda", "_devices.suspension",
     "_frameworks", "_frameworks.base", "_frameworks.driver_pages", "_frameworks.import_hook",
     "_frameworks.real_imports", "_frameworks.registry", "_frameworks.replacements", "_frameworks.second_contexts",
@@ -36,7 +37,10 @@ ALWAYS = {
 """What init loads of memguard for any budget: names below `memguard`, which is "" itself."""
 FILE = {"_config.positions"}
 MONITOR = {"_monitor.pressure", "_monitor.sampler"}
-TIMELINE = {"_timeline", "_timeline.files", "_timeline.format", "_timeline.writer"}
+TIMELINE = {
+    *("_monitor.beside", "_monitor.ending", "_monitor.peaks", "_monitor.spans"),
+    *("_timeline", "_timeline.files", "_timeline.format", "_timeline.writer"),
+}
 REAL = {"_devices.cuda_order", "_devices.machine_memory", "_devices.nvml", "_devices.real"}
 SIMULATED = {
     "_devices.named", "_devices.simulated", "_frameworks.simulated", "_frameworks.simulated.adapter",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -133,6 +134,21 @@ class Machine:
             env=self.environ,
         )
 
+    def typed(self, answer: str, *arguments: object) -> tuple[str, int]:
+        """A command on a terminal, where somebody types. What the terminal showed, and the exit code."""
+        code = "from memguard.cli import main; main()"
+        pid, terminal = pty.fork()
+        if pid == 0:
+            os.execve(sys.executable, [sys.executable, "-c", code, *map(str, arguments)], self.environ)
+        said = b""
+        with os.fdopen(terminal, "r+b", buffering=0) as file, contextlib.suppress(OSError):  # as a terminal ends
+            while got := file.read(4096):
+                said += got
+                if answer and b"[y/N]:" in said:
+                    file.write(answer.encode())
+                    answer = ""
+        return said.decode(), os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
     def json(self, *arguments: object, code: int = 0) -> dict[str, Any]:
         done = self.call(*arguments, "--json")
         assert done.returncode == code, done.stdout + done.stderr
@@ -176,6 +192,7 @@ def test_off_unsafe_listed_and_back(machine: Machine) -> None:
     pid = process.pid
     done = machine.call("suspend", pid)
     assert done.returncode == 1 and "by_others: true" in done.stderr and machine.state(pid) == RUNNING
+    assert "the same command with --unsafe" in done.stderr and "docs/suspend.md" in done.stderr
     done = machine.call("suspend", pid, "--unsafe")
     assert done.returncode == 0, done.stderr
     assert f"process {pid} is suspended: 1.00 GiB" in done.stdout and "CUDA IPC" in done.stderr
@@ -192,6 +209,26 @@ def test_off_unsafe_listed_and_back(machine: Machine) -> None:
     assert machine.state(pid) == RUNNING and machine.record(process) is None
     assert "alloc" in machine.calls  # room was held for it
     assert "nothing was to be done" in machine.call("resume", pid).stdout
+
+
+@pytest.mark.parametrize(
+    ("answer", "options", "code", "state"),
+    [("n\n", (), 1, RUNNING), ("\n", (), 1, RUNNING), ("\4", (), 130, RUNNING), ("\3", (), 130, RUNNING),
+     ("y\n", (), 0, CHECKPOINTED), ("", ("--yes",), 0, CHECKPOINTED), ("", ("--json",), 0, CHECKPOINTED)],
+)  # fmt: skip
+def test_on_a_terminal_unsafe_asks_first(
+    machine: Machine, answer: str, options: tuple[str, ...], code: int, state: int
+) -> None:
+    """After the hazards, and before anything is touched. No answer, but Enter, is no."""
+    process = machine.start()
+    said, done = machine.typed(answer, "suspend", process.pid, "--unsafe", *options)
+    assert (done, machine.state(process.pid)) == (code, state), said
+    assert ("Suspend python" in said) is bool(answer)
+    if answer:
+        assert said.index("CUDA IPC") < said.index("Suspend python") and f"(PID {process.pid}" in said
+    if code == 1:
+        assert "nothing was changed" in said
+    assert bool(machine.calls) is (state == CHECKPOINTED)
 
 
 def test_top_shows_what_is_on_the_gpu_and_what_is_off_it(machine: Machine) -> None:
@@ -307,7 +344,7 @@ def test_a_budget_that_allows_it(machine: Machine) -> None:
     says = """
         import memguard, threading, types
         # This is about who asks whom: what waits at the gates has tests of its own.
-        open_gate = types.SimpleNamespace(closed=True, open=lambda: None)
+        open_gate = types.SimpleNamespace(closed=True, unheld=(), open=lambda: None)
         sys.modules["memguard._suspend.gate"] = types.SimpleNamespace(close=lambda owner, undo: open_gate)
         budget = {"version": 1, "frameworks": {"pycuda": {"share": "50%"}}, "suspend": {"by_others": True}}
         memguard.init(budget)
@@ -392,7 +429,11 @@ def test_no_room_says_who_holds_it_and_leaves_it_whole(machine: Machine) -> None
     machine.sizes[other.pid] = 16 * GIB - 1
     machine.scenario()
     done = machine.call("resume", process.pid, "--wait", "0s")
-    assert done.returncode == 1 and f"(PID {other.pid}" in done.stderr and "stays suspended and whole" in done.stderr
+    assert done.returncode == 1
+    lines = done.stderr[done.stderr.index(f"process {process.pid}: it stays suspended and whole: {UUIDS[0]} has") :]
+    said, fix, held, holder, *_ = lines.splitlines()
+    assert f"`memguard resume {process.pid} --wait" in fix and held.endswith("is held by")
+    assert f"(PID {other.pid}" in holder and "(PID" not in said
     assert "restore" not in machine.calls and machine.state(process.pid) == CHECKPOINTED
     record = machine.record(process)
     assert record is not None and record.step == "suspended"

@@ -1,4 +1,4 @@
-"""`memguard run --record` over a stub driver: the real PyCUDA and Numba are as they are without it."""
+"""What is recorded of the real PyCUDA and Numba over a stub driver, by `memguard run --record` and at the end."""
 
 from __future__ import annotations
 
@@ -31,6 +31,21 @@ sys.exit(9)
 """
 
 
+LAST = """
+import threading, time
+import memguard
+caps = {"pycuda": {"limit": "4GiB"}, "numba": {"limit": "4GiB"}}
+guard = memguard.init({"version": 1, "frameworks": caps, "monitor": {"interval": "1h", "timeline": FILE}})
+import pycuda.autoinit  # its exit function ends its context before memguard's is called
+import pycuda.driver as cuda
+from numba import cuda as numba
+time.sleep(0.5)  # the only sample of the monitor
+held = cuda.mem_alloc(1 << 28)
+memory = numba.current_context().memalloc(1 << 27)
+print("over", flush=True)
+"""
+
+
 @pytest.fixture(scope="module")
 def stubs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     home = str(Path(memguard.__file__).parents[1])
@@ -56,3 +71,19 @@ def test_nothing_of_the_frameworks_changes(stubs: dict[str, str], tmp_path: Path
     assert list(timeline.samples()) and timeline.plan.devices[0].caps == {} and not timeline.header.simulated
     assert {event.framework for event in timeline.events() if event.kind == "uncounted"} == {"pycuda", "numba"}
     assert os.stat(path).st_mode & 0o777 == 0o600
+
+
+def test_the_end_of_a_program_is_in_its_timeline_and_takes_nothing_from_it(
+    stubs: dict[str, str], tmp_path: Path
+) -> None:
+    code = LAST.replace("FILE", repr(str(tmp_path / "run.jsonl")))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], env=stubs, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (0, "over\n"), done.stderr[-2000:]
+    (path,) = tmp_path.glob("run-*.jsonl")
+    timeline = memguard.load_timeline(path)
+    last = list(timeline.samples())[-1].devices[0].frameworks
+    assert (last["pycuda"].in_use or 0) >= 1 << 28 and (last["numba"].in_use or 0) >= 1 << 27
+    peaks = {event.framework: event.bytes or 0 for event in timeline.events() if event.kind == "peak"}
+    assert peaks["pycuda"] >= 1 << 28 and peaks["numba"] >= 1 << 27

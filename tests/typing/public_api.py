@@ -11,6 +11,7 @@ from typing_extensions import assert_type
 import memguard
 from memguard import Budget, Event, Guard, Ledger, Suspension, WorkloadReport, exchange
 from memguard._doctor import DoctorReport, Finding
+from memguard._monitor.samples import Watch
 from memguard._types import Device, Plan
 from memguard.errors import Problem
 from memguard.exchange import Route
@@ -38,6 +39,10 @@ def annotating(budget: Budget, guard: Guard, event: Event) -> tuple[Ledger, str]
     assert_type(guard.budget, Budget)
     assert_type(event.framework, str | None)
     memguard.on_pressure(lambda event: None)
+    with memguard.on_sample(lambda sample: assert_type(sample, memguard.Sample)) as watch:
+        assert_type(watch, Watch)
+    watch.remove()
+    memguard.on_sample(lambda: None)  # type: ignore[misc, arg-type]
     return guard.ledger(), event.text
 
 

@@ -57,6 +57,7 @@ TYPED = {
         "drv: Any\npycuda: Any",
     ),
     "docs/frameworks.md": ("PyCUDA and a GPU", "pycuda: Any\nnumpy: Any"),
+    "docs/loggers.md": ("frameworks and loggers; tests/native/test_loggers.py runs it with them", ""),
     "docs/quickstart.md": ("arrays of frameworks, and a model", "x: Any\nstep: Any\nbatch: Any"),
     "docs/suspend.md": ("a GPU whose driver can suspend; tests/gpu/test_suspend_gpu.py", "corpus: Any\ntokenize: Any"),
 }

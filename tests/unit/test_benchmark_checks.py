@@ -13,13 +13,14 @@ from typing import Any
 
 import elastic_results
 import pytest
+import suggest_results
 import suspend_results
 
 pytestmark = pytest.mark.long  # no version of what is installed changes what the benchmarks' own code does
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-_run, _listed, _independent, _sampler, checks, table, _moment, replay, elastic, suspend, top = (
+_run, _listed, _independent, _sampler, checks, table, _moment, replay, elastic, suspend, _suggest_checks, top = (
     importlib.import_module(name)
     for name in (
         "_run",
@@ -32,6 +33,7 @@ _run, _listed, _independent, _sampler, checks, table, _moment, replay, elastic, 
         "replay",
         "elastic",
         "suspend",
+        "_suggest_checks",
         "top",
     )
 )
@@ -188,6 +190,7 @@ WHOLE: dict[str, Whole] = {
     "ddp": (ddp, lambda r: checks.ddp_checks(r["ranks"]), lambda r: r),
     "elastic": (elastic_results.whole, elastic.elastic_checks, lambda s: s),
     "suspend": (suspend_results.whole, suspend.suspend_checks, lambda s: s),
+    "suggest": (suggest_results.whole, _suggest_checks.suggest_checks, lambda s: s),
     "top": (screens, top.top_checks, lambda r: r),
 }
 
@@ -215,7 +218,7 @@ def killed(benchmark: str) -> list[tuple[str, str, str]]:
 
 SCENARIOS = [
     case
-    for name in ("main_job", "all_frameworks", "watch", "exchange", "elastic", "suspend", "top")
+    for name in ("main_job", "all_frameworks", "watch", "exchange", "elastic", "suspend", "suggest", "top")
     for case in killed(name)
     if case[1] != "nothing stays lent"  # of all scenarios
 ]  # fmt: skip

@@ -519,11 +519,17 @@ def test_wrong_arguments_are_said_in_a_sentence(gathered: Gathered, given: dict[
 
 def test_progress_is_for_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     progress = importlib.import_module("memguard.cli.doctor").progress
-    assert progress() is None
+    with progress() as say:
+        assert say is None
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    say = progress()
-    say("torch: 4.2 s")
+    monkeypatch.setenv("TERM", "dumb")
+    with progress() as say:
+        say("torch: 4.2 s")
     assert capsys.readouterr() == ("", "  torch: 4.2 s\n")
+    monkeypatch.setenv("TERM", "xterm")
+    with progress() as say:
+        say("torch: 4.2 s")
+    assert capsys.readouterr() == ("", "\r\x1b[K  torch: 4.2 s\n")
 
 
 def test_the_help_of_the_command_line_has_it() -> None:

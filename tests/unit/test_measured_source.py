@@ -20,6 +20,7 @@ APART = (
     "memguard._report",
     "memguard._suggest",
     "memguard._suspend",
+    "memguard._testing",
     "memguard._top",
     "memguard.cli",
 )

@@ -180,6 +180,7 @@ def test_arguments_of_the_public_functions() -> None:
         "load_ipython_extension": ["shell"],
         "load_timeline": ["path"],
         "on_pressure": ["callback"],
+        "on_sample": ["callback"],
         "reclaimable": [],
         "record_trace": ["path", "interval"],
         "require": ["framework", "size"],
@@ -207,7 +208,8 @@ PUBLIC_ERRORS = [
 def test_every_error_is_public_and_in_the_tree_of_the_docstring() -> None:
     names = {error.__name__ for error in PUBLIC_ERRORS if error is not errors.ProblemsError}  # nobody catches that one
     public = {name for name in memguard.__all__ if inspect.isclass(getattr(memguard, name))}
-    assert names == public - {"Budget", "Event", "Guard", "Ledger", "Reclaimable", "Suspension", "WorkloadReport"}
+    others = {"Budget", "Event", "Guard", "Ledger", "Reclaimable", "Sample", "Suspension", "WorkloadReport"}
+    assert names == public - others
     for name in names:
         assert name in (errors.__doc__ or "")
 

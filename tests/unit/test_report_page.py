@@ -17,7 +17,7 @@ from recorded import SIX, many, record
 from timelines import START, Clock, plan_of, sample_of
 
 from memguard._report import diagnosis, edges, figures, palette
-from memguard._report.collect import MOST_ENTRIES, collect, points
+from memguard._report.collect import MOST_ENTRIES, MOST_SPANS, collect, points
 from memguard._report.model import MOST_POINTS, Run
 from memguard._report.page import page, script_json
 from memguard._timeline import Oom, load_timeline
@@ -118,6 +118,59 @@ def test_a_suspension_and_a_workload_are_spans_and_the_lines_end(recorded: Run, 
         assert (begin, None) in zip(view.held.times, view.held.values, strict=True)
     labels = [shape["label"]["text"] for shape in shown.figures[0]["layout"]["shapes"] if "label" in shape]
     assert labels == ["validation", "suspended"]
+
+
+def test_workloads_in_a_row_are_one_span_and_the_longest_are_drawn(tmp_path: Path) -> None:
+    plan = plan_of(torch="4GiB", cupy="4GiB")
+    with Writer(tmp_path / "run.jsonl", plan, simulated=True, clock=Clock()) as writer:
+        writer.sample(sample_of(plan, START))
+        for at in range(60):  # a loop, with a pause in it
+            time = START + at * 1.5 + (30 if at >= 40 else 0)
+            writer.event(Event(time + 1, "workload", "train", framework="torch", seconds=1.0, times=9, bytes=GIB))
+        for at in range(1100):
+            writer.event(Event(START + 200 + at, "workload", f"short {at}", framework="cupy", seconds=0.1))
+        writer.event(Event(START + 1400, "note", "the last word"))
+        writer.sample(sample_of(plan, START + 1400))
+    (path,) = tmp_path.iterdir()
+    run = run_of(path)
+    drawn = [(span.name, round(span.begin - START, 1), round((span.end or 0) - START, 1)) for span in run.spans]
+    assert drawn[:2] == [("train", 0.0, 59.5), ("train", 90.0, 119.5)] and len(drawn) == MOST_SPANS
+    assert run.counts["workload"] == 1160
+    assert [entry.title for entry in run.entries][-1] == "the last word", "workloads leave room for it"
+    (figure,) = Page(page([run])).figures
+    labels = [shape["label"]["text"] for shape in figure["layout"]["shapes"] if "label" in shape]
+    assert labels == ["train"], "a name that would cover others is left out"
+    notes = [trace for trace in figure["traces"] if trace["name"] == "note"]
+    assert [len(trace["x"] and trace["y"]) for trace in notes] == [1], "a span has no marker as well"
+
+
+def test_the_figures_of_a_refusal_are_in_its_row(tmp_path: Path) -> None:
+    plan = plan_of(torch="4GiB")
+    refused = Event(START, "refused", "no", framework="torch", bytes=GIB, held=4 * GIB, cap=4 * GIB, free=9 * GIB)
+    with Writer(tmp_path / "run.jsonl", plan, simulated=True, clock=Clock()) as writer:
+        writer.sample(sample_of(plan, START))
+        writer.event(refused)
+    (path,) = tmp_path.iterdir()
+    (entry,) = run_of(path).entries
+    assert dict(entry.lines)["at the refusal"] == "held 4.00 GiB, cap 4.00 GiB, free on the GPU 9.00 GiB"
+
+
+def test_the_peak_in_use_is_the_allocators_own_where_it_says_more(tmp_path: Path) -> None:
+    plan = plan_of(torch="4GiB", cupy="4GiB")
+    uuid = plan.devices[0].device.uuid
+    with Writer(tmp_path / "run.jsonl", plan, simulated=True, clock=Clock()) as writer:
+        writer.sample(sample_of(plan, START, torch=usage_of(2 * GIB, GIB), cupy=usage_of(2 * GIB, GIB)))
+        for name, size in (("torch", 3 * GIB), ("cupy", GIB // 2), ("torch", 2 * GIB), ("jax", GIB)):
+            writer.event(Event(START + 1, "peak", "", uuid=uuid, framework=name, bytes=size))
+    (path,) = tmp_path.iterdir()
+    run = run_of(path)
+    found = {view.name: view.peak_in_use for view in run.gpus[0].frameworks}
+    assert {name: peak and peak.size for name, peak in found.items()} == {"torch": 3 * GIB, "cupy": GIB}
+    assert not run.entries and not run.counts, "it is a figure, and no event to look at"
+
+
+def usage_of(held: int, in_use: int) -> FrameworkSample:
+    return FrameworkSample(held, in_use, held - in_use, 4 * GIB)
 
 
 def test_two_runs_have_the_same_axes_and_colours(tmp_path: Path, recorded: Run) -> None:

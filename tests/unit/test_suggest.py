@@ -27,7 +27,8 @@ from memguard._devices.simulated import SimulatedHost
 from memguard._suggest import decide, text
 from memguard._suggest.evidence import PEAK, Run, observe
 from memguard._timeline import Oom, Writer
-from memguard._timeline.replay import replay_timeline
+from memguard._timeline.replay import replay_timeline, unmet_under
+from memguard._timeline.smallest import with_headroom
 from memguard._types import Event, FrameworkSample, Plan, Sample
 from memguard._units import GIB, GRANULE, MIB
 
@@ -63,6 +64,11 @@ def limits(found: decide.Suggestion) -> dict[str, int]:
     return {figure.framework: figure.limit for figure in found.figures}
 
 
+def needs(found: decide.Suggestion) -> dict[str, int]:
+    """As limits, without what is kept of a pool whose allocator does not say its peak."""
+    return {figure.framework: with_headroom(figure.need.bytes) for figure in found.figures}
+
+
 def unwrapped(written: str) -> str:
     return re.sub(r"\n *#   ", " ", written)
 
@@ -95,7 +101,7 @@ def test_without_headroom_and_refusals_it_is_always_that_of_replay(
     found = decide.suggest([run_of(samples)], NONE)
     assert (found is None) == (smallest is None)
     if found is not None and smallest is not None:
-        assert (limits(found), found.reserve.bytes) == (smallest.limits, smallest.reserve)
+        assert (needs(found), found.reserve.bytes) == (smallest.limits, smallest.reserve)
         assert (found.problem is None) == (smallest.problem is None)
 
 
@@ -114,6 +120,21 @@ def test_an_allocators_own_peak_counts_beside_the_samples_and_is_named() -> None
     assert limits(suggested(run_of([torch(4 * GIB), *foreign]), headroom=NONE)) == {"torch": 4 * GIB}
 
 
+def test_a_pool_whose_allocator_does_not_say_its_peak_gets_no_less_than_it_grew_to() -> None:
+    samples = [sample_of(PLAN, START, cupy=usage(3 * GIB, 2 * GIB, GIB), torch=usage(3 * GIB, 2 * GIB, GIB))]
+    found = suggested(run_of(samples), headroom=DEFAULT)
+    assert limits(found) == {"cupy": 3 * GIB, "torch": with_headroom(2 * GIB, DEFAULT)}
+    assert "Its allocator does not say its peak: its pool grew to that" in unwrapped(text.as_yaml(found))
+    fuller = suggested(run_of(samples), headroom=Fraction(3, 5))
+    assert limits(fuller)["cupy"] == with_headroom(2 * GIB, Fraction(3, 5)), "more headroom is more than that"
+    assert "does not say its peak: its pool" not in unwrapped(text.as_yaml(fuller))
+    said = Event(START + 2, PEAK, "", uuid=UUID, framework="cupy", bytes=2 * GIB)
+    assert limits(suggested(run_of([*samples, said]), headroom=NONE))["cupy"] == 2 * GIB, "one that does say it"
+    earlier = run_of([sample_of(PLAN, START + 9, cupy=usage(2 * GIB + GRANULE, 2 * GIB + GRANULE))], file="later")
+    both = suggested(run_of(samples), earlier, headroom=NONE)
+    assert limits(both)["cupy"] == 3 * GIB, "of several runs the largest limit counts"
+
+
 def test_a_caught_refusal_is_a_need_of_what_was_held_and_what_was_asked() -> None:
     found = suggested(run_of([torch(6 * GIB), refused(5 * GIB, 1, times=3), torch(GIB, 2)]), headroom=NONE)
     assert limits(found) == {"torch": 11 * GIB} and evidence(found).need.source == "refused"
@@ -127,6 +148,20 @@ def test_a_caught_refusal_is_a_need_of_what_was_held_and_what_was_asked() -> Non
     assert limits(grown) == {"torch": 8 * GIB + GRANULE}, "it must have held more than in the sample: its cap refused"
     unknown = suggested(run_of([torch(GIB), refused(None, 1)]), headroom=NONE)
     assert limits(unknown) == {"torch": 8 * GIB + GRANULE} and "of unknown size" in text.as_yaml(unknown)
+
+
+def test_the_figures_of_a_refusals_own_moment_are_better_than_the_last_samples() -> None:
+    then = {"held": 5 * GIB, "in_use": 3 * GIB, "reclaimable": GIB, "cap": 5 * GIB, "free": 90 * GIB}
+    event = refused(2 * GIB, 1)._replace(**then)
+    found = suggested(run_of([torch(GIB), event]), headroom=NONE)
+    assert limits(found) == {"torch": 6 * GIB}, "4 GiB could not go, and 2 GiB were asked for"
+    (refusal,) = evidence(found).need.refusals
+    assert (refusal.held, refusal.cap, refusal.full) == (4 * GIB, 5 * GIB, False)
+    full = event._replace(cap=20 * GIB, free=GIB)
+    assert evidence(suggested(run_of([torch(GIB), full]), headroom=NONE)).need.refusals[0].full
+    unknown = refused(2 * GIB, 1)._replace(cap=5 * GIB)
+    found = suggested(run_of([torch(GIB), unknown]), headroom=NONE)
+    assert limits(found) == {"torch": 5 * GIB + GRANULE}, "of what is not known the sample tells"
 
 
 def test_a_request_that_a_full_gpu_refused_needs_no_more_than_it_asked_for() -> None:
@@ -310,6 +345,26 @@ def recorded(steps: Sequence[Any], begin: float = 0) -> list[object]:
     return found
 
 
+@settings(max_examples=40, deadline=None)
+@given(STEPS, st.lists(st.tuples(st.sampled_from(["torch", "cupy"]), SIZES), max_size=3))
+def test_replay_has_the_same_budget_with_refusals_and_peaks_and_fits_under_it(
+    steps: Sequence[Any], peaks: list[tuple[str, int]]
+) -> None:
+    records = recorded(steps)
+    records += [Event(START + 9, PEAK, "", uuid=UUID, framework=name, bytes=size) for name, size in peaks]
+    smallest = replay_timeline(records, PLAN).smallest
+    found = suggested(run_of(records), headroom=NONE)
+    assert smallest is not None and needs(found) == smallest.limits and found.reserve.bytes == smallest.reserve
+    if smallest.problem is None:
+        plan = _policy.plan(_config.Budget.from_text(smallest.yaml()), [PLAN.devices[0].device])
+        assert replay_timeline(records, plan, unmet=unmet_under(PLAN)).fits
+    for name, size in smallest.limits.items():
+        part = PLAN.devices[0]
+        less = replace(PLAN, devices=(replace(part, caps={**smallest.limits, name: size - GRANULE}, limit=part.limit),))
+        if size > GRANULE:
+            assert not replay_timeline(records, less, unmet=unmet_under(PLAN)).fits
+
+
 @settings(max_examples=25, deadline=None)
 @given(STEPS, st.fractions(0, 1))
 def test_the_budget_is_valid_fits_and_the_same_run_fits_under_it(steps: Sequence[Any], headroom: Fraction) -> None:
@@ -322,7 +377,7 @@ def test_the_budget_is_valid_fits_and_the_same_run_fits_under_it(steps: Sequence
     plan = _policy.plan(budget, [PLAN.devices[0].device])
     assert plan.devices[0].unallocated == 0 and plan.devices[0].limit == found.limit
     assert dict(plan.devices[0].caps) == limits(found)
-    outcome = replay_timeline(records, plan)
+    outcome = replay_timeline(records, plan, unmet=unmet_under(PLAN))
     assert outcome.fits and all(row.cap is not None for row in outcome.frameworks if row.peak_held or row.peak_in_use)
     assert not any(gpu.overhead.times for gpu in outcome.devices)
 

@@ -59,7 +59,7 @@ def test_what_is_recorded_makes_a_budget(recorder: record.Recorder, tmp_path: Pa
     recorder.stop()
     (path,) = tmp_path.glob("run-*-3.jsonl")
     (run,) = recorded.runs([str(path)])
-    assert run.rank == 3 and run.samples == 3 and run.declared == ()
+    assert run.rank == 3 and run.samples == 4 and run.declared == (), "and one at its end"
     (need,) = run.needs.values()
     assert (need.sampled, need.peak, need.cap) == (2 * GIB, 5 * GIB, None) and not need.refusals
     found = decide.suggest([run], Fraction(0))

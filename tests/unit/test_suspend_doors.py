@@ -146,6 +146,7 @@ ANSWERED: dict[str, Callable[[], object]] = {
     "ledger": lambda: str(memguard.ledger()) + memguard.ledger().to_json() + memguard.ledger()._repr_html_(),
     "checkpoint": lambda: memguard.checkpoint(),
     "on_pressure": lambda: memguard.on_pressure(print)(),
+    "on_sample": lambda: memguard.on_sample(lambda sample: None).remove(),
     "last_oom": lambda: memguard.last_oom(),
     "call": lambda: memguard.call(lambda: 1),
     "retry": lambda: memguard.retry()(lambda: 1)(),

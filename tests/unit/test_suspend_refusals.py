@@ -58,14 +58,15 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
     ("vgpu", {"gpus": (Gpu(GPU, False, True, False),)}, GPU, "whole GPU"),
     ("unified-memory", {"gpus": (Gpu(GPU, False, False, True),)}, GPU, "end the program"),
     ("no-permission", {"inside": False, "user": 0}, "user 0", "sudo -u '#0' memguard suspend 4242"),
-    ("no-permission", {"inside": False, "dumpable": False}, "not dumpable", "sudo memguard suspend 4242"),
+    ("no-permission", {"inside": False, "dumpable": False}, "not dumpable", "start it again without"),
     ("other-namespace", {"inside": False, "namespace": False}, "namespace", "docker exec"),
     ("stopped", {"state": "T"}, "state T", "kill -CONT 4242"),
     ("stopped", {"state": "t", "tracer": 77}, "77", "detach"),
     ("frozen", {"frozen": True}, "frozen", "unpause"),
     ("debugger", {"tracer": 77}, "77", "detach"),
     ("mps", {"mps": True}, "MPS", "without MPS"),
-    ("native-thread", {"natives": ("jax: xla_cuda_plugin.so",)}, "does not find where", "a version that is known"),
+    ("native-thread", {"natives": ("jax: xla_cuda_plugin.so",)}, "does not find where", "try again in 10 s"),
+    ("native-thread", {"natives": ("jax: x.so",)}, "jax: x.so", "known to work: JAX 0.11.2"),
     ("native-thread", {"natives": ("jax: x.so",), "inside": False}, "jax: x.so", "by_others: true"),
     ("managed-memory", {"uvm": 2}, "2 times", "free all managed memory"),
     ("cuda-ipc", {"ipc": ("memguard.exchange: 1 array exported",)}, "1 array exported", "handle.close()"),
@@ -73,12 +74,19 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
     ("capture", {"captures": ("torch: a capture is under way",)}, "torch", "after the capture"),
     ("profiler", {"profilers": ("torch.profiler runs",)}, "torch.profiler", "stop the profiler"),
     ("profiler", {"tools": ("Nsight Systems (nsys)",)}, "nsys", "started again"),
-    ("children", {"children": (Child(5, "python", GIB),)}, "python (5, 1.00 GiB)", "memguard suspend 4242"),
+    ("children", {"children": (Child(5, "python", GIB),)}, "python (5, 1.00 GiB)", "`memguard suspend --tree 4242`"),
     ("host-memory", {"available": 17 * GIB - 1}, "17.00 GiB", "host_memory: ignore"),
     ("host-memory", {"grantable": 17 * GIB - 1}, "17.00 GiB more", "overcommit"),
     ("host-memory", {"available": None}, "/proc/meminfo", "mount /proc"),
     ("cgroup-memory", {"limits": (Limit("/m/memory.max", 20 * GIB, 4 * GIB),)}, "16.00 GiB left", "docker update"),
+    ("host-memory", {"available": GIB, "inside": False}, "17.05 GiB", "free 16.05 GiB of host memory"),
     ("cgroup-memory", {"limits": (Limit("/m/memory.high", 20 * GIB, 4 * GIB, False),)}, "crawl", "ignore"),
+]
+
+
+OUTSIDE: list[tuple[dict[str, Any], str]] = [
+    ({"children": (Child(5, "python", GIB),)}, "`memguard suspend --unsafe --tree 4242`"),
+    ({"natives": ("jax: x.so",)}, "let it call memguard.suspend()"),
 ]
 
 
@@ -100,6 +108,20 @@ def test_each_reason_alone_with_what_was_found_and_what_to_do(
     assert said in found.reason and remedy in found.remedy
     for line in (found.reason, found.remedy):
         assert line == line.strip() and "\n" not in line and len(line) < 420
+
+
+@pytest.mark.parametrize(("changes", "remedy"), OUTSIDE)
+def test_what_helps_from_outside_is_what_works_there(changes: dict[str, Any], remedy: str) -> None:
+    (found,) = reasons(inside=False, **changes)
+    assert remedy in found.remedy
+
+
+@pytest.mark.parametrize("short", [{"available": GIB}, {"available": None}, {"grantable": 0}])
+def test_the_way_round_for_host_memory_is_only_offered_where_there_is_one(short: dict[str, Any]) -> None:
+    """`memguard suspend --unsafe` has no such option, and nothing can trim another process."""
+    assert "host_memory: ignore" in reasons(**short)[0].remedy
+    outside = reasons(inside=False, **short)[0].remedy
+    assert "ignore" not in outside and "trim" not in outside
 
 
 def test_every_code_has_a_row() -> None:

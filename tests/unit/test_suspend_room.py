@@ -282,14 +282,19 @@ def test_the_wait_can_end_without_room(tmp_path: Any, how: str) -> None:
         cancel.set()
     lacking, _ = _wait(_Door(GIB), tmp_path, cancel=cancel, timeout=0.01 if how == "timeout" else None)
     assert lacking.startswith(f"{GPU} has 1.00 GiB free, and it needs 8.00 GiB")
-    assert "(PID 1" in lacking
+    _, fix, held, *holders = lacking.splitlines()
+    me = os.getpid()
+    assert fix.startswith("    fix: end or suspend one of those below, or wait longer (`memguard resume")
+    assert f"resume {me} --wait" in fix and held == f"    {GPU} is held by" and "(PID 1" in holders[0]
 
 
 @pytest.mark.usefixtures("quick")
 def test_who_came_first_is_waited_for(tmp_path: Any) -> None:
     with Turn([GPU], str(tmp_path)):
         lacking, seen = _wait(_Door(9 * GIB), tmp_path, timeout=0.01)
-        assert "1 came before it" in lacking
+        head, fix = lacking.splitlines()
+        assert head == f"{GPU}: 1 came before it and waits for its turn"
+        assert fix.startswith("    fix: wait longer"), "nobody who holds the room is to be ended: there is enough"
         assert seen[0].ahead == 1
     assert _wait(_Door(9 * GIB), tmp_path)[0] == ""
 

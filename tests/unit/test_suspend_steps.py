@@ -38,6 +38,8 @@ def end(goal: Goal, *answers: Answer) -> tuple[list[str], End, str]:
          End.RUNNING, "managed memory"),
         ([RUNNING, OK, OK, Answer(2), LOCKED, OK, RUNNING], "state lock settle checkpoint state unlock state",
          End.RUNNING, "checkpoint returned error 2"),
+        ([RUNNING, OK, OK, Answer(401), RUNNING], "state lock settle checkpoint state", End.RUNNING,
+         "it was unlocked before the copy"),
         ([RUNNING, OK, OK, DIED, OFF], "state lock settle checkpoint state", End.SUSPENDED, ""),
         ([RUNNING, OK, OK, DIED, LOCKED, OK, RUNNING], "state lock settle checkpoint state unlock state",
          End.RUNNING, "was ended during `checkpoint`"),
@@ -106,6 +108,23 @@ def test_cancelled() -> None:
     assert back.cancel().after(RUNNING).next is End.RUNNING, "somebody else has brought it back"
     restored = back.after(OK)
     assert restored.next is Do.UNLOCK and restored.cancel() is restored, "a restore that was begun is ended"
+
+
+def test_who_waits_in_vain_reads_first_that_the_process_is_whole_and_last_who_holds_the_room() -> None:
+    room = "GPU-a has 3 GiB free, and it needs 4 GiB\n    fix: wait longer\n    GPU-a is held by\n        13 GiB  x"
+    _, _, text = end(Goal.ON, OFF, Answer(None, trouble="room", text=room), OFF)
+    assert text == f"process 7: it stays suspended and whole: {room}"
+    _, _, text = end(Goal.ON, OFF, Answer(None, trouble="room", text="NVML does not say what is free"), OFF)
+    assert text.splitlines()[0] == "process 7: it stays suspended and whole: NVML does not say what is free"
+    assert "`nvidia-smi`" in text and text.endswith("then `memguard resume 7`")
+    _, _, text = end(Goal.ON, OFF, Answer(None, trouble="cancelled"), OFF)
+    assert text.splitlines()[1] == "    fix: `memguard resume 7` brings it back"
+
+
+def test_where_nobody_knows_how_it_is_who_holds_the_room_is_left_out() -> None:
+    room = "GPU-a has 3 GiB free\n    fix: wait longer\n    GPU-a is held by\n        13 GiB  x"
+    _, ended, text = end(Goal.ON, OFF, DIED, OFF, Answer(None, trouble="room", text=room), OFF)
+    assert ended is End.UNKNOWN and len(text.splitlines()) == 2 and text.endswith("fix: `memguard resume 7`")
 
 
 def test_a_stopped_process_is_said_to_be() -> None:

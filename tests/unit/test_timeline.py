@@ -56,6 +56,17 @@ def test_a_run_is_read_back(tmp_path: Path) -> None:
     assert len(list(timeline.samples())) == 5, "nothing is written after close"
 
 
+def test_frameworks_that_share_a_cap_are_in_the_header(tmp_path: Path) -> None:
+    (part,) = PLAN.devices
+    joined = replace(PLAN, devices=(replace(part, joined=("torch", "cupy")),))
+    with Writer(tmp_path / "run.jsonl", joined, clock=Clock()) as out:
+        pass
+    assert load_timeline(out.path).plan == joined
+    older = Path(out.path).read_text().replace(',"joined":["torch","cupy"]', "")
+    Path(out.path).write_text(older)
+    assert load_timeline(out.path).plan == PLAN, "a file of a version that did not write it"
+
+
 sizes = st.integers(0, MAX_SIZE)
 maybe = st.none() | sizes
 usages = st.builds(FrameworkSample, maybe, maybe, maybe, maybe)
@@ -69,7 +80,7 @@ samples_ = st.builds(Sample, times, st.lists(devices, max_size=3, unique_by=lamb
 events_ = st.builds(
     Event, times, st.text(max_size=20), st.text(max_size=400), st.none() | st.sampled_from(Pressure),
     st.none() | st.text(max_size=50), st.none() | st.text(max_size=50),
-    st.none() | st.floats(allow_nan=False, allow_infinity=False), maybe, maybe,
+    st.none() | st.floats(allow_nan=False, allow_infinity=False), maybe, maybe, maybe, maybe, maybe, maybe, maybe,
 )  # fmt: skip
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-(1 << 62), 1 << 62) | st.floats(allow_nan=False, allow_infinity=False)

@@ -316,7 +316,7 @@ def test_a_notebook_and_a_failed_test_look_at_it_without_harm() -> None:
             extension.ran(SimpleNamespace(error_in_exec=caught))
             report = SimpleNamespace(failed=True, sections=[])
             wrapper = pytest_plugin.pytest_runtest_makereport(
-                None,
+                SimpleNamespace(config=SimpleNamespace(stash={pytest_plugin._RUN: SimpleNamespace()})),
                 SimpleNamespace(excinfo=SimpleNamespace(value=caught)),  # type: ignore[arg-type]
             )
             next(wrapper)

@@ -9,9 +9,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+import memguard
 from memguard.cli.support import printing, working
 
 
@@ -73,6 +75,73 @@ def test_the_line_ends_with_what_fails(quick: None, monkeypatch: pytest.MonkeyPa
         time.sleep(0.1)
         raise KeyboardInterrupt
     assert working._NAME not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_line_that_stays_is_put_before_the_one_that_is_drawn(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with working.on("examines") as work:
+        time.sleep(0.06)
+        work.say("  torch: \x1b[31m4.2 s")
+        time.sleep(0.06)
+    screen = ""
+    for part in stream.getvalue().split("\r\x1b[K"):  # each erases what its line has
+        screen = f"{screen.rpartition(chr(10))[0]}{chr(10) if chr(10) in screen else ''}{part}"
+    assert screen == "  torch: \\u001b[31m4.2 s\n"
+    drawn = stream.getvalue().split("  torch")
+    assert "examines, 0 s" in drawn[0] and "examines, 0 s" in drawn[1]
+
+
+def command_on_a_terminal(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, slowly: tuple[object, str]
+) -> tuple[int, str]:
+    """A command in which one function takes longer, with standard error on a terminal."""
+    from memguard.cli import main
+
+    where, name = slowly
+    original = getattr(where, name)
+
+    def slow(*given: object, **named: object) -> object:
+        time.sleep(0.1)
+        return original(*given, **named)
+
+    stream = Terminal()
+    with monkeypatch.context() as patched:
+        patched.setattr(where, name, slow)
+        patched.setattr(sys, "stderr", stream)
+        code = printing.safely(lambda: main.main(arguments, standalone_mode=False))
+    return code, stream.getvalue()
+
+
+def test_suggest_and_report_say_what_they_read_and_write(
+    quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from memguard._report import page
+    from memguard._suggest import recorded
+
+    with memguard.guard(
+        {
+            "version": 1,
+            "frameworks": {"torch": {"limit": "4GiB"}},
+            "monitor": {"interval": "50ms", "timeline": str(tmp_path / "run.jsonl")},
+        },
+        simulate="h200",
+    ) as guard:
+        torch = guard.frameworks["torch"]
+        torch.allocate(1 << 30)  # type: ignore[attr-defined]
+        time.sleep(0.15)
+    (timeline,) = map(str, tmp_path.glob("run*.jsonl"))
+    monkeypatch.setenv("COLUMNS", "200")
+    code, said = command_on_a_terminal(["suggest", timeline], monkeypatch, (recorded, "read"))
+    assert code == 0 and f"reads {timeline}" in said and said.endswith("\r\x1b[K")
+    code, said = command_on_a_terminal(["suggest", timeline, timeline], monkeypatch, (recorded, "read"))
+    assert code == 0 and "reads 2 timelines" in said
+    html = str(tmp_path / "report.html")
+    code, said = command_on_a_terminal(["report", timeline, "-o", html], monkeypatch, (page, "page"))
+    assert code == 0 and f"writes {html}" in said and said.endswith("\r\x1b[K")
+    counted: list[object] = []
+    recorded.runs([timeline], lambda records: (counted.append(one) or one for one in records))  # type: ignore[func-returns-value]
+    assert len(counted) > 1, "each record is counted"
 
 
 def test_without_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Shows on a terminal that a command still works, once that takes longer than a second: for long recordings."""
+"""Shows on a terminal that a command still works, once that takes longer than a second."""
 
 from __future__ import annotations
 
@@ -27,6 +27,21 @@ class Work:
 
     def __init__(self, what: str) -> None:
         self.what, self.done = what, 0
+        self._stream: Any = None
+        self.turn = threading.Lock()
+        """For whoever writes: the line is drawn by a thread."""
+
+    def drawn_on(self, stream: Any) -> None:
+        """The stream on which the line is drawn."""
+        self._stream = stream
+
+    def say(self, line: str) -> None:
+        """Write a line that stays, in the place of the one that is drawn, which comes again below it."""
+        with self.turn:
+            stream = sys.stderr if self._stream is None else self._stream
+            if stream is not None:
+                stream.write(f"{'' if self._stream is None else _ERASE}{visible(line, keep='')}\n")
+                stream.flush()
 
     def counted(self, records: Iterable[T]) -> Iterator[T]:
         """The same records, counted as they are taken."""
@@ -49,7 +64,10 @@ def on(what: str) -> Iterator[Work]:
     if sys.stderr is None or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         yield work
         return
-    drawing = threading.Thread(target=_draw, args=(work, over, sys.stderr), name=_NAME, daemon=True)
+    stream: Any = sys.stderr
+    styled = stream.styled() if isinstance(stream, printing.Stream) else stream
+    work.drawn_on(styled)
+    drawing = threading.Thread(target=_draw, args=(work, over, styled), name=_NAME, daemon=True)
     drawing.start()
     try:
         yield work
@@ -61,15 +79,15 @@ def on(what: str) -> Iterator[Work]:
 def _draw(work: Work, over: threading.Event, stream: Any) -> None:
     """By hand: beside a busy thread, whoever imports rich waits for its turn at each file, which takes seconds."""
     begin, after = time.monotonic(), _AFTER
-    styled = stream.styled() if isinstance(stream, printing.Stream) else stream
     while not over.wait(after):
         after = _AGAIN
         line = visible(work.line(time.monotonic() - begin), keep="")
-        styled.write(f"{_ERASE}{line[: _columns() - 1]}")
-        styled.flush()
+        with work.turn:
+            stream.write(f"{_ERASE}{line[: _columns() - 1]}")
+            stream.flush()
     if after == _AGAIN:
-        styled.write(_ERASE)
-        styled.flush()
+        stream.write(_ERASE)
+        stream.flush()
 
 
 def _columns() -> int:

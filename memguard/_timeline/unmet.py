@@ -1,0 +1,163 @@
+"""What was refused while a timeline was recorded: each request once, with what it would have needed. Pure.
+
+A request is an unmet need of what the framework could not return at that moment, and of what it asked for on top,
+whether or not the program caught the error. Events of older versions do not have the figures of the moment: those of
+the last sample stand for them. All sizes are bytes; None is unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import datetime
+
+from memguard._config import FRAMEWORKS
+from memguard._specs import NEVER_GIVE_BACK
+from memguard._timeline.format import Oom
+from memguard._timeline.refusals import Refusal, Reported, once
+from memguard._types import DevicePlan, DeviceSample, Event, FrameworkSample, Plan, Sample
+from memguard._units import is_whole
+
+MOST = 1000
+"""Refusals that are kept of each framework on each GPU, those with the largest needs."""
+Key = tuple[str, str]
+"""UUID and framework."""
+
+
+class Unmet:
+    """Reads the records of one timeline, in order. `plan` is the one that it was recorded under.
+
+    `pinned` says what a framework could not return at a sample. `elsewhere` counts the errors of what has no cap.
+    """
+
+    def __init__(self, plan: Plan, pinned: Callable[[str, FrameworkSample], int]) -> None:
+        self._plan, self._pinned = plan, pinned
+        self._known = {part.device.uuid for part in plan.devices}
+        self._first = plan.devices[0].device.uuid if plan.devices else None
+        self._pooled = pooled(plan)
+        self._refused: dict[Key, list[Refusal]] = {}
+        self._reported: dict[Key, list[Reported]] = {}
+        self.last: Sample | None = None
+        self.elsewhere: dict[str, int] = {}
+        self.cut = False
+
+    def found(self) -> dict[Key, tuple[Refusal, ...]]:
+        """All of them, by UUID and framework."""
+        return {key: once(events, self._reported[key]) for key, events in self._refused.items()}
+
+    def key(self, name: object, uuid: object) -> Key | None:
+        """None if it is no framework that a budget may name, or the GPU is not the plan's."""
+        if uuid is None:
+            uuid = self._first
+        if name not in FRAMEWORKS or not isinstance(name, str) or uuid not in self._known:
+            return None
+        return str(uuid), name
+
+    def event(self, event: Event) -> None:
+        """An event of kind `refused`."""
+        key = self.key(event.framework, event.uuid)
+        if key is None:
+            return
+        held, cap, free = self._before(key)
+        if (then := _pinned_of(key[1], event.held, event.in_use, event.reclaimable)) is not None:
+            held = then
+        cap = cap if event.cap is None else event.cap
+        free = free if event.free is None else event.free
+        times = event.times if is_whole(event.times) and event.times else 1
+        asked = event.bytes if is_whole(event.bytes) else None
+        self._add(key, self._refusal(key, event.time, asked, held, cap, free, times))
+
+    def oom(self, record: Oom) -> None:
+        """An out-of-memory report."""
+        report = record.report
+        if report.get("memory", "gpu") != "gpu":
+            return
+        who = report.get("requester")
+        key = self.key(who, report.get("uuid"))
+        if key is None:
+            if isinstance(who, str):
+                name = who if len(who) <= 40 else who[:37] + "..."
+                self.elsewhere[name] = self.elsewhere.get(name, 0) + 1
+            return
+        moment = report.get("moment")
+        if not isinstance(moment, Mapping):
+            moment = {}
+        asked = _whole(moment.get("requested"))
+        asked = _whole(report.get("requested")) if asked is None else asked
+        held, cap, free = self._before(key)
+        figures = [_whole(moment.get(name)) for name in ("held", "in_use", "reclaimable")]
+        then = _pinned_of(key[1], *figures)
+        held = held if then is None else then
+        # A figure of the moment is better than the last sample's.
+        of_then = _whole(moment.get("cap")), _whole(moment.get("free"))
+        cap, free = (now if then is None else then for then, now in zip(of_then, (cap, free), strict=True))
+        counted = moment.get("source") in ("refusal", "observer")  # by an event
+        when = _time(moment.get("time")) if counted else None
+        refusal = self._refusal(key, record.time, asked, held, cap, free, 0 if counted else 1)
+        self._add(key, Reported(refusal, when, then is not None))
+
+    def _refusal(
+        self, key: Key, time: float, asked: int | None, held: int | None, cap: int | None, free: int | None, times: int
+    ) -> Refusal:
+        need = (held or 0) + (asked or 0)
+        if key[0] in self._pooled:
+            cap = None  # what refused it was the sum of all that draw from the pool
+        full = cap is not None and asked is not None and need <= cap and free is not None and free < asked
+        return Refusal(time, asked, held, cap, times, full)
+
+    def _add(self, key: Key, one: Refusal | Reported) -> None:
+        refused, reported = self._refused.setdefault(key, []), self._reported.setdefault(key, [])
+        if isinstance(one, Refusal):
+            refused.append(one)
+            if len(refused) > 2 * MOST:
+                refused.sort(key=lambda refusal: refusal.need, reverse=True)
+                del refused[MOST:]
+                self.cut = True
+            return
+        reported.append(one)
+        if len(reported) > 2 * MOST:
+            reported.sort(key=lambda report: report.refusal.need, reverse=True)
+            del reported[MOST:]
+            self.cut = True
+
+    def _before(self, key: Key) -> tuple[int | None, int | None, int | None]:
+        """Of the last sample: what the framework could not return, its cap, and what the GPU had free."""
+        uuid, name = key
+        devices: tuple[DeviceSample, ...] = () if self.last is None else self.last.devices
+        device = next((one for one in devices if one.uuid == uuid), None)
+        cap = next((part.caps.get(name) for part in self._plan.devices if part.device.uuid == uuid), None)
+        if device is None:
+            return None, cap, None
+        usage = device.frameworks.get(name)
+        return (None, cap, device.free) if usage is None else (self._pinned(name, usage), usage.cap, device.free)
+
+
+def pooled(plan: Plan) -> set[str]:
+    """The UUIDs of the GPUs on which frameworks have one cap together."""
+    return {part.device.uuid for part in plan.devices if _one_pool(part)}
+
+
+def _one_pool(part: DevicePlan) -> bool:
+    """Older timelines do not name those frameworks; that cap counts once in the sum."""
+    return bool(part.joined) or sum(part.caps.values()) + part.unallocated + part.reserve > part.limit
+
+
+def _pinned_of(name: str, held: int | None, in_use: int | None, reclaimable: int | None) -> int | None:
+    """What the framework could not return at the moment of the refusal; None if neither figure is known."""
+    if held is None and in_use is None:
+        return None
+    pinned = in_use if in_use is not None else held
+    if held is not None and reclaimable is not None and name not in NEVER_GIVE_BACK:
+        pinned = max(held - reclaimable, pinned or 0)
+    return pinned
+
+
+def _time(value: object) -> float | None:
+    """As of `time.time()`, of what a report has."""
+    try:
+        return datetime.fromisoformat(str(value)).timestamp()
+    except (ValueError, OverflowError, OSError):
+        return None
+
+
+def _whole(value: object) -> int | None:
+    return value if is_whole(value) else None

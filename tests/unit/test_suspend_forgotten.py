@@ -1,0 +1,83 @@
+"""A helper undoes a lock after which nobody asks for anything: who asked may be stopped by that very lock."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from memguard._devices.checkpoint import State
+from memguard._devices.simulated_checkpoint import SimulatedCheckpoint, Target
+from memguard._suspend import helper
+from memguard._suspend.identity import this_process
+from memguard._units import GIB
+
+ME = this_process()
+
+
+class Asked:
+    """A helper on a thread of this process, and what it answers."""
+
+    def __init__(self) -> None:
+        self.driver = SimulatedCheckpoint({"GPU-a": 16 * GIB})
+        self.driver.targets[ME.pid] = Target({"GPU-a": GIB})
+        (read, self._write), (self._answers, write) = os.pipe(), os.pipe()
+        self._ends = (read, self._write, self._answers, write)
+        serves = helper.Helper(read, write, lambda: self.driver, os.getppid())
+        self._thread = threading.Thread(target=serves.run)
+        self._thread.start()
+
+    def __call__(self, op: str, **more: Any) -> dict[str, Any]:
+        request = {"id": 1, "op": op, **ME._asdict(), "limit": 10, **more}
+        os.write(self._write, json.dumps(request).encode() + b"\n")
+        answer: dict[str, Any] = json.loads(os.read(self._answers, 1 << 16))
+        return answer
+
+    @property
+    def state(self) -> State | None:
+        return self.driver.state(ME.pid)[1]
+
+    def end(self) -> None:
+        os.write(self._write, b"")
+        os.close(self._write)
+        self._thread.join(10)
+        for end in self._ends:
+            if end != self._write:
+                os.close(end)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
+    monkeypatch.setattr(helper, "FORGOTTEN", 0.6)
+    monkeypatch.setattr(helper, "_TICK", 0.05)
+    one = Asked()
+    yield one
+    one.end()
+
+
+def becomes(asked: Asked, state: State, seconds: float = 5.0) -> bool:
+    end = time.monotonic() + seconds
+    while asked.state is not state and time.monotonic() < end:
+        time.sleep(0.01)
+    return asked.state is state
+
+
+def test_a_lock_that_is_forgotten_is_undone(asked: Asked) -> None:
+    assert asked("lock", timeout_ms=100)["code"] == 0 and asked.state is State.LOCKED
+    time.sleep(0.2)
+    assert asked.state is State.LOCKED, "who settles still wants it"
+    assert becomes(asked, State.RUNNING)
+    assert asked("checkpoint")["code"] != 0, "who comes late is told"
+    assert asked.state is State.RUNNING
+
+
+def test_what_is_off_stays_off(asked: Asked) -> None:
+    assert asked("lock", timeout_ms=100)["code"] == asked("checkpoint")["code"] == 0
+    assert not becomes(asked, State.RUNNING, 1.2) and asked.state is State.CHECKPOINTED
+    assert asked("restore")["code"] == 0 and asked.state is State.LOCKED
+    assert becomes(asked, State.RUNNING)
