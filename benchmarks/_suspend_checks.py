@@ -220,7 +220,9 @@ def _window(check: Tell, one: Mapping[str, Any], which: str) -> None:
     open_for = f"{statistics.median(gaps):.1f} ms, at most {max(gaps):.1f}" if gaps else "not seen"
     said = f"open {open_for} ({len(gaps)} rounds); a stranger in a tight loop got in {one['got_in']} times of "
     said += f"{one['robbed']}, {one['lost']} processes were lost"
-    said += f"; {one['invalid']} rounds do not count: he got in before" if one["invalid"] else ""
+    said += (
+        f"; {one['invalid']} rounds do not count: he got in before, or no restore was begun" if one["invalid"] else ""
+    )
     said += f"; e.g. {_line(one['texts'][0]['why'])}" if one["texts"] else ""
     good = len(gaps) >= WINDOWS - 1 and one["robbed"] >= ROBBED and one["tries"] > 0 and not one["wrong"]
     check(name, good and "broke" not in one, said + (f"; {one['broke'][:200]}" if "broke" in one else ""))

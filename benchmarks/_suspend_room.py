@@ -17,7 +17,7 @@ WAITS = 3.0
 ROUNDS = 3 if REHEARSAL else 20
 WINDOWS, ROBBED, SPOILT = (1, 2, 1) if REHEARSAL else (5, 5, 3)
 """Rounds in which the window is sampled, in which somebody tries to get in, and in which he may have got in before."""
-AT_MOST = 120.0
+AT_MOST = 150.0
 """Seconds after which no other round begins."""
 PATIENCE = 20.0
 """Seconds for which a process waits for room."""
@@ -183,7 +183,7 @@ def window(stays: bool) -> dict[str, Any]:
     """Between the placeholder's end and the restore's taking: how long by NVML, and whether a tight loop gets in.
 
     `stays`: the card has room for the placeholder's context beside the process. A round in which somebody got in before
-    the placeholder's end is `invalid`: there was too much to spare.
+    the placeholder's end, or in which no restore was begun, is `invalid`.
     """
     found: dict[str, Any] = {
         "sampled": [], "robbed": 0, "got_in": 0, "invalid": 0, "lost": 0, "late": 0, "wrong": 0, "at": [], "tries": 0,
@@ -235,8 +235,9 @@ def _window_once(found: dict[str, Any], fresh: Fresh, filler: Child, watched: Ch
     if lost:
         found["texts"].append({"round": int(path.name) + 1, "why": lost[:300]})
     if began:
+        came = path.exists()
         path.touch()  # whoever waits for it goes on
-        _seen(found, watched.answer(60), sampled)
+        _seen(found, watched.answer(60), sampled, came)
         if not sampled:
             watched.must("empty")
     if lost:
@@ -244,7 +245,8 @@ def _window_once(found: dict[str, Any], fresh: Fresh, filler: Child, watched: Ch
         filler.must("empty")  # the next process needs room to begin
 
 
-def _seen(found: dict[str, Any], seen: dict[str, Any], sampled: bool) -> None:
+def _seen(found: dict[str, Any], seen: dict[str, Any], sampled: bool, came: bool) -> None:
+    """`came`: a restore was begun."""
     if sampled:
         found["sampled"].append(_gap(seen))
         return
@@ -252,8 +254,9 @@ def _seen(found: dict[str, Any], seen: dict[str, Any], sampled: bool) -> None:
     if seen["got"]:
         found["at"].append(seen["at"])
     early = bool(seen["got"]) and seen["at"] < AFTER
-    found["invalid" if early else "robbed"] += 1
-    found["got_in"] += bool(seen["got"]) and not early
+    counts = came and not early
+    found["robbed" if counts else "invalid"] += 1
+    found["got_in"] += bool(seen["got"]) and counts
 
 
 def _gap(seen: dict[str, Any]) -> dict[str, Any]:

@@ -119,6 +119,13 @@ def test_a_target_that_dies_is_lost_and_the_rounds_go_on(monkeypatch: pytest.Mon
     assert fresh.child.lost
 
 
+def test_who_gets_in_before_the_window_does_not_count() -> None:
+    found: dict[str, Any] = dict.fromkeys(("robbed", "invalid", "got_in", "tries"), 0) | {"at": []}
+    for at, came in ((0.1601, True), (0.1, True), (0.3, False), (None, True)):
+        _room._seen(found, {"tries": 5, "got": at is not None, "at": at}, sampled=False, came=came)
+    assert found == {"robbed": 2, "invalid": 2, "got_in": 1, "tries": 20, "at": [0.1601, 0.1, 0.3]}
+
+
 def test_beside_a_stranger_each_round_counts_and_a_late_one_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
 
