@@ -16,7 +16,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,8 @@ GIB = 1 << 30
 SIX = {"tensorflow": "20%", "torch": "25%", "jax": "20%", "cupy": "15%", "pycuda": "10%", "numba": "10%"}
 """All six frameworks, with their shares of `SIX_LIMIT`."""
 SIX_LIMIT = 40 * GIB
-APART = ("_doctor", "_report", "_suggest", "_suspend", "_testing", "_top", "cli")
-"""Packages of memguard that no measured program loads."""
+APART = ("_doctor", "_metrics", "_report", "_suggest", "_suspend", "_testing", "_top", "cli")
+"""Packages of memguard that a measured program loads only if they are what is measured."""
 _PACKAGES = (
     "torch", "tensorflow", "pycuda", "cupy-cuda13x", "cupy-cuda12x", "jax", "jaxlib", "numba", "numba-cuda", "rmm-cu13",
     "cuda-core", "ml-dtypes", "nvidia-ml-py", "cuda-bindings", "pydantic", "PyYAML", "numpy", "keras",
@@ -55,15 +55,16 @@ def package() -> Path:
     return Path(spec.origin).parent
 
 
-def source_hash(whole: bool = False) -> str:
+def source_hash(rooms: Collection[str] = ()) -> str:
     """A hash of `memguard/`: results measured with another one are stale.
 
-    Without those `APART`, unless `whole`: a program under a budget loads nothing of them until it
+    Of those `APART` only the `rooms` that are measured: a program under a budget loads nothing of the others until it
     asks, so they change no figure of it. tests/unit/test_measured_source.py holds that.
     """
     digest, folder = hashlib.sha256(), package()
     for path in sorted(folder.rglob("*.py")):
-        if not whole and path.relative_to(folder).parts[0] in APART:
+        room = path.relative_to(folder).parts[0]
+        if room in APART and room not in rooms:
             continue
         digest.update(str(path.relative_to(folder.parent)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
@@ -100,12 +101,18 @@ def numba_note(about: Mapping[str, Any]) -> str | None:
     return about.get("numba_build") or numba_build(about["versions"])
 
 
-def header(command: str, *, whole: bool = False) -> dict[str, Any]:
-    """What a result begins with. `whole`: commands and doctor are what is measured."""
+def is_stale(about: Mapping[str, Any]) -> bool:
+    """Whether memguard has changed since the result that begins so was measured."""
+    return bool(about["memguard_hash"] != source_hash(about.get("rooms", ())))
+
+
+def header(command: str, *rooms: str) -> dict[str, Any]:
+    """What a result begins with. `rooms`: those of `APART` that are measured."""
     about = {
         "command": command,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "memguard_hash": source_hash(whole),
+        "memguard_hash": source_hash(rooms),
+        **({"rooms": list(rooms)} if rooms else {}),
         "versions": versions(),
     }
     try:
@@ -369,7 +376,7 @@ def merged(paths: Sequence[Path], *keys: str) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {key: {} for key in keys}
     for path in paths:
         before = json.loads(path.read_text())
-        if before["about"]["memguard_hash"] not in (source_hash(), source_hash(whole=True)):
+        if is_stale(before["about"]):
             raise SystemExit(f"{path}: it was measured on memguard {before['about']['memguard_hash']}, not on this one")
         for key in keys:
             found[key].update(before[key])

@@ -156,7 +156,7 @@ def main() -> None:
         arguments.facts.write_text(json.dumps(kept) + "\n")
     times = sorted(t for t in [found["all six"].get("seconds"), *again] if t is not None)
     result = {
-        "about": header("python benchmarks/doctor.py", whole=True),
+        "about": header("python benchmarks/doctor.py", "_doctor", "cli"),
         "scenarios": found,
         "all_six_s": {"runs": times, "median": statistics.median(times) if times else None},
     }

@@ -252,7 +252,7 @@ def main() -> None:
     started = time.monotonic()
     found = scenarios(names, arguments.recording)
     result: dict[str, Any] = {
-        "about": header("python benchmarks/suggest.py", whole=True),
+        "about": header("python benchmarks/suggest.py", "_suggest", "cli"),
         "rehearsed": REHEARSED,
         "seconds": round(time.monotonic() - started, 1),
         "scenarios": found,

@@ -5,7 +5,7 @@ python benchmarks/table.py            # write them into those files, between the
 python benchmarks/table.py --status   # print which results are stale; fails if the documents do not say so
 python benchmarks/table.py --release  # the same; fails also if any is stale, lacks checks of today's list, is missing
 
-A result is STALE if `memguard/` has changed since it was measured (`source_hash`).
+A result is STALE if `memguard/` has changed since it was measured (`is_stale`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import _suggest_table
 import _suspend_table
 import _ways
 from _listed import FILES, lacking, list_of, not_measured
-from _run import RESULTS, ROOT, numba_note, source_hash
+from _run import RESULTS, ROOT, is_stale, numba_note
 from checks import peers_rounds
 
 LABELS = {**_exchange_tables.PLAIN, "tensorflow": "TensorFlow ¹"}
@@ -39,8 +39,8 @@ def load(name: str) -> dict[str, Any]:
 
 
 def stale(result: dict[str, Any]) -> bool:
-    """Whether memguard has changed since this was measured. The doctor's result is of the whole package."""
-    return result["about"]["memguard_hash"] not in {source_hash(), source_hash(whole=True)}
+    """Whether memguard has changed since this was measured."""
+    return is_stale(result["about"])
 
 
 def short(exception: str | None) -> str:

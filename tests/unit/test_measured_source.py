@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = Path(memguard.__file__).parent
 APART = (
     "memguard._doctor",
+    "memguard._metrics",
     "memguard._report",
     "memguard._suggest",
     "memguard._suspend",
@@ -121,10 +122,13 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_results_are_stale_if_what_they_measured_has_changed(
     measured: ModuleType, tmp_path: Path, changed: str, stale: bool
 ) -> None:
-    before, whole = measured.source_hash(), measured.source_hash(whole=True)
+    before = measured.source_hash()
+    room = changed.partition("/")[0]
+    own, other = measured.source_hash([room]), measured.source_hash(["_report"])
     (tmp_path / "memguard" / changed).write_text("after\n")
     assert (measured.source_hash() != before) is stale
-    assert measured.source_hash(whole=True) != whole  # the doctor's own results, and those of suspensions
+    assert measured.source_hash([room]) != own  # a result of that room's own, as the doctor's
+    assert (measured.source_hash(["_report"]) != other) is stale
 
 
 def test_without_a_checkout_the_hash_is_that_of_the_installed_package(

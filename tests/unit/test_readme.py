@@ -35,7 +35,7 @@ def result(name: str) -> dict[str, Any]:
 def stale(name: str) -> bool:
     import _run
 
-    return result(name)["about"]["memguard_hash"] not in (_run.source_hash(), _run.source_hash(whole=True))
+    return _run.is_stale(result(name)["about"])
 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/results.md", "docs/exchange.md", "docs/ledger.md"])
