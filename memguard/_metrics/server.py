@@ -1,7 +1,8 @@
 """One page over HTTP, for this machine only: a thread that answers `GET /metrics` at 127.0.0.1.
 
-One request at a time, each within `PATIENCE`, so that whoever connects and says nothing costs no more than that. The
-thread makes no call of CUDA or NVML. In a forked child nobody serves, and the child does not keep the port.
+One thread waits for all peers at once, so that whoever connects and says nothing keeps nobody waiting. There are `MOST`
+of them; a further one takes the place of the oldest that has not asked yet. Each has `PATIENCE`. The thread makes no
+call of CUDA or NVML. In a forked child nobody serves, and the child keeps neither the port nor a connection.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import select
 import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from memguard._logs import log as _log
 from memguard._logs import text_of
@@ -22,6 +25,8 @@ ADDRESS = "127.0.0.1"
 PATH = "/metrics"
 PATIENCE = 2.0
 """Seconds in which a request must be there, and then for its answer to be taken."""
+MOST = 8
+"""Connections that are open at a time."""
 LONGEST = 8192
 """Bytes of a request."""
 _JOIN = 3.0
@@ -35,6 +40,16 @@ Page = Callable[[], tuple[bytes, str]]
 """The page and its content type."""
 
 
+@dataclass(eq=False)
+class _Peer:
+    """A connection. `until` is monotonic. `left` of its answer is not sent yet; None while its request is awaited."""
+
+    socket: socket.socket
+    until: float
+    request: bytes = b""
+    left: memoryview | None = None
+
+
 class Server:
     """Listens from `begin` to `end`."""
 
@@ -42,7 +57,7 @@ class Server:
         self._page, self._port = page, port
         self._over = Flag()
         self._socket: socket.socket | None = None
-        self._peer: socket.socket | None = None
+        self._peers: list[_Peer] = []
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
@@ -60,10 +75,9 @@ class Server:
     def end(self) -> None:
         """The port is free from now on. May be called again, or if `begin` was interrupted."""
         self._over.set()
-        for one in (self._socket, self._peer):
-            if one is not None:
-                with contextlib.suppress(OSError):  # it is closed; in a forked child it always is
-                    one.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        if self._socket is not None:
+            with contextlib.suppress(OSError):  # it is closed; in a forked child it always is
+                self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
         thread = self._thread
         if thread is not None and thread is not threading.current_thread() and thread.is_alive():
             thread.join(_JOIN)
@@ -71,9 +85,10 @@ class Server:
 
     def close(self) -> None:
         """Close this process's end of what is open; in a forked child the parent's stays."""
-        for one in (self._socket, self._peer):
-            if one is not None:
-                one.close()
+        if self._socket is not None:
+            self._socket.close()
+        for peer in tuple(self._peers):
+            self._drop(peer)
         if self in _live:
             _live.remove(self)
 
@@ -81,22 +96,61 @@ class Server:
         with listening:
             while not self._over.is_set():
                 try:
-                    self._peer, _ = listening.accept()
-                except OSError as error:  # it was shut, or no file descriptor is left
+                    self._serve(listening)
+                except (OSError, ValueError) as error:  # it was shut, or no file descriptor is left
                     if not self._over.wait(_AGAIN):
                         _log.debug("metrics: %s", text_of(error))
-                    continue
-                try:
-                    with self._peer as peer:
-                        if not self._over.is_set():
-                            self._serve(peer)
-                except OSError as error:
-                    _log.debug("metrics: a request was not answered: %s", text_of(error))
 
-    def _serve(self, peer: socket.socket) -> None:
-        request = _received(peer)
-        if request is None:
+    def _serve(self, listening: socket.socket) -> None:
+        """Wait until something comes, and do what can be done without waiting."""
+        poll = select.poll()  # unlike epoll it has no descriptor that a child would keep
+        poll.register(listening, select.POLLIN)
+        for peer in self._peers:
+            poll.register(peer.socket, select.POLLIN if peer.left is None else select.POLLOUT)
+        soonest = min((peer.until for peer in self._peers), default=None)
+        wait = None if soonest is None else max(soonest - time.monotonic(), 0.0) * 1000 + 1
+        ready = {number for number, _ in poll.poll(wait)}
+        for peer in tuple(self._peers):
+            if self._over.is_set():
+                return
+            if peer.socket.fileno() in ready:
+                self._go_on(peer)
+            elif time.monotonic() >= peer.until:
+                self._drop(peer)
+        if listening.fileno() in ready and not self._over.is_set():
+            connection, _ = listening.accept()
+            connection.setblocking(False)
+            if len(self._peers) >= MOST:
+                self._drop(next((peer for peer in self._peers if peer.left is None), self._peers[0]))
+            self._peers.append(_Peer(connection, time.monotonic() + PATIENCE))
+
+    def _drop(self, peer: _Peer) -> None:
+        peer.socket.close()
+        if peer in self._peers:
+            self._peers.remove(peer)
+
+    def _go_on(self, peer: _Peer) -> None:
+        """Take what came of a request, or send what the other side takes of the answer."""
+        try:
+            if peer.left is None:
+                piece = peer.socket.recv(4096)
+                peer.request += piece
+                if not piece:
+                    self._drop(peer)
+                if not piece or (b"\r\n\r\n" not in peer.request and len(peer.request) <= LONGEST):
+                    return
+                peer.left = memoryview(self._answer(peer.request))
+                peer.until = time.monotonic() + PATIENCE
+            peer.left = peer.left[peer.socket.send(peer.left) :]
+            if not peer.left:
+                self._drop(peer)
+        except BlockingIOError:
             return
+        except OSError as error:
+            self._drop(peer)
+            _log.debug("metrics: a request was not answered: %s", text_of(error))
+
+    def _answer(self, request: bytes) -> bytes:
         status, head, body, kind = _checked(request)
         if status == 200:
             try:
@@ -106,8 +160,7 @@ class Server:
                 status, body = 500, b"the figures cannot be told\n"
         lines = [f"HTTP/1.1 {status} {_REASONS[status]}", f"Content-Type: {kind}", f"Content-Length: {len(body)}"]
         lines += ["Connection: close", "X-Content-Type-Options: nosniff", "", ""]
-        peer.settimeout(PATIENCE)
-        peer.sendall("\r\n".join(lines).encode() + (b"" if head else body))
+        return "\r\n".join(lines).encode() + (b"" if head else body)
 
 
 _live: list[Server] = []
@@ -122,19 +175,6 @@ def _forked() -> None:
     """In a child: no thread of the parent's is there, and a copy of its socket would keep the port."""
     for server in tuple(_live):
         server.close()
-
-
-def _received(peer: socket.socket) -> bytes | None:
-    """A request's lines; None if they do not come in time."""
-    until, request = time.monotonic() + PATIENCE, b""
-    while b"\r\n\r\n" not in request and len(request) <= LONGEST:
-        if (left := until - time.monotonic()) <= 0:
-            return None
-        peer.settimeout(left)
-        if not (piece := peer.recv(4096)):
-            return None
-        request += piece
-    return request
 
 
 def _checked(request: bytes) -> tuple[int, bool, bytes, str]:

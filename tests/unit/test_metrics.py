@@ -685,6 +685,35 @@ def test_any_request_has_an_answer(request: bytes) -> None:
     assert server._checked(request)[0] in server._REASONS
 
 
+def test_those_who_say_nothing_keep_nobody_from_the_figures(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few connections that stay open would otherwise outlast a scrape's time-out, one after the other."""
+    monkeypatch.setattr(server, "PATIENCE", 60.0)
+    with contextlib.ExitStack() as idle:
+        start(budget(port))
+        silent = [idle.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5)) for _ in range(5)]
+        assert ask(port, b"GET /metrics HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.1 200")
+        silent[4].sendall(b"GET /metrics HTTP/1.1\r\n")  # half a request
+        silent += [idle.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5)) for _ in range(7)]
+        assert ask(port, b"GET /metrics HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.1 200")
+        assert silent[0].recv(1) == b""  # the oldest went; those that came late may still ask
+        silent[-1].sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        assert silent[-1].recv(12) == b"HTTP/1.1 200"
+        assert len(server._live[0]._peers) <= server.MOST
+        (one,) = server._live
+        memguard.shutdown()
+        assert not one._peers and silent[-2].recv(1) == b""
+        forked = server.Server(lambda: (b"", ""), port)
+        forked.begin()
+        try:
+            silent = [idle.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5)) for _ in range(2)]
+            until(lambda: len(forked._peers) == 2)
+            if not (child := os.fork()):
+                os._exit(len(forked._peers) + len(server._live))
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 and len(forked._peers) == 2
+        finally:
+            forked.end()
+
+
 def test_over_a_socket(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     start(budget(port))
     whole = ask(port, b"GET /metrics HTTP/1.1\r\n\r\n")
@@ -715,7 +744,7 @@ def test_who_says_nothing_keeps_nobody_waiting_for_long(port: int, monkeypatch: 
 def test_the_end_does_not_wait_for_who_says_nothing(port: int) -> None:
     start(budget(port))
     with socket.create_connection(("127.0.0.1", port)) as silent:
-        until(lambda: server._live[0]._peer)
+        until(lambda: server._live[0]._peers)
         begun = time.monotonic()
         memguard.shutdown()
         assert time.monotonic() - begun < 1.5 and can_listen(port)
