@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 SCHEMA = 1
 EVENTS = 50
 """Events that are kept of each target."""
+TOGETHER = 5.0
+"""Seconds between readings of one GPU that are still taken for one moment's."""
 State = Literal["live", "silent", "ended", "missing", "suspended", "unreadable"]
 """live: it tells of itself now. silent: it lives, and says nothing. missing: there is no such file yet."""
 
@@ -143,3 +146,17 @@ class Snapshot:
     def as_dict(self) -> dict[str, Any]:
         """Plain data. The keys are stable within `memguard_top` 1."""
         return {"memguard_top": SCHEMA, **asdict(self)}
+
+
+def present(uuid: str, targets: Iterable[Target], now: float | None = None) -> list[tuple[Target, Share]]:
+    """Who was on the GPU when it was read last: at `now`, or when one of them last did.
+
+    One that had ended by then is left out: its last figures are of another time, and must not be added to later ones.
+    """
+    here = [(target, share) for target in targets for share in target.shares if share.uuid == uuid]
+    newest = max((target.read or 0.0 for target, _ in here), default=0.0)
+    return [
+        (target, share)
+        for target, share in here
+        if target.state != "ended" or (now is None and (target.read or 0.0) >= newest - TOGETHER)
+    ]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from memguard._top.follow import Follower
-from memguard._top.snapshot import Gpu, Snapshot, Target
+from memguard._top.snapshot import Gpu, Snapshot, Target, present
 from memguard.errors import MemguardError
 
 
@@ -65,21 +65,19 @@ def followed() -> MemguardError:
 
 
 def merged(read: Sequence[tuple[Target, Sequence[Gpu]]]) -> tuple[Gpu, ...]:
-    """Each GPU once, as the target says that read it last. `others` is what none of the targets holds."""
-    newest: dict[str, tuple[float, Gpu]] = {}
-    held: dict[str, list[int | None]] = {}
+    """Each GPU once, as the target says that read it last. `others` is what none of those `present` then holds."""
+    newest: dict[str, tuple[float, Target, Gpu]] = {}
     for target, gpus in read:
         for gpu in gpus:
             when = target.read or 0.0
             if gpu.uuid not in newest or newest[gpu.uuid][0] <= when:
-                newest[gpu.uuid] = when, gpu
-        for share in target.shares:
-            gone = target.state == "ended" or share.suspended is not None
-            held.setdefault(share.uuid, []).append(0 if gone else share.process)
+                newest[gpu.uuid] = when, target, gpu
     found = []
-    for uuid, (_, gpu) in newest.items():
-        own = held.get(uuid, [])
+    for uuid, (_, reader, gpu) in newest.items():
+        here = present(uuid, [target for target, _ in read])
+        own = [0 if share.suspended is not None else share.process for _, share in here]
         known = [size for size in own if size is not None]
         others = None if gpu.used is None or len(known) < len(own) else max(gpu.used - sum(known), 0)
-        found.append(replace(gpu, others=others) if len(own) > 1 else gpu)
+        alone = all(target is reader for target, _ in here)  # its own reading says it
+        found.append(gpu if alone else replace(gpu, others=others))
     return tuple(sorted(found, key=lambda gpu: (gpu.index is None, gpu.index, gpu.uuid)))

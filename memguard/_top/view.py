@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from memguard._top.bars import ASCII, BLOCKS, Signs, card_bar, framework_bar
-from memguard._top.snapshot import Gpu, Listed, Share, Snapshot, Target
+from memguard._top.snapshot import Gpu, Listed, Share, Snapshot, Target, present
 from memguard._top.texts import UNKNOWN, ago, clean, clock, cut, gib, in_ascii, left, right, wrapped
 
 LEAST = 60
@@ -112,7 +112,7 @@ def _gpu(snapshot: Snapshot, gpu: Gpu, width: int, signs: Signs, selected: Key |
     used = f"{gib(gpu.used)} used, {gib(gpu.free)} free of {gib(gpu.total)} GiB"
     yield Line((Span(name, "gpu"), Span(right(used, 44), "gpu")))
     here = [(target, share) for target in snapshot.targets for share in target.shares if share.uuid == gpu.uuid]
-    bar = _card(gpu, here, width - 3, signs)
+    bar = _card(gpu, _present(snapshot, gpu), width - 3, signs)
     yield Line((Span(" "), *bar))
     for target, share in here:
         yield from _share(target, share, gpu, width, signs, selected, snapshot.time)
@@ -124,6 +124,11 @@ def _gpu(snapshot: Snapshot, gpu: Gpu, width: int, signs: Signs, selected: Key |
         yield Line((Span(cut(_process(one, gpu.uuid, snapshot.time), width), "others"),))
     if len(listed) > _LISTED:
         yield Line((Span(f"    and {len(listed) - _LISTED} more: memguard ps", "others"),))
+
+
+def _present(snapshot: Snapshot, gpu: Gpu) -> list[tuple[Target, Share]]:
+    """Whose figures belong to the GPU's: NVML reads this machine's now, a simulated one is read by its process."""
+    return present(gpu.uuid, snapshot.targets, snapshot.time if snapshot.machine and not gpu.simulated else None)
 
 
 def _card(gpu: Gpu, here: Sequence[tuple[Target, Share]], width: int, signs: Signs) -> list[Span]:
@@ -263,11 +268,14 @@ def _notes(snapshot: Snapshot) -> list[str]:
     for target in snapshot.targets:
         if target.shares and target.state in ("ended", "silent"):
             ended = target.state == "ended"
+            cards = [gpu for gpu in snapshot.gpus if any(share.uuid == gpu.uuid for share in target.shares)]
             if target.file is None:
                 said = "it, or its budget, has ended" if ended else "it lives, and does not answer"
             else:
                 said = "nobody writes it any more" if ended else "its process lives and writes nothing"
-            notes.append(f"{target.name}: {said}; the figures are those of {clock(target.read)}")
+            past = bool(cards) and not any(target is one for gpu in cards for one, _ in _present(snapshot, gpu))
+            apart = ", and not in the GPU's bar, which is later" if past else ""
+            notes.append(f"{target.name}: {said}; the figures are those of {clock(target.read)}{apart}")
         notes += target.notes
     return list(dict.fromkeys(notes))
 

@@ -9,13 +9,15 @@ from dataclasses import astuple, replace
 from pathlib import Path
 
 import pytest
-from timelines import Clock, busy, plan_of
+from timelines import START, Clock, busy, plan_of
 from top_screens import GPU, TARGET, run, write
 
 from memguard._timeline import Writer
 from memguard._timeline.writer import MIN_LIMIT
 from memguard._top.follow import SILENT, Follower
+from memguard._top.snapshot import Snapshot
 from memguard._top.sources import Timelines, merged
+from memguard._top.view import plain, view
 from memguard._types import Event, Pressure
 from memguard._units import GIB
 from memguard.errors import MemguardError
@@ -262,9 +264,26 @@ def test_several_timelines_share_their_gpus(tmp_path: Path, clock: Clock) -> Non
 
 
 def test_what_an_ended_process_held_is_others_again() -> None:
-    other = replace(TARGET, key="b", state="ended")
+    other = replace(TARGET, key="b", state="ended", read=START - 60)
     read = [(TARGET, (GPU,)), (other, (GPU,))]
     assert merged(read)[0].others == 5 * GIB
     assert merged([(TARGET, (GPU,)), (replace(TARGET, key="b"), (GPU,))])[0].others == 0
-    assert merged([(TARGET, (GPU,)), (other, (replace(GPU, used=None),))])[0].others is None
+    assert merged([(TARGET, (GPU,)), (replace(other, state="live"), (replace(GPU, used=3),))])[0].others == 0
+    assert merged([(replace(TARGET, state="ended"), (replace(GPU, used=None),)), (TARGET, (GPU,))])[0].others == 0
     assert merged([]) == ()
+
+
+def test_runs_of_different_times_do_not_share_a_bar() -> None:
+    """The newest run's own reading counts with what it held; the one before was gone by then."""
+    before = replace(TARGET, key="before", name="before.jsonl", state="ended", read=START - 600)
+    after = replace(TARGET, key="after", name="after.jsonl", state="ended")
+    past, now = replace(GPU, used=80 * GIB, free=60 * GIB, others=55 * GIB), replace(GPU, others=3 * GIB)
+    for read in ([(before, (past,)), (after, (now,))], [(after, (now,)), (before, (past,))]):
+        assert merged(read) == (now,)
+        both = Snapshot(START, False, merged(read), tuple(target for target, _ in read))
+        alone = replace(both, targets=(after,))
+        assert plain(view(both, 100))[2] == plain(view(alone, 100))[2]  # the card's bar
+        said = " ".join(" ".join(plain(view(both, 100))).split())
+        assert "other processes 3.00 GiB" in said and said.count("not in the GPU's bar") == 1
+    live = [(replace(TARGET, state="live"), (GPU,)), (replace(after, read=START - 1), (GPU,))]
+    assert merged(live)[0].others == 0  # it ended a moment ago: both were there
