@@ -25,11 +25,13 @@ from memguard._top.bars import BLOCKS
 from memguard._top.dialogs import Ask, AskCap, Help
 from memguard._top.snapshot import Snapshot, Target
 from memguard._top.sources import Source
-from memguard._top.texts import clean, cut, gib, in_ascii, left
+from memguard._top.texts import clean, cut, gib, in_ascii, left, wrapped
 from memguard._top.view import Key, Line, Span, View, view
 from memguard.errors import MemguardError
 
 KEYS = "q quit  ? help  t trim  c cap  p pause  up/down select"
+_SAID = 8
+"""Lines of what is said in the foot."""
 _TOGETHER = 2.0
 """Seconds that the end waits for a reading that is under way."""
 
@@ -212,7 +214,12 @@ class Top(App[None]):
         if self.said is not None:
             text, style = self.said[0], "wrong" if self.said[1] else "answer"
         text = in_ascii(text) if self._ascii else text
-        self._footer.show([Line((Span(left(cut(text, width), width), style),))])
+        # The keys are cut, what is said is not: a reason without its remedy helps nobody.
+        lines = [cut(text, width)] if self.said is None else wrapped(text, width, _SAID) or [""]
+        height = self._footer.styles.height
+        if height is None or height.value != len(lines):
+            self._footer.styles.height = len(lines)
+        self._footer.show([Line((Span(left(line, width), style),)) for line in lines])
 
     def _say(self, text: str, wrong: bool = False) -> None:
         """In the foot, until the next key."""

@@ -18,7 +18,7 @@ WAITING = 16
 """Requests that may wait at once."""
 KEPT = 8
 """Answers that are kept."""
-_TEXT = 500
+_TEXT = 1000
 """Characters of an answer."""
 Do = Callable[[], str]
 """Does it, and says what came of it. Raises MemguardError if it cannot."""
@@ -71,7 +71,7 @@ class Requests:
                 answer = do()
                 state = True
             except MemguardError as error:
-                answer = str(error).partition("\n    ")[0]
+                answer = "; ".join(line.strip() for line in str(error).splitlines())  # with the remedy
             except Exception as error:
                 answer = text_of(error)
         finally:

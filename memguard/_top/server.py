@@ -180,6 +180,11 @@ class Served:
                 what = f"trim {framework or 'all frameworks'}"
                 number = self._requests.add(what, lambda: self._trim(framework, pid))
             else:
+                if any(framework in part.elastic for part in self._guard.plan.devices):  # as `Shares.resize`
+                    raise MemguardError(
+                        f"{framework}'s cap cannot be changed: its share is elastic, and moves between min and max\n"
+                        f"    fix: change frameworks.{framework}.min or .max in the budget"
+                    )
                 cap = message["bytes"]
                 what = f"cap of {framework} to {format_size(cap)}"
                 number = self._requests.add(what, lambda: self._resize(framework, cap, pid))

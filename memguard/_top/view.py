@@ -14,6 +14,8 @@ LEAST = 60
 _NAME, _NUMBER, _LEVEL = 12, 8, 10
 _LISTED = 8
 """Other processes of a GPU that are listed."""
+_ANSWER = 8
+"""Lines of an answer: a reason and a remedy fit."""
 _NOBODY = (
     "no process here lets memguard top watch it: a budget does with 'monitor: {top: true}'. A timeline can be "
     "followed: memguard top run-PID-RANK.jsonl"
@@ -198,8 +200,9 @@ def _share(
     for request in target.requests:
         answer = f": {clean(request.answer)}" if request.answer else ""
         waits = " (at its next memguard.checkpoint())" if request.state == "waiting" else ""
-        text = f"  asked: {clean(request.what)}: {request.state}{waits}{answer}"
-        yield Line((Span(cut(text, width), f"request:{request.state}"),))
+        text = f"asked: {clean(request.what)}: {request.state}{waits}{answer}"
+        for number, line in enumerate(wrapped(text, width - 4, _ANSWER)):
+            yield Line((Span(f"{'    ' if number else '  '}{line}", f"request:{request.state}"),))
 
 
 def _cap(cap: int | None) -> str:

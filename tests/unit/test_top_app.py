@@ -239,6 +239,9 @@ def test_a_timeline_can_be_asked_nothing() -> None:
         for key in ("t", "c"):
             await pilot.press("down", key)
             assert len(app.screen_stack) == 1 and "a timeline is only read" in text_of(app)
+            assert "on the machine where the process runs" in " ".join(text_of(app).split())  # the remedy, whole
+            await pilot.press("down")
+            assert app._footer.size.height == 1
 
     screen(source, (80, 24), press)
 

@@ -151,6 +151,33 @@ def test_what_cannot_be_asked_is_refused_at_once(served: server.Served) -> None:
         client.trim(ME, None)
 
 
+def test_the_cap_of_an_elastic_share_is_refused_at_once() -> None:
+    frameworks = {"torch": {"limit": "2GiB"}, "cupy": {"min": "1GiB", "max": "8GiB"}}
+    found = server.serve(start({**BUDGET, "frameworks": frameworks, "monitor": {"interval": "1h"}}), whole=True)
+    try:
+        with pytest.raises(
+            MemguardError, match=r"(?s)its share is elastic.*fix: change frameworks\.cupy\.min or \.max"
+        ):
+            client.resize(ME, "cupy", GIB)
+        assert not target().requests
+        client.resize(ME, "torch", GIB)
+        client.trim(ME, "cupy")
+        assert len(target().requests) == 2
+    finally:
+        found.end()
+
+
+def test_an_answer_has_the_remedy() -> None:
+    waiting = requests.Requests()
+
+    def refuse() -> str:
+        raise MemguardError("it cannot be\n    fix: do that")
+
+    waiting.add("a", refuse)
+    waiting.perform()
+    assert waiting.seen()[0].answer == "it cannot be; fix: do that"
+
+
 def test_nothing_is_done_on_the_monitor_s_thread_nor_while_suspended(
     served: server.Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

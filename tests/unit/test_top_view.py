@@ -13,7 +13,7 @@ from top_screens import EVENTS, FOLLOWED, GPU, SHARE, SIX, TARGET, UUID, attache
 
 from memguard._top import styles
 from memguard._top.bars import ASCII, BLOCKS, card_bar, cells, framework_bar
-from memguard._top.snapshot import Part, Said, Snapshot
+from memguard._top.snapshot import Part, Request, Said, Snapshot
 from memguard._top.texts import cell_width, cut, gib, left, right
 from memguard._top.view import Key, help_lines, plain, view
 from memguard._units import GIB, MIB
@@ -176,6 +176,14 @@ def test_json_is_the_snapshot() -> None:
     assert found["memguard_top"] == 1
     assert found["targets"][0]["shares"][0]["frameworks"][1]["held"] is None
     assert found["gpus"][1]["used"] is None
+
+
+def test_the_answer_to_a_request_is_whole() -> None:
+    answer = "cupy: cap not applied: its share is elastic: its cap moves by itself; fix: change frameworks.cupy.min"
+    failed = Request(1, "cap of cupy to 1.00 GiB", "failed", answer)
+    lines = plain(view(replace(FOLLOWED, targets=(replace(TARGET, requests=(failed,)),)), 80))
+    assert f"asked: cap of cupy to 1.00 GiB: failed: {answer}" in " ".join(" ".join(lines).split())
+    assert max(map(len, lines)) <= 80
 
 
 def test_the_help_fits() -> None:
