@@ -199,8 +199,11 @@ def _share(
         yield Line((Span(cut(f"  forecast: {who} {when}", width), "forecast"),))
     for request in target.requests:
         answer = f": {clean(request.answer)}" if request.answer else ""
-        waits = " (at its next memguard.checkpoint())" if request.state == "waiting" else ""
-        text = f"asked: {clean(request.what)}: {request.state}{waits}{answer}"
+        state: str = request.state
+        if state == "waiting":
+            ended = target.state == "ended"  # or its budget: nobody is left to do it
+            state = "not done: it has ended" if ended else "waiting (at its next memguard.checkpoint())"
+        text = f"asked: {clean(request.what)}: {state}{answer}"
         for number, line in enumerate(wrapped(text, width - 4, _ANSWER)):
             yield Line((Span(f"{'    ' if number else '  '}{line}", f"request:{request.state}"),))
 

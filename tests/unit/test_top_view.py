@@ -186,6 +186,13 @@ def test_the_answer_to_a_request_is_whole() -> None:
     assert max(map(len, lines)) <= 80
 
 
+def test_what_waits_in_a_process_that_has_ended_is_not_done() -> None:
+    waiting = replace(TARGET, file=None, requests=(Request(1, "trim torch", "waiting"),))
+    for state, said in (("live", "waiting (at its next"), ("silent", "waiting"), ("ended", "not done: it has ended")):
+        found = replace(FOLLOWED, machine=True, targets=(replace(waiting, state=state),))  # type: ignore[arg-type]
+        assert f"asked: trim torch: {said}" in "\n".join(plain(view(found, 80)))
+
+
 def test_the_help_fits() -> None:
     assert all(cell_width(line) <= 66 for line in help_lines(66))
 
