@@ -139,9 +139,12 @@ class Session:
     def _tell_others(self) -> None:
         """`memguard ps` shows the budget, and `memguard suspend PID` asks this process, if the budget allows it."""
         suspend = self.guard.budget.suspend
-        if suspend is None or self.guard.host.simulated:  # without the section `init` loads nothing of it
+        if suspend is None:  # without the section `init` loads nothing of it
             return
         listener = importlib.import_module("memguard._suspend.listener")
+        if self.guard.host.simulated:
+            listener.of_simulated(self.guard.budget.source, self._undo)
+            return
         listener.of_budget(self.guard.budget.source, suspend.by_others, suspend.host_memory, self._undo)
 
     def _let_watch(self, wanted: bool) -> None:

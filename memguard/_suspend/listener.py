@@ -93,7 +93,7 @@ def path_of(process: Process, where: str | None = None) -> str:
 _active: list[Undo] = []
 
 
-def start(ask: Ask | None, budget: str = "") -> Undo:
+def start(ask: Ask | None, budget: str = "", simulated: bool = False) -> Undo:
     """Let other processes know that this one runs under a budget, called `budget`, and suspend it through `ask`.
 
     `ask` suspends this process and raises MemguardError if it cannot; it is called on a thread of the listener's. None:
@@ -116,7 +116,7 @@ def start(ask: Ask | None, budget: str = "") -> Undo:
             listener = Listener(ask, path_of(process, where))
             undo.add("the listener for other processes", listener.end)
             listener.begin()
-        records.write_budget(Budgeted(process, budget, ask is not None), where)
+        records.write_budget(Budgeted(process, budget, ask is not None, simulated), where)
     except BaseException:
         undo.run()
         raise
@@ -135,6 +135,14 @@ def of_budget(source: str, by_others: bool, host_memory: HostMemory, undo: Undo)
         log("other processes cannot see this budget, nor suspend this process: %s", text_of(error))
         return
     undo.add("the note for other processes", started.run)
+
+
+def of_simulated(source: str, undo: Undo) -> None:
+    """As `of_budget`, on simulated GPUs: others hear that nothing is there to be suspended from outside."""
+    try:
+        undo.add("the note for other processes", start(None, os.path.basename(source) or "budget", True).run)
+    except (OSError, MemguardError) as error:
+        _log.debug("other processes cannot see this budget: %s", text_of(error))
 
 
 @functools.cache

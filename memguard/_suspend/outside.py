@@ -146,6 +146,9 @@ def suspend(
     If one cannot go, those that went before it are brought back.
     """
     chosen, stop = list(chosen), stop or Stop()
+    simulated = [process for process in chosen if _is_simulated(process)]
+    if simulated:  # nor with `unsafe`: the driver knows nothing of them
+        return [_simulated(process) if process in simulated else _not_begun(process) for process in chosen]
     listening = {process: _listens(process) for process in chosen}
     if not unsafe and not all(listening.values()):
         return [_not_allowed(process, not listening[process]) for process in chosen]
@@ -180,6 +183,19 @@ def suspend(
 def _listens(process: Process) -> bool:
     budget = records.budget_of(process)
     return budget is not None and budget.by_others
+
+
+def _is_simulated(process: Process) -> bool:
+    budget = records.budget_of(process)
+    return budget is not None and budget.simulated
+
+
+def _simulated(process: Process) -> Result:
+    text = (
+        f"process {process.pid} is not suspended from outside: its GPUs are simulated, and hold no memory\n"
+        "    fix: call memguard.suspend() in the program, which simulates that too; or run it on a real GPU"
+    )
+    return Result(process, NO, text, "running", None)
 
 
 def _not_allowed(process: Process, this: bool) -> Result:

@@ -64,11 +64,15 @@ class Record:
 
 @dataclass(frozen=True)
 class Budgeted:
-    """A process that runs under a budget: its name (mostly a file's), and whether others may suspend the process."""
+    """A process that runs under a budget: its name (mostly a file's), and whether others may suspend the process.
+
+    One whose GPUs are simulated has nothing that could be suspended from outside.
+    """
 
     process: Process
     budget: str
     by_others: bool
+    simulated: bool = False
 
 
 def path_of(process: Process, kind: str = SUSPENDED, where: str | None = None) -> str:
@@ -91,7 +95,9 @@ def write(record: Record, where: str | None = None) -> None:
 
 def write_budget(found: Budgeted, where: str | None = None) -> None:
     """As `write`."""
-    fields = {"budget": found.budget[:_LONGEST], "by_others": found.by_others}
+    fields: dict[str, Any] = {"budget": found.budget[:_LONGEST], "by_others": found.by_others}
+    if found.simulated:
+        fields["simulated"] = True
     _write(path_of(found.process, BUDGET, where), found.process, fields)
 
 
@@ -214,10 +220,11 @@ def record_of(message: Mapping[str, Any], process: Process) -> Record:
 
 def budgeted_of(message: Mapping[str, Any], process: Process) -> Budgeted:
     """Raises ValueError for what memguard would not have written."""
-    _check(message, process, {"budget", "by_others"})
-    if not isinstance(message["by_others"], bool):
+    simulated = message.get("simulated", False)
+    _check(message, process, {"budget", "by_others", *({"simulated"} & set(message))})
+    if not isinstance(message["by_others"], bool) or not isinstance(simulated, bool):
         raise ValueError("its permission is malformed")
-    return Budgeted(process, _text(message["budget"]), message["by_others"])
+    return Budgeted(process, _text(message["budget"]), message["by_others"], simulated)
 
 
 def _check(message: Mapping[str, Any], process: Process, fields: set[str]) -> None:

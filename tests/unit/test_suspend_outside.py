@@ -194,6 +194,30 @@ def test_one_that_does_not_answer_is_unknown(here: tuple[SimulatedCheckpoint, Pr
     assert result.code == UNKNOWN and "does not answer" in result.text
 
 
+@pytest.mark.parametrize("unsafe", [False, True])
+def test_simulated_gpus_are_said_to_be(here: tuple[SimulatedCheckpoint, Process, str], unsafe: bool) -> None:
+    driver, process, where = here
+    records.write_budget(records.Budgeted(process, "b", False, True), where)
+    assert records.budget_of(process) == records.Budgeted(process, "b", False, True)
+    (result,) = outside.suspend([process], Direct(driver), sizes={}, unsafe=unsafe)
+    assert result.code == NO and "its GPUs are simulated" in result.text and "memguard.suspend()" in result.text
+    assert driver.targets[process.pid].state is State.RUNNING
+
+
+def test_a_budget_on_simulated_gpus_tells_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import memguard
+
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    budget = {"version": 1, "frameworks": {"torch": {"share": "50%"}}, "suspend": {"by_others": True}}
+    memguard.init(budget, simulate="h200")
+    try:
+        found = records.budget_of(this_process())
+        assert found is not None and found.simulated and not found.by_others
+    finally:
+        memguard.shutdown()
+    assert records.budget_of(this_process()) is None
+
+
 def test_interrupted_before_it_began(here: tuple[SimulatedCheckpoint, Process, str]) -> None:
     driver, process, _ = here
     stop = Stop()
