@@ -46,6 +46,8 @@ _OFF = {
 # Words that people write, each with the one that it stands for.
 _VALUES = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
 _VALUES |= {"warning": "warn", "free": "trim"} | dict.fromkeys(("error", "exception", "fail", "abort"), "raise")
+_UNSAFE = {"host_memory": "ignore"}
+"""Words that turn a safety off, by key: what only resembles one does not stand for it."""
 _KEYS = {
     **dict.fromkeys(("gpu", "all", "card", "cards"), "device"),
     **dict.fromkeys(("gpus", "overrides", "per_device", "per_gpu"), "devices"),
@@ -184,6 +186,8 @@ def _choice(loc: Loc, key: str, kind: str, raw: object, info: Any) -> tuple[str,
         meant = word
     elif meant not in words:
         meant = _near(word.replace("_", "-"), words)
+        if meant and _UNSAFE.get(key) == meant and not word.startswith(meant):
+            meant, fix = "", f"write {_quoted(words)}"
     if isinstance(raw, (str, int)) and meant:
         # What looks right already was refused because of its quotes.
         quotes = " without quotes" if raw == meant else ""
