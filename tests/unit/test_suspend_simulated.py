@@ -26,6 +26,19 @@ from memguard.errors import CannotResume, CannotSuspend
 BUDGET: dict[str, Any] = {"version": 1, "device": {"limit": "40GiB"}, "frameworks": {"torch": {"limit": "10GiB"}}}
 
 
+def test_simulated_frameworks_work_on_while_suspended() -> None:
+    """docs/simulation.md says so: there is no gate before them."""
+    guard = memguard.init(BUDGET, simulate="h200")
+    (torch,) = guard.frameworks.values()
+    assert isinstance(torch, SimulatedFramework)
+    torch.allocate(GIB)
+    try:
+        with memguard.suspended():
+            torch.free(torch.allocate(GIB))
+    finally:
+        memguard.shutdown()
+
+
 class Stage:
     """The driver of the next suspension, and its gates."""
 
