@@ -185,7 +185,12 @@ class MetricsConfig(_Model):
     """What is told to whom about the memory, from the monitor's samples. `prometheus` is a port, None without one."""
 
     model_config = ConfigDict(
-        json_schema_extra={"anyOf": [{"required": ["prometheus"]}, {"required": ["opentelemetry"]}]}
+        json_schema_extra={
+            "anyOf": [
+                {"required": ["prometheus"]},
+                {"required": ["opentelemetry"], "properties": {"opentelemetry": {"const": True}}},
+            ]
+        }
     )
 
     prometheus: Annotated[values.Port | None, WRITTEN] = _key(

@@ -327,10 +327,13 @@ def _levels(monitor: Mapping[str, Any]) -> Iterator[Violation]:
 def _metrics(data: Mapping[str, Any]) -> Iterator[Violation]:
     """Somebody has to get them. An unknown key may be a misspelt one, and is explained by itself."""
     metrics = data.get("metrics")
-    if isinstance(metrics, Mapping) and set(metrics) <= {"job"}:
+    if not isinstance(metrics, Mapping):
+        return
+    told = {key: value for key, value in metrics.items() if key != "opentelemetry" or value is not False}
+    if set(told) <= {"job"}:
         from memguard._config import meant
 
-        both = {"prometheus": 9477, **metrics}
+        both = {"prometheus": 9477, **told}
         fix = f"write 'metrics: {meant.flow(both)}' or 'metrics: {{opentelemetry: true}}'"
         yield Violation(("metrics",), "nobody gets them: it names neither prometheus nor opentelemetry", fix, True)
 

@@ -8,10 +8,12 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from memguard._logs import log as _log
 from memguard._logs import text_of
 from memguard._metrics import CannotExport
 from memguard._metrics.figures import EVERY, Figure, Metric, figures
 from memguard._metrics.server import ADDRESS, Server
+from memguard._text import visible
 
 if TYPE_CHECKING:
     from memguard._metrics.source import Source
@@ -51,10 +53,19 @@ def _no_port(port: int, error: Exception) -> CannotExport:
 
 
 def local_rank(environ: Mapping[str, str]) -> int:
-    """The number of this process among those that a launcher has started on this machine; 0 without one."""
+    """The number of this process among those that a launcher has started on this machine; 0 without one.
+
+    A value that is none is left out with a warning: another process may get the port that is meant for this one.
+    """
     for name in _LOCAL_RANKS:
-        if (value := environ.get(name, "").strip()).isdecimal() and len(value) < 5:
+        value = environ.get(name, "").strip()
+        if value.isdecimal() and len(value) < 5:
             return int(value)
+        if value:
+            said = (
+                f"{name}={visible(value[:40], keep='')!r} is no local rank, and is not added to the port of the metrics"
+            )
+            _log.warning("%s\n    fix: set it to a whole number from 0 on, or remove it", said)
     return 0
 
 

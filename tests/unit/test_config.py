@@ -179,7 +179,7 @@ def test_how_long_idle_is(written: str, seconds: float) -> None:
 
 
 def test_who_gets_metrics() -> None:
-    assert parse(GOOD).metrics is parse(GOOD + "metrics: {opentelemetry: false}").metrics is None
+    assert parse(GOOD).metrics is None
     budget = parse(GOOD + "metrics: {prometheus: 9477, job: train/a-1}")
     assert budget.metrics == MetricsConfig(prometheus=9477, opentelemetry=False, job="train/a-1")
     assert budget.monitor == MonitorConfig(), "whose figures they are"

@@ -324,6 +324,10 @@ from memguard.errors import ConfigError
         (GOOD + "device: {limit: 2GiB, reserve: 2GiB}", 4, 32, "device.reserve", "leaves nothing", "lower the reserve"),
         # metrics
         (GOOD + "metrics: {}", 4, 1, "metrics", "names neither", "write 'metrics: {prometheus: 9477}' or"),
+        (GOOD + "metrics: {opentelemetry: false}", 4, 1, "metrics", "names neither",
+         "write 'metrics: {prometheus: 9477}' or"),
+        (GOOD + "metrics: {opentelemetry: false, job: a}", 4, 1, "metrics", "names neither",
+         "'metrics: {prometheus: 9477, job: a}'"),
         (GOOD + "metrics: {job: a}", 4, 1, "metrics", "names neither", "'metrics: {prometheus: 9477, job: a}'"),
         (GOOD + "metrics: on", 4, 10, "metrics", "expected its settings", "'metrics: {prometheus: 9477}'"),
         (GOOD + "metrics: {port: 9477}", 4, 11, "metrics.port", "unknown key 'port'", "did you mean 'prometheus'?"),

@@ -532,6 +532,14 @@ def test_each_rank_has_a_port_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
         start(budget(65535), replace=True)
 
 
+def test_a_local_rank_that_is_none_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    assert prometheus.local_rank({"LOCAL_RANK": "abc", "SLURM_LOCALID": "2"}) == 2
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "LOCAL_RANK='abc' is no local rank" in record.getMessage()
+    assert prometheus.local_rank({"LOCAL_RANK": "-1"}) == 0 and len(caplog.records) == 2
+    assert prometheus.local_rank({"LOCAL_RANK": " ", "SLURM_LOCALID": "1"}) == 1 and len(caplog.records) == 2
+
+
 @pytest.mark.parametrize(
     ("package", "metrics", "fix"),
     [
