@@ -252,7 +252,7 @@ class WorkloadReport:
         if self.delta is not None:
             left = f"{format_size(abs(self.delta))} {'more' if self.delta >= 0 else 'less'} in use than before"
         waited = f", after it waited {self.waited:.1f} s" if self.waited else ""
-        return shown(f"{self.name}: {self.framework} peak {peak}, {left}{waited}")
+        return shown(f"{visible(self.name, keep='')}: {self.framework} peak {peak}, {left}{waited}")
 
     def __repr__(self) -> str:
         return f"<WorkloadReport {self}>"

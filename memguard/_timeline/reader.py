@@ -142,6 +142,11 @@ def load_timeline(path: str | os.PathLike[str]) -> Timeline:
 
     Raises TimelineError: here if a header is wrong, and while reading if another line is.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TimelineError(
+            f"a timeline is loaded by its path, not by {type(path).__name__}\n"
+            "    fix: load_timeline('run-PID-RANK.jsonl'), the file that 'monitor: {timeline: ...}' named"
+        )
     name = os.fspath(path)
     notes: list[str] = []
     newest, older = [], []

@@ -94,7 +94,9 @@ class Follower:
         elif self._state == "missing":
             written = files.written_as(self.path)
             hint = f": its name has PID and rank: {written[0]}" if written else ""
-            notes.append(f"{self.path} is not there yet{hint}")
+            there = os.path.exists(self.path)  # it was made, and its header not yet written
+            said = "has no complete line yet: nothing was written to it" if there else f"is not there yet{hint}"
+            notes.append(f"{self.path} {said}")
         return tuple(notes)
 
     def _become(self, state: State) -> None:

@@ -6,9 +6,11 @@ import json
 
 import click
 
+from memguard.cli.support.pid import Pid
+
 
 @click.command("resume")
-@click.argument("pid", type=click.IntRange(1, (1 << 31) - 1))
+@click.argument("pid", type=Pid())
 @click.option("--tree", is_flag=True, help="Also the processes that it has started, and theirs.")
 @click.option("--wait", help='Wait for room at most this long, as "60s" or "10min"; without it, until there is room.')
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; sizes in bytes.")

@@ -7,9 +7,11 @@ import sys
 
 import click
 
+from memguard.cli.support.pid import Pid
+
 
 @click.command("suspend")
-@click.argument("pid", type=click.IntRange(1, (1 << 31) - 1))
+@click.argument("pid", type=Pid())
 @click.option("--tree", is_flag=True, help="Also the processes that it has started, and theirs: all or none.")
 @click.option("--unsafe", is_flag=True, help="Also if the process does not allow it: it may crash, or be lost.")
 @click.option("-y", "--yes", is_flag=True, help="With --unsafe: do not ask.")

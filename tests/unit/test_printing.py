@@ -483,6 +483,7 @@ def test_events_workloads_and_guards_say_what_they_are(guard: memguard.Guard) ->
     assert repr(event) == (
         f"<Event time={START} kind='pressure' text='torch is near its cap' level='warn' framework='torch'>"
     )
+    assert str(WorkloadReport("a\nb", "torch")).startswith("a\\u000ab: torch")  # one line, whatever its name
     report = WorkloadReport("embed", "torch", 0, GIB, 2 * GIB)
     assert repr(report) == "<WorkloadReport embed: torch peak 2.00 GiB, 1.00 GiB more in use than before>"
     assert repr(guard) == "<Guard of a mapping: torch, tensorflow on NVIDIA H200 (simulated), active>"

@@ -30,6 +30,12 @@ PLAN = plan_of()
 SMALL = 512 * KIB
 
 
+@pytest.mark.parametrize("path", [None, 3, b"run.jsonl"])
+def test_what_is_no_path_is_refused(path: Any) -> None:
+    with pytest.raises(TimelineError, match="is loaded by its path, not by"):
+        load_timeline(path)
+
+
 def test_a_run_is_read_back(tmp_path: Path) -> None:
     event = Event(START + 1, "pressure", "torch is at 86 %", Pressure.WARN, "GPU-1", "torch", 3.5, GIB)
     usage = FrameworkSample(3 * GIB, 2 * GIB, None, PLAN.devices[0].caps["torch"])

@@ -54,6 +54,21 @@ def test_ascii_alone_is_printed_where_the_encoding_has_no_more(timeline: str) ->
     assert done.returncode == 0 and "#" in text and "=" in text and "|" in text and "\\u" not in text
 
 
+def test_an_empty_file_is_said_to_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    assert call("top", "--once", str(tmp_path / "empty.jsonl")) == 2
+    said = capsys.readouterr().err
+    assert "has no complete line yet" in said and "not there" not in said
+
+
+@pytest.mark.parametrize("command", ["suspend", "resume"])
+@pytest.mark.parametrize("pid", ["abc", "0", "4294967296"])
+def test_what_is_no_pid_is_said_to_be_none(command: str, pid: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(command, pid) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"'{pid}' is not the number of a process" in said and "memguard ps" in said
+
+
 def test_a_file_that_is_not_there_is_an_error_of_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "no.jsonl").write_text("no timeline\n")
     for name in ("missing.jsonl", "no.jsonl"):
