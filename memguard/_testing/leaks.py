@@ -20,15 +20,18 @@ from weakref import WeakKeyDictionary
 
 from memguard._logs import log as _log
 from memguard._logs import text_of
-from memguard._testing.budgets import active
-from memguard._units import MIB, format_size, parse_size
+from memguard._testing.budgets import active, meant
+from memguard._units import MIB, format_size, parse_size, short
 from memguard.errors import MemguardError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from memguard._ledger.reader import LedgerReader
     from memguard._types import DevicePlan, DeviceSample
 
 MARKER = "memguard_leaks"
+_KEYWORDS = ("tolerance", "check")
 TOLERANCE = MIB
 """Bytes that a test may leave: random states, constants of compiled functions."""
 UNACCOUNTED = 64 * MIB
@@ -246,8 +249,19 @@ class Check:
         return found
 
 
-def asked(tolerance: int | str | None = None, *, check: bool = True) -> tuple[bool, int | None]:
-    """What a marker asks for: whether to check, and the tolerance in bytes. Raises ValueError if that is no size."""
+def asked(given: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[bool, int | None]:
+    """What a marker asks for: whether to check, and the tolerance in bytes. Raises ValueError for what is wrong."""
+    for name in keywords:
+        if name not in _KEYWORDS:
+            raise ValueError(f"there is no keyword {name!r}{meant(name, _KEYWORDS)}")
+    if len(given) > 1:
+        raise ValueError(f"it takes one tolerance, found {len(given)}")
+    if given and "tolerance" in keywords:
+        raise ValueError(f"the tolerance is given twice: {short(given[0])} and {short(keywords['tolerance'])}")
+    check = keywords.get("check", True)
+    if not isinstance(check, bool):
+        raise ValueError(f"check is True or False, found {short(check)}")
+    tolerance = given[0] if given else keywords.get("tolerance")
     return check, None if tolerance is None else parse_size(tolerance)
 
 

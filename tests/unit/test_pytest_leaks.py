@@ -221,12 +221,21 @@ def test_what_is_wrong_is_said(pytester: pytest.Pytester) -> None:
     done = run(pytester, "\n    def test_a(torch): pass\n", "--memguard-leaks", "--memguard-leaks-tolerance=1GB")
     assert done.ret == pytest.ExitCode.USAGE_ERROR
     assert "--memguard-leaks-tolerance: the unit 'GB' is ambiguous" in done.stderr.str()
-    for marker, said in [("tolerance='1GB'", "ambiguous"), ("1, 2", "positional"), ("often=3", "often")]:
+    for marker, said in [
+        ("tolerance='1GB'", "memguard_leaks: the unit 'GB' is ambiguous"),
+        ("1, 2", "memguard_leaks: it takes one tolerance, found 2"),
+        ("'1MiB', tolerance='2MiB'", "memguard_leaks: the tolerance is given twice: '1MiB' and '2MiB'"),
+        ("tol='1MiB'", "memguard_leaks: there is no keyword 'tol'; did you mean 'tolerance'?"),
+        ("often=3", "memguard_leaks: there is no keyword 'often'"),
+        ("check='no'", "memguard_leaks: check is True or False, found 'no'"),
+    ]:
         done = run(
             pytester, f"\n    @pytest.mark.memguard_leaks({marker})\n    def test_a(torch): pass\n", "-k", "test_a"
         )
         done.assert_outcomes(errors=1)
-        assert said in done.stdout.str() and "fix: memguard_leaks(tolerance='8MiB')" in done.stdout.str()
+        text = done.stdout.str()
+        assert said in text and "fix: memguard_leaks(tolerance='8MiB'), or memguard_leaks(check=False)" in text
+        assert "During handling" not in text and "asked" not in text
 
 
 def test_processes_of_xdist_look_too(pytester: pytest.Pytester) -> None:
