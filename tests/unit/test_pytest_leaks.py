@@ -338,6 +338,38 @@ def test_without_a_budget_it_reads_real_gpus_once_cuda_is_there(monkeypatch: pyt
     assert watcher.take() is None, "nothing may be asked"
 
 
+def test_work_areas_of_cupys_cached_fft_plans_are_no_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    from memguard._devices import contexts
+    from memguard._devices.simulated import SimulatedHost
+    from memguard._types import DevicePlan
+
+    device = SimulatedHost(["h200"]).devices()[0]
+    part = DevicePlan(device, GIB, GIB, {}, 0)
+    watcher, now = Watcher(), {"in use": 0, "plans": 0, "current": device.ordinal}
+    watcher._parts = (part,)
+
+    def sample(part: DevicePlan, frameworks: Any) -> DeviceSample:
+        held = {"cupy": FrameworkSample(GIB, now["in use"], None, None)}
+        return DeviceSample(device.uuid, 9 * GIB, GIB, GIB, GIB, None, 0, 0, held)
+
+    watcher._reader = SimpleNamespace(sample=sample, unnamed=dict)  # type: ignore[assignment]
+    cache = SimpleNamespace(get_plan_cache=lambda: SimpleNamespace(get_curr_memsize=lambda: now["plans"]))
+    monkeypatch.setitem(__import__("sys").modules, "cupy.fft._cache", cache)
+    monkeypatch.setattr(contexts, "current", lambda: now["current"])
+    check = Check(watcher, MIB)
+    now.update({"in use": 40 * MIB, "plans": 40 * MIB})
+    assert check.leaks(None) == []
+    now.update({"in use": 72 * MIB})
+    assert [(one.framework, one.after - one.before) for one in check.leaks(None)] == [("cupy", 32 * MIB)]
+    now.update({"in use": 40 * MIB, "plans": 7 * MIB, "current": None})
+    assert check.leaks(None) == [], "those of another GPU's cache, as they were last seen"
+    cache.get_plan_cache = lambda: SimpleNamespace()
+    now.update({"in use": 0, "current": device.ordinal})
+    assert check.leaks(None) == [], "another version of CuPy"
+
+
 def test_gpus_that_cannot_be_read_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from memguard._devices import contexts
 
