@@ -35,7 +35,7 @@ def calls(name: str) -> dict[str, Any]:
             found["kinds"] = sorted({*found["kinds"], *begun["kinds"]})
             found["broken"].update(begun["broken"])
             while found["rounds"] < ROUNDS:
-                for kind, came in child.must("round", 150)["ends"].items():
+                for kind, came in child.must("round", 75)["ends"].items():
                     ends = found["ends"].setdefault(kind, {})
                     ends[came] = ends.get(came, 0) + 1
                 found["rounds"] += 1

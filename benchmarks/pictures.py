@@ -26,7 +26,7 @@ RECORDING = RESULTS / "h200-recording.jsonl"
 FOLDER = ROOT / "docs" / "pictures"
 TERMINAL = (100, 24)
 """Columns and rows."""
-WINDOW = (1200, 1500)
+WINDOW = (1200, 1540)
 """Pixels."""
 AFTER = 0.3
 """Seconds."""
@@ -97,13 +97,13 @@ def main() -> None:
     FOLDER.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        cut = folder / "run.jsonl"
+        cut = folder / "training.jsonl"
         now = until_the_error(recording, cut)
         (FOLDER / "top.svg").write_text(asyncio.run(screen(cut, now)))
-        whole, report = folder / "run-whole.jsonl", folder / "report.html"
-        shutil.copy(recording, whole)
-        subprocess.run([sys.executable, "-m", "memguard", "report", str(whole), "-o", str(report)], check=True)
-        page(report, FOLDER / "report.png")
+        shutil.copy(recording, folder / "training.jsonl")
+        command = [sys.executable, "-m", "memguard", "report", "training.jsonl", "-o", "report.html"]
+        subprocess.run(command, check=True, cwd=folder)
+        page(folder / "report.html", FOLDER / "report.png")
     (FOLDER / "made-of.json").write_text(json.dumps({"recording": recording.name, "sha256": hash_of(recording)}) + "\n")
 
 

@@ -15,15 +15,18 @@ A run passes if the program ends well and nothing was refused, whether or not th
 
 `recording` is a run of twenty seconds with PyTorch, JAX and CuPy, whose budget becomes tight and which catches two
 out-of-memory errors: `--recording PATH` keeps its timeline. At most five processes run at once. `--only` takes names,
-separated by semicolons. With MEMGUARD_SUGGEST_REHEARSAL set, stand-ins on simulated GPUs run in place of the programs.
+separated by semicolons. SIGINT ends the runs at once, and what was measured by then is written, as `stopped`.
+With MEMGUARD_SUGGEST_REHEARSAL set, stand-ins on simulated GPUs run in place of the programs.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -66,6 +69,22 @@ monitor: {interval: 100ms, timeline: %s}
 """
 """The budget of the recording."""
 _together = threading.Semaphore(AT_ONCE)
+_stopped = threading.Event()
+_running: set[subprocess.Popen[str]] = set()
+"""The programs that run, each the leader of a session of its own: a signal to this process group is not theirs too."""
+
+
+def stop(*_: object) -> None:
+    """On SIGINT: end what runs, and start no more, so that the result is written. `timeout -s INT` sends it twice."""
+    _stopped.set()
+    for child in list(_running):
+        _kill(child)
+
+
+def _kill(child: subprocess.Popen[str]) -> None:
+    if child.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -79,14 +98,25 @@ def ended(command: Sequence[object], **environ: str) -> tuple[int, float, str]:
     """The exit code of one of the programs, the seconds that it took, and the end of what it said."""
     with _together:
         started = time.monotonic()
+        if _stopped.is_set():
+            return -2, 0.0, "not started: stopped by SIGINT"
+        child = subprocess.Popen(
+            [sys.executable, *map(str, command)],
+            env=environment(**environ), text=True, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        _running.add(child)
         try:
-            done = subprocess.run(
-                [sys.executable, *map(str, command)],
-                env=environment(**environ), capture_output=True, text=True, timeout=TIMEOUT,
-            )  # fmt: skip
+            if _stopped.is_set():  # it came before this one was known
+                _kill(child)
+            said, complained = child.communicate(timeout=TIMEOUT)
         except subprocess.TimeoutExpired:
+            _kill(child)
+            child.communicate()
             return -9, time.monotonic() - started, f"killed after {TIMEOUT:.0f} s"
-        return done.returncode, time.monotonic() - started, (done.stdout + done.stderr)[-1500:]
+        finally:
+            _running.discard(child)
+        return child.returncode, time.monotonic() - started, (said + complained)[-1500:]
 
 
 def refused(folder: Path, name: str) -> int:
@@ -122,7 +152,7 @@ def suggested(folder: Path, name: str, *words: str) -> dict[str, Any]:
     timelines = sorted(map(str, folder.glob(f"{name}-*.jsonl")))
     done = subprocess.run(
         [sys.executable, "-m", "memguard", "suggest", *timelines, "--json", *words],
-        env=environment(), capture_output=True, text=True, check=True,
+        env=environment(), capture_output=True, text=True, check=True, start_new_session=True,
     )  # fmt: skip
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -249,11 +279,13 @@ def main() -> None:
     if unknown := [name for name in names if name not in known]:
         parser.error(f"no such program: {', '.join(unknown)}; there are: {'; '.join(known)}")
     sys.path.insert(0, str(ROOT))
+    signal.signal(signal.SIGINT, stop)
     started = time.monotonic()
     found = scenarios(names, arguments.recording)
     result: dict[str, Any] = {
         "about": header("python benchmarks/suggest.py", "_suggest", "cli"),
         "rehearsed": REHEARSED,
+        **({"stopped": True} if _stopped.is_set() else {}),
         "seconds": round(time.monotonic() - started, 1),
         "scenarios": found,
     }

@@ -33,6 +33,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import sys
 import threading
 import time
@@ -106,9 +107,12 @@ def run(name: str) -> tuple[str, dict[str, Any]]:
 def ran(names: Sequence[str], tell: Callable[[str, dict[str, Any]], None]) -> None:
     """These scenarios, and each outcome as soon as it is there."""
     together = [name for part in TOGETHER for name in PARTS[part] if name in names]
-    with ThreadPoolExecutor(AT_ONCE) as threads:
+    threads = ThreadPoolExecutor(AT_ONCE)
+    try:
         for done in as_completed([threads.submit(run, name) for name in together]):
             tell(*done.result())
+    finally:  # Ctrl-C does not wait for those that are under way
+        threads.shutdown(wait=False, cancel_futures=True)
     with _suspend_rounds.together([name for name in TIMED if f"seconds {name}" in names]):
         for name in PARTS["e"]:
             if name in names:
@@ -184,7 +188,11 @@ def main() -> None:
     if again := [name for name in names if name in before]:
         print(f"failed, and runs again: {'; '.join(again)}", file=sys.stderr, flush=True)
         result.keep(arguments.merge)  # a rerun does not make a failure undone
-    ran(names, result.add)
+    try:
+        ran(names, result.add)
+    except KeyboardInterrupt:
+        print("interrupted: the result has what had ended by then", file=sys.stderr, flush=True)
+        os._exit(130)  # the processes see the end of their stdin: they leave the card, and end
     if harsh:
         print(f"killed although they were restored: {'; '.join(harsh)}", file=sys.stderr)
     conclude(result.whole(), arguments.output)

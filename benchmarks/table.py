@@ -821,12 +821,6 @@ def readme_table() -> str:
         ),
         *([("The ledger against what others know", held_to(after), "main-job")] if held_to(after) else ()),
         (
-            "`import tensorflow` before `import torch`",
-            f"PyTorch dies of signal {-job['scenarios']['order_control']['returncode']}; with memguard it sees "
-            f"{job['scenarios']['order_cured']['multiprocessors']} multiprocessors",
-            "main-job",
-        ),
-        (
             f"All six, caps of {together['sum_of_caps'] / GIB:.2f} GiB in a limit of 40 GiB",
             samples(together["nvml"]) + (f"; in five minutes there {at_the_caps(loop)}" if loop else ""),
             "all-frameworks",

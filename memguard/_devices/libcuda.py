@@ -261,6 +261,11 @@ def address(library: ctypes.CDLL, function: str) -> int | None:
         return None
 
 
+def of_c(function: str) -> int | None:
+    """Where a function of the C library lies, or of another that this process has linked."""
+    return address(ctypes.CDLL(None), function)
+
+
 def touch(address: int) -> None:
     """Read one byte of a loaded library, so that the kernel maps its page."""
     ctypes.string_at(address, 1)

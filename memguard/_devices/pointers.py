@@ -61,9 +61,3 @@ def read(place: int) -> int | None:
 def write(place: int, address: int | None) -> None:
     """Whoever calls by it meanwhile takes the one address or the other: it is one aligned word."""
     ctypes.c_void_p.from_address(place).value = address
-
-
-def of(function: str) -> int | None:
-    """Where a function of the C library lies."""
-    found = getattr(ctypes.CDLL(None), function, None)
-    return None if found is None else ctypes.cast(found, ctypes.c_void_p).value

@@ -31,6 +31,12 @@ def of_gpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return _on_gpu(args[0])
 
 
+def constant_on_gpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """`convert_to_eager_tensor(value, context, dtype)` within a `tf.device` of a GPU."""
+    context = args[1] if len(args) > 1 else kwargs["ctx"]
+    return "GPU" in str(context.device_name or "").upper()
+
+
 def _on_gpu(one: Any) -> bool:
     if isinstance(one, (list, tuple)):
         return any(_on_gpu(inner) for inner in one)
@@ -62,6 +68,13 @@ GATES = (
             ),
             *entries("tensorflow.python.pywrap_tfe", "wait", "cuInit, cuCtxCreate", "TFE_NewContext"),
             *entries(
+                "tensorflow.python.framework.constant_op",
+                "hold",
+                "cuMemcpyHtoDAsync",
+                "convert_to_eager_tensor",
+                touches=constant_on_gpu,
+            ),
+            *entries(
                 "tensorflow.python.framework.ops",
                 "wait",
                 "cuMemcpyDtoHAsync, then an event that TensorFlow's own thread waits for",
@@ -88,6 +101,5 @@ GATES = (
         ),
         # TensorFlow 2.21 has no such thread (its library was searched). XLA has one since 2026: see `jax_gates`.
         natives=(Native("libtensorflow_framework.so", "cuStreamQuery", 5.0, b"cuda_stream_monitor", live),),
-        left=("tensorflow: a constant that goes to a GPU (tf.constant in a block with tf.device) waits in the driver",),
     ),
 )

@@ -19,9 +19,9 @@ from memguard._config import FRAMEWORKS
 from memguard._timeline.format import PEAK
 from memguard._timeline.refusals import Refusal
 from memguard._timeline.replay import TimelineOutcome, replay_timeline, unmet_under
-from memguard._timeline.unmet import MOST, pooled
+from memguard._timeline.unmet import MOST, REGIONS, pooled
 from memguard._types import Device, Event, Plan, Sample
-from memguard._units import is_whole
+from memguard._units import GRANULE, is_whole
 
 NO_PEAK = ("cupy",)
 """Frameworks whose allocators do not say their own peak. Their pools grow only when no idle block fits."""
@@ -33,7 +33,8 @@ UNCOUNTED = "uncounted"
 class Need:
     """What one framework needed on one GPU. `sampled` is of the samples, `peak` its allocator's own.
 
-    `cap` is the one that it was recorded under, None if it had none or drew from a common pool.
+    `cap` is the one that it was recorded under, None if it had none or drew from a common pool. `grown` is what a pool
+    of regions grew to; None if it is none, or was as large from its first sample on, as one that was taken at once.
     """
 
     sampled: int = 0
@@ -43,6 +44,7 @@ class Need:
     cap: int | None = None
     peak: int | None = None
     peak_at: float | None = None
+    grown: int | None = None
     refusals: tuple[Refusal, ...] = ()
 
     @property
@@ -53,8 +55,15 @@ class Need:
         """No limit should be below it, whatever the headroom: samples miss what came and went between two of them.
 
         Of an allocator that does not say its peak it is what its pool came to hold. That was never too little, and
-        idle blocks that fit are used before it grows.
+        idle blocks that fit are used before it grows. So it is for a pool of regions: what is free in several of them
+        serves no request that fits into none, however little is in use. It gets one step more, as JAX's limit is a
+        fraction in single precision, up to some hundred bytes below the cap: too little for a last region of 2^n bytes.
+        A cap that the pool filled was enough as it is.
         """
+        if framework in REGIONS:
+            if self.grown is None:
+                return 0
+            return max(self.grown, min(self.grown + GRANULE, self.cap or self.grown + GRANULE))
         return (self.held or 0) if framework in NO_PEAK and self.peak is None else 0
 
     @property
@@ -131,6 +140,7 @@ def replayed(
                 at[1] if at is not None else None,
                 row.peak_held,
                 None if row.uuid in watch.pooled else row.cap,
+                grown=watch.grown(row.uuid, row.framework),
             )
     for key, (time, size) in watch.peaks.items():
         needs[key] = replace(needs.get(key, Need()), peak=size, peak_at=time)
@@ -168,6 +178,7 @@ class _Watch:
         self.unmet = unmet_under(plan)
         self.pooled = pooled(plan)
         self.most: dict[tuple[str, str], tuple[int, float]] = {}
+        self._pools: dict[tuple[str, str], tuple[int, int]] = {}  # at first, and at most
         self.peaks: dict[tuple[str, str], tuple[float, int]] = {}
         self._known = {part.device.uuid for part in plan.devices}
         self._uncounted: dict[str, None] = {}
@@ -191,6 +202,11 @@ class _Watch:
         if self.unmet.cut:
             yield f"of its refused requests the {MOST:,} largest were kept for each framework"
 
+    def grown(self, uuid: str, name: str) -> int | None:
+        """What the framework's pool of regions grew to while samples were taken; None if it did not."""
+        first, most = self._pools.get((uuid, name), (0, 0))
+        return most if most > first and uuid not in self.pooled else None
+
     def _sample(self, sample: Sample) -> None:
         for device in sample.devices:
             if device.uuid not in self._known:
@@ -199,6 +215,9 @@ class _Watch:
                 size = usage.in_use if usage.in_use is not None else usage.held
                 if size is not None and size > self.most.get((device.uuid, name), (0, 0.0))[0]:
                     self.most[device.uuid, name] = size, sample.time
+                if name in REGIONS and usage.held:
+                    first, most = self._pools.get((device.uuid, name), (usage.held, 0))
+                    self._pools[device.uuid, name] = first, max(most, usage.held)
 
     def _peak(self, event: Event) -> None:
         key = self.unmet.key(event.framework, event.uuid)

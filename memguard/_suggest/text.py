@@ -152,8 +152,11 @@ def _evidence(figure: Figure, runs: int) -> Iterator[str]:
 
 
 def _pool(figure: Figure) -> str:
-    said = "Judged by what was in use: its pool keeps what it once had."
     need = figure.need
+    if need.grown is not None and figure.limit == with_headroom(need.least(figure.framework)):
+        said = "Its pool grew to that by regions that it neither joins nor gives back, so it gets as much."
+    else:
+        said = "Judged by what was in use: its pool keeps what it once had."
     if need.held is not None and need.held > figure.limit:
         said += " If its arrays lie apart it needs more: a limit of what it held served everything."
     if need.cap is not None and need.held is not None and need.held > need.cap - GRANULE:

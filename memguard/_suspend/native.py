@@ -108,11 +108,11 @@ def _held(native: Native, found: list[Region]) -> bool:
         if time.monotonic() > end:
             return False
         time.sleep(_LOOK)
-    return pointers.of(_DONE) is not None
+    return libcuda.of_c(_DONE) is not None
 
 
 def _answer(place: int, name: str, undo: Undo) -> None:
-    answer = pointers.of(_DONE)
+    answer = libcuda.of_c(_DONE)
     if answer is None:  # then `unheld` has said so
         return
     undo.add(f"{name} of a framework's own thread", partial(_give_back, place, answer, pointers.read(place)))

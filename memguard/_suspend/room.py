@@ -98,7 +98,7 @@ class Waiting:
                 else:
                     failed, in_vain = "", 0
                 waits = _waits(needs, cards, ahead, self._clock() - started)
-                lacking = _words(waits, missing, failed, pid)
+                lacking = _words(waits, missing, failed, pid, ahead)
                 pause = _EVERY if missing or failed else _TURN
                 if self._progress is not None:
                     for wait in waits:
@@ -120,10 +120,12 @@ def _waits(
     return found
 
 
-def _words(waits: list[Wait], missing: Mapping[str, int], failed: str, pid: int) -> str:
+def _words(
+    waits: list[Wait], missing: Mapping[str, int], failed: str, pid: int, ahead: Mapping[str, tuple[int, ...]]
+) -> str:
     """Why there is no room for process `pid`, what to do, and who holds it.
 
-    `failed`: why the room could not be held, although it was free a moment before.
+    `failed`: why the room could not be held, although it was free a moment before. `ahead`: who came before, by GPU.
     """
     if failed:
         return failed
@@ -134,8 +136,15 @@ def _words(waits: list[Wait], missing: Mapping[str, int], failed: str, pid: int)
             if wait.holders:
                 held += [f"    {wait.uuid} is held by", *(f"        {line}" for line in wait.holders)]
         elif wait.ahead:
-            waiting = "waits for its turn" if wait.ahead == 1 else "wait for their turns"
-            reasons.append(f"{wait.uuid}: {wait.ahead} came before it and {waiting}")
+            reasons.append(f"{wait.uuid}: {_before(ahead.get(wait.uuid, ()))}")
     longer = f"wait longer (`memguard resume {pid} --wait 1h`; without --wait, until there is room)"
     fix = f"end or suspend one of those below, or {longer}" if held else longer
     return "\n".join([f"{'; '.join(reasons)}\n    fix: {fix}", *held])
+
+
+def _before(pids: tuple[int, ...]) -> str:
+    """Who comes first: the first of them keeps all others waiting."""
+    if len(pids) == 1:
+        return f"process {pids[0]} came before it and waits for its turn"
+    shown = ", ".join(map(str, pids[:4])) + (" ..." if len(pids) > 4 else "")
+    return f"{len(pids)} came before it and wait for their turns (processes {shown})"

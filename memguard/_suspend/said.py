@@ -95,7 +95,7 @@ _KNOWN: dict[tuple[Do, int | None], tuple[str, str]] = {
     (Do.LOCK, driver.NOT_SUPPORTED): (
         "the driver does not do it with this process (error 801): a profiler has used CUDA's profiling interface "
         "(CUPTI) in it, and has not let go of it",
-        "start the program anew; PyTorch's profiler lets go at its end with TEARDOWN_CUPTI=1 in the environment",
+        "start the program anew, without a profiler; PyTorch's does not let go when it has ended",
     ),
     (Do.LOCK, driver.ILLEGAL_STATE): ("another program has locked it meanwhile", "wait for that program to end"),
     (Do.CHECKPOINT, driver.NOT_SUPPORTED): (

@@ -6,17 +6,20 @@ a fixture of a wider scope began, stays, and so does that of MEMGUARD_CONFIG.
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import pytest
 
 MARKER = "memguard_budget"
 _OPTIONS = ("simulate", "missing_gpu", "replace")
 """The keywords that go to `memguard.init`. All others are keys of the budget."""
+_WITHOUT_GPU = ("raise", "warn", "simulate", "skip")
+"""What `missing_gpu` may be: what `memguard.init` takes, and `skip`, which is the plugin's."""
 _HOW = f"@pytest.mark.{MARKER}('budget.yaml', simulate='h200'), or with the budget as a dict or as keywords"
 
 
@@ -58,6 +61,13 @@ def end(before: Before) -> None:
         _api.from_environment = _api.init(guard.budget, simulate=_api._simulated_names(guard.host))
 
 
+def meant(word: str, names: Iterable[str]) -> str:
+    """`; did you mean 'simulate'?` for the name that a wrong keyword is near to or begins; empty if there is none."""
+    known = tuple(names)
+    near = [one for one in known if one.startswith(word)] or difflib.get_close_matches(word, known, n=1, cutoff=0.7)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
 def begin(request: pytest.FixtureRequest) -> Any:
     """Begin the budget of the test's marker, or of its indirect parameter, and return the guard.
 
@@ -86,20 +96,38 @@ def _given(marker: pytest.Mark | None, parameter: Any, item: pytest.Item) -> tup
     arguments, keywords = (marker.args, marker.kwargs) if marker is not None else ((), {})
     options = {name: keywords[name] for name in _OPTIONS if name in keywords}
     keys = {name: value for name, value in keywords.items() if name not in options}
+    for name in keys:
+        if hint := meant(name, _OPTIONS):  # no key of a budget is near to one of them
+            _fail(f"{MARKER} has no keyword {name!r}{hint}")
+    policy = options.get("missing_gpu", "raise")
+    if policy not in _WITHOUT_GPU:
+        allowed = f"{', '.join(map(repr, _WITHOUT_GPU[:-1]))} or {_WITHOUT_GPU[-1]!r}"
+        _fail(
+            f"{MARKER}: missing_gpu is {allowed}, found {policy!r}", "missing_gpu='skip' skips the test without a GPU"
+        )
     if parameter is not None:
         arguments = (parameter, *arguments[1:])
     if len(arguments) > 1:
-        pytest.fail(f"{MARKER} takes one budget, found {len(arguments)}\n    fix: {_HOW}", pytrace=False)
-    budget = arguments[0] if arguments else {}
-    if isinstance(budget, Mapping):
-        budget = {**budget, **keys}
-        if not budget:
-            pytest.fail(f"{MARKER}: no budget is given\n    fix: {_HOW}", pytrace=False)
-        return {"version": 1, **budget}, options
+        _fail(f"{MARKER} takes one budget, found {len(arguments)}")
+    if not arguments:
+        if not keys:
+            _fail(f"{MARKER}: no budget is given")
+        return {"version": 1, **keys}, options
+    budget = arguments[0]
     if keys:
-        found = ", ".join(keys)
-        pytest.fail(f"{MARKER}: a file has its own keys, found {found} beside it\n    fix: {_HOW}", pytrace=False)
+        is_file = isinstance(budget, (str, os.PathLike))
+        what = "a dict" if isinstance(budget, Mapping) else "a file" if is_file else "a Budget"
+        keep = f"; beside it only {', '.join(_OPTIONS)} are allowed"
+        _fail(f"{MARKER}: {what} has its own keys, found {', '.join(keys)} beside it as keywords", _HOW + keep)
+    if isinstance(budget, Mapping):
+        if not budget:
+            _fail(f"{MARKER}: no budget is given")
+        return {"version": 1, **budget}, options
     return _path(Path(budget), item) if isinstance(budget, (str, os.PathLike)) else budget, options
+
+
+def _fail(what: str, fix: str = _HOW) -> NoReturn:
+    pytest.fail(f"{what}\n    fix: {fix}", pytrace=False)
 
 
 def _path(path: Path, item: pytest.Item) -> Path:

@@ -15,8 +15,10 @@ from memguard._specs import NEVER_GIVE_BACK
 from memguard._timeline.format import Oom
 from memguard._timeline.refusals import Refusal, Reported, once
 from memguard._types import DevicePlan, DeviceSample, Event, FrameworkSample, Plan, Sample
-from memguard._units import is_whole
+from memguard._units import GRANULE, is_whole
 
+REGIONS = frozenset({"jax"})
+"""Frameworks whose pool grows by regions that it neither joins nor gives back: a request must fit into one of them."""
 MOST = 1000
 """Refusals that are kept of each framework on each GPU, those with the largest needs."""
 Key = tuple[str, str]
@@ -58,9 +60,9 @@ class Unmet:
         if key is None:
             return
         held, cap, free = self._before(key)
-        if (then := _pinned_of(key[1], event.held, event.in_use, event.reclaimable)) is not None:
-            held = then
         cap = cap if event.cap is None else event.cap
+        if (then := self._pinned_of(key, event.held, event.in_use, event.reclaimable, cap)) is not None:
+            held = then
         free = free if event.free is None else event.free
         times = event.times if is_whole(event.times) and event.times else 1
         asked = event.bytes if is_whole(event.bytes) else None
@@ -84,12 +86,12 @@ class Unmet:
         asked = _whole(moment.get("requested"))
         asked = _whole(report.get("requested")) if asked is None else asked
         held, cap, free = self._before(key)
-        figures = [_whole(moment.get(name)) for name in ("held", "in_use", "reclaimable")]
-        then = _pinned_of(key[1], *figures)
-        held = held if then is None else then
         # A figure of the moment is better than the last sample's.
         of_then = _whole(moment.get("cap")), _whole(moment.get("free"))
         cap, free = (now if then is None else then for then, now in zip(of_then, (cap, free), strict=True))
+        pool, in_use, reclaimable = (_whole(moment.get(name)) for name in ("held", "in_use", "reclaimable"))
+        then = self._pinned_of(key, pool, in_use, reclaimable, cap)
+        held = held if then is None else then
         counted = moment.get("source") in ("refusal", "observer")  # by an event
         when = _time(moment.get("time")) if counted else None
         refusal = self._refusal(key, record.time, asked, held, cap, free, 0 if counted else 1)
@@ -118,6 +120,19 @@ class Unmet:
             reported.sort(key=lambda report: report.refusal.need, reverse=True)
             del reported[MOST:]
             self.cut = True
+
+    def _pinned_of(
+        self, key: Key, held: int | None, in_use: int | None, reclaimable: int | None, cap: int | None
+    ) -> int | None:
+        """What the framework could not return at the moment of the refusal; None if neither figure is known.
+
+        A request that a pool of regions refused fits into none of them. If the pool was smaller than its cap it had
+        grown, and needs a new region beside those that it has. One as large as its cap may have been taken at once.
+        """
+        grown = held is not None and cap is not None and held < cap - GRANULE
+        if key[1] in REGIONS and key[0] not in self._pooled and grown:
+            return held
+        return _pinned_of(key[1], held, in_use, reclaimable)
 
     def _before(self, key: Key) -> tuple[int | None, int | None, int | None]:
         """Of the last sample: what the framework could not return, its cap, and what the GPU had free."""

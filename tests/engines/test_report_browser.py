@@ -36,12 +36,19 @@ def one(tmp_path_factory: pytest.TempPathFactory, timelines: tuple[Path, Path]) 
 
 
 @pytest.fixture(scope="session")
+def h200(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a run on an H200: PyTorch, JAX and CuPy, with two out-of-memory errors that the program caught."""
+    recording = Path(__file__).parents[2] / "benchmarks" / "results" / "h200-recording.jsonl"
+    return report(tmp_path_factory.mktemp("h200"), recording)
+
+
+@pytest.fixture(scope="session")
 def two(tmp_path_factory: pytest.TempPathFactory, timelines: tuple[Path, Path]) -> Path:
     return report(tmp_path_factory.mktemp("two"), *timelines)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize(("which", "figures"), [("one", 1), ("two", 2)])
+@pytest.mark.parametrize(("which", "figures"), [("one", 1), ("two", 2), ("h200", 1)])
 def test_it_opens_from_a_file_without_network_or_complaint_and_can_be_read_by_all(
     browser: Browser, request: pytest.FixtureRequest, which: str, figures: int, scheme: str
 ) -> None:
@@ -89,6 +96,16 @@ def test_every_framework_is_there_with_held_in_use_and_caps(browser: Browser, tw
         assert drawn >= 6 * 5
 
 
+def test_a_run_on_an_h200_has_every_series_its_workloads_and_errors(browser: Browser, h200: Path) -> None:
+    browser.open(h200)
+    names = set(browser.js("return document.querySelector('.plot').data.map(trace => trace.name)"))
+    for name in ("torch", "jax", "cupy"):
+        assert {f"{name} in use", f"{name} idle", f"{name} cap", f"{name} suggested cap"} <= names
+    spans = set(browser.js("return [...document.querySelectorAll('.shape-group text')].map(one => one.textContent)"))
+    assert {"train", "score", "features"} <= spans
+    assert len(browser.driver.find_elements("css selector", ".serious details")) == 2
+
+
 def test_a_pointer_on_the_stack_reads_what_each_framework_held(
     browser: Browser, timelines: tuple[Path, Path], one: Path
 ) -> None:
@@ -118,8 +135,13 @@ def sizes(size: int | None) -> str:
     return f"{mib / 1024:.2f} GiB" if mib >= 1024 else f"{mib:.1f} MiB"
 
 
-def test_a_marker_and_its_row_show_the_diagnosis(browser: Browser, one: Path) -> None:
-    browser.open(one)
+@pytest.mark.parametrize(
+    ("which", "reason"), [("one", "its cap of 14.00 GiB is reached"), ("h200", "its cap of 2.00 GiB is reached")]
+)
+def test_a_marker_and_its_row_show_the_diagnosis(
+    browser: Browser, request: pytest.FixtureRequest, which: str, reason: str
+) -> None:
+    browser.open(request.getfixturevalue(which))
     browser.js("document.querySelector('.plot').scrollIntoView()")
     at = browser.js(
         "const plot = document.querySelector('.plot'), box = plot.getBoundingClientRect(), all = plot._fullLayout;"
@@ -133,13 +155,13 @@ def test_a_marker_and_its_row_show_the_diagnosis(browser: Browser, one: Path) ->
     said = browser.wait(
         lambda: browser.js("return document.querySelector('.hoverlayer').textContent"), "the marker says what it is"
     )
-    assert "torch ran out of GPU memory" in said and "its cap of 14.00 GiB is reached" in said
+    assert "torch ran out of GPU memory" in said and reason in said
     pointer = ActionChains(browser.driver, duration=50)
     pointer.w3c_actions.pointer_action.click()
     pointer.perform()
     browser.wait(lambda: browser.js("return document.querySelector('.serious details').open"), "its row opens")
     row = browser.one(".serious").text
-    assert "its cap of 14.00 GiB is reached" in row and "who held it" in row and "what to do" in row
+    assert reason in row and "who held it" in row and "what to do" in row
     assert browser.js("return document.activeElement === document.querySelector('.serious summary')")
 
 

@@ -138,13 +138,13 @@ def test_what_others_put_there_stays(folder: Path) -> None:
     run(
         folder,
         """
-        from memguard._devices import pointers
+        from memguard._devices import libcuda, pointers
         library.begin(5)
         asks()
         maps = open("/proc/self/maps").read()
         (place,) = native.slots(table().natives[0], pointers.regions(maps, "native_thread.so"))
         closed = gate.close(given=[table()])
-        other = pointers.of("pthread_mutexattr_destroy")
+        other = libcuda.of_c("pthread_mutexattr_destroy")
         pointers.write(place, other)
         closed.open()
         assert pointers.read(place) == other and asks() == 0

@@ -221,12 +221,21 @@ def test_what_is_wrong_is_said(pytester: pytest.Pytester) -> None:
     done = run(pytester, "\n    def test_a(torch): pass\n", "--memguard-leaks", "--memguard-leaks-tolerance=1GB")
     assert done.ret == pytest.ExitCode.USAGE_ERROR
     assert "--memguard-leaks-tolerance: the unit 'GB' is ambiguous" in done.stderr.str()
-    for marker, said in [("tolerance='1GB'", "ambiguous"), ("1, 2", "positional"), ("often=3", "often")]:
+    for marker, said in [
+        ("tolerance='1GB'", "memguard_leaks: the unit 'GB' is ambiguous"),
+        ("1, 2", "memguard_leaks: it takes one tolerance, found 2"),
+        ("'1MiB', tolerance='2MiB'", "memguard_leaks: the tolerance is given twice: '1MiB' and '2MiB'"),
+        ("tol='1MiB'", "memguard_leaks: there is no keyword 'tol'; did you mean 'tolerance'?"),
+        ("often=3", "memguard_leaks: there is no keyword 'often'"),
+        ("check='no'", "memguard_leaks: check is True or False, found 'no'"),
+    ]:
         done = run(
             pytester, f"\n    @pytest.mark.memguard_leaks({marker})\n    def test_a(torch): pass\n", "-k", "test_a"
         )
         done.assert_outcomes(errors=1)
-        assert said in done.stdout.str() and "fix: memguard_leaks(tolerance='8MiB')" in done.stdout.str()
+        text = done.stdout.str()
+        assert said in text and "fix: memguard_leaks(tolerance='8MiB'), or memguard_leaks(check=False)" in text
+        assert "During handling" not in text and "asked" not in text
 
 
 def test_processes_of_xdist_look_too(pytester: pytest.Pytester) -> None:
@@ -327,6 +336,38 @@ def test_without_a_budget_it_reads_real_gpus_once_cuda_is_there(monkeypatch: pyt
     assert not found.exact and found.names == {SimulatedHost(["h200"]).devices()[0].uuid: "NVIDIA H200"}
     monkeypatch.setattr(suspension, "now", suspension.Off({}, 0.0))
     assert watcher.take() is None, "nothing may be asked"
+
+
+def test_work_areas_of_cupys_cached_fft_plans_are_no_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    from memguard._devices import contexts
+    from memguard._devices.simulated import SimulatedHost
+    from memguard._types import DevicePlan
+
+    device = SimulatedHost(["h200"]).devices()[0]
+    part = DevicePlan(device, GIB, GIB, {}, 0)
+    watcher, now = Watcher(), {"in use": 0, "plans": 0, "current": device.ordinal}
+    watcher._parts = (part,)
+
+    def sample(part: DevicePlan, frameworks: Any) -> DeviceSample:
+        held = {"cupy": FrameworkSample(GIB, now["in use"], None, None)}
+        return DeviceSample(device.uuid, 9 * GIB, GIB, GIB, GIB, None, 0, 0, held)
+
+    watcher._reader = SimpleNamespace(sample=sample, unnamed=dict)  # type: ignore[assignment]
+    cache = SimpleNamespace(get_plan_cache=lambda: SimpleNamespace(get_curr_memsize=lambda: now["plans"]))
+    monkeypatch.setitem(__import__("sys").modules, "cupy.fft._cache", cache)
+    monkeypatch.setattr(contexts, "current", lambda: now["current"])
+    check = Check(watcher, MIB)
+    now.update({"in use": 40 * MIB, "plans": 40 * MIB})
+    assert check.leaks(None) == []
+    now.update({"in use": 72 * MIB})
+    assert [(one.framework, one.after - one.before) for one in check.leaks(None)] == [("cupy", 32 * MIB)]
+    now.update({"in use": 40 * MIB, "plans": 7 * MIB, "current": None})
+    assert check.leaks(None) == [], "those of another GPU's cache, as they were last seen"
+    cache.get_plan_cache = lambda: SimpleNamespace()
+    now.update({"in use": 0, "current": device.ordinal})
+    assert check.leaks(None) == [], "another version of CuPy"
 
 
 def test_gpus_that_cannot_be_read_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,10 +120,6 @@ def test_every_figure_of_the_readme_is_in_the_result_that_its_row_names() -> Non
             job["scenarios"]["together"]["nvml"]["samples"],
             job["scenarios"]["together"]["nvml"]["longest_gap_ms"],
         ],
-        "`import tensorflow`": [
-            -job["scenarios"]["order_control"]["returncode"],
-            job["scenarios"]["order_cured"]["multiprocessors"],
-        ],
         "All six": [
             together["nvml"][figure] / per
             for figure, per in (
@@ -171,6 +167,14 @@ def test_every_figure_of_the_readme_is_in_the_result_that_its_row_names() -> Non
         moves = [pair["p99_ms"] for pair in done["moves"]["blocks"]["pairs"].values()]
         failed = len(plain) - plain.count(None)
         expected["A sibling's idle"] = [failed, len(plain), guarded.count(None), len(guarded), 8, max(moves)]
+    if (RESULTS / "h200-suspend.json").exists():
+        done = result("h200-suspend.json")["scenarios"]
+        rounds = [done[name] for name in (*(f"rounds {one}" for one in SIX), "rounds six") if "rounds" in done[name]]
+        figures = [sum(one["rounds"] for one in rounds), len(rounds), sum(one["wrong"] for one in rounds)]
+        if "seconds torch" in done:
+            first = done["seconds torch"]["sizes"]["16"]["rounds"][0]
+            figures += [16, first["off_s"], first["on_s"]]
+        expected["A process leaves"] = figures
     assert len(rows()) == len(expected)
     for what, measured, _ in rows():
         (figures,) = [figures for begin, figures in expected.items() if what.startswith(begin)]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,27 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any],
     )  # fmt: skip
     assert done.returncode == 1, f"a part of the list: {done.stderr[-3000:]}"
     return json.loads((folder / "out.json").read_text()), folder / "run.jsonl"
+
+
+def test_an_interrupt_ends_it_at_once_with_its_result_written(tmp_path: Path) -> None:
+    """As `timeout -s INT` does, also where SIGINT was ignored. No program that it started is left."""
+    words = [str(ROOT / "benchmarks" / "suggest.py"), "--only", "jax_cupy", "-o", str(tmp_path / "out.json")]
+    environment = {**os.environ, "MEMGUARD_SUGGEST_REHEARSAL": "1"}
+    child = subprocess.Popen([sys.executable, *words], env=environment, stdout=subprocess.DEVNULL)
+    task = Path(f"/proc/{child.pid}/task")
+    begun, until = [], time.monotonic() + 30
+    while not begun and time.monotonic() < until:
+        begun = [one for path in task.glob("*/children") for one in path.read_text().split()]
+        time.sleep(0.05)
+    for _ in range(2):
+        child.send_signal(signal.SIGINT)
+        time.sleep(0.02)
+    asked = time.monotonic()
+    child.communicate(timeout=30)
+    assert begun and child.returncode == 1 and time.monotonic() - asked < 10
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["stopped"] is True and result["scenarios"]["jax_cupy"]["returncode"] == 1
+    assert not any(Path(f"/proc/{one}").exists() for one in begun)
 
 
 def test_a_program_is_run_and_run_again_under_what_is_suggested(rehearsed: tuple[dict[str, Any], Path]) -> None:

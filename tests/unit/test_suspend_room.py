@@ -293,9 +293,12 @@ def test_who_came_first_is_waited_for(tmp_path: Any) -> None:
     with Turn([GPU], str(tmp_path)):
         lacking, seen = _wait(_Door(9 * GIB), tmp_path, timeout=0.01)
         head, fix = lacking.splitlines()
-        assert head == f"{GPU}: 1 came before it and waits for its turn"
+        assert head == f"{GPU}: process {os.getpid()} came before it and waits for its turn"
         assert fix.startswith("    fix: wait longer"), "nobody who holds the room is to be ended: there is enough"
         assert seen[0].ahead == 1
+        with Turn([GPU], str(tmp_path)):
+            lacking, _ = _wait(_Door(9 * GIB), tmp_path, timeout=0.01)
+        assert f"2 came before it and wait for their turns (processes {os.getpid()}, {os.getpid()})" in lacking
     assert _wait(_Door(9 * GIB), tmp_path)[0] == ""
 
 
