@@ -181,13 +181,12 @@ class SuspendConfig(_Model):
     )
 
 
-_TOLD = {"required": ["opentelemetry"], "properties": {"opentelemetry": {"const": True}}}
-
-
 class MetricsConfig(_Model):
     """What is told to whom about the memory, from the monitor's samples. `prometheus` is a port, None without one."""
 
-    model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": ["prometheus"]}, _TOLD]})
+    model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": ["prometheus"]}, {
+        "required": ["opentelemetry"], "properties": {"opentelemetry": {"const": True}},
+    }]})  # fmt: skip
 
     prometheus: Annotated[values.Port | None, WRITTEN] = _key(
         "A port of 127.0.0.1 at which Prometheus finds the metrics: from 1024 to 65535. LOCAL_RANK is added to it.",
