@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 MOST = (1 << 31) - 1
 
+# Click's types take a parameter since 8.4. Older ones cannot be subscripted.
+if TYPE_CHECKING:
+    _Whole = click.ParamType[int]
+else:
+    _Whole = click.ParamType
 
-class Pid(click.ParamType[int]):
+
+class Pid(_Whole):
     """A whole number from 1 on."""
 
     name = "pid"
