@@ -8,7 +8,13 @@ from collections.abc import Iterator
 
 import memguard
 
-MODULES = ("memguard.errors", "memguard.exchange", "memguard.notebook", "memguard.pytest_plugin")
+MODULES = (
+    "memguard.errors",
+    "memguard.exchange",
+    "memguard.integrations.dask",
+    "memguard.notebook",
+    "memguard.pytest_plugin",
+)
 
 
 def names() -> Iterator[tuple[str, ...]]:

@@ -46,6 +46,7 @@ RUN = {
 """Pages whose Python runs on a simulated H200, each with what the page takes for granted."""
 
 TYPED = {
+    "docs/dask.md": ("a cluster of Dask; tests/engines/test_dask.py has one", ""),
     "docs/ddp.md": ("two GPUs and NCCL; benchmarks/ddp.py is the like, measured", ""),
     "docs/doctor/README.md": ("it tries every framework, which takes long; tests/doctor does", ""),
     "docs/doctor/import-order.md": ("two frameworks", ""),

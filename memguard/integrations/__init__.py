@@ -1,0 +1,1 @@
+"""Budgets for programs that others start: torchrun, Dask, Ray. Nothing here is imported by memguard itself."""

@@ -1,0 +1,168 @@
+"""Budgets for the workers of dask.distributed: a worker plugin, a preload, and the workers' ledgers at the client.
+
+    client.register_plugin(MemguardPlugin("budget.yaml"))
+    print(ledgers(client))
+
+or `dask worker --preload memguard.integrations.dask ... budget.yaml`. Importing this imports `distributed`.
+
+In each worker process (not in its nanny) the budget is applied before any task runs. The worker's heartbeats carry its
+ledger, memguard's events and the reports of out-of-memory errors go to the scheduler's topic "memguard", and the worker
+is paused while the pressure is critical. Unregistering the plugin, or the worker's end, undoes all of it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from memguard.integrations.dask.parts import part_of
+from memguard.integrations.dask.tables import Ledgers as Ledgers
+
+try:
+    from distributed.diagnostics.plugin import WorkerPlugin
+except ImportError as _error:  # `MemguardPlugin` says so when it is used
+    _missing: str | None = str(_error)
+    WorkerPlugin = object
+else:
+    _missing = None
+
+if TYPE_CHECKING:
+    from memguard._api import BudgetLike, MissingGpu
+    from memguard.integrations.dask.attach import Attached
+
+__all__ = ["Ledgers", "MemguardPlugin", "ledgers"]
+
+NAME = "memguard"
+"""Of the plugin: registering a second one replaces the first, also that of the preload."""
+
+
+class MemguardPlugin(WorkerPlugin):  # type: ignore[misc] # distributed is optional: to mypy its classes are Any
+    """Applies a budget in each worker, for `client.register_plugin`.
+
+    A file is read here, where the plugin is made: the workers' machines need not have it, and its errors come at once.
+    `workers_per_gpu` workers share the budget of a GPU in equal parts. `pause` pauses a worker under critical pressure.
+    `simulate` and `missing_gpu` are those of `memguard.init`; `missing_gpu="warn"` is for clusters that also have
+    workers without a GPU. A budget without `monitor` gets one with its defaults, whose samples are published.
+
+    Raises ConfigError; PlanError if a part is too small. What the budget raises in a worker comes out of
+    `register_plugin`. A worker that is started later, and cannot apply the budget, closes.
+    """
+
+    name = NAME
+    idempotent = False
+
+    def __init__(
+        self,
+        budget: BudgetLike,
+        *,
+        workers_per_gpu: int = 1,
+        pause: bool = True,
+        simulate: str | Sequence[str] | None = None,
+        missing_gpu: MissingGpu = "raise",
+    ) -> None:
+        if _missing is not None:
+            raise ImportError(
+                f"memguard.integrations.dask needs dask.distributed ({_missing})\n    fix: pip install distributed"
+            )
+        from memguard import _config
+
+        whole = _config.of(budget)
+        if whole.monitor is None:
+            whole = whole.model_copy(update={"monitor": _config.MonitorConfig()})
+        self.budget = part_of(whole, workers_per_gpu)
+        self.pause, self.simulate, self.missing_gpu = pause, simulate, missing_gpu
+        self._attached: dict[int, Attached] = {}  # several, if workers are threads of one process
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_attached": {}}
+
+    def setup(self, worker: Any) -> None:
+        """Dask calls it in the worker's process, on its event loop."""
+        from memguard.integrations.dask.attach import Attached
+
+        attached = self._attached[id(worker)] = Attached(worker, pause=self.pause)
+        try:
+            attached.begin(self.budget, self.simulate, self.missing_gpu)
+        except BaseException as error:
+            self.teardown(worker)
+            if isinstance(error, Exception) and _registering(worker):
+                # Dask would only log it, and run tasks without a budget.
+                worker.log_event(NAME, {"kind": "failed", "text": str(error), "name": worker.name})
+                worker.loop.add_callback(worker.close, reason=f"memguard: {str(error).partition(chr(10))[0]}")
+            raise
+
+    def teardown(self, worker: Any) -> None:
+        """Dask calls it when the plugin is unregistered or replaced, and when the worker closes."""
+        attached = self._attached.get(id(worker))
+        if attached is not None:
+            attached.end()
+            self._attached.pop(id(worker), None)
+
+
+def _registering(worker: Any) -> bool:
+    """Whether the worker has just been given the scheduler's plugins, and is not yet at work."""
+    heartbeat = worker.periodic_callbacks.get("heartbeat")
+    return worker.status.name == "running" and heartbeat is not None and not heartbeat.is_running()
+
+
+def ledgers(client: Any) -> Any:
+    """The ledgers that the workers sent with their last heartbeats: a `Ledgers`, which `print` shows as a table.
+
+    An asynchronous client has to await it.
+    """
+
+    async def asked() -> Ledgers:
+        return Ledgers.of(await client.scheduler.identity())
+
+    return client.sync(asked)
+
+
+class _Refused(WorkerPlugin):  # type: ignore[misc]
+    """Raises, where Dask lets a plugin's error end the worker: it only logs the errors of a preload."""
+
+    name = "memguard-refused"
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def setup(self, worker: Any) -> None:
+        raise self._error
+
+
+@click.command()
+@click.argument("budget", required=False)
+@click.option("--workers-per-gpu", type=click.IntRange(min=1), default=1, help="Workers that share a GPU's budget.")
+@click.option("--pause/--no-pause", default=True, help="Whether critical pressure pauses the worker.")
+@click.option("--simulate", help="Simulated GPUs instead of real ones: h200, or several with commas.")
+@click.option("--missing-gpu", type=click.Choice(["raise", "warn", "simulate"]), default="raise")
+@click.option("--create-cuda-context/--no-create-cuda-context", hidden=True)  # dask-cuda gives it to every preload
+async def dask_setup(worker: Any, budget: str | None, **options: Any) -> None:
+    """The preload. BUDGET is a file, or else MEMGUARD_CONFIG names one. A worker that cannot have it does not start."""
+    if not all(hasattr(worker, name) for name in ("memory_manager", "metrics", "plugin_add")):
+        raise TypeError("memguard.integrations.dask is a preload of workers: `dask worker --preload`")
+    try:
+        await worker.plugin_add(_of_options(budget, options, os.environ), name=NAME, catch_errors=False)
+    except Exception as error:
+        worker.plugins.pop(NAME, None)
+        worker._pending_plugins = (*worker._pending_plugins, _Refused(error))
+        raise
+
+
+def _of_options(budget: str | None, options: Mapping[str, Any], environ: Mapping[str, str]) -> MemguardPlugin:
+    given = budget or environ.get("MEMGUARD_CONFIG")
+    if not given:
+        raise ValueError(
+            "the preload memguard.integrations.dask was given no budget\n"
+            "    fix: --preload-argv budget.yaml, or set MEMGUARD_CONFIG"
+        )
+    names = options.get("simulate")
+    return MemguardPlugin(
+        given,
+        workers_per_gpu=options["workers_per_gpu"],
+        pause=options["pause"],
+        simulate=names.split(",") if names else None,
+        missing_gpu=options["missing_gpu"],
+    )

@@ -1,0 +1,102 @@
+"""Dask's own pause of a worker, held while memguard's pressure is critical.
+
+A paused worker finishes the tasks that run, starts none, and the scheduler sends it none. Dask's memory monitor looks
+at the host's memory every `distributed.worker.memory.monitor-interval`, and resumes whatever is paused while that is
+low. So the pause holds in two ways: that monitor's decision is wrapped, for this worker alone, and does not resume
+while the pressure is critical; and each sample of memguard's monitor pauses the worker again, whoever resumed it.
+
+A pause of Dask's own is not undone: where the host's memory is above Dask's threshold when the pressure falls, the
+worker stays paused, and Dask's monitor resumes it. A worker that is closing is left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from memguard._logs import log as _log
+from memguard._undo import Undo
+
+_DECIDE = "_maybe_pause_or_unpause"
+"""The method of distributed's WorkerMemoryManager that pauses and resumes; private, since 2022."""
+
+
+class Pause:
+    """Of one worker. `say` is told "paused" and "resumed" on the worker's event loop."""
+
+    def __init__(self, worker: Any, say: Callable[[str], None]) -> None:
+        self._worker, self._say = worker, say
+        self._states = type(worker.status)  # distributed's Status
+        self._ours = self._over = False
+        self.held = False
+        """Whether the pressure is critical, so that the worker stays paused."""
+
+    def begin(self, undo: Undo) -> None:
+        """Wrap the decision of Dask's memory monitor."""
+        undo.add("the pause of the worker", self._end)
+        manager = self._worker.memory_manager
+        decide = getattr(manager, _DECIDE, None)
+        if decide is None:
+            _log.warning(
+                "this version of distributed has no WorkerMemoryManager.%s: a worker that is paused under critical "
+                "pressure may start tasks between two samples of memguard's monitor",
+                _DECIDE,
+            )
+            return
+        before = vars(manager).get(_DECIDE)
+
+        def held(worker: Any, memory: int) -> None:
+            if self.held and worker is self._worker and not self._high(memory):
+                return  # it would resume, or do nothing
+            decide(worker, memory)
+
+        def unwrap() -> None:
+            if vars(manager).get(_DECIDE) is held:  # else somebody wrapped it again: ours then only passes on
+                vars(manager).pop(_DECIDE) if before is None else setattr(manager, _DECIDE, before)
+
+        undo.add("the decision of Dask's memory monitor", unwrap)
+        setattr(manager, _DECIDE, held)
+
+    def tell(self, critical: bool) -> None:
+        """Any thread: after each sample."""
+        if critical is not self.held or (critical and self._worker.status is self._states.running):
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and the worker with it
+                self._worker.loop.add_callback(self._settle, critical)
+
+    def release(self) -> None:
+        """On the worker's event loop: no budget is active any more."""
+        if self.held:
+            self._settle(False)
+
+    def _settle(self, critical: bool) -> None:
+        if self._over:
+            return
+        self._hold() if critical else self._let_go()
+
+    def _hold(self) -> None:
+        first, self.held = not self.held, True
+        if self._worker.status is self._states.running:
+            self._ours = True
+            self._worker.status = self._states.paused
+        if first:
+            self._say("paused")
+
+    def _let_go(self) -> None:
+        was, self.held = self.held, False
+        ours, self._ours = self._ours and self._worker.status is self._states.paused, False
+        if ours and not self._high(self._worker.monitor.get_process_memory()):
+            self._worker.status = self._states.running
+        if was:
+            self._say("resumed")
+
+    def _high(self, memory: int) -> bool:
+        """Whether Dask itself pauses a worker whose process has so much host memory (bytes)."""
+        manager = self._worker.memory_manager
+        limit, fraction = manager.memory_limit, manager.memory_pause_fraction
+        return bool(limit) and fraction is not False and memory / limit > fraction
+
+    def _end(self) -> None:
+        """The last step, on the worker's event loop."""
+        self._over = True
+        self._let_go()
