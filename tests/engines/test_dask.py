@@ -152,6 +152,13 @@ def test_the_client_of_a_refused_task_gets_the_report_and_so_does_the_scheduler(
     assert (report["worker"], report["task"], report["name"]) == (address, "too-much", about["name"])
     assert "holds" in report["text"]
     assert any(event["kind"] == "oom" for _, event in preloaded.get_events("memguard"))
+
+    def too_long() -> None:
+        raise MemoryError(f"CUDA out of memory. Tried to allocate 20.00 GiB. {'x' * 20_000}")
+
+    with pytest.raises(MemoryError, match="Long error message") as long:  # Dask's own, in its place
+        preloaded.submit(too_long).result()
+    assert "memguard: " in long.value.__notes__[0] and "20.00 GiB asked for" in long.value.__notes__[0]
     with pytest.raises(ZeroDivisionError) as other:
         preloaded.submit(lambda: 1 // 0).result()
     assert not hasattr(other.value, "__notes__")
@@ -280,7 +287,7 @@ def state(dask_worker: Any) -> dict[str, Any]:
         "metrics": sorted(dask_worker.metrics),
         "status": dask_worker.status.name,
         "manager": sorted(name for name in vars(dask_worker.memory_manager) if "pause" in name),
-        "error_message": module.error_message.__module__ + str(hasattr(module.error_message, "__wrapped__")),
+        "error_message": type(module.error_message).__name__,
         "hooks": [
             sys.excepthook.__module__ if hasattr(sys.excepthook, "__module__") else "",
             sys.excepthook is sys.__excepthook__,
@@ -327,3 +334,31 @@ def test_a_budget_that_cannot_be_applied_is_told_and_no_worker_runs_without_it(p
     while error is not None and not isinstance(error, memguard.ConfigError):
         error = error.__cause__
     assert error is not None and "there is no such file" in str(error)
+
+
+def test_workers_that_are_threads_share_one_budget_which_the_last_one_ends(budget: str) -> None:
+    from distributed import worker as module
+
+    untouched = module.error_message
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address=None) as made,
+        Client(made) as client,
+    ):
+        client.register_plugin(MemguardPlugin(budget, simulate="h200"))
+        first, second = sorted(client.scheduler_info()["workers"])
+        for address in (first, second):
+            with pytest.raises(Exception, match="out of memory") as caught:
+                client.submit(take, 5 * GIB, workers=[address], pure=False).result()
+            assert "memguard: torch ran out of GPU memory" in "".join(caught.value.__notes__)
+
+        def reporters() -> list[str]:
+            return [event["worker"] for _, event in client.get_events("memguard") if event["kind"] == "report"]
+
+        until(lambda: len(reporters()) == 2)
+        assert reporters() == [first, second]
+        client.retire_workers([first])
+        until(lambda: len(client.scheduler_info()["workers"]) == 1)
+        until(lambda: len(session.watches) == 1)  # the other has left
+        assert _api._active is not None and module.error_message is not untouched
+        client.unregister_worker_plugin("memguard")
+        assert _api._active is None and module.error_message is untouched

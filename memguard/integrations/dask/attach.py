@@ -14,9 +14,8 @@ from memguard._devices import suspension
 from memguard._types import Event, Pressure, Sample
 from memguard._undo import Undo
 from memguard.errors import NotActive
-from memguard.integrations.dask import tables
+from memguard.integrations.dask import tables, task_errors
 from memguard.integrations.dask.pause import Pause
-from memguard.integrations.dask.task_errors import TaskErrors
 
 if TYPE_CHECKING:
     from memguard._api import MissingGpu
@@ -51,7 +50,7 @@ class Attached:
         if guard.active:
             if self._pause is not None:
                 self._pause.begin(undo)
-            TaskErrors(self._reported).begin(undo)
+            task_errors.begin(self._reported, undo)
             forget = memguard.on_pressure(self._on_event)
             undo.add("the events", forget)
             watch = memguard.on_sample(self._on_sample)

@@ -8,8 +8,8 @@ its place, because the exception is too long or cannot be pickled, that one gets
 from __future__ import annotations
 
 import functools
-import pickle
 from collections.abc import Callable
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from memguard._logs import log as _log
@@ -21,59 +21,55 @@ if TYPE_CHECKING:
     from memguard._oom.report import Report
 
 _NAME = "error_message"
+_telling: list[Callable[[Report], None]] = []
+"""Of each worker in this process: the function is wrapped once."""
 
 
-class TaskErrors:
-    """`tell` is given each report, on the thread of the task."""
+def begin(tell: Callable[[Report], None], undo: Undo) -> None:
+    """Wrap `error_message` where distributed's worker calls it. `tell` is given each report, on the task's thread."""
+    from distributed import worker as module
 
-    def __init__(self, tell: Callable[[Report], None]) -> None:
-        self._tell = tell
-        self._live = True
+    undo.add("the reports on errors of tasks", functools.partial(_end, tell, module))
+    _telling.append(tell)
+    original = getattr(module, _NAME, None)
+    if original is None:
+        _log.warning("this version of distributed has no worker.%s: clients do not get the reports", _NAME)
+    elif len(_telling) == 1:
+        setattr(module, _NAME, _Reported(original))
 
-    def begin(self, undo: Undo) -> None:
-        """Wrap `error_message` where distributed's worker calls it."""
-        from distributed import worker as module
 
-        original = getattr(module, _NAME, None)
-        if original is None:
-            _log.warning("this version of distributed has no worker.%s: clients do not get the reports", _NAME)
-            return
+def _end(tell: Callable[[Report], None], module: ModuleType) -> None:
+    if tell in _telling:
+        _telling.remove(tell)
+    now = getattr(module, _NAME, None)
+    if not _telling and isinstance(now, _Reported):  # else somebody wrapped it again: ours then only passes on
+        setattr(module, _NAME, now.original)
 
-        @functools.wraps(original)
-        def reported(error: BaseException, *args: Any, **kwargs: Any) -> Any:
-            report = self._seen(error)
-            message = original(error, *args, **kwargs)
-            if report is not None:
-                self._carry(message, report.note, lambda one: original(one, *args, **kwargs))
-            return message
 
-        def unwrap() -> None:
-            self._live = False  # whatever wrapped it again still calls it
-            if getattr(module, _NAME) is reported:
-                setattr(module, _NAME, original)
+class _Reported:
+    """Dask's function with a report on the exception that it is given."""
 
-        undo.add("the reports on errors of tasks", unwrap)
-        setattr(module, _NAME, reported)
+    def __init__(self, original: Callable[..., Any]) -> None:
+        self.original = original
 
-    def _seen(self, error: BaseException) -> Report | None:
-        if not self._live or not isinstance(error, Exception):
-            return None
-        report = hooks.seen(error)
+    def __call__(self, error: BaseException, *args: Any, **kwargs: Any) -> Any:
+        report = hooks.seen(error) if _telling and isinstance(error, Exception) else None
+        message = self.original(error, *args, **kwargs)
         if report is not None:
-            try:
-                self._tell(report)
-            except Exception as failure:
-                _log.debug("a report was not sent to the scheduler: %s", text_of(failure))
-        return report
+            _carry(message, report.note)
+            for tell in [*_telling]:
+                tell(report)
+        return message
 
-    @staticmethod
-    def _carry(message: Any, note: str, again: Callable[[BaseException], Any]) -> None:
-        """See that what was pickled has the note. `again` makes the message of another exception."""
-        try:
-            sent = pickle.loads(message["exception"].data)
-            if note in getattr(sent, "__notes__", ()):
-                return
+
+def _carry(message: Any, note: str) -> None:
+    """See that the exception that was pickled has the note."""
+    try:
+        from distributed.protocol import pickle, to_serialize
+
+        sent = pickle.loads(message["exception"].data)
+        if note not in getattr(sent, "__notes__", ()):
             hooks.add_note(sent, note)
-            message["exception"] = again(sent)["exception"]
-        except Exception as failure:
-            _log.debug("a report was not put on a task's error: %s", text_of(failure))
+            message["exception"] = to_serialize(pickle.dumps(sent))
+    except Exception as failure:
+        _log.debug("a report was not put on a task's error: %s", text_of(failure))
