@@ -17,6 +17,7 @@ from distributed import Client, KilledWorker, LocalCluster, WorkerPlugin
 import memguard
 from memguard import _api
 from memguard._monitor import session
+from memguard.integrations import dask as integration
 from memguard.integrations.dask import Ledgers, MemguardPlugin, ledgers
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -137,6 +138,23 @@ def test_the_preload_applies_the_budget_in_each_worker_before_user_code(preloade
         memguard.ledger()
 
 
+def test_the_arguments_of_the_preload(budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def plugin(*argv: str) -> MemguardPlugin:
+        context = integration.dask_setup.make_context("dask_setup", list(argv), allow_extra_args=False)
+        given = dict(context.params)
+        return integration._of_options(given.pop("budget"), given, os.environ)
+
+    monkeypatch.delenv("MEMGUARD_CONFIG", raising=False)
+    with pytest.raises(ValueError, match="was given no budget"):
+        plugin("--no-pause")
+    half = plugin(budget, "--workers-per-gpu", "2", "--simulate", "h200,t4", "--missing-gpu", "warn")
+    assert half.budget.device.limit == 4 * GIB and half.simulate == ["h200", "t4"]
+    assert (half.pause, half.missing_gpu) == (True, "warn")
+    monkeypatch.setenv("MEMGUARD_CONFIG", budget)
+    whole = plugin("--create-cuda-context", "--no-pause")  # dask-cuda gives its own preload's to every one
+    assert whole.budget == memguard.Budget.load(budget) and not whole.pause
+
+
 def test_the_client_of_a_refused_task_gets_the_report_and_so_does_the_scheduler(preloaded: Client) -> None:
     address, about = min(preloaded.scheduler_info()["workers"].items())
     with pytest.raises(Exception, match="out of memory") as caught:
@@ -234,7 +252,7 @@ def test_a_worker_is_paused_under_critical_pressure_and_stays_so(plugged: Client
         time.sleep(0.05)
         assert in_worker(plugged, lambda dask_worker: dask_worker.status.name, address=address) == {address: "paused"}
     assert not waiting.done()
-    until(lambda: ledgers(plugged).workers[address]["paused"])
+    until(lambda: (one := ledgers(plugged).workers[address]) is not None and one["paused"])
 
     def resume(dask_worker: Any) -> None:
         dask_worker.status = type(dask_worker.status).running
@@ -265,14 +283,20 @@ def test_a_pause_of_dasks_own_is_not_undone(plugged: Client) -> None:
 
         return change
 
+    def held() -> bool | None:
+        one = ledgers(plugged).workers[address]
+        return one and one["paused"]
+
     in_worker(plugged, take, 4 * GIB - 64 * 2**20, address=address)
-    until(lambda: status() == "paused")
+    until(lambda: status() == "paused" and held())
     in_worker(plugged, from_now(1e-9), address=address)  # any process has more host memory than that
-    in_worker(plugged, give, address=address)
-    until(lambda: not ledgers(plugged).workers[address]["paused"])
-    time.sleep(0.2)
-    assert status() == "paused"
-    in_worker(plugged, from_now(0.8), address=address)
+    try:
+        in_worker(plugged, give, address=address)
+        until(lambda: held() is False)
+        time.sleep(0.2)
+        assert status() == "paused"
+    finally:
+        in_worker(plugged, from_now(0.8), address=address)
     until(lambda: status() == "running")
 
 

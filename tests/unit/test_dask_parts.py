@@ -19,6 +19,7 @@ from memguard._policy import plan
 from memguard._types import DeviceSample, FrameworkSample, Pressure, Sample
 from memguard._undo import Undo
 from memguard._units import GIB, MIB
+from memguard.integrations import dask as integration
 from memguard.integrations.dask import tables
 from memguard.integrations.dask.parts import part_of
 from memguard.integrations.dask.pause import Pause
@@ -67,6 +68,12 @@ def test_a_part_that_is_too_small_is_refused_with_its_place() -> None:
     for wrong in (0, -1, True, 1.5):
         with pytest.raises(ValueError, match="workers_per_gpu is a number from 1 on"):
             part_of(whole, wrong)  # type: ignore[arg-type]
+
+
+def test_without_distributed_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(integration, "_missing", "No module named 'distributed'")
+    with pytest.raises(ImportError, match=r"No module named 'distributed'.*\n.*pip install distributed"):
+        integration.MemguardPlugin({"version": 1, "frameworks": {"torch": {"share": "50%"}}})
 
 
 class Status(enum.Enum):
