@@ -12,7 +12,7 @@ from typing import Any
 import cloudpickle
 import dask
 import pytest
-from distributed import Client, KilledWorker, LocalCluster, WorkerPlugin
+from distributed import Client, LocalCluster, WorkerPlugin
 
 import memguard
 from memguard import _api
@@ -158,7 +158,7 @@ def test_the_arguments_of_the_preload(budget: str, monkeypatch: pytest.MonkeyPat
 def test_the_client_of_a_refused_task_gets_the_report_and_so_does_the_scheduler(preloaded: Client) -> None:
     address, about = min(preloaded.scheduler_info()["workers"].items())
     with pytest.raises(Exception, match="out of memory") as caught:
-        preloaded.submit(take, 5 * GIB, workers=[address], key="too-much").result()
+        preloaded.submit(take, 5 * GIB, workers=[address], key="too-much").result(timeout=30)
     (note,) = caught.value.__notes__
     assert "memguard: torch ran out of GPU memory: 5.00 GiB asked for (simulated)" in note and "cap" in note
     assert len(note.splitlines()) > 2, "with why and what to do"
@@ -175,10 +175,10 @@ def test_the_client_of_a_refused_task_gets_the_report_and_so_does_the_scheduler(
         raise MemoryError(f"CUDA out of memory. Tried to allocate 20.00 GiB. {'x' * 20_000}")
 
     with pytest.raises(MemoryError, match="Long error message") as long:  # Dask's own, in its place
-        preloaded.submit(too_long).result()
+        preloaded.submit(too_long).result(timeout=30)
     assert "memguard: " in long.value.__notes__[0] and "20.00 GiB asked for" in long.value.__notes__[0]
     with pytest.raises(ZeroDivisionError) as other:
-        preloaded.submit(lambda: 1 // 0).result()
+        preloaded.submit(lambda: 1 // 0).result(timeout=30)
     assert not hasattr(other.value, "__notes__")
 
 
@@ -187,7 +187,7 @@ def test_the_ledgers_are_at_the_scheduler_and_on_the_dashboard(preloaded: Client
     from bokeh.models import DataTable
 
     pids = {
-        preloaded.submit(take, size, workers=[address], pure=False).result(): size
+        preloaded.submit(take, size, workers=[address], pure=False).result(timeout=30): size
         for address, size in zip(sorted(preloaded.scheduler_info()["workers"]), (GIB, 3 * GIB), strict=True)
     }
 
@@ -225,13 +225,13 @@ def test_the_ledgers_are_at_the_scheduler_and_on_the_dashboard(preloaded: Client
 def test_a_killed_worker_comes_back_with_its_budget(preloaded: Client) -> None:
     pids = in_worker(preloaded, os.getpid)
     victim = min(pids)
-    with pytest.raises(KilledWorker):
-        preloaded.submit(lambda: os.kill(os.getpid(), signal.SIGKILL), workers=[victim], pure=False).result()
+    os.kill(pids[victim], signal.SIGKILL)
+    until(lambda: victim not in preloaded.scheduler_info()["workers"])
     preloaded.wait_for_workers(2, timeout=20)
     again = until(lambda: now if len(now := in_worker(preloaded, os.getpid)) == 2 else None)
     (address,) = [address for address, pid in again.items() if pid not in pids.values()]
     with pytest.raises(Exception, match="out of memory") as caught:
-        preloaded.submit(take, 5 * GIB, workers=[address], pure=False).result()
+        preloaded.submit(take, 5 * GIB, workers=[address], pure=False).result(timeout=30)
     assert "memguard: torch ran out of GPU memory" in "".join(caught.value.__notes__)
     until(lambda: (one := ledgers(preloaded).workers.get(address)) is not None and one["active"])
 
@@ -247,7 +247,7 @@ def test_a_worker_is_paused_under_critical_pressure_and_stays_so(plugged: Client
     until(lambda: status() == "paused")
     waiting = plugged.submit(os.getpid, workers=[address], pure=False)
     elsewhere = plugged.submit(os.getpid, workers=[other], pure=False)
-    assert elsewhere.result(timeout=10) in in_worker(plugged, os.getpid).values()
+    assert elsewhere.result(timeout=30) in in_worker(plugged, os.getpid).values()
     for _ in range(20):  # as many intervals of Dask's memory monitor, which resumes what it did not pause
         time.sleep(0.05)
         assert in_worker(plugged, lambda dask_worker: dask_worker.status.name, address=address) == {address: "paused"}
@@ -262,7 +262,7 @@ def test_a_worker_is_paused_under_critical_pressure_and_stays_so(plugged: Client
         lambda: in_worker(plugged, lambda dask_worker: dask_worker.status.name, address=address) == {address: "paused"}
     )
     in_worker(plugged, give, address=address)
-    assert waiting.result(timeout=10) == in_worker(plugged, os.getpid, address=address)[address]
+    assert waiting.result(timeout=30) == in_worker(plugged, os.getpid, address=address)[address]
 
     def said() -> bool:
         kinds = [event["kind"] for _, event in plugged.get_events("memguard") if event["worker"] == address]
@@ -333,7 +333,7 @@ def test_unregistering_leaves_the_workers_as_they_were(plain: Client, budget: st
     until(lambda: in_worker(plain, state)[address]["status"] == "paused")
     plain.unregister_worker_plugin("memguard")
     assert in_worker(plain, state) == before
-    assert plain.submit(os.getpid, workers=[address], pure=False).result(timeout=10)
+    assert plain.submit(os.getpid, workers=[address], pure=False).result(timeout=30)
     until(lambda: ledgers(plain).workers[address] is None)
 
 
@@ -348,7 +348,7 @@ def test_a_budget_that_cannot_be_applied_is_told_and_no_worker_runs_without_it(p
         {**one, "plugins": []} for one in before.values()
     ]
     address = min(before)
-    plain.restart_workers([address], raise_for_error=False)
+    os.kill(in_worker(plain, os.getpid)[address], signal.SIGKILL)  # its nanny starts another one
     failed = until(lambda: [event for _, event in plain.get_events("memguard") if event["kind"] == "failed"])
     assert "900" in failed[0]["text"]
     until(lambda: len(plain.scheduler_info()["workers"]) == 1)
@@ -372,7 +372,7 @@ def test_workers_that_are_threads_share_one_budget_which_the_last_one_ends(budge
         first, second = sorted(client.scheduler_info()["workers"])
         for address in (first, second):
             with pytest.raises(Exception, match="out of memory") as caught:
-                client.submit(take, 5 * GIB, workers=[address], pure=False).result()
+                client.submit(take, 5 * GIB, workers=[address], pure=False).result(timeout=30)
             assert "memguard: torch ran out of GPU memory" in "".join(caught.value.__notes__)
 
         def reporters() -> list[str]:
