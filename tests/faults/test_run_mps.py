@@ -44,7 +44,7 @@ def daemon(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def start(tmp_path: Path, build: Callable[..., Path], cuda: Path, daemon: Path) -> Start:
-    def call(*, shown: str = UUIDS[0], mig: int = 0, **more: str) -> subprocess.CompletedProcess[str]:
+    def call(*before: str, shown: str = UUIDS[0], mig: int = 0, **more: str) -> subprocess.CompletedProcess[str]:
         scenario = tmp_path / "scenario"
         scenario.write_text("".join(f"{key}={value}\n" for key, value in {**TWO, "mig1": mig}.items()))
         (tmp_path / "budget.yaml").write_text(BUDGET)
@@ -60,7 +60,8 @@ def start(tmp_path: Path, build: Callable[..., Path], cuda: Path, daemon: Path) 
             **more,
         }
         return subprocess.run(
-            [sys.executable, "-m", "memguard", "run", "--mps", "-c", "budget.yaml", "--", sys.executable, "-c", SEEN],
+            [sys.executable, "-m", "memguard", "run", "--mps", "-c", "budget.yaml", "--", *before, sys.executable,
+             "-c", SEEN],
             cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60,
         )  # fmt: skip
 
@@ -123,3 +124,9 @@ def test_a_gpu_that_mig_divides_is_refused(start: Start) -> None:
     done = start(shown=UUIDS[1], mig=1)
     assert done.returncode == 3 and done.stdout == ""
     assert "Tesla T4" in done.stderr and "MIG" in done.stderr and "fix: " in done.stderr
+
+
+def test_a_command_that_changes_which_gpus_it_sees_is_not_started(start: Start) -> None:
+    done = start("env", f"CUDA_VISIBLE_DEVICES={UUIDS[1]}")
+    assert done.returncode == 1 and done.stdout == ""
+    assert "env replaces CUDA_VISIBLE_DEVICES, which memguard has read" in done.stderr
