@@ -32,10 +32,8 @@ def environment(environ: Mapping[str, str], budget: Budget, gpus: Sequence[str])
 
     Raises MemguardError, with a fix, if MPS would not hold the limit here.
     """
-    if not gpus:
-        require_daemon(
-            environ
-        )  # first: with a folder that has no daemon in it CUDA cannot be asked which GPUs there are
+    if not gpus:  # first: where CUDA is told of a folder without a daemon, it cannot be asked which GPUs there are
+        require_daemon(environ)
     plan = _plan(budget, gpus)
     old = _mps.too_old(plan)
     if old is not None:
