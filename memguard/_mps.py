@@ -62,17 +62,19 @@ def parse(text: str) -> list[Entry]:
 
 def strays(entries: Iterable[Entry], devices: Sequence[Device]) -> list[str]:
     """How the entries name GPUs that this process does not see. Ordinals that CUDA did not tell count as seen."""
-    return [entry.gpu for entry in entries if not any(_means(entry.gpu, device) for device in devices)]
+    told = all(device.ordinal is not None for device in devices)
+    named = [entry.gpu for entry in entries if told or not entry.gpu.isdecimal()]
+    return [gpu for gpu in named if not any(_means(gpu, device) for device in devices)]
 
 
 def given(entries: Iterable[Entry], device: Device) -> int | None:
-    """The least that the entries let this process have of a GPU, in bytes; None without an entry for it."""
+    """The least that the entries let this process have of a GPU, in bytes; None without an entry that is surely its."""
     return min((entry.size for entry in entries if _means(entry.gpu, device)), default=None)
 
 
 def _means(gpu: str, device: Device) -> bool:
     if gpu.isdecimal():
-        return device.ordinal is None or int(gpu) == device.ordinal
+        return int(gpu) == device.ordinal
     return device.uuid.lower().startswith(gpu.lower())  # the first characters will do, as in CUDA_VISIBLE_DEVICES
 
 

@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,16 @@ def test_a_process_is_told_that_a_gpu_it_does_not_see_takes_all_limits_away() ->
     )
     (unread,) = _mps.shortfalls(plan_of(34 * GIB), "all of it")
     assert "cannot be read" in unread
+
+
+def test_where_cuda_has_not_told_its_numbers_only_uuids_say_something() -> None:
+    plan = plan_of(34 * GIB, 34 * GIB)
+    unasked = Plan(tuple(replace(part, device=replace(part.device, ordinal=None)) for part in plan.devices))
+    assert list(_mps.shortfalls(unasked, "0=8G,5=8G")) == []
+    (short,) = _mps.shortfalls(unasked, f"{B}=8G")
+    assert B in short
+    (stray,) = _mps.shortfalls(unasked, "0=8G,GPU-cccc=8G")
+    assert "names GPU-cccc, which this process does not see" in stray
 
 
 class RealLooking(SimulatedHost):
