@@ -18,13 +18,13 @@ from kubernetes_manifests import FILES, GPU_CONFIG, HAMI_LIMITS, PLUGIN_CONFIG
 from memguard import _config, _mps, _policy
 from memguard._devices.simulated import CATALOGUE, Model, SimulatedHost
 from memguard._types import DevicePlan, Plan
-from memguard._units import MIB
+from memguard._units import GIB, MIB
 from memguard.cli import main
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "kubernetes.md").read_text(encoding="utf-8")
 H100 = CATALOGUE["h100"]
-NAMES = [path.name for path in FILES]
 """The page's figures are for this GPU."""
+NAMES = [path.name for path in FILES]
 
 
 def planned(name: str, gpu: Model = H100) -> DevicePlan:
@@ -138,6 +138,7 @@ def test_the_containers_of_a_claim_share_the_folder_of_their_user() -> None:
 def test_the_page_sets_the_limit_of_a_cgroup_in_mebibytes() -> None:
     soft, hard = re.findall(r"--(?:soft|hard)-limit (\S+)", PAGE)
     assert soft == hard and int(hard) * MIB == planned("dra.yaml").limit
+    assert f'`pinned_memory_limit = "{planned("dra.yaml").limit // GIB}G"`' in PAGE
 
 
 # Metrics

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import sys
@@ -230,6 +231,20 @@ def test_what_is_no_daemons_socket_is_none(folder: Path, listen: Callable[..., s
     (folder / "control").unlink()
     listen(kind=socket.SOCK_DGRAM)
     assert "something else" in silence(folder)
+
+
+def test_a_daemon_of_another_user_is_not_this_users(
+    folder: Path, listen: Callable[..., socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listen()
+
+    class Refused(socket.socket):
+        def connect(self, address: Any) -> None:
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(service.socket, "socket", Refused)
+    said = silence(folder)
+    assert f"no MPS control daemon: {folder}/control may not be opened by this user\n    fix: run as the user" in said
 
 
 def test_where_nobody_says_where_the_daemon_is(

@@ -25,6 +25,7 @@ _FOLDER = "/tmp/nvidia-mps"
 _ROOTS = "/run/nvidia-mps"
 """Where a daemon of MPS v3 that runs as root makes its sockets (mpsv3-interface.html); CUDA has to be told."""
 _CONTROL = "control"
+_FORBIDDEN = "may not be opened by this user"
 
 
 def environment(environ: Mapping[str, str], budget: Budget, gpus: Sequence[str]) -> tuple[dict[str, str], str]:
@@ -83,7 +84,9 @@ def require_daemon(environ: Mapping[str, str]) -> None:
     if why is None:
         return
     fix = f"start it with `{_started(folder, environ)}`"
-    if not environ.get(PIPES) and _silent(_ROOTS) is None:
+    if why.endswith(_FORBIDDEN):
+        fix = "run as the user who started it, or have root start it: then it serves every user"
+    elif not environ.get(PIPES) and _silent(_ROOTS) is None:
         fix = f"export {PIPES}={_ROOTS}: a daemon listens there"
     elif environ.get(PIPES):
         fix += f", or set {PIPES} to the folder of one that runs"
@@ -112,6 +115,8 @@ def _silent(folder: str) -> str | None:
         number = getattr(error, "errno", None)
         if number == errno.EPROTOTYPE:
             return None
+        if number in (errno.EACCES, errno.EPERM):
+            return f"{path} {_FORBIDDEN}"
         if number == errno.ECONNREFUSED:
             return f"nobody listens at {path}, which a daemon has left behind"
         return f"{path}: {getattr(error, 'strerror', None) or error}"
