@@ -301,9 +301,16 @@ def test_what_does_not_go_with_it(options: list[str], says: str) -> None:
 
 def test_gpus_older_than_volta_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "_plan", lambda *_: plan_of(8 * GIB, architecture="pascal"))
-    monkeypatch.setattr(service, "require_daemon", lambda _: None)
     budget: Any = None
     with pytest.raises(DeviceError, match="older than Volta"):
+        service.environment({}, budget, [])
+
+
+def test_where_there_is_no_linux_that_is_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.delattr(socket, "AF_UNIX")
+    budget: Any = None
+    with pytest.raises(DeviceError, match="this is Windows"):
         service.environment({}, budget, [])
 
 

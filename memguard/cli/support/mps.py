@@ -33,9 +33,7 @@ def environment(environ: Mapping[str, str], budget: Budget, gpus: Sequence[str])
 
     Raises MemguardError, with a fix, if MPS would not hold the limit here.
     """
-    if not gpus:  # first: where CUDA is told of a folder without a daemon, it cannot be asked which GPUs there are
-        require_daemon(environ)
-    plan = _plan(budget, gpus)
+    plan = _plan(environ, budget, gpus)
     old = _mps.too_old(plan)
     if old is not None:
         raise DeviceError(
@@ -52,7 +50,7 @@ def environment(environ: Mapping[str, str], budget: Budget, gpus: Sequence[str])
     return {**environ, _mps.LIMIT: text}, said
 
 
-def _plan(budget: Budget, gpus: Sequence[str]) -> Plan:
+def _plan(environ: Mapping[str, str], budget: Budget, gpus: Sequence[str]) -> Plan:
     from memguard import _policy
 
     if gpus:
@@ -61,7 +59,8 @@ def _plan(budget: Budget, gpus: Sequence[str]) -> Plan:
         return _policy.plan(budget, SimulatedHost(gpus).devices())
     from memguard._devices.real import RealHost
 
-    host = RealHost()
+    host = RealHost()  # raises where there is no Linux
+    require_daemon(environ)  # first: CUDA that is told of a folder without a daemon cannot be asked for its GPUs
     try:
         devices = host.devices(ordinals=True)
     finally:
