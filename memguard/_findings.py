@@ -41,7 +41,7 @@ Name = Literal[
     "compute-mode",
     "peer-access",
     "card-filled",
-    # memory (checks/memory.py)
+    # memory (checks/memory.py, checks/mps.py)
     "async-allocator",
     "xla-fractions",
     "second-context",
@@ -49,6 +49,7 @@ Name = Literal[
     "allocator-swap",
     "budget-too-large",
     "unified-memory",
+    "mps-limit",
     # suspending (checks/suspending.py)
     "suspend-impossible",
     # how frameworks were built and installed (checks/build.py, checks/failures.py)

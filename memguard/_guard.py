@@ -126,6 +126,7 @@ class Guard(Shares):
                 for note in self.plan.notes:
                     self._warn(note)
                 self._warn_where_busy()
+                self._warn_of_mps()
                 if self.host.spills:
                     self._warn(_SPILLS)
                 if self._over:
@@ -503,6 +504,15 @@ class Guard(Shares):
                 problem = self.budget.problem(("on_busy",), warning, fix)
                 raise PlanError([problem], self.budget.source or "init")
             self._warn(warning)
+
+    def _warn_of_mps(self) -> None:
+        """What CUDA's Multi-Process Service lets this process have, where that is less than the budget says."""
+        given = os.environ.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT")
+        if given and not self.host.simulated:
+            from memguard import _mps
+
+            for warning in _mps.shortfalls(self.plan, given):
+                self._warn(warning)
 
 
 def _scene_of(

@@ -65,26 +65,36 @@ make_venv() {
     have_python && have_packages "$@"
 }
 
-# have_pycuda: have PyCUDA in $VENV, built from its sdist. There are no wheels, and a machine without CUDA has neither
-# its headers, which are taken from wheels, nor libcuda, for which a library of one function is linked. Needs g++.
+# PyCUDA is built from its sdist: there are no wheels, and a machine without CUDA has neither its headers, which are taken
+# from wheels, nor libcuda, for which a library of one function is linked. Needs g++. The compiler does not optimise: that
+# takes a third of the time, and no test measures PyCUDA's own speed.
 PYCUDA='pycuda==2026.1'
 CUDA_HEADERS=('nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-profiler-api==13.0.*')
-have_pycuda() {
-    local stamp="$VENV/.memguard-pycuda" folder code=0
-    [ "$(cat "$stamp" 2>/dev/null || true)" != "$(fingerprint)" ] || return 0
-    say "building $PYCUDA into $VENV: a minute or two"
-    folder=$(mktemp -d) || return
-    build_pycuda "$folder" || code=$?
-    rm -rf "$folder"
-    if [ "$code" -ne 0 ]; then
-        say "memguard: PyCUDA could not be built, and its tests need it"
-        say "    fix: install g++ and Python's headers, on Debian and Ubuntu: apt-get install g++ python3-dev"
-        return "$code"
-    fi
-    fingerprint >"$stamp"
+
+# build_pycuda FOLDER: make PyCUDA's wheel in the folder, if $VENV is without. Needs no package of $VENV but pip, so that
+# others can be installed meanwhile. have_pycuda FOLDER: install it.
+build_pycuda() {
+    local folder=$1
+    ! has_pycuda || return 0
+    say "building $PYCUDA for $VENV: about a minute"
+    mkdir "$folder" || return
+    compile_pycuda "$folder" && return
+    say "memguard: PyCUDA could not be built, and its tests need it"
+    say "    fix: install g++ and Python's headers, on Debian and Ubuntu: apt-get install g++ python3-dev"
+    return 1
 }
 
-build_pycuda() {
+have_pycuda() {
+    ! has_pycuda || return 0
+    "$VENV/bin/python" -m pip install --quiet --no-compile "$1"/wheel/pycuda-*.whl >&2 || return
+    fingerprint >"$VENV/.memguard-pycuda"
+}
+
+has_pycuda() {
+    [ "$(cat "$VENV/.memguard-pycuda" 2>/dev/null || true)" = "$(fingerprint)" ]
+}
+
+compile_pycuda() {
     local folder=$1 source
     "$VENV/bin/python" -m pip install --quiet --no-deps --target "$folder/cuda" "${CUDA_HEADERS[@]}" >&2 || return
     "$VENV/bin/python" -m pip download --quiet --no-deps --no-binary pycuda --dest "$folder" "$PYCUDA" >&2 || return
@@ -94,8 +104,8 @@ build_pycuda() {
     echo 'int cuInit(unsigned flags) { return (int)flags; }' >"$folder/cuda.c" || return
     "${CC:-cc}" -shared -fPIC -Wl,-soname,libcuda.so.1 -o "$folder/libcuda.so" "$folder/cuda.c" || return
     printf '%s\n' "CUDA_INC_DIR = ['$folder/cuda/nvidia/cu13/include']" "CUDADRV_LIB_DIR = ['$folder']" \
-        "CUDA_ENABLE_CURAND = False" >"$source/siteconf.py" || return
-    "$VENV/bin/python" -m pip install --quiet --no-compile "$source" >&2
+        "CUDA_ENABLE_CURAND = False" "CXXFLAGS = ['-O0', '-g0']" >"$source/siteconf.py" || return
+    "$VENV/bin/python" -m pip wheel --quiet --no-deps --wheel-dir "$folder/wheel" "$source" >&2
 }
 
 # have_chromium: have Debian's chromium with its driver on this machine: for the tests of what a browser shows.

@@ -1,9 +1,10 @@
-"""What every test directory shares: Hypothesis without deadlines, its profiles, and `--no-skips`."""
+"""What every test directory shares: Hypothesis's profiles, who runs which test, fewer cases of some, `--no-skips`."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-skips", action="store_true", help="a skipped test outside tests/gpu fails the run")
 
 
+@pytest.hookimpl(trylast=True)  # after -m and -k have chosen
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     profile = config.getoption("--hypothesis-profile", default=None) or ""
+    _draw_as_many_examples_as(profile, items)
+    if profile == "edges":
+        few = {id(item) for item in _few_cases(items)}
+        config.hook.pytest_deselected(items=[item for item in items if id(item) not in few])
+        items[:] = [item for item in items if id(item) in few]
+
+
+def _draw_as_many_examples_as(profile: str, items: list[pytest.Item]) -> None:
     change = EXAMPLES.get(profile)
     tests = {id(test): test for item in items if is_hypothesis_test(test := getattr(item, "function", None))}
     for test in tests.values() if change else ():
@@ -44,6 +54,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for case in {item.cls for item in items if getattr(item, "cls", None) is not None}:
             if isinstance(own := getattr(case, "settings", None), settings):
                 case.settings = settings(own, max_examples=EXAMPLES[profile](own.max_examples))
+
+
+def _few_cases(items: Iterable[pytest.Item]) -> Iterable[pytest.Item]:
+    """Of each test cases in which each row of each `parametrize` occurs, not all products; if marked `one_case`, one.
+
+    pytest tells the rows apart by a name of its own. A pytest without it runs all products.
+    """
+    tests: dict[str, list[Any]] = defaultdict(list)
+    for item in items:
+        tests[item.nodeid.partition("[")[0]].append(item)
+    for cases in tests.values():
+        if len(cases) == 1 or cases[0].get_closest_marker("one_case"):
+            yield cases[0]
+            continue
+        seen: set[tuple[int, str]] = set()
+        for needed in (set.isdisjoint, lambda rows, seen: not rows <= seen):  # first those of which all is new
+            for case in cases:
+                if needed(rows := {*enumerate(getattr(case.callspec, "_idlist", [case.callspec.id]))}, seen):
+                    seen |= rows
+                    yield case
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 
-from memguard._doctor.checks import build, devices, driver, libraries, memory, noise, suspending
+from memguard._doctor.checks import build, devices, driver, libraries, memory, mps, noise, suspending
 from memguard._doctor.facts import Facts
 from memguard._doctor.finding import Finding
 
@@ -15,6 +15,7 @@ CHECKS: tuple[Check, ...] = (
     *libraries.CHECKS,
     *build.CHECKS,
     *memory.CHECKS,
+    *mps.CHECKS,
     *suspending.CHECKS,
     *noise.CHECKS,
 )

@@ -56,6 +56,12 @@ _FATAL = ("driver-", "cuda-init-failed", "visible-devices-", "container-", "devi
     type=click.Path(),
     help="Cap nothing: record a timeline for `memguard suggest`, with PID and rank in its name.",
 )
+@click.option(
+    "--mps",
+    "mps",
+    is_flag=True,
+    help="Have CUDA's Multi-Process Service refuse what goes beyond the budget's limit, whichever library asks.",
+)
 @click.option("--doctor", "examine", is_flag=True, help="Run `memguard doctor` first, and do not start after an error.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, shell_complete=complete.any_file)
 def run(
@@ -63,6 +69,7 @@ def run(
     gpus: tuple[str, ...],
     when_idle: str | None,
     record: str | None,
+    mps: bool,
     examine: bool,
     command: tuple[str, ...],
 ) -> None:
@@ -75,12 +82,15 @@ def run(
     """
     from memguard import _config, _workers
     from memguard.cli.support import budget_file, ignored_environment
+    from memguard.cli.support import mps as service
 
     if examine and gpus:
         raise click.UsageError("--doctor examines real GPUs and --simulate uses none: leave one out")
+    if mps and when_idle is not None:
+        raise click.UsageError("--when-idle suspends processes, which is not possible under MPS: leave one out")
     environ = _with_idle(os.environ, when_idle)
-    if record is not None and (budget is not None or gpus or examine):
-        raise click.UsageError("--record is without a budget: leave -c, --simulate and --doctor out")
+    if record is not None and (budget is not None or gpus or examine or mps):
+        raise click.UsageError("--record is without a budget: leave -c, --simulate, --mps and --doctor out")
     if not gpus and _workers.disabled(os.environ):
         click.echo(f"memguard: {_workers.DISABLE} is set: {command[0]} runs without a budget", err=True)
         _exec(command, os.environ)
@@ -96,7 +106,7 @@ def run(
     # The program may change its directory before Python starts.
     path = Path(budget).absolute() if budget is not None else budget_file.nearest("memguard run -c FILE -- COMMAND")
     loaded = _config.load(path)
-    ignored_environment.check(command)
+    ignored_environment.check(command, service.READ if mps else ())
     if examine:
         _examine(loaded, command)
     if gpus:
@@ -104,7 +114,11 @@ def run(
 
         gpus = SimulatedHost(gpus).names  # reports an unknown name before the program starts
         click.echo(f"memguard: simulated GPUs ({', '.join(gpus)}): nothing limits a real one", err=True)
-    _exec(command, environment(environ, path, gpus))
+    environ = environment(environ, path, gpus)
+    if mps:
+        environ, said = service.environment(environ, loaded, gpus)
+        click.echo(f"memguard: {said}", err=True)
+    _exec(command, environ)
 
 
 def _examine(budget: Budget, command: Sequence[str]) -> None:

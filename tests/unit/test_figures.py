@@ -58,7 +58,13 @@ ALLOWED = {
     "docs/doctor/probe-hung.md": {"a default": [", 60 s by default"]},
     "docs/doctor/unified-memory.md": {"a setting": ["is 90 % of the machine's memory"]},
     "docs/ledger.md": {"a setting": ["is 90 % of it"]},
+    "docs/kubernetes.md": {
+        "test_kubernetes.py works them out": [
+            "551 MiB on an H100", "is 34,265 MiB there", "40,779 MiB on an H100 with two",
+        ],
+    },
     "docs/metrics.md": {"test_metrics.py counts them": ["GPUs × (9 × frameworks + 11) + 14 of them"]},
+    "docs/mps.md": {"of the example above it": ["would take it above 34 GiB"]},
     "docs/notebooks.md": {"of the example above it": ["cannot get 4 GiB more"]},
     "docs/simulation.md": {
         "the models, written after the frameworks' sources": [

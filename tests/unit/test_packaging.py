@@ -208,6 +208,38 @@ def test_the_edges_have_ten_examples_of_each_property_and_state_machine(tmp_path
     assert plain == own == 10 and 10 <= machine <= 12
 
 
+CASES = """
+import pytest
+@pytest.mark.parametrize("b", "vwxyz")
+@pytest.mark.parametrize("a", "klm")
+def test_product(a, b): pass
+@pytest.mark.parametrize(("a", "b"), [("k", "v"), ("l", "w"), ("k", "w")])
+def test_rows(a, b): pass
+@pytest.mark.one_case
+@pytest.mark.parametrize("a", "klm")
+def test_arithmetic(a): pass
+"""
+
+
+def test_the_edges_have_each_row_of_each_parametrize(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
+    (tmp_path / "test_some.py").write_text(CASES)
+
+    def ran(*more: str) -> list[str]:
+        options = ["-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", ".", "-vv", *more]
+        command = [sys.executable, "-m", "pytest", *options, "."]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+        return sorted(re.findall(r"::test_(\S+) PASSED", done.stdout))
+
+    product = [f"product[{a}-{v}]" for a, v in ("kv", "ky", "kz", "lw", "mx")]
+    rows = ["rows[k-v]", "rows[k-w]", "rows[l-w]"]
+    assert ran("--hypothesis-profile=edges") == ["arithmetic[k]", *product, *rows]
+    chosen = [*(f"product[l-{b}]" for b in "vwxyz"), "rows[l-w]"]
+    assert ran("--hypothesis-profile=edges", "-k", "l-") == chosen, "of what -k has chosen"
+    assert len(ran()) == 3 + 15 + 3
+
+
 def test_the_scripts_let_interpreters_keep_what_they_compiled() -> None:
     code = '. scripts/lib.sh; echo "${PYTHONDONTWRITEBYTECODE-may}"'
     env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from memguard.errors import MemguardError
 
@@ -21,15 +21,19 @@ _IN_CODE = "call memguard.init('budget.yaml') in the program and start it withou
 Refusal = tuple[str, str]  # why, and what to do
 
 
-def check(command: Sequence[str]) -> None:
-    """Raise MemguardError if the command would start a Python that cannot activate the budget."""
-    refusal = _refusal(command) or _refusal(shebang(command[0]))
+def check(command: Sequence[str], also: Collection[str] = ()) -> None:
+    """Raise MemguardError if the command would start a Python that cannot activate the budget.
+
+    `also` names variables that a command may not replace with `env` either.
+    """
+    ours = {*_OURS, *also}
+    refusal = _refusal(command, ours) or _refusal(shebang(command[0]), ours)
     if refusal is not None:
         why, fix = refusal
         raise MemguardError(f"the budget would not be applied: {why}\n    fix: {fix}")
 
 
-def _refusal(command: Sequence[str]) -> Refusal | None:
+def _refusal(command: Sequence[str], ours: Collection[str]) -> Refusal | None:
     if command and os.path.basename(command[0]) in {"sudo", "doas"}:
         name = os.path.basename(command[0])
         return f"{name} gives its command another environment", f"put {name} first: {name} memguard run ..."
@@ -37,7 +41,7 @@ def _refusal(command: Sequence[str]) -> Refusal | None:
         name = os.path.basename(word)
         if PYTHON.fullmatch(name):
             return _flags(name, command[position + 1 :])
-        if name == "env" and (refusal := _env(command[position + 1 :])):
+        if name == "env" and (refusal := _env(command[position + 1 :], ours)):
             return refusal
     return None
 
@@ -64,7 +68,7 @@ def _flags(python: str, arguments: Sequence[str]) -> Refusal | None:
     return None
 
 
-def _env(arguments: Sequence[str]) -> Refusal | None:
+def _env(arguments: Sequence[str], ours: Collection[str]) -> Refusal | None:
     """Checks what `env` removes or replaces before it starts its command."""
     words = _split(arguments)
     for word in words:
@@ -80,8 +84,11 @@ def _env(arguments: Sequence[str]) -> Refusal | None:
             continue
         else:
             return None
-        if name in _OURS:
-            return f"env replaces {name}, which memguard sets", f"leave it out, or set {name} before memguard run"
+        if name in ours:
+            return (
+                f"env replaces {name}, which memguard {'sets' if name in _OURS else 'has read'}",
+                f"leave it out, or set {name} before memguard run",
+            )
     return None
 
 

@@ -1,0 +1,122 @@
+"""`memguard run --mps`: CUDA's Multi-Process Service refuses what a program asks for beyond its budget."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shlex
+import socket
+import stat
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from memguard import _mps
+from memguard._units import format_size
+from memguard.errors import DeviceError, MemguardError
+
+if TYPE_CHECKING:
+    from memguard._config import Budget
+    from memguard._types import Plan
+
+PIPES = "CUDA_MPS_PIPE_DIRECTORY"
+READ = frozenset({_mps.LIMIT, PIPES, "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"})
+"""What the program must not be given otherwise after memguard has looked: MPS would drop the limit, or not be met."""
+_FOLDER = "/tmp/nvidia-mps"
+_ROOTS = "/run/nvidia-mps"
+"""Where a daemon of MPS v3 that runs as root makes its sockets (mpsv3-interface.html); CUDA has to be told."""
+_CONTROL = "control"
+_FORBIDDEN = "may not be opened by this user"
+
+
+def environment(environ: Mapping[str, str], budget: Budget, gpus: Sequence[str]) -> tuple[dict[str, str], str]:
+    """`environ` with the limit in it, and a line that says so. Of simulated GPUs only the line.
+
+    Raises MemguardError, with a fix, if MPS would not hold the limit here.
+    """
+    plan = _plan(environ, budget, gpus)
+    old = _mps.too_old(plan)
+    if old is not None:
+        raise DeviceError(
+            f"{old.device.name} ({old.device.uuid}) is older than Volta, and MPS limits no memory there\n"
+            "    fix: leave --mps out: the caps of the frameworks hold without it"
+        )
+    if gpus:
+        text = _mps.value(_mps.limits(plan))
+        return dict(environ), f"--mps would set {_mps.LIMIT}={text}; these GPUs are simulated, so it is not set"
+    sizes = _mps.met(plan, environ.get(_mps.LIMIT))
+    text = _mps.value(sizes)
+    each = ", ".join(f"{format_size(sizes[part.device.uuid])} of {part.device.name}" for part in plan.devices)
+    said = f"MPS lets each process have {each}, its CUDA context included: {_mps.LIMIT}={text}"
+    return {**environ, _mps.LIMIT: text}, said
+
+
+def _plan(environ: Mapping[str, str], budget: Budget, gpus: Sequence[str]) -> Plan:
+    from memguard import _policy
+
+    if gpus:
+        from memguard._devices.simulated import SimulatedHost
+
+        return _policy.plan(budget, SimulatedHost(gpus).devices())
+    from memguard._devices.real import RealHost
+
+    host = RealHost()  # raises where there is no Linux
+    require_daemon(environ)  # first: CUDA that is told of a folder without a daemon cannot be asked for its GPUs
+    try:
+        devices = host.devices(ordinals=True)
+    finally:
+        host.close()
+    if any(device.ordinal is None for device in devices):
+        raise DeviceError(
+            "CUDA could not be asked which GPUs the program sees; if an entry names another, MPS drops every limit\n"
+            "    fix: run `memguard doctor` to see why CUDA does not start"
+        )
+    return _policy.plan(budget, devices)
+
+
+def require_daemon(environ: Mapping[str, str]) -> None:
+    """Raise MemguardError if no control daemon listens where CUDA will look for it.
+
+    CUDA itself says nothing then: the program runs without MPS, and nothing limits it.
+    """
+    folder = environ.get(PIPES) or _FOLDER
+    why = _silent(folder)
+    if why is None:
+        return
+    fix = f"start it with `{_started(folder, environ)}`"
+    if why.endswith(_FORBIDDEN):
+        fix = "run as the user who started it, or have root start it: then it serves every user"
+    elif not environ.get(PIPES) and _silent(_ROOTS) is None:
+        fix = f"export {PIPES}={_ROOTS}: a daemon listens there"
+    elif environ.get(PIPES):
+        fix += f", or set {PIPES} to the folder of one that runs"
+    raise MemguardError(f"no MPS control daemon: {why}\n    fix: {fix}; or leave --mps out")
+
+
+def _started(folder: str, environ: Mapping[str, str]) -> str:
+    return (f"{PIPES}={shlex.quote(folder)} " if environ.get(PIPES) else "") + "nvidia-cuda-mps-control -d"
+
+
+def _silent(folder: str) -> str | None:
+    """Why no daemon can be met in this folder; None if one listens.
+
+    The daemon's socket is SOCK_SEQPACKET. Connecting to it as SOCK_DGRAM fails with EPROTOTYPE if it listens and with
+    ECONNREFUSED if nobody does, and the daemon does not notice either.
+    """
+    path = os.path.join(folder, _CONTROL)
+    try:
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            return f"{path} is no socket"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking:
+            asking.connect(path)
+    except FileNotFoundError:
+        return f"there is no {path}"
+    except (OSError, ValueError) as error:  # ValueError: a null byte, which no environment can hold
+        number = getattr(error, "errno", None)
+        if number == errno.EPROTOTYPE:
+            return None
+        if number in (errno.EACCES, errno.EPERM):
+            return f"{path} {_FORBIDDEN}"
+        if number == errno.ECONNREFUSED:
+            return f"nobody listens at {path}, which a daemon has left behind"
+        return f"{path}: {getattr(error, 'strerror', None) or error}"
+    return f"{path} is the socket of something else"
