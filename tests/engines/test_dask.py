@@ -386,3 +386,21 @@ def test_workers_that_are_threads_share_one_budget_which_the_last_one_ends(budge
         assert _api._active is not None and module.error_message is not untouched
         client.unregister_worker_plugin("memguard")
         assert _api._active is None and module.error_message is untouched
+
+
+def test_a_worker_without_a_budget_says_so(budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without a GPU, with `missing_gpu="warn"`."""
+    monkeypatch.setenv("MEMGUARD_DISABLE", "1")
+    with (
+        LocalCluster(n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None) as made,
+        Client(made) as client,
+    ):
+        client.register_plugin(MemguardPlugin(budget))
+        (address,) = client.scheduler_info()["workers"]
+        found: Any = until(lambda: one if (one := ledgers(client)).workers[address] is not None else None)
+        assert "no budget" in str(found) and "MEMGUARD_DISABLE is set" in found.workers[address]["why"]
+        (about,) = client.scheduler_info()["workers"].values()
+        assert about["metrics"]["memguard_held"] == about["metrics"]["memguard_pressure"] == "no budget"
+        assert client.submit(os.getpid).result(timeout=30) == os.getpid()
+        client.unregister_worker_plugin("memguard")
+        assert not session.callbacks and not session.watches
