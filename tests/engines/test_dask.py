@@ -365,7 +365,7 @@ def test_workers_that_are_threads_share_one_budget_which_the_last_one_ends(budge
 
     untouched = module.error_message
     with (
-        LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address=None) as made,
+        LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address="127.0.0.1:0") as made,
         Client(made) as client,
     ):
         client.register_plugin(MemguardPlugin(budget, simulate="h200"))
@@ -392,7 +392,7 @@ def test_a_worker_without_a_budget_says_so(budget: str, monkeypatch: pytest.Monk
     """As on a machine without a GPU, with `missing_gpu="warn"`."""
     monkeypatch.setenv("MEMGUARD_DISABLE", "1")
     with (
-        LocalCluster(n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None) as made,
+        LocalCluster(n_workers=1, threads_per_worker=1, processes=False, dashboard_address="127.0.0.1:0") as made,
         Client(made) as client,
     ):
         client.register_plugin(MemguardPlugin(budget))
