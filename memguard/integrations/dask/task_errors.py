@@ -1,8 +1,9 @@
 """The report of an out-of-memory error, on the exception that a client gets.
 
 A task's exception never reaches Python's hooks: Dask catches it in the worker, and pickles it with `error_message`.
-That is wrapped, so that the report is noted on the exception first, and notes travel. Where Dask sends another one in
-its place, because the exception is too long or cannot be pickled, that one gets the note.
+That is wrapped, so that the whole report is noted on what is sent: the client does not see the worker's standard error,
+which has it too. Where Dask sends another exception, because this one is too long or cannot be pickled, that one gets
+the note.
 """
 
 from __future__ import annotations
@@ -56,20 +57,23 @@ class _Reported:
         report = hooks.seen(error) if _telling and isinstance(error, Exception) else None
         message = self.original(error, *args, **kwargs)
         if report is not None:
-            _carry(message, report.note)
+            _carry(message, report)
             for tell in [*_telling]:
                 tell(report)
         return message
 
 
-def _carry(message: Any, note: str) -> None:
-    """See that the exception that was pickled has the note."""
+def _carry(message: Any, report: Report) -> None:
+    """Note the report on the exception that was pickled, in the place of its short note."""
     try:
         from distributed.protocol import pickle, to_serialize
 
         sent = pickle.loads(message["exception"].data)
-        if note not in getattr(sent, "__notes__", ()):
-            hooks.add_note(sent, note)
-            message["exception"] = to_serialize(pickle.dumps(sent))
+        notes = getattr(sent, "__notes__", None)
+        if type(notes) is list and report.note in notes:
+            notes[notes.index(report.note)] = str(report)
+        else:
+            hooks.add_note(sent, str(report))
+        message["exception"] = to_serialize(pickle.dumps(sent))
     except Exception as failure:
         _log.debug("a report was not put on a task's error: %s", text_of(failure))
