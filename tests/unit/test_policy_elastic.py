@@ -21,6 +21,8 @@ from memguard._types import DevicePlan, MemoryInfo, Plan, Room, Usage
 from memguard._units import GIB, GRANULE, MIB, round_down
 from memguard.errors import ConfigError, MemguardError, PlanError
 
+pytestmark = pytest.mark.one_case  # no version of what is installed changes it: all of it is our own code
+
 more = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 ROOM = 1000 * GRANULE
 

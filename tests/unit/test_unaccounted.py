@@ -27,6 +27,8 @@ from memguard._specs import LAZY, LIBRARIES, SPECS
 from memguard._types import Device, DeviceSample, Event, FrameworkSample, Sample
 from memguard._units import GIB, MIB
 
+pytestmark = pytest.mark.one_case  # no version of what is installed changes it: all of it is our own code
+
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 BEGIN = 1_700_000_000.0
 UUID = "GPU-00000000-0000-4000-8000-000000000000"
