@@ -197,7 +197,7 @@ def chain(program: str) -> dict[str, Any]:
             ]
             for headroom, offer in offers.items()
         }
-        found = {
+        found: dict[str, Any] = {
             "returncode": 0,
             "wide": wide,
             "tried": [

@@ -13,6 +13,15 @@ from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import SimulatedFramework
 
 
+@pytest.fixture(autouse=True)
+def no_callback_of_another_test() -> Iterator[None]:
+    """`on_pressure` keeps a function for every later budget of the process."""
+    yield
+    session = sys.modules.get("memguard._monitor.session")
+    if session is not None:
+        session.callbacks.clear()
+
+
 @pytest.fixture
 def nothing_stays() -> Iterator[None]:
     finders = list(sys.meta_path)

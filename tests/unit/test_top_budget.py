@@ -42,16 +42,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     yield tmp_path / "memguard"
     if memguard.shutdown() == []:
-        assert nothing_is_left(tmp_path / "memguard")
+        assert left(tmp_path / "memguard") == NOTHING
 
 
-def nothing_is_left(folder: Path) -> bool:
-    left = list(folder.iterdir()) if folder.exists() else []
-    threads = [one.name for one in threading.enumerate() if one.name == "memguard-top"]
-    for thread in [one for one in threading.enumerate() if one.name == "memguard-top"]:
+NOTHING: tuple[list[Any], ...] = ([], [], [])
+
+
+def left(folder: Path) -> tuple[list[Any], ...]:
+    """Files, threads and callbacks."""
+    ending = [one for one in threading.enumerate() if one.name == "memguard-top"]
+    for thread in ending:
         thread.join(5)  # it ends by itself: nobody waits for it
-        threads = [thread.name] if thread.is_alive() else []
-    return (left, threads, session.callbacks) == ([], [], [])
+    files = list(folder.iterdir()) if folder.exists() else []
+    return files, [one.name for one in ending if one.is_alive()], list(session.callbacks)
 
 
 def environment() -> dict[str, str]:
@@ -229,7 +232,7 @@ def test_a_start_that_fails_leaves_nothing(tmp_path: Path, folder: Path) -> None
         late = tmp_path / "run.jsonl"
         late.mkdir()
         start({**WATCHED, "monitor": {"top": True, "timeline": str(late / "no" / "run.jsonl")}}, replace=True)
-    assert _api.current() is before and nothing_is_left(folder)
+    assert _api.current() is before and left(folder) == NOTHING
 
 
 def test_a_monitor_that_cannot_begin_ends_the_socket_too(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -244,7 +247,7 @@ def test_a_monitor_that_cannot_begin_ends_the_socket_too(monkeypatch: pytest.Mon
     monkeypatch.setattr(Monitor, "start", fails)
     with pytest.raises(RuntimeError):
         start(WATCHED)
-    assert seen == ["live"] and _api._active is None and nothing_is_left(folder)
+    assert seen == ["live"] and _api._active is None and left(folder) == NOTHING
 
 
 @pytest.mark.parametrize("wrong", ["folder", "socket"])
@@ -274,7 +277,7 @@ def attempt(at: int | None, folder: Path, guard: Guard) -> bool:
     else:
         assert not points.place, f"it swallowed the interruption at {points.place}"
     undo.run()
-    assert nothing_is_left(folder), points.place
+    assert left(folder) == NOTHING, points.place
     return bool(points.place)
 
 
@@ -296,7 +299,7 @@ def test_a_ctrl_c_anywhere_in_its_end_leaves_what_the_next_end_does(folder: Path
             points.run(undo.run)
         reached, at = bool(points.place), at + 1
         undo.run()
-        assert nothing_is_left(folder), points.place
+        assert left(folder) == NOTHING, points.place
     assert at > 20
 
 
