@@ -80,6 +80,7 @@ def nodes(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [path, *(place for key, inner in items for place in nodes(inner, (*path, key)))]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("make", "read", "error"), KINDS)
 def test_each_value_replaced_removed_or_said_twice(
     tmp_path: Path, make: Callable[[Path], bytes], read: Callable[[Path], None], error: type[Exception]

@@ -125,6 +125,7 @@ def test_a_budget_written_again_gives_the_same_plan(asked: dict[str, Any], model
     assert outcome(dumped, models) == plan
 
 
+@pytest.mark.long  # of the generator of these tests
 def test_each_kind_of_outcome_is_really_tried() -> None:
     kinds = {"plan": 0, "PlanError": 0, "ConfigError": 0}
 
