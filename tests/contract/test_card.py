@@ -16,6 +16,8 @@ from memguard._frameworks import driver_pages
 from memguard._frameworks.driver_pages import DriverPages, Slabs
 from memguard._units import GIB, MIB
 
+pytestmark = pytest.mark.long  # no version of what is installed changes it: all of it is our own code
+
 HERE = Path(__file__).parent
 PAGE = 2 * MIB
 

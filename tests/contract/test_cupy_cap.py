@@ -14,6 +14,8 @@ from memguard._frameworks.driver_pages import TINY, slabs, whole_share
 from memguard._types import Shortage, Usage
 from memguard._units import MIB
 
+pytestmark = pytest.mark.one_case  # no version of what is installed changes it: all of it is our own code
+
 __all__ = ["model"]
 PAGE = 2 * MIB
 UNIT = 512

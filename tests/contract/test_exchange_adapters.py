@@ -26,6 +26,8 @@ from memguard.exchange import last_route, lifetimes, to, transfer
 from memguard.exchange.adapters import registry
 from memguard.exchange.lifetimes import Offer
 
+pytestmark = pytest.mark.one_case  # no version of what is installed changes it: all of it is our own code
+
 HERE = Path(__file__).parent
 PRIMARY = 0x1000
 """The primary context of `gpu_clocks`."""

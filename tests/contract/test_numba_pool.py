@@ -24,6 +24,8 @@ from memguard._frameworks.numba.pool import Block, Pool
 from memguard._units import MIB
 from memguard.errors import DeviceError
 
+pytestmark = pytest.mark.one_case  # no version of what is installed changes it: all of it is our own code
+
 __all__ = ["model"]  # a fixture
 
 PAGE = 2 * MIB

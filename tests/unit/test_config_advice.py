@@ -213,6 +213,7 @@ MISSPELT = sorted(
 )
 
 
+@pytest.mark.long
 def test_every_key_misspelt() -> None:
     """Two of them are one letter from another key of the same level, and are taken for that."""
     others = []
@@ -254,6 +255,7 @@ HOMES = {
 }
 
 
+@pytest.mark.long
 def test_every_key_one_level_up_or_down_or_beside() -> None:
     """Each key of each level, below each other level: it is told where it belongs."""
     tried = 0

@@ -226,6 +226,7 @@ PAGES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page", PAGES)
 def test_what_a_page_runs_does_what_it_says(page: str, tmp_path: Path) -> None:
     environ = environment(tmp_path)

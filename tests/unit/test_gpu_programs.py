@@ -19,6 +19,8 @@ import memguard
 from memguard import _policy
 from memguard._devices.simulated import SimulatedHost
 
+pytestmark = pytest.mark.long  # no version of what is installed changes what only developers run
+
 CARDS = "h100", "h200"
 HELD_BACK = {
     "tests/gpu/test_programs.py::test_a_busy_card": "a holder of the card says first how much is free",

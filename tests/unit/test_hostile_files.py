@@ -19,6 +19,8 @@ from memguard._types import Event, FrameworkSample, Pressure
 from memguard._units import GIB
 from memguard.errors import TimelineError, TraceError
 
+pytestmark = pytest.mark.one_case  # no version of what is installed changes it: all of it is our own code
+
 ROOT = Path(__file__).parents[2]
 WEIRD = [
     None, True, False, -1, 0, 1, 2**31, 2**53, 2**63, 2**64, 10**400, -(10**30), 0.5, -0.0, 1e308, "", "0", "1", "x",
@@ -78,6 +80,7 @@ def nodes(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [path, *(place for key, inner in items for place in nodes(inner, (*path, key)))]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("make", "read", "error"), KINDS)
 def test_each_value_replaced_removed_or_said_twice(
     tmp_path: Path, make: Callable[[Path], bytes], read: Callable[[Path], None], error: type[Exception]

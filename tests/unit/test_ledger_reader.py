@@ -21,6 +21,8 @@ from memguard._ledger.types import DeviceLedger
 from memguard._types import Applied, Device, DevicePlan, Enforcement, FrameworkSample, Usage
 from memguard._units import GIB, MIB
 
+pytestmark = pytest.mark.one_case  # no version of what is installed changes it: all of it is our own code
+
 FIRST = 518 * MIB + 94 * MIB
 """A context and torch's own modules."""
 COLLECTIVE, FURTHER = 838 * MIB, 486 * MIB

@@ -80,6 +80,7 @@ def test_only_one_module_opens_libraries() -> None:
     assert found == {"libcuda.py"}
 
 
+@pytest.mark.long  # reads the sources
 def test_only_the_named_places_load_the_library_or_initialise_cuda() -> None:
     """In a user's process that takes 215 ms and makes CUDA unusable in forked children: only attaching may."""
     found: dict[str, set[str]] = {"load": set(), "cuInit": set()}

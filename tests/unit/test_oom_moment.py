@@ -721,6 +721,7 @@ def test_two_threads_at_once_have_a_report_each(guard: memguard.Guard) -> None:
         assert report.moment is not None and report.moment.framework == name
 
 
+@pytest.mark.long
 def test_ten_thousand_caught_errors_stay_cheap(guard: memguard.Guard, tmp_path: Path) -> None:
     """A program that probes batch sizes: few events, little memory, well below a millisecond each."""
     framework: Any = guard.frameworks["torch"]

@@ -140,6 +140,7 @@ def test_the_pages_of_the_doctor_come_with_the_package(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout.rstrip()) == (0, pages["mig"].rstrip()), done.stderr
 
 
+@pytest.mark.long  # so are the next two: the rules under which these tests run
 @pytest.mark.parametrize(
     ("options", "folder", "code"),
     [([], "unit", 0), (["--no-skips"], "unit", 1), (["--no-skips"], "gpu", 0)],
@@ -198,6 +199,7 @@ def test_counts():
 """
 
 
+@pytest.mark.long
 def test_the_edges_have_ten_examples_of_each_property_and_state_machine(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
     (tmp_path / "test_some.py").write_text(PROPERTIES)
@@ -221,6 +223,7 @@ def test_arithmetic(a): pass
 """
 
 
+@pytest.mark.long
 def test_the_edges_have_each_row_of_each_parametrize(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
     (tmp_path / "test_some.py").write_text(CASES)

@@ -195,7 +195,11 @@ NOT_BEFORE = (
 
 
 @pytest.mark.parametrize(
-    ("name", "before"), [(n, b) for n in PLUGS for b in (False, True) if not (b and n.startswith(NOT_BEFORE))]
+    ("name", "before"),
+    [
+        *((name, False) for name in PLUGS),
+        *(pytest.param(name, True, marks=pytest.mark.long) for name in PLUGS if not name.startswith(NOT_BEFORE)),
+    ],
 )
 def test_nothing_that_is_plugged_in_ends_the_monitor(
     name: str, before: bool, monkeypatch: pytest.MonkeyPatch, forgotten: None

@@ -20,6 +20,8 @@ from memguard._types import MemoryInfo, Usage
 from memguard._units import GIB, GRANULE, MIB, parse_size
 from memguard.errors import ConfigError, PlanError, Problem
 
+pytestmark = pytest.mark.one_case  # no version of what is installed changes it: all of it is our own code
+
 DEVICES = SimulatedHost(["h200", "t4", "l40s"]).devices()
 
 

@@ -21,6 +21,8 @@ from memguard._types import DevicePlan, MemoryInfo, Plan, Room, Usage
 from memguard._units import GIB, GRANULE, MIB, round_down
 from memguard.errors import ConfigError, MemguardError, PlanError
 
+pytestmark = pytest.mark.one_case  # no version of what is installed changes it: all of it is our own code
+
 more = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 ROOM = 1000 * GRANULE
 
@@ -252,6 +254,7 @@ def test_a_budget_written_again_gives_the_same_plan(asked: dict[str, Any], model
     assert outcome(from_mapping(asked).model_dump(exclude_none=True), models) == plan
 
 
+@pytest.mark.long  # of the generator of these tests
 def test_each_kind_of_outcome_is_really_tried() -> None:
     kinds = {"plan": 0, "lent": 0, "PlanError": 0, "ConfigError": 0, "below": 0}
 

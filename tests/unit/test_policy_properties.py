@@ -17,6 +17,8 @@ from memguard._types import Device, MemoryInfo, Plan, Usage
 from memguard._units import GIB, GRANULE, MIB, TIB, round_down
 from memguard.errors import MemguardError, PlanError
 
+pytestmark = pytest.mark.one_case  # no version of what is installed changes it: all of it is our own code
+
 more = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 PERCENTS = st.one_of(
@@ -123,6 +125,7 @@ def test_a_budget_written_again_gives_the_same_plan(asked: dict[str, Any], model
     assert outcome(dumped, models) == plan
 
 
+@pytest.mark.long  # of the generator of these tests
 def test_each_kind_of_outcome_is_really_tried() -> None:
     kinds = {"plan": 0, "PlanError": 0, "ConfigError": 0}
 

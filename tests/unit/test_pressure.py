@@ -18,6 +18,8 @@ from memguard._monitor.pressure import BLOCKS, START, Action, PressureState, Set
 from memguard._types import Device, DevicePlan, DeviceSample, Event, FrameworkSample, Pressure, Sample, WorkloadReport
 from memguard._units import GIB, MIB
 
+pytestmark = pytest.mark.one_case  # no version of what is installed changes it: all of it is our own code
+
 BEGIN = 1_700_000_000.0
 TOTAL = 140 * GIB
 UUID = "GPU-00000000-0000-4000-8000-000000000000"

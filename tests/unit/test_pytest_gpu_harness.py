@@ -9,6 +9,8 @@ from types import ModuleType
 
 import pytest
 
+pytestmark = pytest.mark.long  # no version of what is installed changes what only developers run
+
 GPU_TEST = Path(__file__).parents[1] / "gpu" / "test_pytest_plugin_gpu.py"
 BODY = """
 import only_there  # a package that PYTHONPATH alone brings, as on a machine whose packages lie in a folder

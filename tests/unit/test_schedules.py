@@ -43,6 +43,7 @@ def test_no_refusal_was_avoidable(first: int) -> None:
     assert kinds["served"] > 5 * (kinds["infeasible"] + kinds["blocked"])
 
 
+@pytest.mark.long
 def test_without_lending_refusals_are_avoidable() -> None:
     """The caps stay what they are at the start: the minima, as if these were plain limits."""
     found = [played(seed, lends=False).verdicts for seed in CONTROLS]
@@ -50,12 +51,14 @@ def test_without_lending_refusals_are_avoidable() -> None:
     assert not any(verdicts.above_limit or verdicts.minima for verdicts in found)
 
 
+@pytest.mark.long
 def test_without_giving_back_refusals_are_avoidable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unused headroom is lent, but nobody gives back a cache."""
     monkeypatch.setattr(reclaimer.Reclaimer, "_give_back", lambda *_: 0)
     assert sum(len(played(seed).verdicts.avoidable) for seed in CONTROLS) > len(CONTROLS)
 
 
+@pytest.mark.long
 def test_caps_that_may_all_reach_their_max_pass_the_limit() -> None:
     def overbook(guard: Guard) -> None:
         (part,) = guard.plan.devices
@@ -66,6 +69,7 @@ def test_caps_that_may_all_reach_their_max_pass_the_limit() -> None:
     assert any(verdicts.above_limit for verdicts in found) and any(verdicts.minima for verdicts in found)
 
 
+@pytest.mark.long
 def test_lending_that_forgets_the_minima_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     ask = lending.ask
 
@@ -78,6 +82,7 @@ def test_lending_that_forgets_the_minima_is_noticed(monkeypatch: pytest.MonkeyPa
     assert any("within its min" in fault.what for verdicts in found for fault in verdicts.avoidable)
 
 
+@pytest.mark.long
 def test_where_others_use_the_card_too_no_refusal_was_avoidable() -> None:
     """Another process holds part of the room, so the driver refuses before the caps do."""
     blocked = 0

@@ -17,6 +17,8 @@ import pytest
 
 import memguard
 
+pytestmark = pytest.mark.long  # no version of what is installed changes what only developers run
+
 PACKAGE = Path(memguard.__file__).parent
 
 TOY = '''

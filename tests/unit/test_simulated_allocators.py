@@ -24,6 +24,8 @@ from memguard._frameworks.simulated.allocators import (
 from memguard._frameworks.simulated.driver_allocators import CuPyPool, NumbaMemory
 from memguard._units import GIB, KIB, MIB, round_up
 
+pytestmark = pytest.mark.one_case  # no version of what is installed changes it: all of it is our own code
+
 Make = Callable[[Driver, int], Allocator]
 
 

@@ -12,6 +12,8 @@ from memguard._frameworks.simulated.allocators import AllocationRefused
 from memguard._frameworks.simulated.driver_allocators import CuPyPool, NumbaMemory, Piece, SimulatedPages
 from memguard._units import GIB, KIB, MIB, round_up
 
+pytestmark = pytest.mark.one_case  # no version of what is installed changes it: all of it is our own code
+
 TOTAL = 1000 * MIB
 
 

@@ -18,6 +18,8 @@ from memguard._types import Device, MemoryInfo
 from memguard._units import MIB
 from memguard.errors import NotActive
 
+pytestmark = pytest.mark.long  # no version of what is installed changes what only developers run
+
 
 def test_ten_minutes() -> None:
     outcome = hour.simulated_hour(7, 600)

@@ -18,6 +18,8 @@ from memguard._suggest.evidence import Run, observe
 from memguard._types import Plan
 from memguard._units import GIB
 
+pytestmark = pytest.mark.one_case  # no version of what is installed changes it: all of it is our own code
+
 WIDE = {"torch": "24GiB", "cupy": "12GiB", "jax": "12GiB", "pycuda": "8GiB", "numba": "8GiB"}
 TIGHT = {"torch": "1GiB", "cupy": "768MiB", "pycuda": "512MiB", "numba": "256MiB"}
 """Without JAX, which tells nobody what it refuses."""

@@ -19,6 +19,8 @@ from memguard._monitor.pressure import START, Action, PressureState, Settings, d
 from memguard._types import DeviceSample, FrameworkSample, Pressure, Sample, WorkloadReport
 from memguard._units import GIB, MIB
 
+pytestmark = pytest.mark.long  # no version of what is installed changes it: all of it is our own code
+
 DOCS = Path(__file__).parents[2] / "docs" / "watching.md"
 BEGIN = 1_700_000_100.0
 

@@ -27,6 +27,8 @@ from memguard._specs import LAZY, LIBRARIES, SPECS
 from memguard._types import Device, DeviceSample, Event, FrameworkSample, Sample
 from memguard._units import GIB, MIB
 
+pytestmark = pytest.mark.one_case  # no version of what is installed changes it: all of it is our own code
+
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 BEGIN = 1_700_000_000.0
 UUID = "GPU-00000000-0000-4000-8000-000000000000"
@@ -147,6 +149,7 @@ def test_a_slow_leak_of_670_mib_in_an_hour_ends_as_unaccounted_and_is_said(at_wo
     assert times and times[0] <= 1200 and len(times) <= 5, "once, and each time that it has doubled"
 
 
+@pytest.mark.long
 def test_the_monitor_says_it_at_its_default_interval_within_10_s() -> None:
     guard = memguard.init(
         {"version": 1, "frameworks": {name: {"share": "10%"} for name in SIX}, "monitor": {}}, simulate="h200"
