@@ -12,7 +12,7 @@ from typing import Any
 import _listed
 from _run import MIB, ROOT
 from _suspend_arrays import REHEARSAL
-from _suspend_children import HERE, Broke, Child, end, resume, target
+from _suspend_children import HERE, Broke, Child, end, resume, surroundings, target
 from _suspend_rounds import small
 
 ROUNDS = 30
@@ -44,8 +44,9 @@ def calls(name: str) -> dict[str, Any]:
         except Broke as error:
             code = child.process.poll()
             if code is None:
-                resume(child.pid)  # whatever holds the GIL goes on
-                found["hung"].append(str(error)[-1500:])
+                said = resume(child.pid)  # whatever holds the GIL goes on
+                how = f"memguard resume: rc {said['rc']} in {said['seconds']} s: {(said['err'] + said['out'])[-300:]}"
+                found["hung"].append(f"{str(error)[-1500:]}\n{how}")
             else:
                 found["crashed"].append({"call": child.crashed_in(), "rc": code, "text": str(error)[-700:]})
         finally:
@@ -159,10 +160,9 @@ def _controlled(child: Child, way: str, step: str | None, delay: float) -> dict[
     if not hasattr(child, "needs"):
         child.needs = json.dumps({_uuid(): card.of(child.pid) or 0})  # type: ignore[attr-defined]
     code, words = (REHEARSED, [str(HERE)]) if REHEARSAL else (CONTROLLER, [])
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(child.pid), way, child.needs, *words],  # type: ignore[attr-defined]
-        stdout=subprocess.PIPE, text=True, env=environment,
+        stdout=subprocess.PIPE, text=True, env=surroundings(ROOT),
     )  # fmt: skip
     reached = None
     try:

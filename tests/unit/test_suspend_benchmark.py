@@ -198,6 +198,26 @@ def test_an_earlier_run_of_the_same_code_is_kept(monkeypatch: pytest.MonkeyPatch
     assert [list(run["failed"]) for run in found["earlier_runs"]] == [list(_listed.PEAK)]
 
 
+def test_a_scenario_that_hangs_with_its_turn_keeps_no_other_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The queue for room is a folder of the user's own (`turn.folder`): each scenario's processes have their own."""
+    seen: list[tuple[str, str]] = []
+
+    def scenario() -> dict[str, Any]:
+        with _children.Child("_suspend_target.py", "cupy") as child:
+            words = Path(f"/proc/{child.pid}/environ").read_text().split("\0")
+        child.process.stdout.close()
+        runtime = next(word.partition("=")[2] for word in words if word.startswith("XDG_RUNTIME_DIR="))
+        seen.append((runtime, _children.surroundings()["XDG_RUNTIME_DIR"]))
+        assert os.stat(runtime).st_uid == os.geteuid() and os.stat(runtime).st_mode & 0o777 == 0o700
+        return {}
+
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/nowhere")
+    monkeypatch.setattr(benchmark, "SCENARIOS", {"one": scenario, "two": scenario})
+    assert [benchmark.run(name)[1]["returncode"] for name in ("one", "two")] == [0, 0]
+    (first, commands), (second, _) = seen
+    assert first == commands and first != second and not Path(first).exists()
+
+
 def test_a_crash_names_the_call(tmp_path: Path) -> None:
     """The control's process dies in a call: faulthandler says in which."""
     result, _ = rehearsed(tmp_path, "--only", "control")
