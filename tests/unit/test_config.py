@@ -366,7 +366,9 @@ print(json.dumps([problems, _config.json_schema()]))
 
 
 def test_a_row_is_enough_for_a_framework_and_its_options(tmp_path: Path) -> None:
-    shutil.copytree(Path(_config.__file__).parents[1], tmp_path / "memguard", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        Path(_config.__file__).parents[1], tmp_path / "memguard", ignore=shutil.ignore_patterns("__pycache__")
+    )
     specs = tmp_path / "memguard" / "_specs.py"
     specs.write_text(specs.read_text().replace("\nSPECS: ", f"{ROW}\nSPECS: "))
     twice = "did you mean 'streams'? It is there too: keep one of them"
