@@ -18,6 +18,8 @@ from _suspend_rounds import small
 ROUNDS = 30
 AGAIN = 4
 """Processes that may crash before a framework's calls are given up."""
+AT_MOST = 200.0
+"""Seconds after which no other one begins: each that hangs takes two minutes, and what was seen is to be told."""
 DELAYS = (0.0, 0.0, 0.02, 0.1, 0.25)
 """Seconds after the beginning of a step: one for each round."""
 
@@ -27,7 +29,10 @@ def calls(name: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         "rounds": 0, "ends": {}, "crashed": [], "broken": {}, "wrong": 0, "hung": [], "kinds": [],
     }  # fmt: skip
-    for _ in range(AGAIN):
+    until = time.monotonic() + AT_MOST
+    for number in range(AGAIN):
+        if number and time.monotonic() >= until:
+            break
         child = Child("_suspend_target.py", name)
         try:
             child.must("begin", 180, names=[name], size=small(16 * MIB))
