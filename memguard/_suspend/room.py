@@ -146,6 +146,8 @@ def _words(
             reasons.append(f"{wait.uuid}: {_before(ahead.get(wait.uuid, ()))}")
     longer = f"wait longer (`memguard resume {pid} --wait 1h`; without --wait, until there is room)"
     fix = f"end or suspend one of those below, or {longer}" if held else longer
+    if first := next((pids[0] for pids in ahead.values()), None):
+        fix += f"; if process {first} stands still, all behind it wait until it is ended"
     return "\n".join([f"{'; '.join(reasons)}\n    fix: {fix}", *held])
 
 

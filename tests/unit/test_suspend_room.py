@@ -296,6 +296,7 @@ def test_who_came_first_is_waited_for(tmp_path: Any) -> None:
         head, fix = lacking.splitlines()
         assert head == f"{GPU}: process {os.getpid()} came before it and waits for its turn"
         assert fix.startswith("    fix: wait longer"), "nobody who holds the room is to be ended: there is enough"
+        assert fix.endswith(f"; if process {os.getpid()} stands still, all behind it wait until it is ended")
         assert seen[0].ahead == 1
         with Turn([GPU], str(tmp_path)):
             lacking, _ = _wait(_Door(9 * GIB), tmp_path, timeout=0.01)
