@@ -24,8 +24,8 @@ and failed there runs again. The whole in calls of at most ten minutes:
 
 The result is written after each scenario, so that what ends the run does not lose what was measured.
 
-The card needs to be this program's alone, and the machine 110 GiB of free host memory. A process that was restored is
-suspended again before it is killed.
+The card needs to be this program's alone, and the machine 110 GiB of free host memory. Part i needs jupyter_client and
+ipykernel. A process that was restored is suspended again before it is killed.
 """
 
 from __future__ import annotations
