@@ -12,12 +12,14 @@ from typing import Any
 import _listed
 from _run import MIB, ROOT
 from _suspend_arrays import REHEARSAL
-from _suspend_children import HERE, Broke, Child, end, resume, target
+from _suspend_children import HERE, Broke, Child, end, resume, surroundings, target
 from _suspend_rounds import small
 
 ROUNDS = 30
 AGAIN = 4
 """Processes that may crash before a framework's calls are given up."""
+AT_MOST = 200.0
+"""Seconds after which no other one begins: each that hangs takes two minutes, and what was seen is to be told."""
 DELAYS = (0.0, 0.0, 0.02, 0.1, 0.25)
 """Seconds after the beginning of a step: one for each round."""
 
@@ -27,7 +29,10 @@ def calls(name: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         "rounds": 0, "ends": {}, "crashed": [], "broken": {}, "wrong": 0, "hung": [], "kinds": [],
     }  # fmt: skip
-    for _ in range(AGAIN):
+    until = time.monotonic() + AT_MOST
+    for number in range(AGAIN):
+        if number and time.monotonic() >= until:
+            break
         child = Child("_suspend_target.py", name)
         try:
             child.must("begin", 180, names=[name], size=small(16 * MIB))
@@ -44,8 +49,9 @@ def calls(name: str) -> dict[str, Any]:
         except Broke as error:
             code = child.process.poll()
             if code is None:
-                resume(child.pid)  # whatever holds the GIL goes on
-                found["hung"].append(str(error)[-1500:])
+                said = resume(child.pid)  # whatever holds the GIL goes on
+                how = f"memguard resume: rc {said['rc']} in {said['seconds']} s: {(said['err'] + said['out'])[-300:]}"
+                found["hung"].append(f"{str(error)[-1500:]}\n{how}")
             else:
                 found["crashed"].append({"call": child.crashed_in(), "rc": code, "text": str(error)[-700:]})
         finally:
@@ -159,10 +165,9 @@ def _controlled(child: Child, way: str, step: str | None, delay: float) -> dict[
     if not hasattr(child, "needs"):
         child.needs = json.dumps({_uuid(): card.of(child.pid) or 0})  # type: ignore[attr-defined]
     code, words = (REHEARSED, [str(HERE)]) if REHEARSAL else (CONTROLLER, [])
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(child.pid), way, child.needs, *words],  # type: ignore[attr-defined]
-        stdout=subprocess.PIPE, text=True, env=environment,
+        stdout=subprocess.PIPE, text=True, env=surroundings(ROOT),
     )  # fmt: skip
     reached = None
     try:

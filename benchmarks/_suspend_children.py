@@ -6,6 +6,7 @@ The parent itself has no CUDA. It reads NVML, which a suspended process cannot.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import json
 import os
 import queue
@@ -29,6 +30,31 @@ harsh: list[str] = []
 """Processes that had to be killed although they were restored and could not be suspended again."""
 
 
+_runtime: contextvars.ContextVar[str | None] = contextvars.ContextVar("runtime", default=None)
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Processes that are started within the block take their turns among themselves alone.
+
+    Else one that hangs with the turn would keep those of every other scenario waiting, until their time is up.
+    """
+    with tempfile.TemporaryDirectory(prefix="memguard-", ignore_cleanup_errors=True) as folder:
+        token = _runtime.set(folder)
+        try:
+            yield
+        finally:
+            _runtime.reset(token)
+
+
+def surroundings(*paths: object, **more: str) -> dict[str, str]:
+    """The environment of a process, with `paths` before those of PYTHONPATH."""
+    before = os.environ.get("PYTHONPATH", "")
+    found = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, paths), *([before] if before else [])]), **more}
+    folder = _runtime.get()
+    return found if folder is None else {**found, "XDG_RUNTIME_DIR": folder}
+
+
 class Broke(Exception):
     """A child died, or did not answer in time."""
 
@@ -37,20 +63,18 @@ class Child:
     """One process of `_suspend_target.py` or `_suspend_others.py`, which answers each line with a line."""
 
     def __init__(self, script: str, *words: str, env: dict[str, str] | None = None) -> None:
-        environment = {
-            **os.environ,
+        ours = {
             "PYTHONFAULTHANDLER": "1",
             "TF_CPP_MIN_LOG_LEVEL": "2",
             "TF_FORCE_GPU_ALLOW_GROWTH": "true",
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-            **(env or {}),
         }
-        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(HERE), environment.get("PYTHONPATH", "")])
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (a pipe that nobody reads fills up)
         self.words = words
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / script), *words],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True, env=environment,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True,
+            env=surroundings(ROOT, HERE, **{**ours, **(env or {})}),
         )  # fmt: skip
         self.touched = False
         """Whether anybody has begun to suspend it."""
@@ -227,10 +251,9 @@ def command(*words: str, limit: float = 60.0) -> dict[str, Any]:
     started = time.monotonic()
     if REHEARSAL:
         return _rehearsed(*words)
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     child = subprocess.Popen(
         [sys.executable, "-m", "memguard", *words],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=surroundings(ROOT),
     )  # fmt: skip
     try:
         out, err = child.communicate(timeout=limit)

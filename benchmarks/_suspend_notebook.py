@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import time
 from typing import Any
 
 from _run import ROOT
 from _suspend_arrays import REHEARSAL
-from _suspend_children import HERE, Broke, Card, away_again, other
+from _suspend_children import HERE, Broke, Card, away_again, other, surroundings
 
 IDLE = "3s"
 PATIENCE = 45.0
@@ -41,8 +40,7 @@ class Kernel:
         self.client: Any = None
 
     def start(self) -> None:
-        paths = os.pathsep.join([str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")])
-        self.manager.start_kernel(env={**os.environ, "PYTHONPATH": paths})
+        self.manager.start_kernel(env=surroundings(ROOT, HERE))
         self.client = self.manager.client()
         self.client.start_channels()
         self.client.wait_for_ready(timeout=90)

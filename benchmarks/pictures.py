@@ -26,7 +26,7 @@ RECORDING = RESULTS / "h200-recording.jsonl"
 FOLDER = ROOT / "docs" / "pictures"
 TERMINAL = (100, 24)
 """Columns and rows."""
-WINDOW = (1200, 1540)
+WINDOW = (1200, 1600)
 """Pixels."""
 AFTER = 0.3
 """Seconds."""

@@ -15,7 +15,10 @@ A run passes if the program ends well and nothing was refused, whether or not th
 
 `recording` is a run of twenty seconds with PyTorch, JAX and CuPy, whose budget becomes tight and which catches two
 out-of-memory errors: `--recording PATH` keeps its timeline. At most five processes run at once. `--only` takes names,
-separated by semicolons. SIGINT ends the runs at once, and what was measured by then is written, as `stopped`.
+separated by semicolons, and `--merge` takes from another run's JSON what is not named, or all that is whole there.
+The result is written after each program. SIGINT and SIGTERM end the runs at once, and what was measured by then is
+written, as `stopped`. It takes some 290 s.
+
 With MEMGUARD_SUGGEST_REHEARSAL set, stand-ins on simulated GPUs run in place of the programs.
 """
 
@@ -32,14 +35,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _run import MIB, ROOT, attempt, conclude, header
+from _listed import SUGGEST
+from _run import MIB, RESULTS, ROOT, attempt, conclude, header, keep_runs, merged
 from _suggest_checks import SUGGEST_TRIED, suggest_checks
 
 PROGRAMS = Path(__file__).resolve().parent / "suggest_programs"
@@ -256,42 +260,81 @@ def recording(keep: Path | None) -> dict[str, Any]:
     }
 
 
-def scenarios(names: Sequence[str], keep: Path | None) -> dict[str, dict[str, Any]]:
-    def one(name: str) -> dict[str, Any]:
+def scenarios(
+    names: Sequence[str], keep: Path | None, tell: Callable[[str, dict[str, Any]], None] = lambda *_: None
+) -> dict[str, dict[str, Any]]:
+    """Each program's outcome. `tell` gets it as soon as it is there."""
+
+    def one(name: str) -> tuple[str, dict[str, Any]]:
         started = time.monotonic()
         found = attempt(lambda: recording(keep) if name == "recording" else chain(name))
         found.setdefault("wall_s", round(time.monotonic() - started, 1))
         print(f"{name}: rc {found.get('returncode')}, {found['wall_s']} s", file=sys.stderr, flush=True)
-        return found
+        return name, found
 
-    with ThreadPoolExecutor(len(names)) as threads:
-        return dict(zip(names, threads.map(one, names), strict=True))
+    ended = {}
+    with ThreadPoolExecutor(max(1, len(names))) as threads:
+        for done in as_completed([threads.submit(one, name) for name in names]):
+            name, outcome = done.result()
+            ended[name] = outcome
+            tell(name, outcome)
+    return {name: ended[name] for name in names}
+
+
+def whole(found: dict[str, dict[str, Any]]) -> list[str]:
+    """Those of which every check passed: they need not run again."""
+    checks = suggest_checks(found)
+    return [name for name in found if all(checks[check][0] for check in SUGGEST[name])]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path)
     parser.add_argument("--only", help="names of programs, or recording, separated by semicolons")
+    parser.add_argument("--merge", type=Path, action="append", default=[], help="programs from another run's JSON")
     parser.add_argument("--recording", type=Path, metavar="PATH", help="where to keep the timeline of the recording")
     arguments = parser.parse_args()
     known = [*FRAMEWORKS, "recording"]
-    names = arguments.only.split(";") if arguments.only else known
+    before = merged(arguments.merge, "scenarios")["scenarios"]
+    names = arguments.only.split(";") if arguments.only else [name for name in known if name not in whole(before)]
     if unknown := [name for name in names if name not in known]:
         parser.error(f"no such program: {', '.join(unknown)}; there are: {'; '.join(known)}")
     sys.path.insert(0, str(ROOT))
-    signal.signal(signal.SIGINT, stop)
-    started = time.monotonic()
-    found = scenarios(names, arguments.recording)
-    result: dict[str, Any] = {
-        "about": header("python benchmarks/suggest.py", "_suggest", "cli"),
-        "rehearsed": REHEARSED,
-        **({"stopped": True} if _stopped.is_set() else {}),
-        "seconds": round(time.monotonic() - started, 1),
-        "scenarios": found,
-    }
-    result["checks"] = suggest_checks(found)
-    conclude(result, arguments.output)
-    if not all(passed for passed, _ in result["checks"].values()):
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    about, started, found = header("python benchmarks/suggest.py", "_suggest", "cli"), time.monotonic(), dict(before)
+    # What stood in the file, and what is run again: a rerun does not make a failure undone.
+    output = arguments.output
+    paths = [*dict.fromkeys((output.resolve(), RESULTS / output.name))] if output else []
+    kept = [*filter(Path.exists, paths), *(arguments.merge if set(names) & set(before) else ())]
+    earlier = [json.loads(path.read_text()) for path in kept]
+
+    def result() -> dict[str, Any]:
+        told: dict[str, Any] = {
+            "about": about,
+            "rehearsed": REHEARSED,
+            **({"stopped": True} if _stopped.is_set() else {}),
+            "seconds": round(time.monotonic() - started, 1),
+            "scenarios": {name: found[name] for name in known if name in found},
+        }
+        told["checks"] = suggest_checks(told["scenarios"])
+        for one in earlier:
+            keep_runs(one, told)
+        return told
+
+    def tell(name: str, outcome: dict[str, Any]) -> None:
+        found[name] = outcome
+        if output is not None:
+            new = output.with_suffix(".part")
+            new.write_text(json.dumps(result(), indent=1) + "\n")
+            new.replace(output)
+
+    scenarios(names, arguments.recording, tell)
+    last = result()
+    conclude(last, output)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a second one does not make it another end
+        signal.signal(number, signal.SIG_IGN)
+    if not all(passed for passed, _ in last["checks"].values()):
         raise SystemExit(1)
 
 

@@ -24,8 +24,8 @@ and failed there runs again. The whole in calls of at most ten minutes:
 
 The result is written after each scenario, so that what ends the run does not lose what was measured.
 
-The card needs to be this program's alone, and the machine 110 GiB of free host memory. A process that was restored is
-suspended again before it is killed.
+The card needs to be this program's alone, and the machine 110 GiB of free host memory. Part i needs jupyter_client and
+ipykernel. A process that was restored is suspended again before it is killed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ import _suspend_rounds
 from _listed import BREAKS, REFUSED, SIX, SUSPEND, SUSPEND_STEPS
 from _run import RESULTS, attempt, conclude, header, keep_runs, merged
 from _suspend_checks import suspend_checks
-from _suspend_children import harsh
+from _suspend_children import apart, harsh
 
 Scenario = Callable[[], dict[str, Any]]
 _BREAKS: dict[str, Callable[[str], dict[str, Any]]] = {
@@ -88,14 +88,15 @@ PARTS: dict[str, dict[str, Scenario]] = {
 }
 SCENARIOS: dict[str, Scenario] = {name: do for of in PARTS.values() for name, do in of.items()}
 TOGETHER = "bfcad"
-"""The longest first. On one GPU processes come back one after the other: what has most rounds ends last."""
+"""The longest first. The queue for room is each scenario's own (`apart`)."""
 AT_ONCE = 14
 """Processes and their helpers, on 16 cores. Where times count it is one."""
 
 
 def run(name: str) -> tuple[str, dict[str, Any]]:
     started = time.monotonic()
-    outcome = attempt(SCENARIOS[name])
+    with apart():
+        outcome = attempt(SCENARIOS[name])
     outcome.setdefault("returncode", 0)
     outcome["wall_s"] = round(time.monotonic() - started, 1)
     print(f"{name}: rc {outcome['returncode']}, {outcome['wall_s']} s", file=sys.stderr, flush=True)

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from memguard._report import palette
+from memguard._report import lanes, palette
 from memguard._report.edges import level, outside_of, with_edges
 from memguard._report.model import Entry, FrameworkView, GpuView, Line, Run, Span
 from memguard._units import GIB, MIB, format_size
@@ -19,9 +19,10 @@ from memguard._units import GIB, MIB, format_size
 _STACK, _LANE, _PANEL, _GAP = 300, 84, 92, 26
 """Pixels of each row, and between two."""
 _TOP, _BOTTOM = 34, 52
-_HEIGHTS = {"oom": 0.56, "critical": 0.4, "warn": 0.26, "note": 0.12}
-"""Where in its lane a marker lies. Above them are the spans' names."""
-_SPANS = 0.72
+_HEIGHTS = {"oom": 47, "critical": 34, "warn": 22, "note": 10}
+"""How many pixels above the lower end of the lane a marker lies. Above them are the spans with their names."""
+_MARKERS, _SPAN = 60, 18
+"""Pixels of the lane that markers have, and that each further row of spans has."""
 _NAMED = 0.04
 """The part of the run that a span must take to have its name on it: those of shorter ones would cover each other."""
 _FAR = 3
@@ -63,13 +64,14 @@ class Rows(NamedTuple):
     """What all figures of one GPU have in common, so that their rows lie beside each other.
 
     `names` are the frameworks with a panel, also of those that only the other run has. `tops` is the upper end of each
-    panel by name, and of the stack under "". `lane`: there is room for events and spans. With a `span`, in seconds, the
-    axis shows the time since the start up to that; else the time of day in UTC, up to the run's end.
+    panel by name, and of the stack under "". `lane`: how many rows of spans lie above the events; 0 if there is neither
+    a span nor an event. With a `span`, in seconds, the axis shows the time since the start up to that; else the time of
+    day in UTC, up to the run's end.
     """
 
     names: tuple[str, ...]
     tops: Mapping[str, int]
-    lane: bool
+    lane: int
     span: float | None
 
 
@@ -80,7 +82,8 @@ def rows_of(runs: Sequence[Run], gpus: Sequence[GpuView], span: float | None) ->
         for view in gpu.frameworks:
             tops[view.name] = max(tops.get(view.name, 0), top_of_framework(view))
     names = tuple(dict.fromkeys(view.name for gpu in gpus for view in gpu.frameworks))
-    return Rows(names, tops, any(run.entries or run.spans for run in runs), span)
+    lane = max((lanes.count(run.spans, run.end) for run in runs if run.entries or run.spans), default=0)
+    return Rows(names, tops, lane, span)
 
 
 def figure(run: Run, gpu: GpuView, colours: Mapping[str, str], rows: Rows, first: int) -> dict[str, Any]:
@@ -97,12 +100,13 @@ def figure(run: Run, gpu: GpuView, colours: Mapping[str, str], rows: Rows, first
 class _Drawing:
     def __init__(self, run: Run, gpu: GpuView, colours: Mapping[str, str], shared: Rows) -> None:
         self.run, self.gpu, self.colours, self.names = run, gpu, colours, shared.names
-        self.tops, self.span, self.lane_shown = shared.tops, shared.span, shared.lane
+        self.tops, self.span = shared.tops, shared.span
+        self.lane_height = _LANE + _SPAN * (shared.lane - 1) if shared.lane else 1
         self.times: dict[str, list[int]] = {}
         self.traces: list[dict[str, Any]] = []
         self.shapes: list[dict[str, Any]] = []
         self.notes: list[dict[str, Any]] = []
-        rows = [_STACK, _LANE if shared.lane else 1, *(_PANEL for _ in self.names)]
+        rows = [_STACK, self.lane_height, *(_PANEL for _ in self.names)]
         self.height = sum(rows) + _GAP * (len(rows) - 1)
         self.domains: list[list[float]] = []
         top = self.height
@@ -207,10 +211,11 @@ class _Drawing:
             if severity == "oom" and len(chosen) <= _LABELS:
                 names = [quoted(entry.framework or "unknown") for _, entry in chosen]
                 about = {"mode": "markers+text", "text": names, "textposition": "middle right"}
+            height = round(_HEIGHTS[severity] / self.lane_height, 3)
             self.traces.append(
                 {
                     "type": "scatter", "name": LEVELS[severity], "showlegend": False, "xaxis": "x", "yaxis": "y2",
-                    "x": self.x([entry.time for _, entry in chosen]), "y": [_HEIGHTS[severity] for _ in chosen],
+                    "x": self.x([entry.time for _, entry in chosen]), "y": [height] * len(chosen),
                     "meta": {"lane": True, "severity": severity},
                     "customdata": [number for number, _ in chosen],
                     "hovertext": [marker_text(entry) for _, entry in chosen],
@@ -225,18 +230,19 @@ class _Drawing:
             if severity == "oom":
                 for _, entry in chosen[:_LINES]:
                     self._line_at(entry.time)
-        if self.lane_shown:
+        if self.lane_height > 1:
             self._empty("y2")
-        for span in self.run.spans:
-            self._span(span)
+        for span, row in zip(self.run.spans, lanes.rows(self.run.spans, self.run.end), strict=True):
+            self._span(span, row)
 
     def _empty(self, axis: str) -> None:
         """A series without a figure: Plotly draws no axis that has no series."""
         self.add("", Line((self.run.begin, self.run.end), (None, None)), yaxis=axis, hoverinfo="skip", meta={})
 
-    def _span(self, span: Span) -> None:
-        """Its name at the top of the lane; a suspension also as a bar through all rows."""
-        low, high = self.domains[1]
+    def _span(self, span: Span, row: int | None) -> None:
+        """Its name in that row of the lane; a suspension also as a bar through all rows of the figure."""
+        _, high = self.domains[1]
+        top = min(_SPAN * (lanes.MOST - 1 if row is None else row), self.lane_height - _LANE)
         end = self._offset(self.run.end if span.end is None else span.end)
         colour = self.colours.get(span.framework or "", palette.NEUTRAL)
         about: dict[str, Any] = {
@@ -249,8 +255,9 @@ class _Drawing:
         rest = {"layer": "below", "line": {"width": 0}}
         if span.kind == "suspended":
             self.shapes.append({**about, **rest, "y0": 0, "y1": 1, "fillcolor": palette.pale(colour, 0.14)})
-        named: dict[str, Any] = {"y0": low + (high - low) * _SPANS, "y1": high}
-        if end - about["x0"] >= _NAMED * self._offset(self.run.end):
+        size = _LANE - _MARKERS if self.lane_height == _LANE else _SPAN - 2
+        named: dict[str, Any] = {"y0": high - (top + size) / self.height, "y1": high - top / self.height}
+        if row is not None and end - about["x0"] >= _NAMED * self._offset(self.run.end):
             named["label"] = {"text": quoted(span.name), "textposition": "middle left", "font": {"size": 11}}
         self.shapes.append({**about, **rest, **named, "fillcolor": palette.pale(colour, 0.35)})
 

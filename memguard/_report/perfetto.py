@@ -1,8 +1,9 @@
 """A timeline as a Chrome trace in JSON, which Perfetto and chrome://tracing show.
 
-The format is Google's "Trace Event Format": counters (`C`) of each framework and GPU, instant events (`i`), complete
-events (`X`) for spans, metadata (`M`) for names. Times are microseconds since the run's first record. A counter has a
-new value only when it has changed, and none while it is unknown: the viewer then shows the last one.
+The format is Google's "Trace Event Format": counters (`C`) of each framework and GPU, instant events (`i`), metadata
+(`M`) for names, and asynchronous events for spans (`b` and `e`): complete events of one thread have to nest, and
+workloads need not. Times are microseconds since the run's first record. A counter has a new value only when it has
+changed, and none while it is unknown: the viewer then shows the last one.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class _Run:
         self._pid, self._processes = number, processes
         self._begin: float | None = None
         self._suspended: float | None = None
+        self._many = 0
+        """Spans so far."""
         self._last: dict[str, dict[str, int]] = {}
         self._gpus: dict[str, str] = {}
 
@@ -52,7 +55,7 @@ class _Run:
             end = max(end, record.time)
             yield from self._record(record)
         if self._suspended is not None:
-            yield self._span("suspended", "suspended", self._suspended, end)
+            yield from self._span("suspended", "suspended", self._suspended, end)
 
     def _record(self, record: Record) -> Iterator[dict[str, Any]]:
         if self._begin is None:
@@ -96,18 +99,23 @@ class _Run:
         if event.kind == "suspended":
             self._suspended = event.time
         elif event.kind == "resumed" and self._suspended is not None:
-            yield self._span("suspended", "suspended", self._suspended, event.time)
+            yield from self._span("suspended", "suspended", self._suspended, event.time)
             self._suspended = None
         elif event.kind == "workload" and event.seconds is not None:
             begin = event.time - max(event.seconds, 0.0)
-            yield self._span(diagnosis.clean(event.text), "workload", begin, event.time)
+            of = {} if event.framework is None else {"framework": diagnosis.clean(event.framework)}
+            yield from self._span(diagnosis.clean(event.text), "workload", begin, event.time, of)
 
-    def _span(self, name: str, kind: str, begin: float, end: float) -> dict[str, Any]:
+    def _span(
+        self, name: str, kind: str, begin: float, end: float, args: dict[str, str] | None = None
+    ) -> Iterator[dict[str, Any]]:
+        """Its two events, which an id of their own joins: one for the whole trace."""
+        self._many += 1
         start = self._ts(begin)
-        return {
-            "name": name, "cat": kind, "ph": "X", "ts": start, "dur": max(self._ts(end) - start, 0), "pid": self._pid,
-            "tid": _SPANS, "args": {},
-        }  # fmt: skip
+        number = f"{(self._pid << 32) + self._many:#x}"
+        about = {"name": name, "cat": kind, "id": number, "pid": self._pid, "tid": _SPANS}
+        yield {**about, "ph": "b", "ts": start, "args": args or {}}
+        yield {**about, "ph": "e", "ts": max(self._ts(end), start), "args": {}}
 
     def _named(self, what: str, name: str, thread: int) -> dict[str, Any]:
         return {"name": what, "ph": "M", "ts": 0, "pid": self._pid, "tid": thread, "args": {"name": name}}

@@ -1,7 +1,8 @@
 """Waits until a suspended process fits on its GPUs again, and keeps the room until its restore begins.
 
-First come, first served among the user's own processes (`turn`). Others are not asked: what a stranger takes between
-two looks is waited for again, and what is held (`holder`) nobody can take. Once it is let go, the driver takes it for
+First come, first served among the user's own processes (`turn`), but for those that are stopped (Ctrl-Z): they keep
+their places, and nobody waiting. Others are not asked: what a stranger takes between two looks is waited for again, and
+what is held (`holder`) nobody can take. Once it is let go, the driver takes it for
 the restored process within milliseconds; docs/suspend.md says what was measured of that.
 """
 
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from memguard._devices.placeholder import MARGIN
 from memguard._suspend import who
 from memguard._suspend.door import Card, Door
-from memguard._suspend.identity import anonymous_bytes
+from memguard._suspend.identity import anonymous_bytes, stopped
 from memguard._suspend.turn import Turn
 from memguard._suspend.types import Process, Progress, Wait
 from memguard._units import format_size
@@ -86,7 +87,7 @@ class Waiting:
             cards = client.usage()
             lacking, pause = "NVML does not say what is free", _EVERY
             if cards is not None:
-                missing, ahead = short(needs, cards), turn.ahead()
+                missing, ahead = short(needs, cards), _at_work(turn.ahead())
                 unknown = next((uuid for uuid in needs if uuid not in cards), None)
                 if unknown is not None:
                     return f"GPU {unknown}, on which it was, is not here any more"
@@ -107,6 +108,12 @@ class Waiting:
                 return lacking
             if cancel.wait(pause):
                 return lacking
+
+
+def _at_work(ahead: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Without those who are stopped. The room itself is safe from both: it is held by a placeholder."""
+    going = {uuid: tuple(pid for pid in pids if not stopped(Process(pid, 0))) for uuid, pids in ahead.items()}
+    return {uuid: pids for uuid, pids in going.items() if pids}
 
 
 def _waits(
@@ -139,6 +146,8 @@ def _words(
             reasons.append(f"{wait.uuid}: {_before(ahead.get(wait.uuid, ()))}")
     longer = f"wait longer (`memguard resume {pid} --wait 1h`; without --wait, until there is room)"
     fix = f"end or suspend one of those below, or {longer}" if held else longer
+    if first := next((pids[0] for pids in ahead.values()), None):
+        fix += f"; if process {first} stands still, all behind it wait until it is ended"
     return "\n".join([f"{'; '.join(reasons)}\n    fix: {fix}", *held])
 
 

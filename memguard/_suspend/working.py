@@ -29,6 +29,8 @@ class BusyError(MemguardError):
         does = f"process {by}" if by else "another process"
         # Not "end it", which could be taken for the process itself.
         end = f", or end that command (`kill {by}`)" if by and by != process.pid else ""
+        if by == process.pid:  # nobody else can do it then: see docs/suspend.md, a thread that waits in the driver
+            end = f"; if it stands still (`py-spy dump --pid {by}`), only ending the process is left"
         text = text or f"{does} is suspending or resuming it just now\n    fix: wait until that is done{end}"
         super().__init__(f"process {process.pid}: {text}")
 

@@ -25,6 +25,24 @@ class _Part:
     header: Header
 
 
+class Records(Iterator[Record]):
+    """The records of a timeline, as they are read."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._found = timeline._read(b"", self)
+        self._size = timeline.size
+        self.done = 0
+        """Bytes of the files that were read."""
+
+    def __next__(self) -> Record:
+        return next(self._found)
+
+    @property
+    def part(self) -> float:
+        """How much of the files was read, from 0 to 1."""
+        return min(self.done / self._size, 1.0) if self._size else 0.0
+
+
 class Timeline:
     """One run's timeline. Every call of `records`, `samples`, `events` and `ooms` reads the files again.
 
@@ -79,9 +97,14 @@ class Timeline:
         """What is missing, as far as it is known."""
         return tuple(self._notes)
 
+    @property
+    def size(self) -> int:
+        """Bytes of its files now."""
+        return sum(os.path.getsize(part.path) for part in self._parts if os.path.exists(part.path))
+
     def records(self) -> Iterator[Record]:
         """All records, in the order in which they were written."""
-        return self._read(b"")
+        return Records(self)
 
     def samples(self) -> Iterator[Sample]:
         """The samples alone."""
@@ -95,20 +118,22 @@ class Timeline:
         """The reports of out-of-memory errors alone."""
         return (record for record in self._read(b',"oom":') if isinstance(record, Oom))
 
-    def _read(self, only: bytes) -> Iterator[Record]:
-        """All records, or only those whose line has `only` right after its time."""
+    def _read(self, only: bytes, told: Records | None = None) -> Iterator[Record]:
+        """All records, or only those whose line has `only` right after its time. `told` hears how far it is."""
         for part in self._parts:
             file = self._open(part)
             if file is None:
                 self._note(f"{part.path} was removed while the timeline was read: its writer keeps the size bounded")
                 continue
             with file:
-                yield from self._lines(part.path, file, only)
+                yield from self._lines(part.path, file, only, told)
 
-    def _lines(self, path: str, file: BinaryIO, only: bytes) -> Iterator[Record]:
+    def _lines(self, path: str, file: BinaryIO, only: bytes, told: Records | None) -> Iterator[Record]:
         parser = Parser(path)
         parser.header(file.readline(MAX_LINE + 1))
         while raw := file.readline(MAX_LINE + 1):
+            if told is not None:
+                told.done += len(raw)
             if not raw.endswith(b"\n") and len(raw) <= MAX_LINE:
                 self._note(_CUT.format(path))
             elif only and only not in raw[:40]:

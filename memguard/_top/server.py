@@ -70,6 +70,8 @@ class Served:
         self._hear = self._story.add
         self._requests, self._undo, self._wake = Requests(), Undo(), asked
         self._name = os.path.basename(sys.argv[0] if sys.argv else "") or "python"
+        self._live: float | None = time.time()
+        """When it came to be live, as far as it was looked at; None while it was last seen suspended."""
         self.path = sockets.path_of(KIND, self._process, where or folder())
 
     def begin(self) -> None:
@@ -147,14 +149,16 @@ class Served:
     def target(self) -> tuple[Target, tuple[Gpu, ...]]:
         """What it tells of itself now. Raises MemguardError."""
         ledger, now = self._guard.ledger(), time.time()
+        off = suspension.now
         away = any(part.suspended is not None for part in ledger.devices)
+        self._live = None if away else self._live or now
         target = Target(
             key=f"{self._process.pid}-{self._process.start}",
             name=self._name,
             pid=self._process.pid,
             state="suspended" if away else "live",
             read=ledger.time,
-            since=now,
+            since=off.since if away and off is not None else self._live or now,
             simulated=ledger.simulated,
             shares=tuple(self._share(part, now) for part in ledger.devices),
             events=tuple(self._story.events.copy()),

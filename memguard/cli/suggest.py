@@ -77,7 +77,7 @@ def suggest(
     from memguard.errors import MemguardError
 
     what = timelines[0] if len(timelines) == 1 else f"{len(timelines)} timelines"
-    with working.on(f"reads {what}") as work:
+    with working.on(f"reads {what}", len(timelines)) as work:
         runs = recorded.runs(timelines, work.counted)
     if ignore_refused:
         runs = [run.without_refusals() for run in runs]

@@ -378,6 +378,60 @@ def test_a_budget_that_allows_it(machine: Machine) -> None:
     assert [name for name in os.listdir(machine.where) if not name.startswith("turn-")] == []
 
 
+@pytest.mark.parametrize("within", [False, True])
+def test_a_program_that_stands_still(machine: Machine, within: bool) -> None:
+    """A thread waits with Python's lock, as in a call of the driver. The command brings the process back all the same.
+
+    Within its own `resume` nobody else can: it says so, and that the program may have to be ended.
+    """
+    says = f"""
+        import memguard, os, threading, types
+        # This is about who asks whom: what waits at the gates has tests of its own.
+        open_gate = types.SimpleNamespace(closed=True, unheld=(), open=lambda: None)
+        sys.modules["memguard._suspend.gate"] = types.SimpleNamespace(close=lambda owner, undo: open_gate)
+        budget = {{"version": 1, "frameworks": {{"pycuda": {{"share": "50%"}}}}, "suspend": {{"by_others": True}}}}
+        memguard.init(budget)
+        away = lambda: memguard.ledger().devices[0].suspended is not None
+        resumes = lambda: os.path.exists({str(machine.folder / "resumes")!r})
+
+        def tell():
+            while not away():
+                time.sleep(0.02)
+            print("off", flush=True)
+            while not resumes():
+                time.sleep(0.02)
+            if {within}:
+                threading.Thread(target=memguard.resume, daemon=True).start()
+                time.sleep(0.5)
+            print("still", flush=True)
+            ctypes.PyDLL(None).system(b"while ! [ -e {machine.folder / "goes"} ]; do sleep 0.05; done")
+            while away():
+                time.sleep(0.02)
+            memguard.shutdown()
+            print("back", flush=True)
+
+        threading.Thread(target=tell).start()
+    """
+    process = machine.start(says, loads=False)
+    assert machine.call("suspend", process.pid).returncode == 0
+    out = machine.targets[0].stdout
+    assert out is not None and out.readline() == "off\n"
+    machine.scenario(used=16 * GIB)  # no room
+    (machine.folder / "resumes").write_text("")
+    assert out.readline() == "still\n"
+    machine.scenario()
+    done = machine.call("resume", process.pid, "--wait", "5s")
+    if within:
+        assert done.returncode == 1 and machine.state(process.pid) == CHECKPOINTED
+        assert f"if it stands still (`py-spy dump --pid {process.pid}`), only ending the process is left" in done.stderr
+    else:
+        assert done.returncode == 0 and machine.state(process.pid) == RUNNING, done.stderr
+    (machine.folder / "goes").write_text("")
+    machine.becomes(process.pid, RUNNING)
+    machine.scenario()
+    assert out.readline() == "back\n" and machine.state(process.pid) == RUNNING
+
+
 def test_one_that_was_started_elsewhere(machine: Machine) -> None:
     """Its folder is another: that of a job, of cron, of a session."""
     process = machine.start("from memguard._suspend import listener\nlistener.start(lambda: 1 / 0, 'b.yaml')")

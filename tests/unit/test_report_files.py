@@ -14,11 +14,14 @@ from typing import Any
 import hostile_names
 import pytest
 from recorded import SIX, record
+from timelines import START, Clock, plan_of, sample_of
 
 from memguard import cli
 from memguard._report import perfetto, texts
 from memguard._report.collect import collect
 from memguard._timeline import load_timeline
+from memguard._timeline.writer import Writer
+from memguard._types import Event
 from memguard.cli.support import output
 
 
@@ -178,7 +181,8 @@ PHASES = {
     "M": {"name", "ph", "ts", "pid", "tid", "args"},
     "C": {"name", "cat", "ph", "ts", "pid", "args"},
     "i": {"name", "cat", "ph", "ts", "pid", "tid", "s", "args"},
-    "X": {"name", "cat", "ph", "ts", "dur", "pid", "tid", "args"},
+    "b": {"name", "cat", "ph", "ts", "id", "pid", "tid", "args"},
+    "e": {"name", "cat", "ph", "ts", "id", "pid", "tid", "args"},
 }
 """The fields of each phase, as Google's "Trace Event Format" describes them."""
 
@@ -189,7 +193,7 @@ def checked(text: str) -> list[dict[str, Any]]:
     assert set(trace) == {"traceEvents", "displayTimeUnit"} and trace["displayTimeUnit"] in ("ms", "ns")
     for event in trace["traceEvents"]:
         assert set(event) == PHASES[event["ph"]], event
-        assert all(type(event[key]) is int and event[key] >= 0 for key in ("ts", "dur", "pid", "tid") if key in event)
+        assert all(type(event[key]) is int and event[key] >= 0 for key in ("ts", "pid", "tid") if key in event)
         assert isinstance(event["name"], str) and isinstance(event.get("cat", ""), str)
         if event["ph"] == "M":
             assert event["name"] in ("process_name", "thread_name") and set(event["args"]) == {"name"}
@@ -198,7 +202,21 @@ def checked(text: str) -> list[dict[str, Any]]:
         elif event["ph"] == "i":
             assert event["s"] in ("g", "p", "t")
     found: list[dict[str, Any]] = trace["traceEvents"]
+    begun: dict[tuple[str, str], dict[str, Any]] = {}
+    for event in found:  # what begins ends once, under the same id, category and name
+        if event["ph"] == "b":
+            assert begun.setdefault((event["cat"], event["id"]), event) is event and int(event["id"], 16) > 0
+        elif event["ph"] == "e":
+            first = begun.pop((event["cat"], event["id"]))
+            assert event["name"] == first["name"] and event["ts"] >= first["ts"]
+    assert not begun
     return found
+
+
+def spans_of(events: list[dict[str, Any]]) -> list[tuple[str, int, int]]:
+    """Name, begin and end in microseconds."""
+    ends = {event["id"]: event["ts"] for event in events if event["ph"] == "e"}
+    return [(event["name"], event["ts"], ends[event["id"]]) for event in events if event["ph"] == "b"]
 
 
 def test_the_trace_has_the_documented_fields_and_every_figure(timeline: Path) -> None:
@@ -220,8 +238,21 @@ def test_the_trace_has_the_documented_fields_and_every_figure(timeline: Path) ->
             assert usage.held is None or shown["in use"] + shown["idle"] == max(usage.held, usage.in_use or 0)
     (oom,) = [event for event in events if event["pid"] == 1 and event.get("cat") == "oom"]
     assert "its cap of 14.00 GiB is reached" in oom["args"]["why"] and oom["args"]["to do 1"]
-    spans = [(event["name"], event["dur"]) for event in events if event["ph"] == "X" and event["pid"] == 1]
-    assert spans == [("validation", 12_000_000), ("suspended", 20_000_000)]
+    spans = [(name, end - begin) for name, begin, end in spans_of(events)]
+    assert spans == [("validation", 12_000_000), ("suspended", 20_000_000)] * 2
+
+
+def test_workloads_that_overlap_are_spans_that_may(tmp_path: Path) -> None:
+    """Complete events of one thread have to nest, and a viewer drops those that do not."""
+    plan = plan_of(torch="4GiB", cupy="4GiB")
+    with Writer(tmp_path / "run.jsonl", plan, simulated=True, clock=Clock()) as writer:
+        writer.sample(sample_of(plan, START))
+        for begin, end, name, framework in ((0, 40, "train", "torch"), (30, 60, "features", "cupy")):
+            writer.event(Event(START + end, "workload", name, framework=framework, seconds=float(end - begin)))
+    (path,) = tmp_path.iterdir()
+    events = checked("".join(perfetto.trace([("run", load_timeline(path))])))
+    assert spans_of(events) == [("train", 0, 40_000_000), ("features", 30_000_000, 60_000_000)]
+    assert [event["args"] for event in events if event["ph"] == "b"] == [{"framework": "torch"}, {"framework": "cupy"}]
 
 
 def test_hostile_names_make_a_trace(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from recorded import SIX, many, record
 from timelines import START, Clock, plan_of, sample_of
 
-from memguard._report import diagnosis, edges, figures, palette
+from memguard._report import diagnosis, edges, figures, lanes, palette
 from memguard._report.collect import MOST_ENTRIES, MOST_SPANS, collect, points
-from memguard._report.model import MOST_POINTS, Run
+from memguard._report.model import MOST_POINTS, Run, Span
 from memguard._report.page import page, script_json
 from memguard._timeline import Oom, load_timeline
 from memguard._timeline.writer import Writer
@@ -142,6 +142,41 @@ def test_workloads_in_a_row_are_one_span_and_the_longest_are_drawn(tmp_path: Pat
     assert labels == ["train"], "a name that would cover others is left out"
     notes = [trace for trace in figure["traces"] if trace["name"] == "note"]
     assert [len(trace["x"] and trace["y"]) for trace in notes] == [1], "a span has no marker as well"
+
+
+def test_workloads_at_the_same_time_lie_beneath_each_other(tmp_path: Path) -> None:
+    """Their names can be read, and no marker lies on one."""
+    plan = plan_of(torch="4GiB", cupy="4GiB")
+    with Writer(tmp_path / "run.jsonl", plan, simulated=True, clock=Clock()) as writer:
+        writer.sample(sample_of(plan, START))
+        spans = (0, 40, "train", "torch"), (10, 30, "features", "cupy"), (40, 90, "score", "torch")
+        for begin, end, name, framework in spans:
+            writer.event(Event(START + end, "workload", name, framework=framework, seconds=float(end - begin)))
+        writer.event(Event(START + 95, "oom", "cupy ran out of GPU memory", framework="cupy"))
+        writer.sample(sample_of(plan, START + 100))
+    (path,) = tmp_path.iterdir()
+    (figure,) = Page(page([run_of(path)])).figures
+    layout = figure["layout"]
+    drawn = {shape["label"]["text"]: shape for shape in layout["shapes"] if "label" in shape}
+    assert set(drawn) == {"train", "features", "score"}
+    assert drawn["train"]["y0"] == drawn["score"]["y0"] > drawn["features"]["y1"] > drawn["features"]["y0"]
+    low, high = layout["yaxis2"]["domain"]
+    marks = [low + (high - low) * y for trace in figure["traces"] if trace["meta"].get("lane") for y in trace["y"]]
+    assert drawn["train"]["y1"] == pytest.approx(high) and marks and max(marks) < drawn["features"]["y0"]
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.none() | st.integers(0, 30))))
+def test_spans_of_one_row_never_overlap(pairs: list[tuple[int, int | None]]) -> None:
+    spans = [Span(a, None if b is None else max(a, b), "workload", "x", None) for a, b in pairs]
+    found = lanes.rows(spans, 60.0)
+    ends = [60.0 if span.end is None else span.end for span in spans]
+    for one, (span, row) in enumerate(zip(spans, found, strict=True)):
+        others = [n for n in range(len(spans)) if n != one and spans[n].begin < ends[one] and span.begin < ends[n]]
+        assert row is None or row not in [found[n] for n in others]
+        if row is None:
+            busy = [n for n in range(len(spans)) if n != one and spans[n].begin <= span.begin < ends[n]]
+            assert {found[n] for n in busy} >= set(range(lanes.MOST)), "no row was free"
+    assert 1 <= lanes.count(spans, 60.0) <= lanes.MOST
 
 
 def test_the_figures_of_a_refusal_are_in_its_row(tmp_path: Path) -> None:

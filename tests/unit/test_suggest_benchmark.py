@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,9 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any],
     return json.loads((folder / "out.json").read_text()), folder / "run.jsonl"
 
 
-def test_an_interrupt_ends_it_at_once_with_its_result_written(tmp_path: Path) -> None:
-    """As `timeout -s INT` does, also where SIGINT was ignored. No program that it started is left."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_it_at_once_with_its_result_written(tmp_path: Path, number: signal.Signals) -> None:
+    """As `timeout -s INT` and `timeout` do, also where SIGINT was ignored. No program that it started is left."""
     words = [str(ROOT / "benchmarks" / "suggest.py"), "--only", "jax_cupy", "-o", str(tmp_path / "out.json")]
     environment = {**os.environ, "MEMGUARD_SUGGEST_REHEARSAL": "1"}
     child = subprocess.Popen([sys.executable, *words], env=environment, stdout=subprocess.DEVNULL)
@@ -53,7 +55,7 @@ def test_an_interrupt_ends_it_at_once_with_its_result_written(tmp_path: Path) ->
         begun = [one for path in task.glob("*/children") for one in path.read_text().split()]
         time.sleep(0.05)
     for _ in range(2):
-        child.send_signal(signal.SIGINT)
+        child.send_signal(number)
         time.sleep(0.02)
     asked = time.monotonic()
     child.communicate(timeout=30)
@@ -61,6 +63,51 @@ def test_an_interrupt_ends_it_at_once_with_its_result_written(tmp_path: Path) ->
     result = json.loads((tmp_path / "out.json").read_text())
     assert result["stopped"] is True and result["scenarios"]["jax_cupy"]["returncode"] == 1
     assert not any(Path(f"/proc/{one}").exists() for one in begun)
+
+
+def test_what_ended_is_written_and_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each program is written as it ends; `--merge` runs what is not there, or has failed."""
+    output, before = tmp_path / "out.json", tmp_path / "before.json"
+    ran: list[str] = []
+
+    def chain(name: str) -> dict[str, Any]:
+        ran.append(name)
+        return {**suggest_results.chain(*benchmark.FRAMEWORKS[name]), "returncode": int(name == failing)}
+
+    def begin(*words: str) -> dict[str, Any]:
+        monkeypatch.setattr(sys, "argv", ["suggest.py", "-o", str(output), *words])
+        with pytest.raises(SystemExit):
+            benchmark.main()
+        return json.loads(output.read_text())
+
+    def recorded(keep: Path | None) -> dict[str, Any]:
+        until = time.monotonic() + 10
+        while not seen and time.monotonic() < until:
+            found = json.loads(output.read_text())["scenarios"] if output.exists() else {}
+            seen.extend([found] if len(found) == 3 else [])
+            time.sleep(0.01)
+        return {"returncode": 1, "stderr_tail": "no GPU"}
+
+    seen: list[dict[str, Any]] = []  # what was written while the last one ran
+    failing = "jax_cupy"
+    monkeypatch.setattr(benchmark, "chain", chain)
+    monkeypatch.setattr(benchmark, "recording", recorded)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    dates = iter("12")
+    made = benchmark.header
+    monkeypatch.setattr(benchmark, "header", lambda *words: {**made(*words), "date": next(dates)})
+    monkeypatch.setattr(benchmark, "ThreadPoolExecutor", lambda threads: ThreadPoolExecutor(1))
+    first = begin()
+    assert [list(one) for one in seen] == [list(benchmark.FRAMEWORKS)]
+    assert ran == list(benchmark.FRAMEWORKS) and not first["earlier_runs"]
+    output.rename(before)
+    ran.clear()
+    failing = ""
+    second = begin("--merge", str(before))
+    assert ran == ["jax_cupy"] and list(second["scenarios"]) == [*benchmark.FRAMEWORKS, "recording"]
+    assert [sorted(run["failed"]) for run in second["earlier_runs"]] == [
+        sorted([*_listed.SUGGEST["jax_cupy"], *_listed.SUGGEST["recording"]])
+    ]
 
 
 def test_a_program_is_run_and_run_again_under_what_is_suggested(rehearsed: tuple[dict[str, Any], Path]) -> None:

@@ -18,10 +18,11 @@ pytestmark = pytest.mark.long  # no version of what is installed changes what th
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-_checks, _listed, _room, _run, _table, _children, benchmark = (
+_checks, _listed, _room, _run, _table, _children, _breaks, benchmark = (
     importlib.import_module(name)
     for name in (
-        "_suspend_checks", "_listed", "_suspend_room", "_run", "_suspend_table", "_suspend_children", "suspend",
+        "_suspend_checks", "_listed", "_suspend_room", "_run", "_suspend_table", "_suspend_children", "_suspend_breaks",
+        "suspend",
     )
 )  # fmt: skip
 MIB, GIB = 1 << 20, 1 << 30
@@ -196,6 +197,53 @@ def test_an_earlier_run_of_the_same_code_is_kept(monkeypatch: pytest.MonkeyPatch
     _run.conclude(again.whole(), tmp_path / "out.json")
     found = json.loads((tmp_path / "out.json").read_text())
     assert [list(run["failed"]) for run in found["earlier_runs"]] == [list(_listed.PEAK)]
+
+
+@pytest.mark.parametrize(("seconds", "processes"), [(200.0, 4), (0.0, 1)])
+def test_calls_that_hang_are_told_and_given_up(monkeypatch: pytest.MonkeyPatch, seconds: float, processes: int) -> None:
+    begun: list[Any] = []
+
+    class Hangs:
+        pid, process = 7, type("Process", (), {"poll": staticmethod(lambda: None)})
+
+        def __init__(self, *words: str) -> None:
+            begun.append(self)
+
+        def must(self, do: str, limit: float, **fields: Any) -> dict[str, Any]:
+            if do == "round":
+                raise _children.Broke(f"round did not come in {limit:.0f} s")
+            return {"kinds": ["copy"], "broken": {}}
+
+    said = {"rc": 1, "seconds": 45.2, "err": "there is no room", "out": ""}
+    monkeypatch.setattr(_breaks, "Child", Hangs)
+    monkeypatch.setattr(_breaks, "resume", lambda pid: said)
+    monkeypatch.setattr(_breaks, "end", lambda child: None)
+    monkeypatch.setattr(_breaks, "AT_MOST", seconds)
+    found = _breaks.calls("cupy")
+    assert len(begun) == len(found["hung"]) == processes and found["kinds"] == ["copy"] and found["rounds"] == 0
+    assert found["hung"][0] == ("round did not come in 75 s\nmemguard resume: rc 1 in 45.2 s: there is no room"), (
+        "what brought it back, or not, is told"
+    )
+
+
+def test_a_scenario_that_hangs_with_its_turn_keeps_no_other_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The queue for room is a folder of the user's own (`turn.folder`): each scenario's processes have their own."""
+    seen: list[tuple[str, str]] = []
+
+    def scenario() -> dict[str, Any]:
+        with _children.Child("_suspend_target.py", "cupy") as child:
+            words = Path(f"/proc/{child.pid}/environ").read_text().split("\0")
+        child.process.stdout.close()
+        runtime = next(word.partition("=")[2] for word in words if word.startswith("XDG_RUNTIME_DIR="))
+        seen.append((runtime, _children.surroundings()["XDG_RUNTIME_DIR"]))
+        assert os.stat(runtime).st_uid == os.geteuid() and os.stat(runtime).st_mode & 0o777 == 0o700
+        return {}
+
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/nowhere")
+    monkeypatch.setattr(benchmark, "SCENARIOS", {"one": scenario, "two": scenario})
+    assert [benchmark.run(name)[1]["returncode"] for name in ("one", "two")] == [0, 0]
+    (first, commands), (second, _) = seen
+    assert first == commands and first != second and not Path(first).exists()
 
 
 def test_a_crash_names_the_call(tmp_path: Path) -> None:

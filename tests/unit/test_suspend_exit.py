@@ -44,6 +44,12 @@ own._now.way.driver.others[uuid] = size
 """
 
 
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a program leaves that ends off its GPUs is this test's."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+
 def run(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", BEGIN + code], capture_output=True, text=True, timeout=60)
 

@@ -251,6 +251,13 @@ def test_one_at_a_time(where: str) -> None:
     assert os.listdir(where) == []
 
 
+def test_the_remedy_depends_on_who_is_at_it() -> None:
+    """One that stands still within its own `resume` is brought back by nobody: to wait would be for ever."""
+    own, other = (str(BusyError(ME, by)) for by in (ME.pid, 999))
+    assert f"if it stands still (`py-spy dump --pid {ME.pid}`), only ending the process is left" in own
+    assert "or end that command (`kill 999`)" in other and "py-spy" not in other and "kill" not in own
+
+
 def test_who_waits_gets_it(where: str) -> None:
     import threading
 

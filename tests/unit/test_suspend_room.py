@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -295,11 +296,35 @@ def test_who_came_first_is_waited_for(tmp_path: Any) -> None:
         head, fix = lacking.splitlines()
         assert head == f"{GPU}: process {os.getpid()} came before it and waits for its turn"
         assert fix.startswith("    fix: wait longer"), "nobody who holds the room is to be ended: there is enough"
+        assert fix.endswith(f"; if process {os.getpid()} stands still, all behind it wait until it is ended")
         assert seen[0].ahead == 1
         with Turn([GPU], str(tmp_path)):
             lacking, _ = _wait(_Door(9 * GIB), tmp_path, timeout=0.01)
         assert f"2 came before it and wait for their turns (processes {os.getpid()}, {os.getpid()})" in lacking
     assert _wait(_Door(9 * GIB), tmp_path)[0] == ""
+
+
+@pytest.mark.usefixtures("quick")
+def test_who_came_first_and_is_stopped_keeps_nobody_waiting(tmp_path: Any) -> None:
+    """`memguard resume PID`, and Ctrl-Z while it waits for room."""
+    code = (
+        f"import os, signal, sys; from memguard._suspend.turn import Turn; "
+        f"t = Turn([{GPU!r}], {str(tmp_path)!r}).__enter__(); print('there', flush=True); "
+        "os.kill(os.getpid(), signal.SIGSTOP); print('goes on', flush=True); sys.stdin.read()"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert child.stdout is not None and child.stdout.readline() == b"there\n"
+        os.waitpid(child.pid, os.WUNTRACED)
+        lacking, seen = _wait(_Door(GIB, 9 * GIB), tmp_path, timeout=10.0)
+        assert lacking == "" and [wait.ahead for wait in seen] == [0]
+        child.send_signal(signal.SIGCONT)
+        assert child.stdout.readline() == b"goes on\n"
+        lacking, _ = _wait(_Door(9 * GIB), tmp_path, timeout=0.01)
+        assert f"process {child.pid} came before it" in lacking, "its place is kept"
+    finally:
+        child.kill()
+        child.communicate()
 
 
 def test_a_gpu_that_is_gone_is_not_waited_for(tmp_path: Any) -> None:

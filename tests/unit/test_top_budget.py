@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -142,9 +143,13 @@ def test_top_watches_a_program_and_asks_it(folder: Path) -> None:
 
 def test_a_suspended_program_is_shown_and_does_what_was_asked_when_it_is_back(folder: Path) -> None:
     with Program() as program:
+        live = [shown()["since"] for _ in range(2)]
+        assert live[0] == live[1], "the time from which the state holds"
         program.do("memguard.suspend()")
+        before = time.time()
         target = shown()
         assert target["state"] == "suspended" and target["shares"][0]["process"] == 0
+        assert live[0] < target["since"] <= before and shown()["since"] == target["since"]
         assert target["shares"][0]["suspended"] > GIB
         assert "in host memory" in top()
         (process,) = client.listening(str(folder))
@@ -155,6 +160,7 @@ def test_a_suspended_program_is_shown_and_does_what_was_asked_when_it_is_back(fo
         program.do("memguard.checkpoint()")
         target = shown()
         assert (target["state"], [one["state"] for one in target["requests"]]) == ("live", ["done"])
+        assert target["since"] > before
 
 
 def test_while_it_is_suspended_no_call_of_the_driver_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

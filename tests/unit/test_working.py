@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import sys
 import threading
 import time
@@ -12,8 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from timelines import START, Clock, plan_of, sample_of
 
 import memguard
+from memguard._timeline.writer import Writer
 from memguard.cli.support import printing, working
 
 
@@ -142,6 +145,32 @@ def test_suggest_and_report_say_what_they_read_and_write(
     counted: list[object] = []
     recorded.runs([timeline], lambda records: (counted.append(one) or one for one in records))  # type: ignore[func-returns-value]
     assert len(counted) > 1, "each record is counted"
+
+
+def test_a_bar_says_how_much_of_the_files_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A timeline tells it, of several one after the other; what does not tell it has no bar."""
+    plan = plan_of(torch="4GiB")
+    for name in ("a.jsonl", "b.jsonl"):
+        with Writer(tmp_path / name, plan, simulated=True, clock=Clock()) as writer:
+            for at in range(200):
+                writer.sample(sample_of(plan, START + at))
+    paths = sorted(map(str, tmp_path.iterdir()))
+    work = working.Work("reads 2 timelines", len(paths))
+    assert work.part is None and work.line(2) == "reads 2 timelines, 2 s"
+    parts: list[float] = []
+    for path in paths:
+        for _ in work.counted(memguard.load_timeline(path).records()):
+            assert work.part is not None
+            parts.append(work.part)
+    assert len(parts) == work.done == 400 and parts == sorted(parts)
+    assert parts[0] < 0.1 and 0.45 < parts[199] <= 0.5 < parts[201] and parts[-1] == pytest.approx(1, abs=0.05)
+    half = working.Work("reads a.jsonl")
+    records = half.counted(memguard.load_timeline(paths[0]).records())
+    for _ in range(100):
+        next(records)
+    assert re.fullmatch(r"reads a.jsonl \[#{9,10}-{10,11}\]  (4|5)\d%: 99 records, 3 s", half.line(3)), half.line(3)
+    listed = working.Work("reads").counted([1, 2])
+    assert list(listed) == [1, 2]
 
 
 def test_without_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,13 +20,19 @@ _AFTER = 1.0
 _AGAIN = 0.25
 _ERASE = "\r\x1b[K"
 _NAME = "memguard-working"
+_WIDTH = 20
+"""Characters of the bar."""
 
 
 class Work:
-    """What it is, and how many records it has done. How many there are is not known before the end of a file."""
+    """What it is, and how many records it has done: of `files` files, one after the other, with a bar if they tell how
+    much of them was read (`part`). How many records there are is not known before the end of a file.
+    """
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, files: int = 1) -> None:
         self.what, self.done = what, 0
+        self._files, self._over = files, 0
+        self._records: object = None
         self._stream: Any = None
         self.turn = threading.Lock()
         """For whoever writes: the line is drawn by a thread."""
@@ -44,23 +50,35 @@ class Work:
                 stream.flush()
 
     def counted(self, records: Iterable[T]) -> Iterator[T]:
-        """The same records, counted as they are taken."""
+        """The same records, counted as they are taken: those of the next file."""
+        self._records = records
         for record in records:
             yield record
             self.done += 1
+        self._records = None
+        self._over += 1
+
+    @property
+    def part(self) -> float | None:
+        """How much of all files was read, from 0 to 1; None if they do not tell."""
+        of_this = getattr(self._records, "part", None)
+        return None if of_this is None else min((self._over + of_this) / self._files, 1.0)
 
     def line(self, seconds: float) -> str:
+        part = self.part
+        full = 0 if part is None else int(part * _WIDTH)
+        bar = "" if part is None else f" [{'#' * full}{'-' * (_WIDTH - full)}] {part:4.0%}"
         count = f": {self.done:,} record{'' if self.done == 1 else 's'}" if self.done else ""
-        return f"{self.what}{count}, {seconds:,.0f} s"
+        return f"{self.what}{bar}{count}, {seconds:,.0f} s"
 
 
 @contextlib.contextmanager
-def on(what: str) -> Iterator[Work]:
-    """A line on standard error that is gone at the end; none where that is no terminal.
+def on(what: str, files: int = 1) -> Iterator[Work]:
+    """A line on standard error that is gone at the end; none where that is no terminal. `files`: see `Work`.
 
     It is drawn by a thread: what takes its time is somebody else's loop, and may be a single call.
     """
-    work, over = Work(what), threading.Event()
+    work, over = Work(what, files), threading.Event()
     if sys.stderr is None or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         yield work
         return
