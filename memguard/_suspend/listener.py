@@ -20,11 +20,11 @@ from typing import Any
 
 from memguard._logs import log as _log
 from memguard._logs import text_of
+from memguard._processes.identity import Process, this_process
+from memguard._processes.place import folder
 from memguard._suspend import HostMemory, records, sockets
-from memguard._suspend.identity import this_process
 from memguard._suspend.records import Budgeted
-from memguard._suspend.turn import folder
-from memguard._suspend.types import Process, Suspension
+from memguard._suspend.types import Suspension
 from memguard._undo import Undo
 from memguard._units import is_whole
 from memguard.errors import MemguardError, Suspended

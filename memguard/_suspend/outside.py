@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memguard._devices.checkpoint import State
-from memguard._suspend import facts, flow, listener, proc, processes, records, refusals, room, steps, who
+from memguard._processes import proc, who
+from memguard._processes.identity import Process, process_of
+from memguard._suspend import facts, flow, listener, processes, records, refusals, room, steps
 from memguard._suspend.door import Door
-from memguard._suspend.identity import process_of
 from memguard._suspend.processes import Listing
 from memguard._suspend.steps import End
-from memguard._suspend.types import Process, Progress, Reason
+from memguard._suspend.types import Progress, Reason
 from memguard._suspend.working import BusyError, Work
 from memguard._units import GIB, format_size
 from memguard.errors import MemguardError

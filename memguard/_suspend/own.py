@@ -16,9 +16,10 @@ from memguard._devices import contexts, suspension
 from memguard._locks import Turn
 from memguard._logs import log as _log
 from memguard._monitor.session import on_monitor
+from memguard._processes.identity import Process
 from memguard._suspend import guard as guards
 from memguard._suspend import leaving, quiet
-from memguard._suspend.types import Process, Progress, Suspension, Why
+from memguard._suspend.types import Progress, Suspension, Why
 from memguard._suspend.waiting import Calls, Task
 from memguard._types import Event, MemoryInfo
 from memguard._undo import Undo

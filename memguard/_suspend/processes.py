@@ -17,10 +17,11 @@ from typing import Any, Literal, NamedTuple
 
 from memguard._devices.checkpoint import State
 from memguard._devices.nvml import Nvml
-from memguard._suspend import identity, listener, proc, records, who, working
+from memguard._processes import identity, proc, who
+from memguard._processes.identity import Process
+from memguard._suspend import listener, records, working
 from memguard._suspend.door import Door
 from memguard._suspend.records import Budgeted, Record
-from memguard._suspend.types import Process
 from memguard._units import format_size
 from memguard.errors import DeviceError, MemguardError
 

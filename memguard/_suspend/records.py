@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from memguard._logs import log as _log
-from memguard._suspend.identity import lives
-from memguard._suspend.turn import folder
-from memguard._suspend.types import Process, Why
+from memguard._processes.identity import Process, lives, machine
+from memguard._processes.place import folder
+from memguard._suspend.types import Why
 from memguard._text import visible
 from memguard._units import is_whole
 from memguard.errors import MemguardError
@@ -157,7 +157,7 @@ def folders(process: Process | None = None) -> list[str]:
     """Where this user's processes may have written, this one's own folder first.
 
     One that was started elsewhere (cron, a job, another session) may have another XDG_RUNTIME_DIR or TMPDIR than this
-    one: those of `process` are looked at too. Only folders that nobody else can enter. Raises as `turn.folder`.
+    one: those of `process` are looked at too. Only folders that nobody else can enter. Raises as `place.folder`.
     """
     user = os.geteuid()
     found = [folder()]
@@ -253,15 +253,6 @@ def _text(value: object) -> str:
 def _here(message: Mapping[str, Any]) -> bool:
     """Whether its PIDs are ours: the same start of the same machine, the same PID namespace."""
     return message.get("machine") == machine()
-
-
-def machine() -> str:
-    """Which numbering of processes this is."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except (OSError, ValueError):
-        return ""
 
 
 def _write(path: str, process: Process, fields: Mapping[str, Any]) -> None:

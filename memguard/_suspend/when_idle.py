@@ -16,8 +16,9 @@ from memguard._devices.nvml import Nvml
 from memguard._frameworks import real_imports
 from memguard._frameworks.import_hook import ImportHook
 from memguard._logs import log as _log
+from memguard._processes import proc
 from memguard._specs import SPECS
-from memguard._suspend import cells, proc
+from memguard._suspend import cells
 from memguard._suspend.cells import shell_here
 from memguard._suspend.idle import Watcher
 from memguard.errors import MemguardError

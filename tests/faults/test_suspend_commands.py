@@ -18,10 +18,9 @@ from typing import Any, cast
 import pytest
 from stub_gpus import GIB, ONE, UUIDS
 
+from memguard._processes.identity import Process, process_of
 from memguard._suspend import outside, records
 from memguard._suspend.client import Client
-from memguard._suspend.identity import process_of
-from memguard._suspend.types import Process
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNNING, LOCKED, CHECKPOINTED = 0, 1, 2
@@ -315,7 +314,7 @@ def test_it_allows_it_and_suspends_itself(machine: Machine) -> None:
     """With its own word for how it went; --unsafe does not go behind its back."""
     says = """
         from memguard._suspend import listener
-        from memguard._suspend.identity import this_process
+        from memguard._processes.identity import this_process
         from memguard._suspend.types import Suspension
         from memguard.errors import CannotSuspend
         asked = []

@@ -13,8 +13,9 @@ import pytest
 
 from memguard._devices import contexts, suspension
 from memguard._devices.nvml import Nvml
+from memguard._processes.identity import Process
 from memguard._suspend import own
-from memguard._suspend.types import Process, Suspension, Wait, Why
+from memguard._suspend.types import Suspension, Wait, Why
 from memguard._suspend.waiting import Calls
 from memguard._types import MemoryInfo
 from memguard._units import GIB

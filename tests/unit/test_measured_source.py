@@ -18,6 +18,7 @@ PACKAGE = Path(memguard.__file__).parent
 APART = (
     "memguard._doctor",
     "memguard._metrics",
+    "memguard._processes",
     "memguard._report",
     "memguard._suggest",
     "memguard._suspend",

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
+from memguard._processes.identity import Process, process_of, this_process
 from memguard._suspend import listener, records
-from memguard._suspend.identity import process_of, this_process
-from memguard._suspend.types import Process, Suspension
+from memguard._suspend.types import Suspension
 from memguard._units import GIB
 from memguard.errors import CannotSuspend, MemguardError, Suspended
 from memguard.exchange.ipc import wire
@@ -28,7 +28,7 @@ ME = this_process()
 PROGRAM = """
     import sys, time
     from memguard._suspend import listener
-    from memguard._suspend.identity import this_process
+    from memguard._processes.identity import this_process
     from memguard._suspend.types import Suspension
     from memguard.errors import MemguardError
 

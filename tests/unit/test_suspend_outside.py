@@ -19,14 +19,14 @@ from jsonschema import Draft202012Validator
 
 from memguard._devices.checkpoint import State
 from memguard._devices.simulated_checkpoint import Fault, SimulatedCheckpoint, Target
+from memguard._processes.identity import Process, process_of, this_process
+from memguard._processes.place import folder
 from memguard._suspend import facts, outside, processes, records
-from memguard._suspend.identity import process_of, this_process
 from memguard._suspend.outside import NO, UNKNOWN, Stop
 from memguard._suspend.processes import Listing, Row
 from memguard._suspend.records import Record
 from memguard._suspend.simulated import Direct
-from memguard._suspend.turn import folder
-from memguard._suspend.types import Process, Wait
+from memguard._suspend.types import Wait
 from memguard._units import GIB, MIB
 from memguard.cli.support import waiting
 

@@ -14,10 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memguard._processes.identity import Process, this_process
 from memguard._suspend import records, working
-from memguard._suspend.identity import this_process
 from memguard._suspend.records import STEPS, Budgeted, Record
-from memguard._suspend.types import Process
 from memguard._suspend.working import BusyError, Work
 from memguard._units import GIB
 
