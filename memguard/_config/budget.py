@@ -55,11 +55,29 @@ class _Model(BaseModel):
 
 
 class DeviceBudget(_Model):
-    """What this process may take of each GPU."""
+    """What this process may take of each GPU. `wait` is in seconds; None: `init` does not wait for a lease."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "if": {"required": ["wait"]},
+            "then": {"required": ["lease"], "properties": {"lease": {"const": True}}},
+        }
+    )
 
     limit: values.DeviceLimit = _key("A percentage of what CUDA can give, or bytes.", "90%", examples=["90%", "40GiB"])
     reserve: values.Reserve = _key(
         "Kept for what lies outside every cap: auto, or bytes.", "auto", examples=["auto", "2GiB"]
+    )
+    lease: bool = _key(
+        "Whether init claims the limit of each GPU among the processes of this user, which together claim no more than "
+        "there is: memguard leases.",
+        False,
+        strict=True,
+    )
+    wait: Annotated[values.LeaseWait | None, WRITTEN, AfterValidator(lambda wait: wait or None)] = _key(
+        "With lease: how long init waits until others give back enough, first come, first served. From 1s to 7 days; "
+        "0: not at all.",
+        examples=["10min"],
     )
 
 

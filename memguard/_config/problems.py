@@ -72,6 +72,8 @@ _KEYS = {
     **dict.fromkeys(("others", "from_outside", "outside", "allow_others", "external"), "by_others"),
     **dict.fromkeys(("host", "ram", "host_ram", "system_memory", "host_mem"), "host_memory"),
     **dict.fromkeys(("skip", "ignored", "exclude", "silence"), "ignore"),
+    **dict.fromkeys(("leases", "leased", "claim", "exclusive", "reservation", "reservations"), "lease"),
+    **dict.fromkeys(("timeout", "patience", "waits", "max_wait", "wait_for", "queue"), "wait"),
     **dict.fromkeys(("ver", "format", "format_version", "schema_version"), "version"),
     **{meant.normal(alias): name for name, spec in SPECS.items() for alias in spec.aliases},
     **{alias: option.name for spec in SPECS.values() for option in spec.options for alias in option.aliases},

@@ -27,6 +27,7 @@ from memguard.errors import MemguardError, UnderPressure
 
 if TYPE_CHECKING:
     from memguard._guard import Guard
+    from memguard._leases.lease import Lease
     from memguard._monitor import pressure
     from memguard._monitor.beside import Beside
     from memguard._monitor.sampler import Monitor
@@ -84,6 +85,8 @@ class Session:
         self._raises: dict[tuple[str | None, str | None], Event] = {}  # errors that do
         self._settings: pressure.Settings | None = None
         self._watched: Watched | None = None
+        self.lease: Lease | None = None
+        """What the budget claims of the GPUs, if it does: the guard gives it back last."""
         self._workloads = Workloads()
         self._refusals = Refusals()
         self._beside: Beside | None = None  # with a timeline
@@ -100,6 +103,15 @@ class Session:
         self._writer = self._new_writer()
         if self._writer is not None:
             self._writer.check(before._writer if before is not None else None)
+        if self.guard.budget.device.lease:  # else `init` loads nothing of it
+            leases = importlib.import_module("memguard._leases.lease")
+            old = before.lease if before is not None else None
+            self.have(leases.of_plan(self.guard.plan, self.guard.budget.source, old))
+
+    def have(self, lease: Lease) -> None:
+        """The budget's lease: not claimed yet, or that of the same budget before. It outlives every cap."""
+        self.lease = lease
+        self.guard._undo.add("the lease", lease.close)
 
     def start(self) -> None:
         """Apply the budget, then hook errors. A thread and a file only if the budget has `monitor`."""

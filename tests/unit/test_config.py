@@ -242,6 +242,12 @@ def test_equal_means_the_same_budget_however_written() -> None:
         (METRICS, GOOD + "monitor: {}\nmetrics: {prometheus: 9477}", GOOD + "metrics: {prometheus: 9478}"),
         (METRICS, METRICS[:-1] + ", opentelemetry: false}", METRICS[:-1] + ", opentelemetry: true}"),
         (METRICS, METRICS, METRICS[:-1] + ", job: train}"),
+        (GOOD, GOOD + "device: {lease: false}", GOOD + "device: {lease: true}"),
+        (
+            GOOD + "device: {lease: true}",
+            GOOD + "device: {lease: true, wait: 0}",
+            GOOD + "device: {lease: true, wait: 10min}",
+        ),
     ],
     ids=[
         "on_busy",
@@ -265,6 +271,8 @@ def test_equal_means_the_same_budget_however_written() -> None:
         "prometheus",
         "opentelemetry",
         "job",
+        "lease",
+        "wait",
     ],
 )
 def test_equality_hash_and_pickle_know_every_key(left_out: str, written: str, another: str) -> None:
@@ -285,7 +293,7 @@ def test_a_dump_says_what_a_file_would_say() -> None:
     text = fw("torch: {limit: 4GiB, nccl: 2}\njax: {share: 12.5%}") + "on_busy: raise"
     assert parse(text).model_dump(exclude_none=True) == {
         "version": 1,
-        "device": {"limit": "90%", "reserve": "auto"},
+        "device": {"limit": "90%", "reserve": "auto", "lease": False},
         "devices": {},
         "frameworks": {"torch": {"limit": "4GiB", "nccl": 2}, "jax": {"share": "12.5%"}},
         "strategy": "caps",
@@ -366,7 +374,9 @@ print(json.dumps([problems, _config.json_schema()]))
 
 
 def test_a_row_is_enough_for_a_framework_and_its_options(tmp_path: Path) -> None:
-    shutil.copytree(Path(_config.__file__).parents[1], tmp_path / "memguard", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        Path(_config.__file__).parents[1], tmp_path / "memguard", ignore=shutil.ignore_patterns("__pycache__")
+    )
     specs = tmp_path / "memguard" / "_specs.py"
     specs.write_text(specs.read_text().replace("\nSPECS: ", f"{ROW}\nSPECS: "))
     twice = "did you mean 'streams'? It is there too: keep one of them"
@@ -443,6 +453,9 @@ assert 0 < len(asked) <= 25, asked
     environ = {**os.environ, "PYTHONPATH": str(Path(_config.__file__).parents[2])}
     run = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
+
+
+LEASED = GOOD + "device: {lease: true}"
 
 
 # The sample files, the schema and the commands
@@ -550,6 +563,14 @@ def plain(text: str) -> Any:
         GOOD + "suspend: {when_idle: 700000}",
         GOOD + "suspend: {by_others: yes}",
         GOOD + "suspend: {host_memory: false}",
+        GOOD + "device: {lease: yes}",
+        GOOD + "device: {lease: 1}",
+        GOOD + "device: {wait: 10min}",
+        GOOD + "device: {lease: false, wait: 10min}",
+        GOOD + "device: {lease: true, wait: 8d}",
+        GOOD + "device: {lease: true, wait: 500ms}",
+        GOOD + "device: {lease: true, wait: forever}",
+        GOOD + "devices: {0: {lease: true}}",
         GOOD + "metrics: {}",
         GOOD + "metrics: {job: train}",
         GOOD + "metrics: {prometheus: 80}",
@@ -585,7 +606,7 @@ def test_the_schema_is_a_schema_and_names_what_the_models_name() -> None:
         for option in spec.options:
             written = frameworks[name]["properties"][option.name]
             assert (written["default"], written["description"]) == (option.default, option.description)
-    assert set(resolved(properties["device"])["properties"]) == set(DeviceOverride.model_fields)
+    assert set(resolved(properties["device"])["properties"]) == {*DeviceOverride.model_fields, "lease", "wait"}
     monitor = resolved(properties["monitor"])["properties"]
     assert set(monitor) == set(MonitorConfig.model_fields)
     ignore = resolved(properties["doctor"])["properties"]["ignore"]
