@@ -36,7 +36,7 @@ def grantable(claims: Iterable[Want], capacity: Mapping[str, int]) -> frozenset[
             continue
         more = extra(claim, held)
         room = all(taken.get(gpu, 0) + size <= capacity.get(gpu, -1) for gpu, size in more.items())
-        if not any(more.values()) or (room and wanted.isdisjoint(claim.sizes)):
+        if (claim.replaces in held and not any(more.values())) or (room and wanted.isdisjoint(claim.sizes)):
             granted.add(claim.id)
             held[claim.id] = claim
             for gpu, size in more.items():

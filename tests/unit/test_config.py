@@ -568,7 +568,6 @@ def plain(text: str) -> Any:
         GOOD + "device: {wait: 10min}",
         GOOD + "device: {lease: false, wait: 10min}",
         GOOD + "device: {lease: true, wait: 8d}",
-        GOOD + "device: {lease: true, wait: 500ms}",
         GOOD + "device: {lease: true, wait: forever}",
         GOOD + "devices: {0: {lease: true}}",
         GOOD + "metrics: {}",
