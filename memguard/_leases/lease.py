@@ -121,7 +121,7 @@ class Lease:
             if file.take(self.number):
                 break
             store.remove(connection, self.number)  # a process of a database that was removed has that byte
-        self._see(store.serve(connection, file))
+        self._see(store.serve(connection))
         if not self.held and not waits:
             store.remove(connection, self.number)
 
@@ -132,7 +132,7 @@ class Lease:
         return not self.held and (bool(store.due(claims)) or not self._there)
 
     def _look(self, connection: Connection, file: File) -> None:
-        self._see(store.serve(connection, file))
+        self._see(store.serve(connection))
         if not self._there:  # the database was removed
             self._enter(connection, file, True)
 
@@ -172,15 +172,15 @@ class Lease:
             return
         locks.turn.take(locks.let_go, store.PATIENCE, number)  # first: without it the claim counts no more
         try:
-            self.store.change(lambda connection, file: _end(connection, file, number), _END)
+            self.store.change(lambda connection, _: _end(connection, number), _END)
         except MemguardError as error:
             _log.debug("the lease is given back; its row stays until the next claim: %s", text_of(error))
         self.number, self.held = None, False
 
 
-def _end(connection: Connection, file: File, number: int) -> None:
+def _end(connection: Connection, number: int) -> None:
     store.remove(connection, number)
-    store.serve(connection, file)
+    store.serve(connection)
 
 
 def _holder(claim: Claim, wanted: Mapping[str, Part]) -> dict[str, object]:

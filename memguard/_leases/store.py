@@ -256,6 +256,10 @@ def forget_idle(connection: Connection) -> None:
 
 def claims_of(connection: Connection, file: File) -> list[Claim]:
     """All claims of the living, first come first."""
+    return [claim for claim in _rows(connection) if file.alive(claim.id)]
+
+
+def _rows(connection: Connection) -> list[Claim]:
     if connection.execute("PRAGMA user_version").fetchone()[0] == 0:  # nobody has claimed yet
         return []
     heads: dict[int, tuple[Any, ...]] = {}
@@ -263,7 +267,7 @@ def claims_of(connection: Connection, file: File) -> list[Claim]:
     for row in connection.execute(_CLAIMS):
         heads[row[0]] = row[:10]
         parts.setdefault(row[0], {})[row[10]] = Part(*row[10:])
-    return [Claim._make((*head, parts[number])) for number, head in heads.items() if file.alive(number)]
+    return [Claim._make((*head, parts[number])) for number, head in heads.items()]
 
 
 def add(connection: Connection, who: Any, replaces: int | None, parts: dict[str, Part]) -> int:
@@ -289,9 +293,12 @@ def add(connection: Connection, who: Any, replaces: int | None, parts: dict[str,
     return number
 
 
-def serve(connection: Connection, file: File) -> list[Claim]:
-    """Grant what can be granted, to whomever it is due. All claims of the living after that, first come first."""
-    claims = claims_of(connection, file)
+def serve(connection: Connection) -> list[Claim]:
+    """Grant what can be granted, to whomever it is due. All claims after that, first come first.
+
+    Also those whose processes have died since the transaction began: so what is held by the rows never exceeds a GPU.
+    """
+    claims = _rows(connection)
     granted = due(claims)
     now = time.time()
     connection.executemany(
