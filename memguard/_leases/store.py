@@ -99,9 +99,9 @@ class Store:
             return None
         return self._done(lambda: self._attempts(work, patience, writes=False), patience)
 
-    def claims(self) -> list[Claim]:
+    def claims(self, patience: float = PATIENCE) -> list[Claim]:
         """Those of living processes, first come first. Changes nothing."""
-        return self.read(claims_of) or []
+        return self.read(claims_of, patience) or []
 
     def check(self) -> str:
         """What SQLite finds wrong with the database: "ok" if nothing is, or there is none."""

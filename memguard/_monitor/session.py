@@ -28,6 +28,7 @@ from memguard.errors import MemguardError, UnderPressure
 if TYPE_CHECKING:
     from memguard._guard import Guard
     from memguard._leases.lease import Lease
+    from memguard._leases.neighbours import Watch as LeaseWatch
     from memguard._monitor import pressure
     from memguard._monitor.beside import Beside
     from memguard._monitor.sampler import Monitor
@@ -87,6 +88,7 @@ class Session:
         self._watched: Watched | None = None
         self.lease: Lease | None = None
         """What the budget claims of the GPUs, if it does: the guard gives it back last."""
+        self._neighbours: LeaseWatch | None = None
         self._workloads = Workloads()
         self._refusals = Refusals()
         self._beside: Beside | None = None  # with a timeline
@@ -131,6 +133,8 @@ class Session:
                 self._start_monitor()
             elif watches:
                 _log.warning("%s", WITHOUT_MONITOR)
+            if self.lease is not None:
+                self._watch_neighbours(self.lease)
             self._watch_idleness()
             self._tell_others()
         except BaseException:
@@ -138,6 +142,23 @@ class Session:
             raise
         if getattr(_thread, "session", None) is not None:
             _thread.session = self  # a monitor's callback began this budget, and may end it
+
+    def _watch_neighbours(self, lease: Lease) -> None:
+        """Those who use more of its GPUs than they have claimed: named now, and later by the monitor."""
+        leases = importlib.import_module("memguard._leases.neighbours")
+        devices, host = (
+            dict(zip(lease.parts, (part.device for part in self.guard.plan.devices), strict=True)),
+            self.guard.host,
+        )
+        watch = leases.Watch(lease, lambda: {gpu: host.processes(one) for gpu, one in devices.items()})
+        self._name_neighbours(watch)
+        self._neighbours = watch  # from now on the monitor looks, and nobody else
+
+    def _name_neighbours(self, watch: LeaseWatch | None) -> None:
+        if watch is not None and suspension.now is None:
+            for event in watch.due():
+                _log.warning("%s", event.text)
+                self._announce(event)
 
     def _watch_idleness(self) -> None:
         suspend = self.guard.budget.suspend
@@ -217,13 +238,13 @@ class Session:
 
     def _forget(self) -> None:
         """The last step, once monitor, timeline and hooks have ended."""
-        self.monitor = self._writer = self._beside = self._watched = None
+        self.monitor = self._writer = self._beside = self._watched = self._neighbours = None
 
     def forked(self) -> None:
         """In a forked child: no thread of the parent's is there, and its locks may be held."""
         self.guard.forked()
         _thread.session = None  # if a callback forked: the child's thread is no monitor's
-        self._beside = None
+        self._beside = self._neighbours = None
         if self.monitor is not None:
             self.monitor.forked()
         if self._writer is not None:
@@ -370,6 +391,7 @@ class Session:
                 self._beside.sampled()
         for event in moved:
             self._call(event)
+        self._name_neighbours(self._neighbours)
         if watches and sample.devices:  # without devices: a reading that failed
             from memguard._monitor import samples
 

@@ -88,7 +88,9 @@ def test_kill_9_frees_it_and_a_forked_child_does_not_keep_it(folder: Path) -> No
     code = OTHER.format(here=str(Path(__file__).parent)).replace(
         'print("held"', 'import os; pid = os.fork(); pid or time.sleep(60); print(pid or "", flush=True); print("held"'
     )
-    child = subprocess.Popen([sys.executable, "-c", code, "60", "0"], text=True, stdout=subprocess.PIPE)
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, "60", "0"], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     worker = int(heard(child))
     try:
         assert heard(child) == "held" and held(folder) == [60]
@@ -425,8 +427,10 @@ def test_locks_that_were_removed_are_not_replaced_by_others(folder: Path, monkey
 
 
 def test_a_database_that_was_removed_begins_anew_and_who_waits_goes_on(folder: Path) -> None:
-    with other(folder, 60) as first, other(folder, 60, 60) as second:
-        assert heard(first) == "held" and heard(second).startswith("waiting")
+    with contextlib.ExitStack() as both:
+        assert heard(both.enter_context(other(folder, 60))) == "held"
+        second = both.enter_context(other(folder, 60, 60))
+        assert heard(second).startswith("waiting")
         for path in folder.glob("leases.sqlite*"):
             path.unlink()
         assert heard(second) == "held"
