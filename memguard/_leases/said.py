@@ -10,6 +10,8 @@ from memguard._text import visible
 from memguard._units import format_size
 
 _DAY = 86_400
+_MOST = 5
+"""Holders that are named: an error is read by people, and `memguard leases` lists all."""
 
 
 def who(claim: Claim, here: str) -> str:
@@ -33,11 +35,12 @@ def holders(held: Sequence[Claim], gpus: Iterable[str], here: str, now: float) -
     """`process 1234 (…) holds 34.00 GiB since 12:03`."""
     wanted = set(gpus)
     said = []
-    for claim in held:
+    for claim in held[:_MOST]:
         parts = [part for gpu, part in claim.parts.items() if gpu in wanted]
         sizes = format_size(parts[0].bytes) if len(wanted) == 1 and len(parts) == 1 else wants(parts)
         since = "" if claim.since is None else f" since {when(claim.since, now)}"
         said.append(f"{who(claim, here)} holds {sizes}{since}")
+    said += [f"{len(held) - _MOST} more hold some"] if len(held) > _MOST else []
     return "; ".join(said)
 
 

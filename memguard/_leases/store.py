@@ -120,7 +120,13 @@ class Store:
         return done[0]
 
     def _attempts(self, work: Work[T], patience: float, writes: bool) -> T:
-        import sqlite3
+        try:
+            import sqlite3
+        except ImportError as error:  # Python was built without it
+            raise MemguardError(
+                f"leases need Python's sqlite3, which cannot be imported: {error}\n"
+                "    fix: use a Python that has it, or take 'lease' out of the budget"
+            ) from None
 
         until = time.monotonic() + patience
         while True:

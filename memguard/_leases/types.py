@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
+from memguard._text import visible
 from memguard._types import Device, Plan
 
 State = Literal["waiting", "held"]
@@ -33,7 +34,7 @@ class Part(NamedTuple):
         return self.gpu.removeprefix(_SIMULATED)
 
     def __str__(self) -> str:
-        return f"{'simulated ' if self.simulated else ''}GPU {self.number} ({self.name})"
+        return f"{'simulated ' if self.simulated else ''}GPU {self.number} ({visible(self.name, keep='')})"
 
 
 class Claim(NamedTuple):

@@ -723,6 +723,19 @@ def test_check_shows_when_the_process_may_leave_its_gpus(tmp_path: Path) -> None
     assert "suspend" not in said("suspend: {}")
 
 
+def test_check_and_plan_show_that_the_limit_is_leased(tmp_path: Path) -> None:
+    def said(command: Any, device: str, *more: str) -> str:
+        (tmp_path / "b.yaml").write_text(GOOD + device)
+        return CliRunner().invoke(command, [str(tmp_path / "b.yaml"), *more]).output
+
+    line = "  device       limit 90% of what CUDA can give, reserve auto"
+    assert f"{line}, leased, waits up to 600s\n" in said(check, "device: {lease: true, wait: 10min}")
+    assert f"{line}, leased\n" in said(check, "device: {lease: true}")
+    assert f"{line}\n" in said(check, "device: {lease: false}")
+    assert "that CUDA can give; leased" in said(plan, "device: {lease: true}", "--device", "h200")
+    assert "leased" not in said(plan, "", "--device", "h200")
+
+
 def test_check_shows_what_the_doctor_ignores(tmp_path: Path) -> None:
     (tmp_path / "b.yaml").write_text(GOOD + "doctor: {ignore: [wsl, mig]}")
     output = CliRunner().invoke(check, [str(tmp_path / "b.yaml")]).output

@@ -191,6 +191,23 @@ def test_a_larger_replacement_waits_and_a_refused_one_keeps_the_first(folder: Pa
         first.close()
 
 
+def test_of_many_holders_five_are_named(folder: Path) -> None:
+    many = [lease(10) for _ in range(8)]
+    for one in many:
+        one.take()
+    with pytest.raises(LeaseRefused, match="; 3 more hold some\n") as no:
+        lease(30).take()
+    assert str(no.value).count("holds 10 B") == 5 and len(no.value.holders) == 8
+    for one in many:
+        one.close()
+
+
+def test_a_python_without_sqlite_is_told_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sqlite3", None)
+    with pytest.raises(MemguardError, match=r"leases need Python's sqlite3, .*\n    fix: use a Python that has it"):
+        lease(1).take()
+
+
 # Locks.
 
 
