@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import sys
@@ -227,7 +228,10 @@ def _claim(lease: Lease, budget: Budget) -> None:
     try:
         _claiming = True
         say = _log.warning if _is_heard() else real_imports.say
-        lease.take(budget.device.wait or 0.0, say, lambda: _unwanted)
+        look = None
+        if budget.device.on_wait == "suspend-idle":  # by its name: a layer above, which uses this one
+            look = importlib.import_module("memguard._suspend.making_room").MakingRoom(lease, say).look
+        lease.take(budget.device.wait or 0.0, say, lambda: _unwanted, look)
     finally:
         _claiming = False
 

@@ -341,15 +341,20 @@ def _metrics(data: Mapping[str, Any]) -> Iterator[Violation]:
 
 def _lease(device: Mapping[str, Any]) -> Iterator[Violation]:
     """There must be something to wait for. An unknown key may be a misspelt `lease`, and is explained by itself."""
-    if (
-        "wait" in device
-        and device.get("lease", False) is False
-        and set(device) <= {"limit", "reserve", "lease", "wait"}
-    ):
-        from memguard._config import meant
+    waits = [key for key in ("wait", "on_wait") if key in device and device[key] != "wait"]
+    if not waits or not set(device) <= {"limit", "reserve", "lease", "wait", "on_wait"}:
+        return
+    more: dict[str, Any]
+    if device.get("lease", False) is False:
+        text, more = f"{waits[0]} is for a lease, and this budget asks for none", {"lease": True}
+    elif "on_wait" in waits and "wait" not in device:
+        text, more = "nobody is suspended for a lease that is not waited for", {"wait": "10min"}
+    else:
+        return
+    from memguard._config import meant
 
-        fix = f"write 'device: {meant.flow({**device, 'lease': True})}', or remove wait"
-        yield Violation(("device",), "wait is for a lease, and this budget asks for none", fix, True)
+    fix = f"write 'device: {meant.flow({**device, **more})}', or remove {' and '.join(waits)}"
+    yield Violation(("device",), text, fix, True)
 
 
 def _repeated(loc: Loc, listed: object) -> Iterator[Violation]:

@@ -6,8 +6,10 @@ nobody has to be alive for another's turn. What has interrupted it, `close` take
 
 from __future__ import annotations
 
+import math
 import os
 import random
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
@@ -37,12 +39,14 @@ _END = 2.0
 """Seconds in which the database must be had at the end. Without its byte a claim counts no more anyway."""
 _LONGEST = 200
 """Characters of a command or a budget's name."""
-Say = Callable[[str], None]
+Say = Callable[[str], object]
+Look = Callable[[list[Claim]], object]
+"""Told what was claimed by whom, at each look of one who waits."""
 
 
-def of_plan(plan: Plan, source: str, before: Lease | None = None) -> Lease:
+def of_plan(plan: Plan, source: str, before: Lease | None = None, leaves: float | None = None) -> Lease:
     """The lease of a budget in that file: its limit of each GPU. Nothing is claimed yet."""
-    return Lease(parts_of(plan), os.path.basename(source) or "budget", before)
+    return Lease(parts_of(plan), os.path.basename(source) or "budget", before, leaves)
 
 
 class Claimer(NamedTuple):
@@ -53,11 +57,13 @@ class Claimer(NamedTuple):
     machine: str
     command: str
     budget: str
+    leaves: float | None = None
 
 
-def claimer(budget: str) -> Claimer:
+def claimer(budget: str, leaves: float | None = None) -> Claimer:
     process = this_process()
-    return Claimer(process.pid, process.start, machine(), who.command(process.pid)[:_LONGEST], budget[:_LONGEST])
+    command = who.command(process.pid)[:_LONGEST]
+    return Claimer(process.pid, process.start, machine(), command, budget[:_LONGEST], leaves)
 
 
 class Lease:
@@ -66,10 +72,19 @@ class Lease:
     That one goes on to be held beside this one, for nothing in addition, until it is closed.
     """
 
-    def __init__(self, parts: Mapping[str, Part], budget: str = "", before: Lease | None = None) -> None:
+    def __init__(
+        self,
+        parts: Mapping[str, Part],
+        budget: str = "",
+        before: Lease | None = None,
+        leaves: float | None = None,
+    ) -> None:
         self.parts = dict(parts)
         self.store = Store(folder())
-        self._who, self._before = claimer(budget), before
+        self._who, self._before = claimer(budget, leaves), before
+        self._returning = 0
+        """How many threads wait in `back`."""
+        self._count = threading.Lock()
         self._pid = os.getpid()
         self.number: int | None = None
         """The claim's, once there is one."""
@@ -78,7 +93,13 @@ class Lease:
         """Whether it outlives the budget that it was claimed for: another one takes its place."""
         self._seen: list[Claim] = []
 
-    def take(self, wait: float = 0.0, say: Say | None = None, unwanted: Callable[[], bool] | None = None) -> None:
+    def take(
+        self,
+        wait: float = 0.0,
+        say: Say | None = None,
+        unwanted: Callable[[], bool] | None = None,
+        look: Look | None = None,
+    ) -> None:
         """Claim it, and wait up to that many seconds. `say` hears who holds what, at once and every AGAIN seconds.
         If it is `unwanted` meanwhile, NotActive is raised.
 
@@ -89,15 +110,22 @@ class Lease:
             if part.bytes > part.total:
                 raise LeaseRefused(said.too_large(part))
         try:
-            self._take(wait, say, unwanted)
+            began = time.monotonic()
+            self.store.change(lambda connection, file: self._enter(connection, file, wait > 0))
+            self._until(began, wait, say, unwanted, look)
         except BaseException:
             self.close()
             raise
 
-    def _take(self, wait: float, say: Say | None, unwanted: Callable[[], bool] | None) -> None:
-        began = time.monotonic()
+    def _until(
+        self,
+        began: float,
+        wait: float,
+        say: Say | None,
+        unwanted: Callable[[], bool] | None,
+        look: Look | None,
+    ) -> None:
         heard = None
-        self.store.change(lambda connection, file: self._enter(connection, file, wait > 0))
         while not self.held:
             now = time.monotonic()
             if unwanted is not None and unwanted():
@@ -107,13 +135,55 @@ class Lease:
             if say is not None and (heard is None or now - heard >= AGAIN):
                 heard = now
                 say(self._waiting())
+            if look is not None:
+                look(self._seen)
             time.sleep(min(random.uniform(*LOOK), began + wait - now))
             if self.store.read(self._glance) is not False:
                 self.store.change(self._look)
 
+    # of a process that leaves its GPUs and comes back
+
+    def leave(self) -> None:
+        """Its process is off its GPUs: others may have them until `back`. Nothing happens if it is not held."""
+        number = self.number
+        if self.held and number is not None and self._pid == os.getpid():
+            self.store.change(lambda connection, _: self._see(store.leave(connection, number)))
+
+    def back(
+        self,
+        wait: float = math.inf,
+        say: Say | None = None,
+        unwanted: Callable[[], bool] | None = None,
+        look: Look | None = None,
+    ) -> None:
+        """Claim it again, after all who wait already. Several threads may: they share one place in the queue.
+
+        Raises as `take`; then it is as `leave` left it, unless another thread still waits.
+        """
+        if self.held or self.number is None:
+            return
+        began = time.monotonic()
+        try:
+            with self._count:
+                self._returning += 1
+                if self._returning == 1:
+                    self.store.change(lambda connection, file: self._enter(connection, file, True))
+            self._until(began, wait, say, unwanted, look)
+        finally:
+            with self._count:
+                self._returning -= 1
+                if self._returning == 0 and not self.held:
+                    self.store.change(self._give_up)
+
+    def _give_up(self, connection: Connection, file: File) -> None:
+        self._see(store.serve(connection))
+        if not self.held and self.number is not None:
+            self._see(store.leave(connection, self.number))
+
     def _enter(self, connection: Connection, file: File, waits: bool) -> None:
         """Claim, and hold it if there is room. Without room, and if it does not wait, nothing is claimed."""
-        if self.number is not None:  # of an attempt before this one
+        if self.number is not None:  # of an attempt before this one, or from before its process left its GPUs
+            store.remove(connection, self.number)
             file.drop(self.number)
         replaces = self._before.number if self._before is not None else None
         while True:
@@ -148,7 +218,7 @@ class Lease:
         """Who holds, and how many came before."""
         by_number = {claim.id: claim for claim in self._seen}
         own = Want(self.number or 0, False, {gpu: one.bytes for gpu, one in self.parts.items()}, self._replaced())
-        held, ahead = decide.before(own, map(store.want, self._seen))
+        held, ahead = decide.before(own, store.wants(self._seen))
         return [by_number[one.id] for one in held], len(ahead)
 
     def _replaced(self) -> int | None:

@@ -31,6 +31,11 @@ def wants(parts: Iterable[Part]) -> str:
     return " and ".join(f"{format_size(part.bytes)} of {part}" for part in parts)
 
 
+def holding(claim: Claim, gpu: str, here: str) -> str:
+    """`34.00 GiB  process 1234 (…)`, of one GPU."""
+    return f"{format_size(claim.parts[gpu].bytes)}  {who(claim, here)}"
+
+
 def holders(held: Sequence[Claim], gpus: Iterable[str], here: str, now: float) -> str:
     """`process 1234 (…) holds 34.00 GiB since 12:03`."""
     wanted = set(gpus)

@@ -52,12 +52,13 @@ CREATE TABLE processes (
     machine TEXT NOT NULL,
     command TEXT NOT NULL,
     budget TEXT NOT NULL,
+    leaves REAL,
     UNIQUE (machine, pid, start)
 );
 CREATE TABLE claims (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
     process INTEGER NOT NULL REFERENCES processes (id) ON DELETE CASCADE,
-    state TEXT NOT NULL CHECK (state IN ('waiting', 'held')),
+    state TEXT NOT NULL CHECK (state IN ('waiting', 'held', 'off')),
     asked REAL NOT NULL CHECK (typeof(asked) = 'real'),
     since REAL,
     replaces INTEGER
@@ -73,7 +74,8 @@ CREATE TABLE parts (
 );
 """
 _CLAIMS = """
-SELECT claims.id, pid, start, machine, command, budget, state, asked, since, replaces, gpu, bytes, total, number, name
+SELECT claims.id, pid, start, machine, command, budget, state, asked, since, replaces, leaves,
+    gpu, bytes, total, number, name
 FROM claims JOIN processes ON processes.id = claims.process JOIN parts ON parts.claim = claims.id
 ORDER BY claims.id, gpu
 """
@@ -271,8 +273,8 @@ def _rows(connection: Connection) -> list[Claim]:
     heads: dict[int, tuple[Any, ...]] = {}
     parts: dict[int, dict[str, Part]] = {}
     for row in connection.execute(_CLAIMS):
-        heads[row[0]] = row[:10]
-        parts.setdefault(row[0], {})[row[10]] = Part(*row[10:])
+        heads[row[0]] = row[:11]
+        parts.setdefault(row[0], {})[row[11]] = Part(*row[11:])
     return [Claim._make((*head, parts[number])) for number, head in heads.items()]
 
 
@@ -280,9 +282,10 @@ def add(connection: Connection, who: Any, replaces: int | None, parts: dict[str,
     """A waiting claim of a process (`Claimer`). Its number, which nobody had before and nobody will have again."""
     key = (who.machine, who.pid, who.start)
     connection.execute(
-        "INSERT INTO processes (machine, pid, start, command, budget) VALUES (?, ?, ?, ?, ?) "
-        "ON CONFLICT (machine, pid, start) DO UPDATE SET command = excluded.command, budget = excluded.budget",
-        (*key, who.command, who.budget),
+        "INSERT INTO processes (machine, pid, start, command, budget, leaves) VALUES (?, ?, ?, ?, ?, ?) "
+        "ON CONFLICT (machine, pid, start) "
+        "DO UPDATE SET command = excluded.command, budget = excluded.budget, leaves = excluded.leaves",
+        (*key, who.command, who.budget, who.leaves),
     )
     (process,) = connection.execute(
         "SELECT id FROM processes WHERE machine = ? AND pid = ? AND start = ?", key
@@ -315,7 +318,18 @@ def serve(connection: Connection) -> list[Claim]:
 
 def due(claims: list[Claim]) -> frozenset[int]:
     """Those that can be granted now."""
-    return decide.grantable(map(want, claims), capacities(claims))
+    return decide.grantable(wants(claims), capacities(claims))
+
+
+def leave(connection: Connection, number: int) -> list[Claim]:
+    """Its process is off its GPUs: others may have them. All claims of the living after that."""
+    connection.execute("UPDATE claims SET state = 'off', since = ? WHERE id = ?", (time.time(), number))
+    return serve(connection)
+
+
+def wants(claims: list[Claim]) -> list[Want]:
+    """Of those that are held or wait."""
+    return [want(claim) for claim in claims if claim.state != "off"]
 
 
 def want(claim: Claim) -> Want:

@@ -8,7 +8,8 @@ from typing import Literal, NamedTuple
 from memguard._text import visible
 from memguard._types import Device, Plan
 
-State = Literal["waiting", "held"]
+State = Literal["waiting", "held", "off"]
+"""`off`: its process is suspended. It counts for nothing, and waits for nothing, until it is claimed again."""
 _SIMULATED = "simulated:"
 
 
@@ -41,7 +42,8 @@ class Claim(NamedTuple):
     """One claim of one process. `machine` as in `identity.machine`; `pid` means something only there.
 
     `asked` and `since` (None while it waits) are Unix time. `replaces`: the claim of the same process whose place it
-    takes; until that one is gone the two count as the larger of both.
+    takes; until that one is gone the two count as the larger of both. `leaves`: after so many seconds without work it
+    leaves its GPUs for one that waits; None: it does not.
     """
 
     id: int
@@ -54,6 +56,7 @@ class Claim(NamedTuple):
     asked: float
     since: float | None
     replaces: int | None
+    leaves: float | None
     parts: Mapping[str, Part]
 
 

@@ -108,7 +108,9 @@ class Session:
         if self.guard.budget.device.lease:  # else `init` loads nothing of it
             leases = importlib.import_module("memguard._leases.lease")
             old = before.lease if before is not None else None
-            self.have(leases.of_plan(self.guard.plan, self.guard.budget.source, old))
+            suspend = self.guard.budget.suspend
+            leaves = suspend.on_demand if suspend is not None else None
+            self.have(leases.of_plan(self.guard.plan, self.guard.budget.source, old, leaves))
 
     def have(self, lease: Lease) -> None:
         """The budget's lease: not claimed yet, or that of the same budget before. It outlives every cap."""
@@ -175,10 +177,11 @@ class Session:
         if suspend is None:  # without the section `init` loads nothing of it
             return
         listener = importlib.import_module("memguard._suspend.listener")
+        source, leased = self.guard.budget.source, self.lease is not None and suspend.on_demand is not None
         if self.guard.host.simulated:
-            listener.of_simulated(self.guard.budget.source, self._undo)
-            return
-        listener.of_budget(self.guard.budget.source, suspend.by_others, suspend.host_memory, self._undo)
+            listener.of_simulated(source, self._undo, leased)
+        else:
+            listener.of_budget(source, suspend.by_others, suspend.host_memory, self._undo, leased)
 
     def _let_watch(self, wanted: bool) -> None:
         """`memguard top` shows the budget, and asks this process, if the budget allows it."""

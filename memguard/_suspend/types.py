@@ -10,8 +10,9 @@ from memguard._processes.identity import Process
 from memguard._text import shown
 from memguard._units import format_size
 
-Why = Literal["asked", "idle", "by_others", "unsafe"]
-"""Who wanted it: the program, its own idle time, another process that it allows, or one that it does not allow."""
+Why = Literal["asked", "idle", "by_others", "lease", "unsafe"]
+"""Who wanted it: the program, its own idle time, another process that it allows, one that waits for its lease, or one
+that it does not allow."""
 
 
 @dataclass(frozen=True)

@@ -248,6 +248,16 @@ def test_equal_means_the_same_budget_however_written() -> None:
             GOOD + "device: {lease: true, wait: 0}",
             GOOD + "device: {lease: true, wait: 10min}",
         ),
+        (
+            GOOD + "device: {lease: true, wait: 1h}",
+            GOOD + "device: {lease: true, wait: 1h, on_wait: wait}",
+            GOOD + "device: {lease: true, wait: 1h, on_wait: suspend-idle}",
+        ),
+        (
+            GOOD,
+            GOOD + "suspend: {by_others: false}",
+            GOOD + "suspend: {on_demand: 1min}",
+        ),
     ],
     ids=[
         "on_busy",
@@ -273,6 +283,8 @@ def test_equal_means_the_same_budget_however_written() -> None:
         "job",
         "lease",
         "wait",
+        "on_wait",
+        "on_demand",
     ],
 )
 def test_equality_hash_and_pickle_know_every_key(left_out: str, written: str, another: str) -> None:
@@ -293,7 +305,7 @@ def test_a_dump_says_what_a_file_would_say() -> None:
     text = fw("torch: {limit: 4GiB, nccl: 2}\njax: {share: 12.5%}") + "on_busy: raise"
     assert parse(text).model_dump(exclude_none=True) == {
         "version": 1,
-        "device": {"limit": "90%", "reserve": "auto", "lease": False},
+        "device": {"limit": "90%", "reserve": "auto", "lease": False, "on_wait": "wait"},
         "devices": {},
         "frameworks": {"torch": {"limit": "4GiB", "nccl": 2}, "jax": {"share": "12.5%"}},
         "strategy": "caps",
@@ -570,6 +582,11 @@ def plain(text: str) -> Any:
         GOOD + "device: {lease: true, wait: 8d}",
         GOOD + "device: {lease: true, wait: forever}",
         GOOD + "devices: {0: {lease: true}}",
+        GOOD + "device: {on_wait: suspend-idle}",
+        GOOD + "device: {on_wait: suspend-idle, wait: 10min}",
+        GOOD + "device: {lease: true, on_wait: suspend-idle}",
+        GOOD + "device: {lease: true, wait: 10min, on_wait: suspend}",
+        GOOD + "suspend: {by_others: true, on_demand: 0}",
         GOOD + "metrics: {}",
         GOOD + "metrics: {job: train}",
         GOOD + "metrics: {prometheus: 80}",
@@ -605,7 +622,9 @@ def test_the_schema_is_a_schema_and_names_what_the_models_name() -> None:
         for option in spec.options:
             written = frameworks[name]["properties"][option.name]
             assert (written["default"], written["description"]) == (option.default, option.description)
-    assert set(resolved(properties["device"])["properties"]) == {*DeviceOverride.model_fields, "lease", "wait"}
+    assert set(resolved(properties["device"])["properties"]) == {
+        *DeviceOverride.model_fields, "lease", "wait", "on_wait",
+    }  # fmt: skip
     monitor = resolved(properties["monitor"])["properties"]
     assert set(monitor) == set(MonitorConfig.model_fields)
     ignore = resolved(properties["doctor"])["properties"]["ignore"]

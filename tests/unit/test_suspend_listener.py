@@ -94,7 +94,7 @@ def test_another_process_is_asked_and_answers(folder: Path) -> None:
 def test_who_has_gone_is_not_obeyed(gone: bool, tmp_path: Path) -> None:
     """A process that was stopped reads the request when it goes on: nobody may wait for it any more."""
     asked: list[int] = []
-    serves = listener.Listener(lambda: asked.append(1) or suspension(), str(tmp_path / "socket"))
+    serves = listener.Listener({"suspend": lambda: asked.append(1) or suspension()}, str(tmp_path / "socket"))
     serves.begin()
     peer, own = socket.socketpair()
     with own, peer:
