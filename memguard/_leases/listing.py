@@ -9,18 +9,19 @@ from memguard._devices.nvml import Nvml
 from memguard._leases import decide, neighbours
 from memguard._leases.folders import folder
 from memguard._leases.neighbours import Neighbour
-from memguard._leases.store import Store, want
+from memguard._leases.store import Store, wants
 from memguard._leases.types import Claim, Part
 from memguard._processes.identity import machine
 from memguard.errors import DeviceError
 
 SCHEMA = 1
+_ORDER = {"held": 0, "off": 1, "waiting": 2}
 
 
 class Row(NamedTuple):
     """One claim on one GPU, in bytes. `pid` is None in another container, `used` where NVML does not say.
 
-    `ahead` counts those who wait for the GPU and came before; None if it is held.
+    `ahead` counts those who wait for the GPU and came before; None if it does not wait.
     """
 
     part: Part
@@ -80,9 +81,8 @@ class Listing(NamedTuple):
 
 
 def listing(claims: Sequence[Claim], listed: neighbours.Listed, here: str) -> tuple[list[Gpu], list[Neighbour]]:
-    """By GPU, real ones first, and on each who holds before who waits. Pure."""
-    wants = [want(claim) for claim in claims]
-    held = decide.leased(wants)
+    """By GPU, real ones first, and on each who holds, then who is suspended, then who waits. Pure."""
+    held = decide.leased(wants([*claims]))
     parts: dict[str, list[tuple[Claim, Part]]] = {}
     for claim in claims:
         for gpu, part in claim.parts.items():
@@ -91,7 +91,7 @@ def listing(claims: Sequence[Claim], listed: neighbours.Listed, here: str) -> tu
     for gpu, entries in sorted(parts.items(), key=lambda entry: (entry[1][0][1].simulated, entry[1][0][1].number)):
         waiting = [claim.id for claim, _ in entries if claim.state == "waiting"]
         rows = []
-        for claim, part in sorted(entries, key=lambda entry: (entry[0].state == "waiting", entry[0].id)):
+        for claim, part in sorted(entries, key=lambda entry: (_ORDER[entry[0].state], entry[0].id)):
             pid = claim.pid if claim.machine == here else None
             same = pid is not None and neighbours.pids_mean_the_same(here)
             used = listed[gpu].get(claim.pid, 0) if same and gpu in listed else None

@@ -275,7 +275,7 @@ def _rows(connection: Connection) -> list[Claim]:
     for row in connection.execute(_CLAIMS):
         heads[row[0]] = row[:11]
         parts.setdefault(row[0], {})[row[11]] = Part(*row[11:])
-    return [Claim._make((*head, parts[number])) for number, head in heads.items()]
+    return [Claim._make((*head[:-1], parts[number], head[-1])) for number, head in heads.items()]
 
 
 def add(connection: Connection, who: Any, replaces: int | None, parts: dict[str, Part]) -> int:

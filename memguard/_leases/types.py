@@ -56,8 +56,8 @@ class Claim(NamedTuple):
     asked: float
     since: float | None
     replaces: int | None
-    leaves: float | None
     parts: Mapping[str, Part]
+    leaves: float | None = None
 
 
 def key_of(device: Device) -> str:

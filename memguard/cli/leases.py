@@ -53,7 +53,9 @@ def _cells(row: Row, now: float) -> tuple[str, ...]:
     from memguard._units import format_size
 
     claim = row.claim
-    if claim.since is not None:
+    if claim.state == "off":
+        state = "suspended, and does not count" + (f", since {when(claim.since, now)}" if claim.since else "")
+    elif claim.since is not None:
         state = f"held since {when(claim.since, now)}"
     else:
         state = f"waiting since {when(claim.asked, now)}" + (f", {row.ahead} before it" if row.ahead else "")

@@ -96,7 +96,7 @@ def test_after_they_have_left_it_is_served_and_each_of_them_was_needed(
 
 def claim(number: int, size: int, state: Any = "held", leaves: float | None = 10.0, **changes: Any) -> Claim:
     parts = lease(size).parts
-    whole = Claim(number, 100 + number, 7, machine(), "python a.py", "b.yaml", state, 1.0, 1.0, None, leaves, parts)
+    whole = Claim(number, 100 + number, 7, machine(), "python a.py", "b.yaml", state, 1.0, 1.0, None, parts, leaves)
     return whole._replace(**changes)
 
 
@@ -322,3 +322,14 @@ def test_one_that_does_not_allow_it_is_not_asked(folder: Path) -> None:
         told(first)
         first.kill()
         first.communicate()
+
+
+def test_the_list_says_that_a_suspended_one_does_not_count() -> None:
+    from memguard._leases.listing import Listing, listing
+    from memguard.cli.leases import table
+
+    gpus, _ = listing([claim(1, 60, "off"), claim(2, 70, "held"), claim(3, 40, "waiting", since=None)], {}, machine())
+    (gpu,) = gpus
+    assert (gpu.leased, gpu.free, [row.ahead for row in gpu.rows]) == (70, 30, [None, None, 0])
+    lines = table(Listing("/there", tuple(gpus), (), "ok", ()), 1.0).splitlines()
+    assert [line.split("  ")[-1].split()[0] for line in lines[1:4]] == ["held", "suspended,", "waiting"]
