@@ -5,13 +5,14 @@ and what a process had open when it was killed, the next one's recovery takes ba
 the claims of the dead first (`locks`), and whoever has changed something grants what can be granted then, to everybody
 (`serve`): so they are served in the order of coming, however seldom one of them looks.
 
-    processes   one row for each process that claims: who it is. `machine` says where its PID means something.
+    processes   one row for each process that claims, or that is `listed` (`registry`): who it is. `machine` says where
+                its PID means something.
     claims      `id` is never given again: it is the offset of the claim's byte in the file of locks
     parts       what a claim wants of each GPU
     meta        one row: which file of locks the claims belong to
 
 To keep more of a process: add columns, raise VERSION, and upgrade in `_prepare`. A row of `processes` goes with its
-last claim; for processes without one, give them a byte of their own, far above those of the claims.
+last claim, unless it is listed and its own byte is held.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ T = TypeVar("T")
 Work = Callable[["Connection", File], T]
 NAME, LOCKS = "leases.sqlite", "leases.lock"
 VERSION = 1
+_PROCESSES = 1 << 40
+"""Where the bytes of processes begin in the file of locks: no claim has such a number."""
 PATIENCE = 30.0
 """Seconds in which the database must be had. A change takes milliseconds."""
 _BUSY = 1.0
@@ -53,6 +56,9 @@ CREATE TABLE processes (
     command TEXT NOT NULL,
     budget TEXT NOT NULL,
     leaves REAL,
+    by_others INTEGER NOT NULL DEFAULT 0,
+    simulated INTEGER NOT NULL DEFAULT 0,
+    listed INTEGER NOT NULL DEFAULT 0,
     UNIQUE (machine, pid, start)
 );
 CREATE TABLE claims (
@@ -252,14 +258,37 @@ def _made(path: str) -> None:
 
 def _tidy(connection: Connection, file: File) -> None:
     dead = [(number,) for (number,) in connection.execute("SELECT id FROM claims") if not file.alive(number)]
-    if dead:
+    listed = connection.execute("SELECT id FROM processes WHERE listed").fetchall()
+    gone = [(number,) for (number,) in listed if not file.alive(byte_of(number))]
+    if dead or gone:
         connection.executemany("DELETE FROM claims WHERE id = ?", dead)
-        forget_idle(connection)
+        connection.executemany("UPDATE processes SET listed = 0 WHERE id = ?", gone)
+        forget(connection)
 
 
-def forget_idle(connection: Connection) -> None:
-    """Processes without a claim."""
-    connection.execute("DELETE FROM processes WHERE id NOT IN (SELECT process FROM claims)")
+def forget(connection: Connection) -> None:
+    """Processes without a claim, and not listed."""
+    connection.execute("DELETE FROM processes WHERE NOT listed AND id NOT IN (SELECT process FROM claims)")
+
+
+def byte_of(row: int) -> int:
+    """Where the byte of a process lies in the file of locks."""
+    return _PROCESSES + row
+
+
+def process_row(
+    connection: Connection, where: str, process: Process, command: str, budget: str, leaves: float | None = None
+) -> int:
+    """The row of a process, made or brought up to date. Its number."""
+    key = (where, *process)
+    connection.execute(
+        "INSERT INTO processes (machine, pid, start, command, budget, leaves) VALUES (?, ?, ?, ?, ?, ?) "
+        "ON CONFLICT (machine, pid, start) DO UPDATE SET command = excluded.command, budget = excluded.budget, "
+        "leaves = coalesce(excluded.leaves, leaves)",
+        (*key, command, budget, leaves),
+    )
+    found = connection.execute("SELECT id FROM processes WHERE machine = ? AND pid = ? AND start = ?", key).fetchone()
+    return int(found[0])
 
 
 def claims_of(connection: Connection, file: File) -> list[Claim]:
@@ -280,16 +309,8 @@ def _rows(connection: Connection) -> list[Claim]:
 
 def add(connection: Connection, who: Any, replaces: int | None, parts: dict[str, Part]) -> int:
     """A waiting claim of a process (`Claimer`). Its number, which nobody had before and nobody will have again."""
-    key = (who.machine, who.pid, who.start)
-    connection.execute(
-        "INSERT INTO processes (machine, pid, start, command, budget, leaves) VALUES (?, ?, ?, ?, ?, ?) "
-        "ON CONFLICT (machine, pid, start) "
-        "DO UPDATE SET command = excluded.command, budget = excluded.budget, leaves = excluded.leaves",
-        (*key, who.command, who.budget, who.leaves),
-    )
-    (process,) = connection.execute(
-        "SELECT id FROM processes WHERE machine = ? AND pid = ? AND start = ?", key
-    ).fetchone()
+    this = Process(who.pid, who.start)
+    process = process_row(connection, who.machine, this, who.command, who.budget, who.leaves)
     number = connection.execute(
         "INSERT INTO claims (process, state, asked, replaces) VALUES (?, 'waiting', ?, ?)",
         (process, time.time(), replaces),
@@ -348,4 +369,4 @@ def capacities(claims: list[Claim]) -> dict[str, int]:
 
 def remove(connection: Connection, number: int) -> None:
     connection.execute("DELETE FROM claims WHERE id = ?", (number,))
-    forget_idle(connection)
+    forget(connection)

@@ -19,12 +19,12 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from memguard._leases.registry import Budgeted
 from memguard._logs import log as _log
 from memguard._logs import text_of
 from memguard._processes.identity import Process, this_process
 from memguard._processes.place import folder
 from memguard._suspend import HostMemory, records, sockets
-from memguard._suspend.records import Budgeted
 from memguard._suspend.types import Suspension
 from memguard._undo import Undo
 from memguard._units import is_whole
@@ -114,7 +114,7 @@ def start(ask: Ask | None, budget: str = "", simulated: bool = False, leave: Ask
         if undo in _active:
             _active.remove(undo)
         if os.getpid() == pid:
-            records.remove(process, records.BUDGET, where)
+            records.remove_budget(process)
 
     try:
         _active.append(undo)
@@ -124,7 +124,7 @@ def start(ask: Ask | None, budget: str = "", simulated: bool = False, leave: Ask
             listener = Listener(asks, path_of(process, where))
             undo.add("the listener for other processes", listener.end)
             listener.begin()
-        records.write_budget(Budgeted(process, budget, ask is not None, simulated), where)
+        records.write_budget(Budgeted(process, budget, ask is not None, simulated))
     except BaseException:
         undo.run()
         raise

@@ -374,7 +374,8 @@ def test_a_budget_that_allows_it(machine: Machine) -> None:
     assert back.returncode == 0 and machine.state(process.pid) == RUNNING, back.stderr
     machine.scenario()
     assert out.readline() == "back\n"
-    assert [name for name in os.listdir(machine.where) if not name.startswith("turn-")] == []
+    assert [name for name in os.listdir(machine.where) if not name.startswith(("turn-", "leases."))] == []
+    assert records.budgets(machine.where) == []
 
 
 def test_one_that_was_started_elsewhere(machine: Machine) -> None:
@@ -387,7 +388,7 @@ def test_one_that_was_started_elsewhere(machine: Machine) -> None:
     assert (row["budget"], row["by_others"]) == ("b.yaml", True)
     done = machine.call("suspend", process.pid)
     assert done.returncode == 1 and "division by zero" in done.stderr
-    records.remove(process, records.BUDGET, machine.where)
+    records.remove_budget(process, machine.where)
     assert machine.call("suspend", process.pid, "--unsafe").returncode == 0
     machine.environ["XDG_RUNTIME_DIR"] = here
     machine.where = str(machine.folder / "other" / "memguard")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from suspending import left
 
 from memguard._processes.identity import Process, process_of, this_process
 from memguard._suspend import listener, records
@@ -87,7 +88,7 @@ def test_another_process_is_asked_and_answers(folder: Path) -> None:
         assert budget is not None and (budget.budget, budget.by_others) == ("b.yaml", True)
         assert listener.request(process, "state") == "running"
         assert listener.request(process) == ({"GPU-a": GIB}, 0.5)
-    assert os.listdir(folder) == []  # and its end removed what told of it
+    assert left(folder) == [] and records.budgets() == []  # and its end removed what told of it
 
 
 @pytest.mark.parametrize("gone", [True, False])
@@ -132,9 +133,8 @@ def test_a_process_that_has_ended_does_not_answer(folder: Path, end: str) -> Non
         pass
     with pytest.raises(listener.SilentError):
         listener.request(process)
-    records.every(str(folder))
-    assert [name for name in os.listdir(folder) if name.endswith(".json")] == []
-    assert bool(os.listdir(folder)) == ("kill" in end)  # a killed one leaves its socket
+    assert records.budgets() == []
+    assert bool(left(folder)) == ("kill" in end)  # a killed one leaves its socket
 
 
 def test_sockets_of_those_that_were_killed_are_removed(folder: Path) -> None:
@@ -176,7 +176,7 @@ def test_a_path_too_long_for_a_socket(tmp_path: Path, monkeypatch: pytest.Monkey
     undo = listener.start(suspension, "b")
     assert listener.request(ME) == ({"GPU-a": GIB}, 0.5)
     undo.run()
-    assert os.listdir(deep / "memguard") == []
+    assert left(deep / "memguard") == [] and records.budgets() == []
 
 
 def test_without_permission_nobody_listens(folder: Path) -> None:
@@ -187,7 +187,7 @@ def test_without_permission_nobody_listens(folder: Path) -> None:
         listener.request(ME)
     undo.run()
     undo.run()
-    assert os.listdir(folder) == []
+    assert left(folder) == [] and records.budgets() == []
 
 
 def test_it_begins_again_after_its_end() -> None:
