@@ -550,6 +550,18 @@ TOP: dict[str, tuple[str, ...]] = {
     "control": ("an almost empty screen of textual beside them: measured, and drawn as often",),
 }  # fmt: skip
 
+LEASES: dict[str, tuple[str, ...]] = {
+    "together": (
+        "four processes with leases of 34 GiB fill their caps on one card, together",
+        "each has at most 34 GiB by NVML, its context included",
+        "every value is right while all four are full",
+        "a fifth waits, with nothing on the card",
+        "it has its lease within 1 s of the end of one",
+        "it fills its caps, and every value is right afterwards",
+    ),
+    "control": ("without leases at least one of five dies",),
+}
+
 BY_COMMAND: dict[str, dict[str, tuple[str, ...]]] = {
     "main_job": MAIN_JOB,
     "all_frameworks": ALL_FRAMEWORKS,
@@ -570,6 +582,7 @@ BY_COMMAND: dict[str, dict[str, tuple[str, ...]]] = {
     "suspend": SUSPEND,
     "suggest": SUGGEST,
     "top": TOP,
+    "leases": LEASES,
 }
 """By the name of the program in `about.command` of a result."""
 
@@ -594,6 +607,7 @@ FILES: dict[str, str | None] = {
     "h200-suspend.json": "suspend",
     "h200-suggest.json": "suggest",
     "h200-top.json": "top",
+    "h200-leases.json": "leases",
     "h200-x2-ddp.json": "ddp",
     "replay.json": "replay",
     "startup.json": "startup",

@@ -30,7 +30,7 @@ GIB = 1 << 30
 SIX = {"tensorflow": "20%", "torch": "25%", "jax": "20%", "cupy": "15%", "pycuda": "10%", "numba": "10%"}
 """All six frameworks, with their shares of `SIX_LIMIT`."""
 SIX_LIMIT = 40 * GIB
-APART = ("_doctor", "_metrics", "_report", "_suggest", "_suspend", "_testing", "_top", "cli")
+APART = ("_doctor", "_leases", "_metrics", "_processes", "_report", "_suggest", "_suspend", "_testing", "_top", "cli")
 """Packages of memguard that a measured program loads only if they are what is measured."""
 _PACKAGES = (
     "torch", "tensorflow", "pycuda", "cupy-cuda13x", "cupy-cuda12x", "jax", "jaxlib", "numba", "numba-cuda", "rmm-cu13",

@@ -183,8 +183,8 @@ def end(child: Child) -> None:
 def away_again(pid: int) -> bool:
     """Whether it is off its GPUs now, or has none: then it may be killed."""
     from memguard._devices.checkpoint import State
+    from memguard._processes.identity import process_of
     from memguard._suspend import flow
-    from memguard._suspend.identity import process_of
     from memguard._suspend.steps import End
 
     process = process_of(pid)

@@ -147,7 +147,7 @@ class Result:
     def __init__(self, output: Path | None, before: dict[str, Any]) -> None:
         self.output, self._started, self._lock = output, time.monotonic(), threading.Lock()
         self.scenarios: dict[str, Any] = dict(before)
-        self.about = header("python benchmarks/suspend.py", "_suspend", "cli")
+        self.about = header("python benchmarks/suspend.py", "_processes", "_suspend", "cli")
         paths = dict.fromkeys((output.resolve(), RESULTS / output.name)) if output else {}
         self._earlier = [json.loads(path.read_text()) for path in paths if path.exists()]
 

@@ -251,6 +251,31 @@ def live_screen() -> list[str]:
     ]
 
 
+def leases() -> list[str]:
+    if not measured("h200-leases.json"):
+        return []
+    result = load("h200-leases.json")
+    one, control = result["together"], result["control"]
+    rows = [
+        f"| {name} | {one['filled'][name] / GIB:.2f} GiB | {most / GIB:.2f} GiB |"
+        for name, most in one.get("most", {}).items()
+    ]
+    fifth = one.get("fifth")
+    waited = f"The fifth had its lease {fifth['after_end_s']:.2f} s after the end of the first. " if fifth else ""
+    died = f"Without leases {len(control.get('died', ()))} of five died." if "died" in control else ""
+    return [
+        "## Processes with leases",
+        "",
+        "| process, with a lease of 34 GiB | its arrays | by NVML, at most |",
+        "| --- | --- | --- |",
+        *rows,
+        "",
+        f"{waited}{died}",
+        "",
+        *origin("h200-leases.json", result),
+    ]
+
+
 def gpu_tests() -> list[str]:
     lines = []
     for path in sorted(RESULTS.glob("*gpu-tests.json")):
@@ -752,6 +777,7 @@ def results() -> str:
         training,
         init_of_six,
         live_screen,
+        leases,
         elastic,
         suspend,
         suggest,

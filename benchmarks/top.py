@@ -306,7 +306,8 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path)
     parser.add_argument("--seconds", type=float, default=SECONDS)
     arguments = parser.parse_args()
-    result: dict[str, Any] = {"about": header("python benchmarks/top.py", "_top", "cli"), "cpus": os.cpu_count()}
+    about = header("python benchmarks/top.py", "_processes", "_top", "cli")
+    result: dict[str, Any] = {"about": about, "cpus": os.cpu_count()}
     result |= measured(arguments.seconds, gpu_here())
     result["checks"] = top_checks(result)
     conclude(result, arguments.output)

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from memguard.errors import ConflictingSetting as ConflictingSetting
     from memguard.errors import DeviceError as DeviceError
     from memguard.errors import FactsError as FactsError
+    from memguard.errors import LeaseRefused as LeaseRefused
     from memguard.errors import MemguardError as MemguardError
     from memguard.errors import NotActive as NotActive
     from memguard.errors import PlanError as PlanError
@@ -69,8 +70,8 @@ __version__ = "0.1.0"
 
 _ERRORS = (
     "AlreadyActive", "BudgetExceeded", "CannotResume", "CannotShare", "CannotSuspend", "CapNotApplied", "ConfigError",
-    "ConflictingSetting", "DeviceError", "FactsError", "MemguardError", "NotActive", "PlanError", "Suspended",
-    "TimelineError", "TraceError", "UnderPressure",
+    "ConflictingSetting", "DeviceError", "FactsError", "LeaseRefused", "MemguardError", "NotActive", "PlanError",
+    "Suspended", "TimelineError", "TraceError", "UnderPressure",
 )  # fmt: skip
 _FUNCTIONS = (
     "checkpoint", "guard", "init", "ledger", "on_pressure", "on_sample", "reclaimable", "require", "resize", "shutdown",
@@ -108,6 +109,7 @@ __all__ = [
     "Event",
     "FactsError",
     "Guard",
+    "LeaseRefused",
     "Ledger",
     "MemguardError",
     "NotActive",

@@ -83,6 +83,11 @@ class Admission:
         self._guard = guard
         self.turns = Turns()
 
+    @property
+    def working(self) -> bool:
+        """Whether a workload that has reserved memory is under way."""
+        return bool(self.turns.settled().active)
+
     def open_bytes(self, framework: str, uuid: str) -> int:
         """Bytes that its workloads have reserved there and not taken yet. Also within an allocation: no lock."""
         if self.turns.book is EMPTY:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import sys
@@ -25,6 +26,7 @@ from memguard.errors import AlreadyActive, DeviceError, MemguardError, NotActive
 if TYPE_CHECKING:
     from memguard._config import Budget
     from memguard._devices.host import Host
+    from memguard._leases.lease import Lease
     from memguard._ledger.types import Ledger
     from memguard._monitor.samples import Watch
     from memguard._reclaim.figures import Reclaimable
@@ -63,6 +65,10 @@ _starting: Session | None = None
 """The one that `init` is starting."""
 _applying = _unwanted = False
 """Whether `init` is at work, and whether a signal handler has called `shutdown` within that."""
+_claiming = False
+"""Whether `init` waits for a lease: `shutdown` ends that."""
+_leases: list[Lease] = []
+"""Those that `init` has claimed, or kept of the budget before, until it is known whose they are."""
 _why_none = _NONE
 _lock = threading.RLock()
 _PATIENCE = 5.0
@@ -88,8 +94,8 @@ def init(
     nothing is applied the guard is not active, `ledger()` is empty, and `require`, `workload`, `resize`, `trim` and
     `checkpoint` do nothing.
 
-    Raises ConfigError, PlanError, DeviceError, CapNotApplied or AlreadyActive, and then nothing stays applied;
-    ValueError for another `missing_gpu`.
+    Raises ConfigError, PlanError, DeviceError, LeaseRefused, CapNotApplied or AlreadyActive, and then nothing stays
+    applied; ValueError for another `missing_gpu`.
 
     Other processes: a forked child has no budget. A worker of multiprocessing (`spawn`, `forkserver`) imports the
     script again: an `init` at its top then applies nothing, and returns a guard that is not active. To give a worker a
@@ -123,6 +129,7 @@ def _init(
                 return _apply(loaded, simulate, replace, missing_gpu)
             finally:
                 _applying = False
+                _let_go()
         if _starting is not None and _same(_starting.guard, loaded, simulate):
             _unwanted = False  # wanted again, if a `shutdown` came before this one
             return _starting.guard, None
@@ -172,6 +179,10 @@ def _apply(
         if missing_gpu == "warn":
             return _stay_idle(f"no budget is active, and nothing caps this program: {why}", loaded, loud=True), None
         session = _without_gpu(loaded, before, why)
+    kept = before.lease if before is not None else None
+    if kept is not None:  # until the new budget is there: if it fails, this one is applied again
+        _leases.append(kept)
+        kept.kept = True
     if before is not None:
         before.guard.stop()
     try:
@@ -180,7 +191,7 @@ def _apply(
         session.guard.stop()
         _settled()
         if before is not None:
-            again = _again(before.guard)
+            again = _again(before.guard, kept)
             if before.guard is from_environment:
                 from_environment = again.guard if again is not None else None
         raise
@@ -197,6 +208,8 @@ def _planned(budget: Budget, simulate: str | Sequence[str] | None, before: Sessi
         host = _host(simulate)
         session = Session(Guard(budget, host))
         session.prepare(before)
+        if session.lease is not None:
+            _claim(session.lease, budget)
     except BaseException as error:
         if host is not None:
             host.close()
@@ -206,6 +219,32 @@ def _planned(budget: Budget, simulate: str | Sequence[str] | None, before: Sessi
             raise DeviceError("\n".join([str(error), *more]), missing=error.missing) from None
         raise
     return session
+
+
+def _claim(lease: Lease, budget: Budget) -> None:
+    """Wait for it as long as the budget says. With the lock held: other threads' `init` and `shutdown` wait too."""
+    global _claiming
+    _leases.append(lease)
+    try:
+        _claiming = True
+        say = _log.warning if _is_heard() else real_imports.say
+        look = None
+        if budget.device.on_wait == "suspend-idle":  # by its name: a layer above, which uses this one
+            look = importlib.import_module("memguard._suspend.making_room").MakingRoom(lease, say).look
+        lease.take(budget.device.wait or 0.0, say, lambda: _unwanted, look)
+    finally:
+        _claiming = False
+
+
+def _let_go() -> None:
+    """Give back what `init` claimed for a budget that does not hold, and what it kept of one that is over."""
+    own = _active.lease if _active is not None and _active.active else None
+    for lease in [*_leases]:
+        lease.kept = False
+        if lease is not own:
+            lease.close()
+        if lease in _leases:
+            _leases.remove(lease)
 
 
 def _without_gpu(budget: Budget, before: Session | None, why: str) -> Session:
@@ -268,6 +307,8 @@ def _start(session: Session) -> None:
 def _settled() -> Session | None:
     """The budget in effect. What an interrupted call left of another one is undone first. With the lock held."""
     global _active
+    if _leases and not _applying:
+        _let_go()
     found = _active
     if found is None or found.active:
         return found
@@ -287,12 +328,14 @@ def _stay_passive() -> Guard:
     return _workers.PassiveGuard()
 
 
-def _again(before: Guard) -> Session | None:
+def _again(before: Guard, lease: Lease | None) -> Session | None:
     """The budget that was active before a replacement failed, applied anew."""
     session: Session | None = None
     try:
         session = Session(Guard(before.budget, before.host))
         session.guard.plan = before.plan  # as `resize` had left it
+        if lease is not None:
+            session.have(lease)
         _start(session)
     except MemguardError as error:
         if session is not None:
@@ -365,11 +408,15 @@ def shutdown() -> list[str]:
     A function of `on_pressure` that still runs for a budget that is over does not end a later one.
     """
     global _active, _idle, _stand_in, _unwanted
+    if _claiming:  # another thread's `init`, or one that this call interrupted: it waits no longer
+        _unwanted = True
     not_for_ever(_lock)
     with _lock:
         if outlived(_active):
             _log.debug("memguard.shutdown of a budget that is over: the one that came after it stays")
             return []
+        if _leases and not _applying:
+            _let_go()
         if _active is not None:
             suspension.check("memguard.shutdown")  # what was changed is taken back on the GPUs
         _idle = _stand_in = None
@@ -555,8 +602,9 @@ def _host(simulate: str | Sequence[str] | None) -> Host:
 
 def _inert() -> None:
     """A forked child starts without a budget, and with a lock of its own: the parent's may be held for ever."""
-    global _active, _starting, _applying, _lock, _why_none
-    _lock = threading.RLock()
+    global _active, _starting, _applying, _claiming, _lock, _why_none
+    _lock, _claiming = threading.RLock(), False
+    _leases.clear()
     before, _active, _starting, _applying = _active, None, None, False
     watches.clear()  # what they write to has its threads in the parent
     if before is not None:

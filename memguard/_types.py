@@ -325,7 +325,8 @@ class Event(NamedTuple):
     allocator says that it had `bytes` in use at most so far), workload (only in timelines: one has ended, after
     `seconds`, or `times` of them in a row; `bytes` is the peak), reclaim (siblings gave back
     `bytes` for `framework`, or its elastic cap moved), retry (a function is run again, after `bytes` came back),
-    suspended (the process left its GPUs with `bytes`, within `seconds`: no sample follows until the next), resumed.
+    suspended (the process left its GPUs with `bytes`, within `seconds`: no sample follows until the next), resumed,
+    lease (another process uses `bytes` of a GPU, more than its lease or without one; or this one's lease is gone).
 
     Of a refused request `bytes` is what was asked for. `held`, `in_use`, `reclaimable` and `cap` are the framework's at
     that moment, and `free` is the GPU's, all in bytes.

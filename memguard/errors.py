@@ -10,6 +10,7 @@
     ├── CapNotApplied        a declared cap cannot hold as declared: reason and remedy
     │   └── ConflictingSetting   because of a setting of the user's own: `setting` names it
     ├── BudgetExceeded       `require` or `workload`: the memory asked for cannot be had
+    ├── LeaseRefused         `device: {lease: true}`: other processes hold the GPU, or it has not so much: `holders`
     ├── UnderPressure        `on_pressure: [raise]`, at the next checkpoint
     ├── CannotShare          `exchange`: an array cannot be handed over as asked for: reason and remedy
     ├── CannotSuspend        this process cannot leave its GPUs now: `reasons`; nothing was changed
@@ -26,7 +27,7 @@ The out-of-memory errors of the frameworks stay their own: memguard never replac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from memguard._text import shown
@@ -134,6 +135,21 @@ class BudgetExceeded(MemguardError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.framework, self.needed, self.available, str(self))
+
+
+class LeaseRefused(MemguardError):
+    """The lease that the budget asks for cannot be had: at once, or in the time that it may wait. Nothing was changed.
+
+    `holders` has a dict for each process that holds one of the GPUs: `pid` (None in another container), `command`,
+    `budget`, `bytes` by GPU (UUID), and `since`, as `time.time()`. It is empty if the GPU is too small in any case.
+    """
+
+    def __init__(self, message: str = "", holders: Sequence[Mapping[str, object]] = ()) -> None:
+        self.holders = tuple(dict(one) for one in holders)
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.args[0], self.holders)
 
 
 class UnderPressure(MemguardError):

@@ -55,11 +55,42 @@ class _Model(BaseModel):
 
 
 class DeviceBudget(_Model):
-    """What this process may take of each GPU."""
+    """What this process may take of each GPU. `wait` is in seconds; None: `init` does not wait for a lease."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "allOf": [
+                {
+                    "if": {"required": ["wait"]},
+                    "then": {"required": ["lease"], "properties": {"lease": {"const": True}}},
+                },
+                {
+                    "if": {"required": ["on_wait"], "properties": {"on_wait": {"const": "suspend-idle"}}},
+                    "then": {"required": ["lease", "wait"], "properties": {"lease": {"const": True}}},
+                },
+            ]
+        }
+    )
 
     limit: values.DeviceLimit = _key("A percentage of what CUDA can give, or bytes.", "90%", examples=["90%", "40GiB"])
     reserve: values.Reserve = _key(
         "Kept for what lies outside every cap: auto, or bytes.", "auto", examples=["auto", "2GiB"]
+    )
+    lease: bool = _key(
+        "Whether init claims the limit of each GPU among the processes of this user, which together claim no more than "
+        "there is: memguard leases.",
+        False,
+        strict=True,
+    )
+    wait: Annotated[values.LeaseWait | None, WRITTEN, AfterValidator(lambda wait: wait or None)] = _key(
+        "With lease: how long init waits until others give back enough, first come, first served. From 1s to 7 days; "
+        "0: not at all.",
+        examples=["10min"],
+    )
+    on_wait: Literal["wait", "suspend-idle"] = _key(
+        "With lease, what is done while it waits. suspend-idle: those that hold one, have nothing to do and allow it "
+        "(suspend: {on_demand: 10s}) are suspended until there is room for them again.",
+        "wait",
     )
 
 
@@ -167,7 +198,7 @@ class MonitorConfig(_Model):
 
 
 class SuspendConfig(_Model):
-    """When this process may leave its GPUs. `when_idle` is in seconds; None: never by itself."""
+    """When this process may leave its GPUs. `when_idle` and `on_demand` are in seconds; None: never."""
 
     when_idle: Annotated[values.WhenIdle | None, WRITTEN] = _key(
         "In a notebook: without work for so long, it leaves its GPUs until the next cell. From 1s to 7 days.",
@@ -175,6 +206,11 @@ class SuspendConfig(_Model):
     )
     by_others: bool = _key(
         "Whether other processes of the user may suspend it: memguard suspend PID.", False, strict=True
+    )
+    on_demand: Annotated[values.WhenIdle | None, WRITTEN] = _key(
+        "Without work for so long, it leaves its GPUs for another process that waits for its lease (device: {on_wait: "
+        "suspend-idle}), and comes back when there is room. From 1s to 7 days.",
+        examples=["10s"],
     )
     host_memory: Literal["check", "ignore"] = _key(
         "check: not if host memory is too small for it. ignore: for a machine whose memory grows.", "check"

@@ -71,6 +71,7 @@ def check(data: Mapping[str, Any]) -> list[Violation]:
         message = "nothing watches the pressure: on_pressure needs a monitor"
         violations.append(Violation(("on_pressure",), message, "add 'monitor: {}', which takes the defaults", True))
     violations += _metrics(data)
+    violations += _lease(device)
     violations += _repeated(("on_pressure",), pressure)
     violations += _repeated(("doctor", "ignore"), _mapping(data.get("doctor")).get("ignore"))
     return violations
@@ -336,6 +337,24 @@ def _metrics(data: Mapping[str, Any]) -> Iterator[Violation]:
         both = {"prometheus": 9477, **told}
         fix = f"write 'metrics: {meant.flow(both)}' or 'metrics: {{opentelemetry: true}}'"
         yield Violation(("metrics",), "nobody gets them: it names neither prometheus nor opentelemetry", fix, True)
+
+
+def _lease(device: Mapping[str, Any]) -> Iterator[Violation]:
+    """There must be something to wait for. An unknown key may be a misspelt `lease`, and is explained by itself."""
+    waits = [key for key in ("wait", "on_wait") if key in device and device[key] != "wait"]
+    if not waits or not set(device) <= {"limit", "reserve", "lease", "wait", "on_wait"}:
+        return
+    more: dict[str, Any]
+    if device.get("lease", False) is False:
+        text, more = f"{waits[0]} is for a lease, and this budget asks for none", {"lease": True}
+    elif "on_wait" in waits and "wait" not in device:
+        text, more = "nobody is suspended for a lease that is not waited for", {"wait": "10min"}
+    else:
+        return
+    from memguard._config import meant
+
+    fix = f"write 'device: {meant.flow({**device, **more})}', or remove {' and '.join(waits)}"
+    yield Violation(("device",), text, fix, True)
 
 
 def _repeated(loc: Loc, listed: object) -> Iterator[Violation]:

@@ -181,14 +181,19 @@ def in_one_word(name: str, value: object, known: Callable[[str], str]) -> str | 
     return None
 
 
+_CUT = 10**15
+"""More than anybody writes before a decimal comma. Python refuses to write an integer of thousands of digits."""
+
+
 def decimals(name: str, siblings: Mapping[str, Any]) -> tuple[str, str] | None:
     """The sibling key and its whole value, if YAML cut `limit: 1,5GiB` into `limit: 1` and the key `5GiB`."""
     if not re.match("[0-9]", name) or siblings.get(name) is not None:
         return None
     before = list(siblings)[: list(siblings).index(name)] if name in siblings else []
-    if not before or type(siblings[before[-1]]) is not int:
+    whole = siblings[before[-1]] if before else None
+    if type(whole) is not int or not 0 <= whole < _CUT:
         return None
-    return before[-1], f"{siblings[before[-1]]}.{name}"
+    return before[-1], f"{whole}.{name}"
 
 
 def looks_like(value: object, fields: Mapping[str, Mapping[str, Any]]) -> str:

@@ -41,6 +41,7 @@ _OFF = {
     "prometheus": "remove the key: nothing listens then",
     "suspend": "remove the key: only the program itself suspends it then",
     "when_idle": "remove the key: it is not suspended by itself then",
+    "on_demand": "remove the key: it is not suspended for others' leases then",
 }
 """What to do about a word such as `off`, which stands for no value of these keys."""
 # Words that people write, each with the one that it stands for.
@@ -69,9 +70,13 @@ _KEYS = {
     **dict.fromkeys(("busy", "if_busy", "when_busy"), "on_busy"),
     **dict.fromkeys(("sleep", "hibernate", "suspension", "suspended", "offload", "swap"), "suspend"),
     **dict.fromkeys(("idle", "if_idle", "on_idle", "idle_after", "after", "idle_timeout", "idle_for"), "when_idle"),
+    **dict.fromkeys(("demand", "on_request", "when_asked", "if_asked"), "on_demand"),
     **dict.fromkeys(("others", "from_outside", "outside", "allow_others", "external"), "by_others"),
     **dict.fromkeys(("host", "ram", "host_ram", "system_memory", "host_mem"), "host_memory"),
     **dict.fromkeys(("skip", "ignored", "exclude", "silence"), "ignore"),
+    **dict.fromkeys(("leases", "leased", "claim", "exclusive", "reservation", "reservations"), "lease"),
+    **dict.fromkeys(("while_waiting", "when_waiting", "on_lease", "waiting"), "on_wait"),
+    **dict.fromkeys(("timeout", "patience", "waits", "max_wait", "wait_for", "queue"), "wait"),
     **dict.fromkeys(("ver", "format", "format_version", "schema_version"), "version"),
     **{meant.normal(alias): name for name, spec in SPECS.items() for alias in spec.aliases},
     **{alias: option.name for spec in SPECS.values() for option in spec.options for alias in option.aliases},

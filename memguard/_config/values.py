@@ -24,6 +24,8 @@ INTERVAL, FORECAST = (0.05, 3600.0), (1.0, 3600.0)
 """The least and the most seconds between two samples, and that the monitor may look ahead (0 turns that off)."""
 IDLE = (1.0, 604800.0)
 """The least and the most seconds without work before a process is suspended."""
+WAIT = (1.0, 604800.0)
+"""The least and the most seconds that `init` waits for a lease (0: it does not wait)."""
 WARN, CRITICAL = "85%", "95%"
 """The monitor's levels by default."""
 PORTS = 1024, 65535
@@ -392,6 +394,10 @@ Forecast = Annotated[
     ),
 ]
 WhenIdle = Annotated[float, Value(lambda value: duration(value, *IDLE), duration_text, *_seconds(*IDLE))]
+LeaseWait = Annotated[
+    float,
+    Value(lambda value: duration(value, *WAIT, ", or 0 for none"), duration_text, *_seconds(*WAIT), {"const": 0}),
+]
 Port = Annotated[int, Value(port, None, {"type": "integer", "minimum": PORTS[0], "maximum": PORTS[1]})]
 Job = Annotated[str, Value(job, None, {"type": "string", "pattern": f"^{JOB}$"})]
 Timeline = Annotated[str, Value(timeline, None, _PATH)]

@@ -14,6 +14,7 @@ from memguard._types import DevicePlan, FrameworkSample, Plan, Pressure, Sample
 
 KINDS = (
     "pressure", "forecast", "leak", "probe", "trim", "oom", "note", "reclaim", "retry", "suspended", "resumed",
+    "lease",
 )  # fmt: skip
 """The kinds of events that are counted; any other one counts as `other`."""
 _GPU = ("gpu", "uuid")

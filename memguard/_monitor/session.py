@@ -27,6 +27,8 @@ from memguard.errors import MemguardError, UnderPressure
 
 if TYPE_CHECKING:
     from memguard._guard import Guard
+    from memguard._leases.lease import Lease
+    from memguard._leases.neighbours import Watch as LeaseWatch
     from memguard._monitor import pressure
     from memguard._monitor.beside import Beside
     from memguard._monitor.sampler import Monitor
@@ -84,6 +86,9 @@ class Session:
         self._raises: dict[tuple[str | None, str | None], Event] = {}  # errors that do
         self._settings: pressure.Settings | None = None
         self._watched: Watched | None = None
+        self.lease: Lease | None = None
+        """What the budget claims of the GPUs, if it does: the guard gives it back last."""
+        self._neighbours: LeaseWatch | None = None
         self._workloads = Workloads()
         self._refusals = Refusals()
         self._beside: Beside | None = None  # with a timeline
@@ -100,6 +105,17 @@ class Session:
         self._writer = self._new_writer()
         if self._writer is not None:
             self._writer.check(before._writer if before is not None else None)
+        if self.guard.budget.device.lease:  # else `init` loads nothing of it
+            leases = importlib.import_module("memguard._leases.lease")
+            old = before.lease if before is not None else None
+            suspend = self.guard.budget.suspend
+            leaves = suspend.on_demand if suspend is not None else None
+            self.have(leases.of_plan(self.guard.plan, self.guard.budget.source, old, leaves))
+
+    def have(self, lease: Lease) -> None:
+        """The budget's lease: not claimed yet, or that of the same budget before. It outlives every cap."""
+        self.lease = lease
+        self.guard._undo.add("the lease", lease.close)
 
     def start(self) -> None:
         """Apply the budget, then hook errors. A thread and a file only if the budget has `monitor`."""
@@ -119,6 +135,8 @@ class Session:
                 self._start_monitor()
             elif watches:
                 _log.warning("%s", WITHOUT_MONITOR)
+            if self.lease is not None:
+                self._watch_neighbours(self.lease)
             self._watch_idleness()
             self._tell_others()
         except BaseException:
@@ -126,6 +144,23 @@ class Session:
             raise
         if getattr(_thread, "session", None) is not None:
             _thread.session = self  # a monitor's callback began this budget, and may end it
+
+    def _watch_neighbours(self, lease: Lease) -> None:
+        """Those who use more of its GPUs than they have claimed: named now, and later by the monitor."""
+        leases = importlib.import_module("memguard._leases.neighbours")
+        devices, host = (
+            dict(zip(lease.parts, (part.device for part in self.guard.plan.devices), strict=True)),
+            self.guard.host,
+        )
+        watch = leases.Watch(lease, lambda: {gpu: host.processes(one) for gpu, one in devices.items()})
+        self._name_neighbours(watch)
+        self._neighbours = watch  # from now on the monitor looks, and nobody else
+
+    def _name_neighbours(self, watch: LeaseWatch | None) -> None:
+        if watch is not None and suspension.now is None:
+            for event in watch.due():
+                _log.warning("%s", event.text)
+                self._announce(event)
 
     def _watch_idleness(self) -> None:
         suspend = self.guard.budget.suspend
@@ -142,10 +177,11 @@ class Session:
         if suspend is None:  # without the section `init` loads nothing of it
             return
         listener = importlib.import_module("memguard._suspend.listener")
+        source, leased = self.guard.budget.source, self.lease is not None and suspend.on_demand is not None
         if self.guard.host.simulated:
-            listener.of_simulated(self.guard.budget.source, self._undo)
-            return
-        listener.of_budget(self.guard.budget.source, suspend.by_others, suspend.host_memory, self._undo)
+            listener.of_simulated(source, self._undo, leased)
+        else:
+            listener.of_budget(source, suspend.by_others, suspend.host_memory, self._undo, leased)
 
     def _let_watch(self, wanted: bool) -> None:
         """`memguard top` shows the budget, and asks this process, if the budget allows it."""
@@ -205,13 +241,13 @@ class Session:
 
     def _forget(self) -> None:
         """The last step, once monitor, timeline and hooks have ended."""
-        self.monitor = self._writer = self._beside = self._watched = None
+        self.monitor = self._writer = self._beside = self._watched = self._neighbours = None
 
     def forked(self) -> None:
         """In a forked child: no thread of the parent's is there, and its locks may be held."""
         self.guard.forked()
         _thread.session = None  # if a callback forked: the child's thread is no monitor's
-        self._beside = None
+        self._beside = self._neighbours = None
         if self.monitor is not None:
             self.monitor.forked()
         if self._writer is not None:
@@ -358,6 +394,7 @@ class Session:
                 self._beside.sampled()
         for event in moved:
             self._call(event)
+        self._name_neighbours(self._neighbours)
         if watches and sample.devices:  # without devices: a reading that failed
             from memguard._monitor import samples
 

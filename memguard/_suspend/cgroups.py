@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from memguard._suspend import proc
+from memguard._processes import proc
 from memguard._units import MAX_SIZE
 
 _OCTAL = re.compile(r"\\([0-7]{3})")

@@ -22,9 +22,9 @@ from typing import Any
 
 from memguard._devices.checkpoint import State
 from memguard._logs import log as _log
+from memguard._processes.identity import Process
 from memguard._suspend.door import Card, Event
 from memguard._suspend.steps import Answer
-from memguard._suspend.types import Process
 
 START = 60.0
 """Seconds in which a new helper must have loaded and started CUDA's driver: a disk may be slow."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
+from memguard._processes.identity import Process
 from memguard._suspend.steps import Answer
-from memguard._suspend.types import Process
 
 
 class Card(NamedTuple):

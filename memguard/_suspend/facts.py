@@ -13,10 +13,11 @@ from typing import NamedTuple, ParamSpec, TypeVar
 
 from memguard._devices import libcuda, machine_memory, survey
 from memguard._devices.nvml import Nvml
-from memguard._suspend import cgroups, native, proc, tables
+from memguard._processes import proc
+from memguard._processes.identity import Process
+from memguard._suspend import cgroups, native, tables
 from memguard._suspend import inside as within
 from memguard._suspend.cgroups import Limit
-from memguard._suspend.types import Process
 from memguard._text import visible
 from memguard.errors import DeviceError
 

@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
+from memguard._processes.identity import Process, anonymous_bytes, stopped
 from memguard._suspend import meanwhile, measure, said, settling
 from memguard._suspend.door import Card, Door
-from memguard._suspend.identity import anonymous_bytes, stopped
 from memguard._suspend.room import bytes_of, short
 from memguard._suspend.steps import Answer, Course, Do, End, Goal, Why
-from memguard._suspend.types import Process
 from memguard._units import MIB, format_size
 
 OnStep = Callable[[str], object]

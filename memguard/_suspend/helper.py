@@ -27,8 +27,7 @@ from collections.abc import Callable
 from typing import Any
 
 from memguard._devices.checkpoint import Checkpoint, State
-from memguard._suspend.identity import lives
-from memguard._suspend.types import Process
+from memguard._processes.identity import Process, lives
 
 _TICK = 0.5
 """Seconds between two looks at the parent, at deadlines and at watched processes."""

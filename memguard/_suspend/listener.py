@@ -3,6 +3,7 @@
 At its socket (`sockets`) one short message is a request, one is the answer:
 
     {"memguard": 1, "op": "suspend"}    {"memguard": 1, "done": true, "bytes": {…}, "seconds": 0.7}
+    {"memguard": 1, "op": "leave"}      the same, for one that waits for its lease: only if it has nothing to do
     {"memguard": 1, "op": "state"}      {"memguard": 1, "done": true, "step": "running"}
                                         {"memguard": 1, "done": false, "text": "why not, and what to do"}
 
@@ -18,13 +19,13 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from memguard._leases.registry import Budgeted
 from memguard._logs import log as _log
 from memguard._logs import text_of
+from memguard._processes.identity import Process, this_process
+from memguard._processes.place import folder
 from memguard._suspend import HostMemory, records, sockets
-from memguard._suspend.identity import this_process
-from memguard._suspend.records import Budgeted
-from memguard._suspend.turn import folder
-from memguard._suspend.types import Process, Suspension
+from memguard._suspend.types import Suspension
 from memguard._undo import Undo
 from memguard._units import is_whole
 from memguard.errors import MemguardError, Suspended
@@ -37,14 +38,16 @@ ANSWER = 600.0
 """Seconds in which the answer must come: the GPUs' work ends first, and the copy takes as long as it takes."""
 _TEXT = 2000
 """Characters of an answer's text."""
+_OPS = ("suspend", "leave", "state")
+_FOR = {"leave": ", as it waits for its lease"}
 Ask = Callable[[], Suspension]
 
 
 class Listener:
-    """What this process answers at its socket."""
+    """What this process answers at its socket. `asks` has what it does, by `op`."""
 
-    def __init__(self, ask: Ask, path: str) -> None:
-        self._ask = ask
+    def __init__(self, asks: Mapping[str, Ask], path: str) -> None:
+        self._asks = asks
         self._socket = sockets.Listening(self._serve, path)
         self.begin, self.end = self._socket.begin, self._socket.end
 
@@ -60,9 +63,12 @@ class Listener:
     def _answer(self, op: str, pid: int) -> dict[str, Any]:
         if op == "state":
             return {"done": True, "step": _step()}
-        _log.info("process %d asks this process to suspend itself", pid)
+        ask = self._asks.get(op)
+        if ask is None:
+            return {"done": False, "text": "its GPUs are simulated, and hold no memory", "suspended": False}
+        _log.info("process %d asks this process to suspend itself%s", pid, _FOR.get(op, ""))
         try:
-            found = self._ask()
+            found = ask()
         except MemguardError as error:
             already = isinstance(error, Suspended)
             return {"done": False, "text": str(error)[:_TEXT], "suspended": already}
@@ -81,7 +87,7 @@ def _step() -> str:
 
 def _op(message: Mapping[str, Any]) -> str:
     op = message.get("op")
-    if message.get("memguard") != VERSION or set(message) != {"memguard", "op"} or op not in ("suspend", "state"):
+    if message.get("memguard") != VERSION or set(message) != {"memguard", "op"} or op not in _OPS:
         raise wire.BadMessage("it is not a request")
     return str(op)
 
@@ -93,11 +99,12 @@ def path_of(process: Process, where: str | None = None) -> str:
 _active: list[Undo] = []
 
 
-def start(ask: Ask | None, budget: str = "", simulated: bool = False) -> Undo:
+def start(ask: Ask | None, budget: str = "", simulated: bool = False, leave: Ask | None = None) -> Undo:
     """Let other processes know that this one runs under a budget, called `budget`, and suspend it through `ask`.
 
     `ask` suspends this process and raises MemguardError if it cannot; it is called on a thread of the listener's. None:
-    nobody may. Returns what ends it. Raises OSError, or MemguardError if the user's folder is not safe.
+    nobody may. `leave` is the same for one that waits for this one's lease. Returns what ends it. Raises OSError, or
+    MemguardError if the user's folder is not safe.
     """
     _prepare()
     undo, process, where = Undo(), this_process(), folder()
@@ -107,42 +114,56 @@ def start(ask: Ask | None, budget: str = "", simulated: bool = False) -> Undo:
         if undo in _active:
             _active.remove(undo)
         if os.getpid() == pid:
-            records.remove(process, records.BUDGET, where)
+            records.remove_budget(process)
 
     try:
         _active.append(undo)
         undo.add("the note that it runs under a budget", forget)
-        if ask is not None:
-            listener = Listener(ask, path_of(process, where))
+        asks = {op: do for op, do in (("suspend", ask), ("leave", leave)) if do is not None}
+        if asks:
+            listener = Listener(asks, path_of(process, where))
             undo.add("the listener for other processes", listener.end)
             listener.begin()
-        records.write_budget(Budgeted(process, budget, ask is not None, simulated), where)
+        records.write_budget(Budgeted(process, budget, ask is not None, simulated))
     except BaseException:
         undo.run()
         raise
     return undo
 
 
-def of_budget(source: str, by_others: bool, host_memory: HostMemory, undo: Undo) -> None:
-    """Tell other processes of a budget that begins here, and `undo` it. What prevents that is only logged."""
+def of_budget(source: str, by_others: bool, host_memory: HostMemory, undo: Undo, lease: bool = False) -> None:
+    """Tell other processes of a budget that begins here, and `undo` it. What prevents that is only logged.
+
+    `lease`: it has one, and leaves its GPUs for those that wait for it.
+    """
     from memguard import _suspend
 
     ask = functools.partial(_suspend.suspend, why="by_others", host_memory=host_memory) if by_others else None
     try:
-        started = start(ask, os.path.basename(source) or "budget")
+        started = start(ask, os.path.basename(source) or "budget", leave=_leave if lease else None)
     except (OSError, MemguardError) as error:
-        log = _log.warning if by_others else _log.debug
+        log = _log.warning if by_others or lease else _log.debug
         log("other processes cannot see this budget, nor suspend this process: %s", text_of(error))
         return
     undo.add("the note for other processes", started.run)
 
 
-def of_simulated(source: str, undo: Undo) -> None:
-    """As `of_budget`, on simulated GPUs: others hear that nothing is there to be suspended from outside."""
+def of_simulated(source: str, undo: Undo, lease: bool = False) -> None:
+    """As `of_budget`, on simulated GPUs: others hear that nothing is there to be suspended from outside.
+
+    `lease` as there, on simulated GPUs too.
+    """
     try:
-        undo.add("the note for other processes", start(None, os.path.basename(source) or "budget", True).run)
+        started = start(None, os.path.basename(source) or "budget", True, _leave if lease else None)
+        undo.add("the note for other processes", started.run)
     except (OSError, MemguardError) as error:
         _log.debug("other processes cannot see this budget: %s", text_of(error))
+
+
+def _leave() -> Suspension:
+    from memguard._suspend import for_lease
+
+    return for_lease.leave()
 
 
 @functools.cache

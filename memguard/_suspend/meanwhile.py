@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterator
 
 from memguard._devices.checkpoint import State
+from memguard._processes.identity import Process
 from memguard._suspend.door import Door
-from memguard._suspend.types import Process
 
 EVERY = 1.0
 """Seconds between two questions for the state."""

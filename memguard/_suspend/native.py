@@ -21,7 +21,7 @@ from memguard._devices import libcuda, pointers
 from memguard._devices.pointers import Region, regions
 from memguard._frameworks.gated import Gates, Native
 from memguard._logs import log as _log
-from memguard._suspend import proc
+from memguard._processes import proc
 from memguard._undo import Undo
 
 _DONE = "pthread_condattr_destroy"

@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memguard._devices.checkpoint import State
-from memguard._suspend import facts, flow, listener, proc, processes, records, refusals, room, steps, who
+from memguard._logs import log as _log
+from memguard._processes import proc, who
+from memguard._processes.identity import Process, process_of
+from memguard._suspend import facts, flow, listener, processes, records, refusals, room, steps
 from memguard._suspend.door import Door
-from memguard._suspend.identity import process_of
 from memguard._suspend.processes import Listing
 from memguard._suspend.steps import End
-from memguard._suspend.types import Process, Progress, Reason
+from memguard._suspend.types import Progress, Reason
 from memguard._suspend.working import BusyError, Work
 from memguard._units import GIB, format_size
 from memguard.errors import MemguardError
@@ -286,6 +288,8 @@ def resume(
     With `cancel` it stays suspended and whole, unless its restore has begun.
     """
     pid = process.pid
+    if records.of(process) is not None and (why := _without_lease(process)):
+        return Result(process, NO, why, "suspended")
     try:
         with Work(process, "asked") as work:
             found = work.found
@@ -305,6 +309,17 @@ def resume(
     away = f", after {max(0.0, time.time() - found.since):,.0f} s" if found is not None else ""
     text = f"process {pid} is back on its GPUs{size}{away}"
     return Result(process, DONE, text, "running", needs, done.seconds, True)
+
+
+def _without_lease(process: Process) -> str:
+    """Why a process that gave its lease back must not come back now; empty if nothing of its lease is against it."""
+    try:
+        from memguard._leases import returning
+
+        return returning.refusal(process)
+    except MemguardError as error:
+        _log.debug("whether process %d has a lease is unknown: %s", process.pid, error)
+        return ""
 
 
 def needs_of(record: records.Record | None) -> dict[str, int] | None:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from types import ModuleType
 from typing import Protocol
 
 from memguard import _api
@@ -16,14 +17,15 @@ from memguard._devices import contexts, suspension
 from memguard._locks import Turn
 from memguard._logs import log as _log
 from memguard._monitor.session import on_monitor
+from memguard._processes.identity import Process
 from memguard._suspend import guard as guards
 from memguard._suspend import leaving, quiet
-from memguard._suspend.types import Process, Progress, Suspension, Why
+from memguard._suspend.types import Progress, Suspension, Why
 from memguard._suspend.waiting import Calls, Task
 from memguard._types import Event, MemoryInfo
 from memguard._undo import Undo
 from memguard._units import format_size
-from memguard.errors import CannotSuspend, Suspended
+from memguard.errors import CannotResume, CannotSuspend, Suspended
 
 QUIET = 10.0
 """Seconds in which what memguard has under way must end."""
@@ -34,6 +36,9 @@ _LOOK = 0.5
 
 class Gate(Protocol):
     closed: bool
+
+    @property
+    def inside(self) -> int: ...
 
     def open(self) -> None: ...
 
@@ -170,6 +175,9 @@ def _leave(own: _Own, timeout: float, why: Why, calls: Calls) -> Suspension:
         raise
     quiet.left(dict(found.bytes))
     own.suspension = found
+    lease = _lease()
+    if lease is not None:
+        lease.given_back()
     leaving.arrange()
     threading.Thread(target=_watch, args=(own,), name="memguard-suspended", daemon=True).start()
     return found
@@ -205,11 +213,15 @@ def _return(own: _Own, timeout: float | None, progress: Progress | None) -> None
     found = own.suspension
 
     def go(calls: Calls) -> bool:
+        lease = _lease()
+        left = timeout if lease is None else lease.have(timeout, calls.stop.is_set, calls.tell)
         quiet.moves()
         try:
-            own.way.back(found, timeout, calls)
-        except BaseException:
+            own.way.back(found, left, calls)
+        except BaseException as error:
             quiet.stays()
+            if lease is not None and not (isinstance(error, CannotResume) and error.lost):
+                lease.given_back()
             raise
         return True
 
@@ -234,6 +246,9 @@ def _came_back(own: _Own, by: str = "") -> None:
     found = own.suspension
     if _now is own:
         _now = None
+    lease = _lease()
+    if lease is not None:
+        lease.is_back(bool(by))
     leaving.dismiss()
     own.way.close()
     if found is not None:
@@ -265,6 +280,22 @@ def _announce(event: Event) -> None:
     session = _api._active
     if session is not None and session.guard.active:
         session.announce(event)
+
+
+def _lease() -> ModuleType | None:
+    """What a suspension does with the budget's lease; None, and nothing of it is loaded, if there is none."""
+    session = _api._active
+    if session is None or session.lease is None or not session.guard.active:
+        return None
+    from memguard._suspend import for_lease
+
+    return for_lease
+
+
+def awaited() -> bool:
+    """Whether a call waits for this process to come back."""
+    own = _now
+    return own is not None and own.gate is not None and own.gate.inside > 0
 
 
 def refusals() -> contextlib.ExitStack:

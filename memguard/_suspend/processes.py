@@ -17,10 +17,12 @@ from typing import Any, Literal, NamedTuple
 
 from memguard._devices.checkpoint import State
 from memguard._devices.nvml import Nvml
-from memguard._suspend import identity, listener, proc, records, who, working
+from memguard._leases.registry import Budgeted
+from memguard._processes import identity, proc, who
+from memguard._processes.identity import Process
+from memguard._suspend import listener, records, working
 from memguard._suspend.door import Door
-from memguard._suspend.records import Budgeted, Record
-from memguard._suspend.types import Process
+from memguard._suspend.records import Record
 from memguard._units import format_size
 from memguard.errors import DeviceError, MemguardError
 
@@ -216,13 +218,17 @@ def _unlisted(gpus: Iterable[Gpu]) -> list[str]:
 def read(door: Callable[[], Door], root: str = "/", where: str | None = None) -> Readings:
     """Raises DeviceError without NVML. `door` is opened only if the driver has to be asked."""
     gpus = _gpus()
-    known, budgets, unsafe = list[Record](), list[Budgeted](), ""
+    known, budgets, unsafe, unread = list[Record](), list[Budgeted](), "", ""
     try:
-        known, budgets = records.every(where)
+        known = records.every(where)
         working.tidy(where)
         listener.tidy(where)
     except (OSError, MemguardError) as error:
         unsafe = f"what processes have said of themselves is not read: {error}".replace("\n    ", "; ")
+    try:
+        budgets = records.budgets(where)
+    except (OSError, MemguardError) as error:
+        unread = "" if unsafe else f"which processes run under a budget is not read: {error}".replace("\n    ", "; ")
     listed = {pid for gpu in gpus for pid in gpu.processes}
     silent = candidates(root, listed | {os.getpid()})
     if not unsafe:  # those that were started elsewhere may have said it elsewhere
@@ -242,7 +248,7 @@ def read(door: Callable[[], Door], root: str = "/", where: str | None = None) ->
         if left and records.of(record.process, where) == record:
             records.remove(record.process, where=where)
     people = {pid: person(pid) for pid in listed | {process.pid for process in shown}}
-    notes += [unsafe] if unsafe else []
+    notes += [note for note in (unsafe, unread) if note]
     return Readings(gpus, people, tuple(known), tuple(budgets), states, workers, tuple(notes))
 
 

@@ -4,6 +4,8 @@ It is written before a process is locked, with each step, and removed when the p
 later knows what was going on: `memguard ps`, and `memguard resume PID` after the one who did it was killed. A lock on a
 file beside it (`working.Work`) says whether that one still lives; the kernel takes it away with its owner.
 
+Which processes run under a budget is in the registry that they share with the leases (`_leases.registry`).
+
 Only files of this user that nobody else can write are read, and every value is checked: nothing in them is executed or
 taken for a path. A file of a process that has ended is removed by whoever sees it; one of another PID namespace, whose
 PIDs mean nothing here, is left alone.
@@ -23,10 +25,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from memguard._leases import registry
+from memguard._leases.folders import VARIABLE
+from memguard._leases.folders import folder as leases
+from memguard._leases.registry import Budgeted
 from memguard._logs import log as _log
-from memguard._suspend.identity import lives
-from memguard._suspend.turn import folder
-from memguard._suspend.types import Process, Why
+from memguard._processes.identity import Process, lives, machine
+from memguard._processes.place import folder
+from memguard._suspend.types import Why
 from memguard._text import visible
 from memguard._units import is_whole
 from memguard.errors import MemguardError
@@ -40,8 +46,8 @@ _LONGEST = 200
 """Characters of a command or a budget's name."""
 _UUID = re.compile(r"[A-Za-z0-9./-]{1,100}", re.ASCII)
 _MOST_PID = 1 << 31
-SUSPENDED, BUDGET = "suspended", "budget"
-_NAME = re.compile(r"(suspended|budget)-([0-9]{1,10})-([0-9]{1,19})\.json", re.ASCII)
+_PREFIX = "suspended"
+_NAME = re.compile(_PREFIX + r"-([0-9]{1,10})-([0-9]{1,19})\.json", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -62,21 +68,8 @@ class Record:
     measured: bool = False
 
 
-@dataclass(frozen=True)
-class Budgeted:
-    """A process that runs under a budget: its name (mostly a file's), and whether others may suspend the process.
-
-    One whose GPUs are simulated has nothing that could be suspended from outside.
-    """
-
-    process: Process
-    budget: str
-    by_others: bool
-    simulated: bool = False
-
-
-def path_of(process: Process, kind: str = SUSPENDED, where: str | None = None) -> str:
-    return os.path.join(where or folder(), f"{kind}-{process.pid}-{process.start}.json")
+def path_of(process: Process, where: str | None = None) -> str:
+    return os.path.join(where or folder(), f"{_PREFIX}-{process.pid}-{process.start}.json")
 
 
 def write(record: Record, where: str | None = None) -> None:
@@ -90,48 +83,57 @@ def write(record: Record, where: str | None = None) -> None:
         "budget": record.budget and record.budget[:_LONGEST],
         "measured": record.measured,
     }
-    _write(path_of(record.process, SUSPENDED, where), record.process, fields)
+    _write(path_of(record.process, where), record.process, fields)
 
 
 def write_budget(found: Budgeted, where: str | None = None) -> None:
-    """As `write`."""
-    fields: dict[str, Any] = {"budget": found.budget[:_LONGEST], "by_others": found.by_others}
-    if found.simulated:
-        fields["simulated"] = True
-    _write(path_of(found.process, BUDGET, where), found.process, fields)
+    """It is known as long as this process lives, and until `remove_budget`. Raises MemguardError."""
+    registry.enter(found, where or leases())
 
 
-def remove(process: Process, kind: str = SUSPENDED, where: str | None = None) -> None:
+def remove(process: Process, where: str | None = None) -> None:
     """Nothing happens if there is none."""
     for one in _places(process, where):
         with contextlib.suppress(OSError):
-            os.unlink(path_of(process, kind, one))
+            os.unlink(path_of(process, one))
+
+
+def remove_budget(process: Process, where: str | None = None) -> None:
+    """Nothing happens if there is none."""
+    for one in _with_budgets(process, where):
+        with contextlib.suppress(OSError, MemguardError):
+            registry.leave(process, one)
 
 
 def of(process: Process, where: str | None = None) -> Record | None:
     """What is known of a process; None if nothing is."""
     for one in _places(process, where):
         with contextlib.suppress(OSError, ValueError):
-            return record_of(_read(path_of(process, SUSPENDED, one)), process)
+            return record_of(_read(path_of(process, one)), process)
     return None
 
 
 def budget_of(process: Process, where: str | None = None) -> Budgeted | None:
-    for one in _places(process, where):
-        with contextlib.suppress(OSError, ValueError):
-            return budgeted_of(_read(path_of(process, BUDGET, one)), process)
+    for one in _with_budgets(process, where):
+        with contextlib.suppress(OSError, MemguardError):
+            for found in registry.every(one):
+                if found.process == process:
+                    return found
     return None
 
 
-def every(where: str | None = None) -> tuple[list[Record], list[Budgeted]]:
-    """All of this user's processes that live. What was left by others that have ended is removed."""
-    records, budgets = dict[Process, Record](), dict[Process, Budgeted]()
+def every(where: str | None = None) -> list[Record]:
+    """Of all of this user's processes that live. What was left by others that have ended is removed.
+
+    Raises OSError, or MemguardError if the folder is not this user's.
+    """
+    records = dict[Process, Record]()
     for place in [where] if where is not None else folders():
         for name in sorted(os.listdir(place)):
             match = _NAME.fullmatch(name)
             if match is None:
                 continue
-            process = Process(int(match[2]), int(match[3]))
+            process = Process(int(match[1]), int(match[2]))
             path = os.path.join(place, name)
             try:
                 message = _read(path)
@@ -139,15 +141,22 @@ def every(where: str | None = None) -> tuple[list[Record], list[Budgeted]]:
                     continue
                 if not lives(process):
                     os.unlink(path)
-                elif match[1] == SUSPENDED:
-                    records.setdefault(process, record_of(message, process))
                 else:
-                    budgets.setdefault(process, budgeted_of(message, process))
+                    records.setdefault(process, record_of(message, process))
             except FileNotFoundError:
                 continue  # it came back meanwhile
             except (OSError, ValueError) as error:
                 _log.debug("%s is not read: %s", path, error)
-    return list(records.values()), list(budgets.values())
+    return list(records.values())
+
+
+def budgets(where: str | None = None) -> list[Budgeted]:
+    """This user's processes that run under a budget. Raises OSError, or MemguardError if they cannot be read."""
+    found = dict[Process, Budgeted]()
+    for place in _with_budgets(None, where):
+        for one in registry.every(place):
+            found.setdefault(one.process, one)
+    return list(found.values())
 
 
 # Where.
@@ -157,7 +166,7 @@ def folders(process: Process | None = None) -> list[str]:
     """Where this user's processes may have written, this one's own folder first.
 
     One that was started elsewhere (cron, a job, another session) may have another XDG_RUNTIME_DIR or TMPDIR than this
-    one: those of `process` are looked at too. Only folders that nobody else can enter. Raises as `turn.folder`.
+    one: those of `process` are looked at too. Only folders that nobody else can enter. Raises as `place.folder`.
     """
     user = os.geteuid()
     found = [folder()]
@@ -181,6 +190,20 @@ def _places(process: Process, where: str | None) -> list[str]:
     try:
         return folders(process)
     except (OSError, MemguardError):
+        return []
+
+
+def _with_budgets(process: Process | None, where: str | None) -> list[str]:
+    """Where processes may have said that they run under a budget. Raises MemguardError without a `process`."""
+    if where is not None:
+        return [where]
+    try:
+        given = _environ(process.pid).get(VARIABLE, "") if process is not None else ""
+        own = os.path.isabs(given) and os.path.isdir(given) and os.stat(given).st_uid == os.geteuid()
+        return list(dict.fromkeys([leases(), *folders(process), *([given] if own else [])]))
+    except (OSError, MemguardError):
+        if process is None:
+            raise
         return []
 
 
@@ -218,15 +241,6 @@ def record_of(message: Mapping[str, Any], process: Process) -> Record:
     return Record(process, message["step"], sizes, float(since), message["why"], command, budget, measured)
 
 
-def budgeted_of(message: Mapping[str, Any], process: Process) -> Budgeted:
-    """Raises ValueError for what memguard would not have written."""
-    simulated = message.get("simulated", False)
-    _check(message, process, {"budget", "by_others", *({"simulated"} & set(message))})
-    if not isinstance(message["by_others"], bool) or not isinstance(simulated, bool):
-        raise ValueError("its permission is malformed")
-    return Budgeted(process, _text(message["budget"]), message["by_others"], simulated)
-
-
 def _check(message: Mapping[str, Any], process: Process, fields: set[str]) -> None:
     if message.get("memguard_process") != _VERSION or set(message) != fields | {
         "memguard_process",
@@ -253,15 +267,6 @@ def _text(value: object) -> str:
 def _here(message: Mapping[str, Any]) -> bool:
     """Whether its PIDs are ours: the same start of the same machine, the same PID namespace."""
     return message.get("machine") == machine()
-
-
-def machine() -> str:
-    """Which numbering of processes this is."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except (OSError, ValueError):
-        return ""
 
 
 def _write(path: str, process: Process, fields: Mapping[str, Any]) -> None:

@@ -10,8 +10,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, get_args
 
+from memguard._processes.identity import Process
 from memguard._suspend.facts import Facts
-from memguard._suspend.types import Process, Reason
+from memguard._suspend.types import Reason
 from memguard._text import visible
 from memguard._units import MIB, format_size
 

@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 
 from memguard._devices.placeholder import MARGIN
-from memguard._suspend import who
+from memguard._processes import who
+from memguard._processes.identity import Process, anonymous_bytes, stopped
 from memguard._suspend.door import Card, Door
-from memguard._suspend.identity import anonymous_bytes, stopped
 from memguard._suspend.turn import Turn
-from memguard._suspend.types import Process, Progress, Wait
+from memguard._suspend.types import Progress, Wait
 from memguard._units import format_size
 from memguard.errors import MemguardError
 

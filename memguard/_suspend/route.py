@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Mapping
 
 from memguard import _api
 from memguard._devices.checkpoint import State
+from memguard._processes.identity import this_process
 from memguard._suspend import facts, flow, refusals
 from memguard._suspend.client import Client
 from memguard._suspend.door import Door
-from memguard._suspend.identity import this_process
 from memguard._suspend.room import Waiting
 from memguard._suspend.steps import End
 from memguard._suspend.types import Suspension, Why

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from memguard._devices import checkpoint as driver
 from memguard._devices.checkpoint import State
+from memguard._processes.identity import Process
 from memguard._suspend.steps import Do, End, Goal, Why
-from memguard._suspend.types import Process
 
 
 def text(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from memguard._devices.simulated_checkpoint import HelperDied, HelperHangs, SimulatedCheckpoint
+from memguard._processes.identity import Process
 from memguard._suspend.door import Card
 from memguard._suspend.steps import Answer
-from memguard._suspend.types import Process
 
 
 class Direct:

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from memguard._logs import log as _log
+from memguard._processes.identity import Process
+from memguard._processes.place import folder
 from memguard._suspend import records
-from memguard._suspend.turn import folder
-from memguard._suspend.types import Process
 from memguard.exchange.ipc import wire
 
 REQUEST = 5.0

@@ -8,37 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
-import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from memguard._processes.place import folder
 from memguard._suspend import claims
-from memguard.errors import MemguardError
 
 _NEW = ".new"
-
-
-def folder() -> str:
-    """The user's own folder for suspended processes; made if need be. MemguardError if it is another's.
-
-    `XDG_RUNTIME_DIR/memguard`, or `memguard-UID` in the folder for temporary files. Processes that are to see each
-    other need the same one.
-    """
-    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    user = os.geteuid()
-    own = os.path.isabs(runtime) and os.path.isdir(runtime) and os.stat(runtime).st_uid == user
-    path = os.path.join(runtime, "memguard") if own else os.path.join(tempfile.gettempdir(), f"memguard-{user}")
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(path, 0o700)
-    found = os.lstat(path)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != user or found.st_mode & 0o077:
-        raise MemguardError(
-            f"{path} is not a folder that only this user can enter, so it cannot be trusted\n"
-            "    fix: remove it, or set XDG_RUNTIME_DIR to a folder of your own"
-        )
-    return path
 
 
 @dataclass(frozen=True)

@@ -4,23 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
+from memguard._processes.identity import Process
 from memguard._text import shown
 from memguard._units import format_size
 
-Why = Literal["asked", "idle", "by_others", "unsafe"]
-"""Who wanted it: the program, its own idle time, another process that it allows, or one that it does not allow."""
-
-
-class Process(NamedTuple):
-    """One process, as long as it lives: a PID alone is given again to another.
-
-    `start` is field 22 of `/proc/PID/stat`, in clock ticks since the machine started.
-    """
-
-    pid: int
-    start: int
+Why = Literal["asked", "idle", "by_others", "lease", "unsafe"]
+"""Who wanted it: the program, its own idle time, another process that it allows, one that waits for its lease, or one
+that it does not allow."""
 
 
 @dataclass(frozen=True)

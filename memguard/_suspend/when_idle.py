@@ -16,8 +16,9 @@ from memguard._devices.nvml import Nvml
 from memguard._frameworks import real_imports
 from memguard._frameworks.import_hook import ImportHook
 from memguard._logs import log as _log
+from memguard._processes import proc
 from memguard._specs import SPECS
-from memguard._suspend import cells, proc
+from memguard._suspend import cells
 from memguard._suspend.cells import shell_here
 from memguard._suspend.idle import Watcher
 from memguard.errors import MemguardError
@@ -111,19 +112,19 @@ def seconds() -> float | None:
 
 
 class Usage:
-    """Whether this process has used a GPU since it was asked last, by NVML."""
+    """Whether a process, this one unless `pid` is another, has used a GPU since that was asked last, by NVML."""
 
-    def __init__(self, nvml: Nvml | None = None) -> None:
-        self._nvml = nvml or Nvml()
+    def __init__(self, nvml: Nvml | None = None, pid: int | None = None) -> None:
+        self._nvml, self._of = nvml or Nvml(), pid
         self._uuids: list[str] = []
         self._stamps: dict[str, int] = {}
 
     def __call__(self) -> bool | None:
-        """None if NVML does not say: also where it does not name this process, as in a PID namespace of its own."""
+        """None if NVML does not say: also where it does not name the process, as in another PID namespace."""
         if _simulated():
             return None
         try:
-            answers = [*self._answers(os.getpid())]
+            answers = [*self._answers(self._of or os.getpid())]
         except MemguardError:  # also Suspended, if another thread suspends the process just now
             self._uuids = []
             return None

@@ -12,9 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from memguard._logs import log as _log
-from memguard._suspend import claims, records, who
+from memguard._processes import who
+from memguard._processes.identity import Process
+from memguard._suspend import claims, records
 from memguard._suspend.records import Record
-from memguard._suspend.types import Process, Why
+from memguard._suspend.types import Why
 from memguard.errors import MemguardError
 
 

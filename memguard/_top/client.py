@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 from memguard._logs import text_of
+from memguard._processes.identity import Process
 from memguard._suspend import records, sockets
 from memguard._suspend.listener import SilentError
-from memguard._suspend.types import Process
 from memguard._top.server import KIND, VERSION
 from memguard._top.snapshot import EVENTS, Forecast, Gpu, Part, Request, Said, Share, State, Target
 from memguard._units import MAX_SIZE, is_whole

@@ -10,10 +10,11 @@ from dataclasses import replace
 
 from memguard._devices.nvml import Nvml
 from memguard._logs import text_of
-from memguard._suspend import identity, processes, sockets, who
+from memguard._processes import identity, who
+from memguard._processes.identity import Process
+from memguard._suspend import processes, sockets
 from memguard._suspend.client import Client
 from memguard._suspend.listener import SilentError
-from memguard._suspend.types import Process
 from memguard._top import client
 from memguard._top.server import KIND
 from memguard._top.snapshot import Gpu, Listed, Snapshot, Target

@@ -27,9 +27,9 @@ from memguard._ledger.types import DeviceLedger, Row
 from memguard._logs import log as _log
 from memguard._logs import text_of
 from memguard._monitor.session import callbacks, on_monitor
+from memguard._processes.identity import this_process
+from memguard._processes.place import folder
 from memguard._suspend import sockets
-from memguard._suspend.identity import this_process
-from memguard._suspend.turn import folder
 from memguard._top.requests import Requests
 from memguard._top.snapshot import Gpu, Part, Share, Target
 from memguard._top.state import Story

@@ -20,6 +20,7 @@ except ImportError as error:
 _COMMANDS = (
     "check",
     "doctor",
+    "leases",
     "plan",
     "ps",
     "reclaim",

@@ -161,7 +161,7 @@ def _suspend(suspend: SuspendConfig) -> str:
 def _device(device: DeviceBudget | DeviceOverride) -> str:
     from fractions import Fraction
 
-    from memguard._config.values import text
+    from memguard._config.values import duration_text, text
 
     parts = []
     if device.limit is not None:
@@ -169,6 +169,9 @@ def _device(device: DeviceBudget | DeviceOverride) -> str:
         parts.append(f"limit {text(device.limit)}{of}")
     if device.reserve is not None:
         parts.append(f"reserve {text(device.reserve)}")
+    if getattr(device, "lease", False):
+        wait = getattr(device, "wait", None)
+        parts.append("leased" if wait is None else f"leased, waits up to {duration_text(wait)}")
     return ", ".join(parts) or "as device"
 
 

@@ -90,7 +90,10 @@ def _tables(resolved: Plan, budget: Budget) -> list[object]:
         lent = any(part.caps[name] < most for name, (_, most) in part.elastic.items())
         rest = "elastic frameworks may take it" if lent and part.unallocated >= GRANULE else "no framework may take it"
         table.add_row("unallocated", format_size(part.unallocated), rest)
-        table.add_row("limit", format_size(part.limit), f"of {format_size(part.device.usable)} that CUDA can give")
+        lease = "; leased" if budget.device.lease else ""
+        table.add_row(
+            "limit", format_size(part.limit), f"of {format_size(part.device.usable)} that CUDA can give{lease}"
+        )
         tables.append(table)
     return tables
 

@@ -80,7 +80,7 @@ def _asks() -> bool:
 
 
 def _confirmed(pid: int, tree: bool) -> bool:
-    from memguard._suspend import who
+    from memguard._processes import who
 
     below = " and all that it has started" if tree else ""
     return click.confirm(f"Suspend {who.name(pid)}{below} all the same?", err=True)

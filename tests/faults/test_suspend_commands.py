@@ -18,10 +18,9 @@ from typing import Any, cast
 import pytest
 from stub_gpus import GIB, ONE, UUIDS
 
+from memguard._processes.identity import Process, process_of
 from memguard._suspend import outside, records
 from memguard._suspend.client import Client
-from memguard._suspend.identity import process_of
-from memguard._suspend.types import Process
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNNING, LOCKED, CHECKPOINTED = 0, 1, 2
@@ -315,7 +314,7 @@ def test_it_allows_it_and_suspends_itself(machine: Machine) -> None:
     """With its own word for how it went; --unsafe does not go behind its back."""
     says = """
         from memguard._suspend import listener
-        from memguard._suspend.identity import this_process
+        from memguard._processes.identity import this_process
         from memguard._suspend.types import Suspension
         from memguard.errors import CannotSuspend
         asked = []
@@ -375,7 +374,8 @@ def test_a_budget_that_allows_it(machine: Machine) -> None:
     assert back.returncode == 0 and machine.state(process.pid) == RUNNING, back.stderr
     machine.scenario()
     assert out.readline() == "back\n"
-    assert [name for name in os.listdir(machine.where) if not name.startswith("turn-")] == []
+    assert [name for name in os.listdir(machine.where) if not name.startswith(("turn-", "leases."))] == []
+    assert records.budgets(machine.where) == []
 
 
 @pytest.mark.parametrize("within", [False, True])
@@ -442,7 +442,7 @@ def test_one_that_was_started_elsewhere(machine: Machine) -> None:
     assert (row["budget"], row["by_others"]) == ("b.yaml", True)
     done = machine.call("suspend", process.pid)
     assert done.returncode == 1 and "division by zero" in done.stderr
-    records.remove(process, records.BUDGET, machine.where)
+    records.remove_budget(process, machine.where)
     assert machine.call("suspend", process.pid, "--unsafe").returncode == 0
     machine.environ["XDG_RUNTIME_DIR"] = here
     machine.where = str(machine.folder / "other" / "memguard")

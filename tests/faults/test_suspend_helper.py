@@ -21,11 +21,10 @@ from hypothesis import strategies as st
 from stub_gpus import GIB, ONE, UUIDS
 
 from memguard._devices.checkpoint import State
+from memguard._processes.identity import Process, process_of, this_process
 from memguard._suspend import flow
 from memguard._suspend.client import Client
-from memguard._suspend.identity import process_of, this_process
 from memguard._suspend.steps import Answer, End
-from memguard._suspend.types import Process
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDS = {UUIDS[0]: GIB}
@@ -370,7 +369,7 @@ def test_its_client_ends_within_an_operation(machine: Machine) -> None:
 PROGRAM = """
 import json, os, sys, time
 from memguard._suspend.client import Client
-from memguard._suspend.types import Process
+from memguard._processes.identity import Process
 client = Client(json.loads(sys.argv[1]))
 process = Process(*json.loads(sys.argv[2]))
 assert client.lock(process, 100, 20.0).code == 0

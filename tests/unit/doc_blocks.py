@@ -69,6 +69,7 @@ SHOWN = {
     "docs/activation.md": "a message, shortened; test_environment.py holds its first line",
     "docs/budget.md": "test_config.py and test_doc_blocks.py: the errors of the budget before it",
     "docs/doctor/README.md": "tests/doctor/test_doctor_docs.py",
+    "docs/leases.md": "a line and a table whose figures are examples; test_leases_store.py holds their form",
     "docs/ledger.md": "sums, in words",
     "docs/notebooks.md": "lines whose figures are examples; test_notebook.py holds their form",
     "docs/oom.md": "test_oom_hooks.py: the report itself",

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from memguard._devices import contexts, suspension
 from memguard._devices.nvml import Nvml
+from memguard._processes.identity import Process
 from memguard._suspend import own
-from memguard._suspend.types import Process, Suspension, Wait, Why
+from memguard._suspend.types import Suspension, Wait, Why
 from memguard._suspend.waiting import Calls
 from memguard._types import MemoryInfo
 from memguard._units import GIB
@@ -162,3 +165,8 @@ class Doors:
 
 
 __all__ = ["Doors", "FakeWay", "Nvml", "Touched", "way_of"]
+
+
+def left(folder: str | Path) -> list[str]:
+    """The files of a folder, without the database that its processes share, which stays."""
+    return sorted(name for name in os.listdir(folder) if not name.startswith("leases."))

@@ -20,7 +20,21 @@ pytestmark = pytest.mark.long  # no version of what is installed changes what th
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-_run, _listed, _independent, _sampler, checks, table, _moment, replay, elastic, suspend, _suggest_checks, top = (
+(
+    _run,
+    _listed,
+    _independent,
+    _sampler,
+    checks,
+    table,
+    _moment,
+    replay,
+    elastic,
+    suspend,
+    _suggest_checks,
+    top,
+    leases,
+) = (
     importlib.import_module(name)
     for name in (
         "_run",
@@ -35,6 +49,7 @@ _run, _listed, _independent, _sampler, checks, table, _moment, replay, elastic, 
         "suspend",
         "_suggest_checks",
         "top",
+        "leases",
     )
 )
 RESULTS = ROOT / "benchmarks" / "results"
@@ -168,6 +183,20 @@ def ddp() -> Result:
     return result
 
 
+def leased() -> Result:
+    filled = {**dict.fromkeys(leases.JOBS, 31 * GIB), "the fifth": 31 * GIB}
+    right = dict.fromkeys("abcd", True)
+    fifth = {"early": False, "meanwhile": 0, "waited": 9.0, "after_told_s": 1.5, "after_end_s": 0.1}
+    most = {name: size + GIB for name, size in filled.items()}
+    return {
+        "together": {
+            "returncode": 0, "filled": filled, "most": most, "looks": 900, "right": right, "right_after": right,
+            "fifth": fifth,
+        },
+        "control": {"returncode": 0, "full": 4, "died": {"jax 3": "rc 1: out of memory"}},
+    }  # fmt: skip
+
+
 def screens() -> Result:
     one = {"returncode": 0, "shares": [0.012, 0.011], "drawn": 2.0}
     attached = {**one, "target": "real", "watched": [0.006, 0.005], "beside": [0.001, 0.001]}
@@ -192,6 +221,7 @@ WHOLE: dict[str, Whole] = {
     "suspend": (suspend_results.whole, suspend.suspend_checks, lambda s: s),
     "suggest": (suggest_results.whole, _suggest_checks.suggest_checks, lambda s: s),
     "top": (screens, top.top_checks, lambda r: r),
+    "leases": (leased, leases.lease_checks, lambda r: r),
 }
 
 
@@ -218,7 +248,7 @@ def killed(benchmark: str) -> list[tuple[str, str, str]]:
 
 SCENARIOS = [
     case
-    for name in ("main_job", "all_frameworks", "watch", "exchange", "elastic", "suspend", "suggest", "top")
+    for name in ("main_job", "all_frameworks", "watch", "exchange", "elastic", "suspend", "suggest", "top", "leases")
     for case in killed(name)
     if case[1] != "nothing stays lent"  # of all scenarios
 ]  # fmt: skip

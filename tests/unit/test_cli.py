@@ -23,6 +23,7 @@ from memguard._timeline.writer import Writer
 COMMANDS = [
     "check",
     "doctor",
+    "leases",
     "plan",
     "ps",
     "reclaim",

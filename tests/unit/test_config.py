@@ -242,6 +242,22 @@ def test_equal_means_the_same_budget_however_written() -> None:
         (METRICS, GOOD + "monitor: {}\nmetrics: {prometheus: 9477}", GOOD + "metrics: {prometheus: 9478}"),
         (METRICS, METRICS[:-1] + ", opentelemetry: false}", METRICS[:-1] + ", opentelemetry: true}"),
         (METRICS, METRICS, METRICS[:-1] + ", job: train}"),
+        (GOOD, GOOD + "device: {lease: false}", GOOD + "device: {lease: true}"),
+        (
+            GOOD + "device: {lease: true}",
+            GOOD + "device: {lease: true, wait: 0}",
+            GOOD + "device: {lease: true, wait: 10min}",
+        ),
+        (
+            GOOD + "device: {lease: true, wait: 1h}",
+            GOOD + "device: {lease: true, wait: 1h, on_wait: wait}",
+            GOOD + "device: {lease: true, wait: 1h, on_wait: suspend-idle}",
+        ),
+        (
+            GOOD,
+            GOOD + "suspend: {by_others: false}",
+            GOOD + "suspend: {on_demand: 1min}",
+        ),
     ],
     ids=[
         "on_busy",
@@ -265,6 +281,10 @@ def test_equal_means_the_same_budget_however_written() -> None:
         "prometheus",
         "opentelemetry",
         "job",
+        "lease",
+        "wait",
+        "on_wait",
+        "on_demand",
     ],
 )
 def test_equality_hash_and_pickle_know_every_key(left_out: str, written: str, another: str) -> None:
@@ -285,7 +305,7 @@ def test_a_dump_says_what_a_file_would_say() -> None:
     text = fw("torch: {limit: 4GiB, nccl: 2}\njax: {share: 12.5%}") + "on_busy: raise"
     assert parse(text).model_dump(exclude_none=True) == {
         "version": 1,
-        "device": {"limit": "90%", "reserve": "auto"},
+        "device": {"limit": "90%", "reserve": "auto", "lease": False, "on_wait": "wait"},
         "devices": {},
         "frameworks": {"torch": {"limit": "4GiB", "nccl": 2}, "jax": {"share": "12.5%"}},
         "strategy": "caps",
@@ -447,6 +467,9 @@ assert 0 < len(asked) <= 25, asked
     assert run.returncode == 0, run.stderr
 
 
+LEASED = GOOD + "device: {lease: true}"
+
+
 # The sample files, the schema and the commands
 
 
@@ -552,6 +575,18 @@ def plain(text: str) -> Any:
         GOOD + "suspend: {when_idle: 700000}",
         GOOD + "suspend: {by_others: yes}",
         GOOD + "suspend: {host_memory: false}",
+        GOOD + "device: {lease: yes}",
+        GOOD + "device: {lease: 1}",
+        GOOD + "device: {wait: 10min}",
+        GOOD + "device: {lease: false, wait: 10min}",
+        GOOD + "device: {lease: true, wait: 8d}",
+        GOOD + "device: {lease: true, wait: forever}",
+        GOOD + "devices: {0: {lease: true}}",
+        GOOD + "device: {on_wait: suspend-idle}",
+        GOOD + "device: {on_wait: suspend-idle, wait: 10min}",
+        GOOD + "device: {lease: true, on_wait: suspend-idle}",
+        GOOD + "device: {lease: true, wait: 10min, on_wait: suspend}",
+        GOOD + "suspend: {by_others: true, on_demand: 0}",
         GOOD + "metrics: {}",
         GOOD + "metrics: {job: train}",
         GOOD + "metrics: {prometheus: 80}",
@@ -587,7 +622,9 @@ def test_the_schema_is_a_schema_and_names_what_the_models_name() -> None:
         for option in spec.options:
             written = frameworks[name]["properties"][option.name]
             assert (written["default"], written["description"]) == (option.default, option.description)
-    assert set(resolved(properties["device"])["properties"]) == set(DeviceOverride.model_fields)
+    assert set(resolved(properties["device"])["properties"]) == {
+        *DeviceOverride.model_fields, "lease", "wait", "on_wait",
+    }  # fmt: skip
     monitor = resolved(properties["monitor"])["properties"]
     assert set(monitor) == set(MonitorConfig.model_fields)
     ignore = resolved(properties["doctor"])["properties"]["ignore"]
@@ -703,6 +740,19 @@ def test_check_shows_when_the_process_may_leave_its_gpus(tmp_path: Path) -> None
     assert line in said("suspend: {when_idle: 10min, by_others: true}")
     assert "when it asks for it; host memory is not checked\n" in said("suspend: {host_memory: ignore}")
     assert "suspend" not in said("suspend: {}")
+
+
+def test_check_and_plan_show_that_the_limit_is_leased(tmp_path: Path) -> None:
+    def said(command: Any, device: str, *more: str) -> str:
+        (tmp_path / "b.yaml").write_text(GOOD + device)
+        return CliRunner().invoke(command, [str(tmp_path / "b.yaml"), *more]).output
+
+    line = "  device       limit 90% of what CUDA can give, reserve auto"
+    assert f"{line}, leased, waits up to 600s\n" in said(check, "device: {lease: true, wait: 10min}")
+    assert f"{line}, leased\n" in said(check, "device: {lease: true}")
+    assert f"{line}\n" in said(check, "device: {lease: false}")
+    assert "that CUDA can give; leased" in said(plan, "device: {lease: true}", "--device", "h200")
+    assert "leased" not in said(plan, "", "--device", "h200")
 
 
 def test_check_shows_what_the_doctor_ignores(tmp_path: Path) -> None:

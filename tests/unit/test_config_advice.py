@@ -158,7 +158,7 @@ def same_as_text(data: dict[str, Any], problems: tuple[Problem, ...]) -> bool:
 
 WHOLE: dict[str, Any] = {
     "version": 1,
-    "device": {"limit": "80%", "reserve": "2GiB"},
+    "device": {"limit": "80%", "reserve": "2GiB", "lease": True, "wait": "10min", "on_wait": "suspend-idle"},
     "devices": {"0": {"limit": "40GiB"}, "NVIDIA A100*": {"reserve": "3GiB"}},
     "frameworks": {
         "torch": {"share": "40%", "nccl": 1},

@@ -8,7 +8,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
@@ -190,7 +190,14 @@ BUDGETS = st.fixed_dictionaries(
         "metrics": entries(prometheus=st.integers(1000, 70000), opentelemetry=st.booleans(), job=st.text(max_size=4))
         | ANYTHING,
         "doctor": entries(ignore=st.lists(st.sampled_from(NAMES) | SCALARS, max_size=3)) | ANYTHING,
-        "device": entries(limit=SIZES | PERCENTS, reserve=SIZES | st.just("auto")) | ANYTHING,
+        "device": entries(
+            limit=SIZES | PERCENTS,
+            reserve=SIZES | st.just("auto"),
+            lease=st.booleans() | SCALARS,
+            wait=st.sampled_from(["0", "10min"]) | SCALARS,
+            on_wait=st.sampled_from(["wait", "suspend-idle"]) | SCALARS,
+        )
+        | ANYTHING,
         "devices": st.dictionaries(
             st.sampled_from(["0", "1", "cuda:1", "cuda:", "A100*"]) | KEYS,
             entries(limit=SIZES, reserve=SIZES),
@@ -202,6 +209,7 @@ BUDGETS = st.fixed_dictionaries(
 
 @more
 @given(BUDGETS)
+@example({"version": 1, "frameworks": {"version": 10**5000, 0: None}})
 def test_any_mapping_like_a_budget(mapping: dict[str, Any]) -> None:
     outcome_of(mapping)
 

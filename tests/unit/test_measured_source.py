@@ -17,7 +17,9 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = Path(memguard.__file__).parent
 APART = (
     "memguard._doctor",
+    "memguard._leases",
     "memguard._metrics",
+    "memguard._processes",
     "memguard._report",
     "memguard._suggest",
     "memguard._suspend",

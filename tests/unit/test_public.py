@@ -17,7 +17,16 @@ import pytest
 
 import memguard
 from memguard import errors
-from memguard.errors import BudgetExceeded, CannotShare, CapNotApplied, ConfigError, MemguardError, PlanError, Problem
+from memguard.errors import (
+    BudgetExceeded,
+    CannotShare,
+    CapNotApplied,
+    ConfigError,
+    LeaseRefused,
+    MemguardError,
+    PlanError,
+    Problem,
+)
 
 MODULES = {"exchange"}
 """The public names that are modules with public names of their own."""
@@ -235,6 +244,7 @@ def test_exit_codes_are_those_of_the_docstring() -> None:
         CannotShare("torch", None, "a reason", "a remedy"),
         CapNotApplied("torch", "a reason", "a remedy"),
         BudgetExceeded("torch", 5, 4, "a message"),
+        LeaseRefused("a message", [{"pid": 4, "bytes": {"GPU-a": 5}}]),
     ],
     ids=lambda error: type(error).__name__,
 )

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from memguard._processes.identity import this_process
 from memguard._suspend import claims
-from memguard._suspend.identity import this_process
 from memguard._suspend.turn import Turn
 from memguard._suspend.working import Work
 

@@ -17,9 +17,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memguard._suspend import cgroups, facts, proc, refusals
+from memguard._processes import proc
+from memguard._processes.identity import Process
+from memguard._suspend import cgroups, facts, refusals
 from memguard._suspend.facts import Child, Facts
-from memguard._suspend.types import Process
 from memguard._units import GIB, MIB
 from memguard.errors import DeviceError
 

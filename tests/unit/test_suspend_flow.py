@@ -14,13 +14,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from memguard._devices.checkpoint import State
 from memguard._devices.simulated_checkpoint import Fault, SimulatedCheckpoint, Target
+from memguard._processes.identity import Process, anonymous_bytes, lives, process_of, start_of, this_process
 from memguard._suspend import flow, measure, settling
 from memguard._suspend.door import Card, Door
 from memguard._suspend.flow import Outcome
-from memguard._suspend.identity import anonymous_bytes, lives, process_of, start_of, this_process
 from memguard._suspend.simulated import Direct
 from memguard._suspend.steps import Answer, End
-from memguard._suspend.types import Process
 from memguard._units import GIB, MIB
 
 A, B = "GPU-a", "GPU-b"

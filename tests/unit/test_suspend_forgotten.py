@@ -13,8 +13,8 @@ import pytest
 
 from memguard._devices.checkpoint import State
 from memguard._devices.simulated_checkpoint import SimulatedCheckpoint, Target
+from memguard._processes.identity import this_process
 from memguard._suspend import helper
-from memguard._suspend.identity import this_process
 from memguard._units import GIB
 
 ME = this_process()

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from suspending import left
 
+from memguard._processes.identity import Process, process_of, this_process
 from memguard._suspend import listener, records
-from memguard._suspend.identity import process_of, this_process
-from memguard._suspend.types import Process, Suspension
+from memguard._suspend.types import Suspension
 from memguard._units import GIB
 from memguard.errors import CannotSuspend, MemguardError, Suspended
 from memguard.exchange.ipc import wire
@@ -28,7 +29,7 @@ ME = this_process()
 PROGRAM = """
     import sys, time
     from memguard._suspend import listener
-    from memguard._suspend.identity import this_process
+    from memguard._processes.identity import this_process
     from memguard._suspend.types import Suspension
     from memguard.errors import MemguardError
 
@@ -87,14 +88,14 @@ def test_another_process_is_asked_and_answers(folder: Path) -> None:
         assert budget is not None and (budget.budget, budget.by_others) == ("b.yaml", True)
         assert listener.request(process, "state") == "running"
         assert listener.request(process) == ({"GPU-a": GIB}, 0.5)
-    assert os.listdir(folder) == []  # and its end removed what told of it
+    assert left(folder) == [] and records.budgets() == []  # and its end removed what told of it
 
 
 @pytest.mark.parametrize("gone", [True, False])
 def test_who_has_gone_is_not_obeyed(gone: bool, tmp_path: Path) -> None:
     """A process that was stopped reads the request when it goes on: nobody may wait for it any more."""
     asked: list[int] = []
-    serves = listener.Listener(lambda: asked.append(1) or suspension(), str(tmp_path / "socket"))
+    serves = listener.Listener({"suspend": lambda: asked.append(1) or suspension()}, str(tmp_path / "socket"))
     serves.begin()
     peer, own = socket.socketpair()
     with own, peer:
@@ -132,9 +133,8 @@ def test_a_process_that_has_ended_does_not_answer(folder: Path, end: str) -> Non
         pass
     with pytest.raises(listener.SilentError):
         listener.request(process)
-    records.every(str(folder))
-    assert [name for name in os.listdir(folder) if name.endswith(".json")] == []
-    assert bool(os.listdir(folder)) == ("kill" in end)  # a killed one leaves its socket
+    assert records.budgets() == []
+    assert bool(left(folder)) == ("kill" in end)  # a killed one leaves its socket
 
 
 def test_sockets_of_those_that_were_killed_are_removed(folder: Path) -> None:
@@ -176,7 +176,7 @@ def test_a_path_too_long_for_a_socket(tmp_path: Path, monkeypatch: pytest.Monkey
     undo = listener.start(suspension, "b")
     assert listener.request(ME) == ({"GPU-a": GIB}, 0.5)
     undo.run()
-    assert os.listdir(deep / "memguard") == []
+    assert left(deep / "memguard") == [] and records.budgets() == []
 
 
 def test_without_permission_nobody_listens(folder: Path) -> None:
@@ -187,7 +187,7 @@ def test_without_permission_nobody_listens(folder: Path) -> None:
         listener.request(ME)
     undo.run()
     undo.run()
-    assert os.listdir(folder) == []
+    assert left(folder) == [] and records.budgets() == []
 
 
 def test_it_begins_again_after_its_end() -> None:

@@ -19,14 +19,15 @@ from jsonschema import Draft202012Validator
 
 from memguard._devices.checkpoint import State
 from memguard._devices.simulated_checkpoint import Fault, SimulatedCheckpoint, Target
+from memguard._leases.registry import Budgeted
+from memguard._processes.identity import Process, process_of, this_process
+from memguard._processes.place import folder
 from memguard._suspend import facts, outside, processes, records
-from memguard._suspend.identity import process_of, this_process
 from memguard._suspend.outside import NO, UNKNOWN, Stop
 from memguard._suspend.processes import Listing, Row
 from memguard._suspend.records import Record
 from memguard._suspend.simulated import Direct
-from memguard._suspend.turn import folder
-from memguard._suspend.types import Process, Wait
+from memguard._suspend.types import Wait
 from memguard._units import GIB, MIB
 from memguard.cli.support import waiting
 
@@ -189,7 +190,7 @@ def test_lost_is_said_and_kept(here: tuple[SimulatedCheckpoint, Process, str]) -
 
 def test_one_that_does_not_answer_is_unknown(here: tuple[SimulatedCheckpoint, Process, str]) -> None:
     driver, process, where = here
-    records.write_budget(records.Budgeted(process, "b", True), where)
+    records.write_budget(Budgeted(process, "b", True), where)
     (result,) = outside.suspend([process], Direct(driver), sizes={})
     assert result.code == UNKNOWN and "does not answer" in result.text
 
@@ -197,8 +198,8 @@ def test_one_that_does_not_answer_is_unknown(here: tuple[SimulatedCheckpoint, Pr
 @pytest.mark.parametrize("unsafe", [False, True])
 def test_simulated_gpus_are_said_to_be(here: tuple[SimulatedCheckpoint, Process, str], unsafe: bool) -> None:
     driver, process, where = here
-    records.write_budget(records.Budgeted(process, "b", False, True), where)
-    assert records.budget_of(process) == records.Budgeted(process, "b", False, True)
+    records.write_budget(Budgeted(process, "b", False, True), where)
+    assert records.budget_of(process) == Budgeted(process, "b", False, True)
     (result,) = outside.suspend([process], Direct(driver), sizes={}, unsafe=unsafe)
     assert result.code == NO and "its GPUs are simulated" in result.text and "memguard.suspend()" in result.text
     assert driver.targets[process.pid].state is State.RUNNING

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from memguard._devices.checkpoint import State
-from memguard._suspend import identity, processes, records
-from memguard._suspend.identity import this_process
+from memguard._leases.registry import Budgeted
+from memguard._processes import identity
+from memguard._processes.identity import Process, this_process
+from memguard._suspend import processes, records
 from memguard._suspend.processes import Gpu, Person, Readings, candidates, listing
-from memguard._suspend.records import Budgeted, Record
+from memguard._suspend.records import Record
 from memguard._suspend.steps import Answer
-from memguard._suspend.types import Process
 from memguard._units import GIB
 from memguard.cli.ps import table
 

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from suspending import left
 
+from memguard._leases.registry import Budgeted
+from memguard._processes.identity import Process, this_process
 from memguard._suspend import records, working
-from memguard._suspend.identity import this_process
-from memguard._suspend.records import STEPS, Budgeted, Record
-from memguard._suspend.types import Process
+from memguard._suspend.records import STEPS, Record
 from memguard._suspend.working import BusyError, Work
 from memguard._units import GIB
 
@@ -39,11 +40,11 @@ def test_a_record_is_read_as_it_was_written(where: str) -> None:
             records.write(record, where)
             assert records.of(ME, where) == record
     records.write_budget(Budgeted(ME, "b.yaml", True), where)
-    assert records.every(where) == ([record], [Budgeted(ME, "b.yaml", True)])
+    assert records.every(where) == [record] and records.budgets(where) == [Budgeted(ME, "b.yaml", True)]
     assert all(os.stat(os.path.join(where, name)).st_mode & 0o777 == 0o600 for name in os.listdir(where))
     records.remove(ME, where=where)
     records.remove(ME, where=where)
-    assert records.of(ME, where) is None and records.every(where)[0] == []
+    assert records.of(ME, where) is None and records.every(where) == []
 
 
 def test_what_is_of_a_process_that_has_ended_is_removed(where: str) -> None:
@@ -52,8 +53,8 @@ def test_what_is_of_a_process_that_has_ended_is_removed(where: str) -> None:
     records.write_budget(Budgeted(GONE, "b.yaml", False), where)
     (Path(where) / "turn-GPU-a").mkdir()
     (Path(where) / "notes.txt").write_text("not memguard's")
-    assert records.every(where) == ([RECORD], [])
-    assert sorted(os.listdir(where)) == ["notes.txt", f"suspended-{ME.pid}-{ME.start}.json", "turn-GPU-a"]
+    assert records.every(where) == [RECORD] and records.budgets(where) == []
+    assert left(where) == ["notes.txt", f"suspended-{ME.pid}-{ME.start}.json", "turn-GPU-a"]
 
 
 def test_what_is_of_another_pid_namespace_is_left_alone(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +62,7 @@ def test_what_is_of_another_pid_namespace_is_left_alone(where: str, monkeypatch:
         patched.setattr(records, "machine", lambda: "another")
         records.write(replace(RECORD, process=GONE), where)
         records.write(RECORD, where)
-    assert records.every(where) == ([], []) and records.of(ME, where) is None
+    assert records.every(where) == [] and records.of(ME, where) is None
     assert len(os.listdir(where)) == 2
 
 
@@ -114,7 +115,7 @@ def raw(where: str, **changes: Any) -> None:
 )
 def test_what_memguard_would_not_have_written_is_not_believed(where: str, changes: dict[str, Any]) -> None:
     raw(where, **changes)
-    assert records.of(ME, where) is None and records.every(where) == ([], [])
+    assert records.of(ME, where) is None and records.every(where) == []
 
 
 def test_control_characters_do_not_get_out(where: str) -> None:
@@ -129,13 +130,13 @@ def test_any_bytes_are_no_record(data: bytes) -> None:
 
     with tempfile.TemporaryDirectory() as where:
         Path(records.path_of(ME, where=where)).write_bytes(data)
-        assert records.of(ME, where) is None and records.every(where) == ([], [])
+        assert records.of(ME, where) is None and records.every(where) == []
 
 
 @pytest.mark.parametrize("data", [b"[" * 60_000, b"[" * 100_000, b'{"a": ' + b"9" * 5000 + b"}", b"\xff\xfe"])
 def test_deep_long_and_broken_files(where: str, data: bytes) -> None:
     Path(records.path_of(ME, where=where)).write_bytes(data)
-    assert records.of(ME, where) is None and records.every(where) == ([], [])
+    assert records.of(ME, where) is None and records.every(where) == []
 
 
 @pytest.mark.parametrize("kind", ["link", "fifo", "folder", "writable"])
@@ -150,7 +151,7 @@ def test_only_a_plain_file_of_this_user_is_read(where: str, kind: str) -> None:
     else:
         path.unlink()
         os.mkfifo(path) if kind == "fifo" else path.mkdir()
-    assert records.of(ME, where) is None and records.every(where) == ([], [])
+    assert records.of(ME, where) is None and records.every(where) == []
 
 
 def test_another_users_file_is_not_read(where: str, monkeypatch: pytest.MonkeyPatch) -> None:

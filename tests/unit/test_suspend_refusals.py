@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memguard._processes.identity import Process
 from memguard._suspend import refusals
 from memguard._suspend.cgroups import Limit
 from memguard._suspend.facts import Child, Facts, Gpu
-from memguard._suspend.types import Process
 from memguard._units import GIB, MIB
 
 GPU = "GPU-5e9d5907-fba4-86a2-0235-9eb4761e77be"

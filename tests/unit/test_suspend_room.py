@@ -21,11 +21,13 @@ from hypothesis import strategies as st
 
 from memguard._devices import libcuda
 from memguard._devices.placeholder import MARGIN, Holder, pieces
-from memguard._suspend import room, who
+from memguard._processes import who
+from memguard._processes.identity import this_process
+from memguard._processes.place import folder
+from memguard._suspend import room
 from memguard._suspend.door import Card
-from memguard._suspend.identity import this_process
 from memguard._suspend.steps import Answer
-from memguard._suspend.turn import Turn, folder
+from memguard._suspend.turn import Turn
 from memguard._suspend.types import Wait
 from memguard._units import GIB, GRANULE, MIB
 from memguard.errors import DeviceError, MemguardError

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from memguard._devices.simulated_checkpoint import SimulatedCheckpoint, Target
+from memguard._processes.identity import this_process
+from memguard._processes.place import folder
 from memguard._suspend import records
-from memguard._suspend.identity import this_process
 from memguard._suspend.route import Route
 from memguard._suspend.simulated import Direct
-from memguard._suspend.turn import folder
 from memguard._suspend.waiting import Calls
 from memguard._suspend.working import Work
 from memguard._units import GIB

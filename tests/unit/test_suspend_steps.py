@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memguard._devices.checkpoint import State
+from memguard._processes.identity import Process
 from memguard._suspend import said
 from memguard._suspend.steps import Answer, Course, Do, End, Goal
-from memguard._suspend.types import Process
 
 OK = Answer(0)
 RUNNING, LOCKED, OFF, FAILED = (Answer(0, state) for state in State)

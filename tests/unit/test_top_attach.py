@@ -21,10 +21,9 @@ from hypothesis import strategies as st
 
 import memguard
 from memguard._guard import Guard
+from memguard._processes.identity import Process, process_of, this_process
 from memguard._suspend import sockets
-from memguard._suspend.identity import process_of, this_process
 from memguard._suspend.listener import SilentError
-from memguard._suspend.types import Process
 from memguard._top import client, requests, server
 from memguard._top.snapshot import Target
 from memguard._types import Event, Pressure

@@ -24,8 +24,8 @@ from memguard import _api
 from memguard._guard import Guard
 from memguard._monitor import session
 from memguard._monitor.pressure import Action
+from memguard._processes.identity import this_process
 from memguard._suspend import sockets
-from memguard._suspend.identity import this_process
 from memguard._suspend.listener import SilentError
 from memguard._top import client, server
 from memguard._types import Event

@@ -11,8 +11,8 @@ from guards import start
 from timelines import Clock
 
 import memguard
+from memguard._processes.identity import this_process
 from memguard._suspend import processes
-from memguard._suspend.identity import this_process
 from memguard._suspend.processes import Gpu, Listing, Person, Row
 from memguard._top import client, machine, server
 from memguard._top.machine import Machine

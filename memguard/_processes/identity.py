@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
-from memguard._suspend import proc
-from memguard._suspend.types import Process
+from memguard._processes import proc
+
+
+class Process(NamedTuple):
+    """One process, as long as it lives: a PID alone is given again to another.
+
+    `start` is field 22 of `/proc/PID/stat`, in clock ticks since the machine started.
+    """
+
+    pid: int
+    start: int
 
 
 def start_of(pid: int) -> int | None:
@@ -42,3 +52,12 @@ def anonymous_bytes(process: Process) -> int | None:
         return sum(int(lines[name].split()[0]) << 10 for name in ("RssAnon", "VmSwap"))
     except (OSError, KeyError, ValueError, IndexError):
         return None
+
+
+def machine() -> str:
+    """Which numbering of processes this is."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except (OSError, ValueError):
+        return ""

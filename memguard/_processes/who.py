@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from memguard._suspend import proc
+from memguard._processes import proc
 from memguard._text import shown
 from memguard._units import GIB, format_size
 

@@ -1,0 +1,73 @@
+"""What tests of leases share: claims on a GPU that is not there, made by this process and by others."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from memguard._leases.lease import Lease
+from memguard._leases.types import Part
+
+GPU = "GPU-0a"
+TOTAL = 100
+
+
+def parts(size: int, gpu: str = GPU) -> dict[str, Part]:
+    return {gpu: Part(gpu, size, TOTAL, 0, "NVIDIA H200")}
+
+
+def lease(size: int, before: Lease | None = None) -> Lease:
+    return Lease(parts(size), "budget.yaml", before)
+
+
+OTHER = """
+import sys, time
+sys.path.insert(0, {here!r})
+from leasing import lease
+one = lease(int(sys.argv[1]))
+one.take(float(sys.argv[2]), lambda text: print(text, flush=True))
+print("held", flush=True)
+sys.stdin.readline()
+one.close()
+print("given back", flush=True)
+sys.stdin.readline()
+"""
+
+
+@contextlib.contextmanager
+def other(folder: Path, size: int, wait: float = 0.0) -> Iterator[subprocess.Popen[str]]:
+    """Another process that claims so much. It says `held`, gives it back at a line, and ends at another."""
+    code = OTHER.format(here=str(Path(__file__).parent))
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, str(size), str(wait)], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        env={**os.environ, "MEMGUARD_LEASES": str(folder)},
+    )  # fmt: skip
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def heard(child: subprocess.Popen[str]) -> str:
+    assert child.stdout is not None
+    return child.stdout.readline().rstrip("\n")
+
+
+def told(child: subprocess.Popen[str]) -> None:
+    assert child.stdin is not None
+    child.stdin.write("\n")
+    child.stdin.flush()
+
+
+def until(there: Callable[[], bool], seconds: float = 20.0) -> None:
+    """However busy the machine is."""
+    end = time.monotonic() + seconds
+    while not there():
+        assert time.monotonic() < end
+        time.sleep(0.01)

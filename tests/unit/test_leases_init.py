@@ -1,0 +1,365 @@
+"""`device: {lease: true}`: what `init` claims on simulated GPUs beside other processes, and what it gives back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from guards import replaced
+from interruptions import Points
+from leasing import heard, told, until
+
+import memguard
+from memguard import _api
+from memguard._frameworks.simulated.adapter import SimulatedFramework
+from memguard._leases import locks
+from memguard._leases.lease import Lease
+from memguard._leases.store import Store
+from memguard._leases.types import Part
+from memguard._units import GIB
+from memguard.errors import CapNotApplied, LeaseRefused, NotActive
+
+pytestmark = [
+    pytest.mark.usefixtures("nothing_stays"),
+    pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),  # interrupted: just opened, and is closed
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+KEY = "simulated:GPU-00000000-0000-4000-8000-000000000000"
+TOTAL = 139
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    where = tmp_path / "leases"
+    monkeypatch.setenv("MEMGUARD_LEASES", str(where))
+    yield where
+    memguard.shutdown()
+    assert Store(str(where)).claims() == [] and locks._files == {} and _api._leases == []
+
+
+def budget(gib: int, wait: str | None = None, **more: Any) -> dict[str, Any]:
+    device = {"limit": f"{gib}GiB", "lease": True, **({} if wait is None else {"wait": wait})}
+    return {"version": 1, "device": device, "frameworks": {"torch": {"share": "50%"}}, **more}
+
+
+def init(gib: int, wait: str | None = None, **more: Any) -> memguard.Guard:
+    return memguard.init(budget(gib, wait), simulate="h200", **more)
+
+
+def held(folder: Path) -> list[int]:
+    claims = [claim for claim in Store(str(folder)).claims() if claim.state == "held"]
+    return [claim.parts[KEY].bytes // GIB for claim in claims]
+
+
+CHILD = """
+import sys, memguard
+budget = {"version": 1, "device": {"limit": sys.argv[1], "lease": True, "wait": sys.argv[2]},
+          "frameworks": {"torch": {"share": "50%"}}}
+try:
+    memguard.init(budget)
+except memguard.errors.LeaseRefused as error:
+    print(str(error).partition(chr(10))[0], flush=True)
+    sys.exit(error.exit_code)
+print("held", flush=True)
+sys.stdin.readline()
+memguard.shutdown()
+print("over", flush=True)
+sys.stdin.readline()
+"""
+
+
+@contextlib.contextmanager
+def job(gib: int, wait: str = "0") -> Iterator[subprocess.Popen[str]]:
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, f"{gib}GiB", wait], text=True, env={**os.environ, "MEMGUARD_SIMULATE": "h200"},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def test_the_second_waits_and_starts_when_the_first_ends(folder: Path) -> None:
+    with job(80) as first, job(60) as small:
+        heard(first), heard(small)
+        assert held(folder) in ([60], [80]), "80 and 60 are more than there is"
+    with job(80) as first:
+        assert heard(first) == "held"
+        with job(70) as second:
+            said = heard(second)
+            assert said.startswith("there is no room for 70.00 GiB of simulated GPU 0 (NVIDIA H200): process ")
+            assert f"process {first.pid} (" in said and "holds 80.00 GiB since" in said
+            assert second.wait() == LeaseRefused.exit_code
+        with job(70, "60s") as second:
+            assert second.stderr is not None
+            lines = iter(second.stderr.readline, "")
+            assert next(line for line in lines if "waiting" in line).startswith(
+                f"memguard: waiting for 70.00 GiB of simulated GPU 0 (NVIDIA H200): process {first.pid} ("
+            )
+            told(first)
+            assert heard(first) == "over" and heard(second) == "held"
+            assert held(folder) == [70]
+
+
+def test_kill_9_starts_who_waits(folder: Path) -> None:
+    with job(80) as first:
+        assert heard(first) == "held"
+        threading.Timer(0.5, lambda: os.kill(first.pid, signal.SIGKILL)).start()
+        init(80, "60s")
+        assert held(folder) == [80]
+
+
+def test_what_is_refused_changes_nothing(folder: Path) -> None:
+    with job(80) as first:
+        assert heard(first) == "held"
+        with pytest.raises(LeaseRefused, match=f"process {first.pid} ") as no:
+            init(70)
+        assert memguard.errors.MemguardError in type(no.value).__mro__ and len(no.value.holders) == 1
+        again = pickle.loads(pickle.dumps(no.value))
+        assert (str(again), again.holders) == (str(no.value), no.value.holders)
+        with pytest.raises(NotActive):
+            memguard.ledger()
+        init(50)
+        with pytest.raises(LeaseRefused):
+            init(70, replace=True)
+        assert memguard.ledger() and sorted(held(folder)) == [50, 80], "the budget before stays, with its lease"
+
+
+def test_the_guard_gives_it_back_last(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[int]] = []
+
+    class Capped(SimulatedFramework):
+        def apply(self, caps: Any, options: Any) -> Any:
+            seen.append(held(folder))
+            applied = super().apply(caps, options)
+            undo = applied.undo
+            assert undo is not None
+            return applied._replace(undo=lambda: (seen.append(held(folder)), undo())[1])
+
+    replaced(monkeypatch, torch=lambda host, name: Capped(host, name, imported=True))
+    with memguard.guard(budget(60), simulate="h200"):
+        assert held(folder) == [60]
+    assert seen == [[60], [60]] and held(folder) == []
+
+
+def test_a_start_that_fails_gives_it_back(folder: Path, steps: Any) -> None:
+    steps("apply torch")
+    with pytest.raises(RuntimeError):
+        init(60)
+    assert held(folder) == []
+
+
+def test_a_replacement_takes_the_place_of_the_first(folder: Path) -> None:
+    init(60)
+    init(130, replace=True)
+    assert held(folder) == [130]
+    init(10, replace=True)
+    assert held(folder) == [10]
+    plain = budget(10)
+    del plain["device"]["lease"]
+    memguard.init(plain, simulate="h200", replace=True)
+    assert held(folder) == []
+    init(20, replace=True)
+    assert held(folder) == [20]
+
+
+def test_a_replacement_that_fails_leaves_the_first_with_its_lease(folder: Path, steps: Any, monkeypatch: Any) -> None:
+    """Nobody else gets it in between, though the new one is smaller, or asks for no lease."""
+    init(60)
+    for more in ({}, {"lease": False}):
+        wrong = budget(20, frameworks={"torch": {"share": "50%"}, "cupy": {"share": "5%"}})
+        wrong["device"] |= more
+
+        class Fails(SimulatedFramework):
+            def apply(self, caps: Any, options: Any) -> Any:
+                assert max(held(folder)) == 60
+                raise CapNotApplied("cupy", "no", "none")
+
+        with monkeypatch.context() as patched:
+            replaced(patched, cupy=lambda host, name, kind=Fails: kind(host, name, imported=True))
+            with pytest.raises(CapNotApplied):
+                memguard.init(wrong, simulate="h200", replace=True)
+        assert held(folder) == [60] and memguard.ledger()
+    memguard.shutdown()
+    assert held(folder) == []
+
+
+def test_the_same_budget_again_claims_nothing_more(folder: Path) -> None:
+    assert init(60) is init(60) and held(folder) == [60]
+
+
+def test_every_gpu_has_its_part(folder: Path) -> None:
+    memguard.init(budget(60), simulate=["h200", "h200"])
+    (claim,) = Store(str(folder)).claims()
+    assert [part.bytes for part in claim.parts.values()] == [60 * GIB] * 2
+    memguard.shutdown()
+
+
+def test_a_forked_child_has_no_lease_and_may_have_its_own(folder: Path) -> None:
+    init(60)
+    child = os.fork()
+    if not child:
+        try:
+            memguard.shutdown()
+            init(70)
+            os._exit(0 if sorted(held(folder)) == [60, 70] else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    assert held(folder) == [60]
+
+
+def test_without_a_lease_nothing_of_it_is_loaded() -> None:
+    code = (
+        "import sys, memguard\n"
+        "memguard.init({'version': 1, 'frameworks': {'torch': {'share': '50%'}}}, simulate='h200')\n"
+        "assert not [n for n in sys.modules if n.startswith(('memguard._leases', 'memguard._processes', 'sqlite3'))]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# While it waits.
+
+
+class Waiting:
+    """`init` on another thread, which waits for what this process cannot have."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        try:
+            init(100, "60s")
+        except BaseException as error:
+            self.error = error
+
+    def __enter__(self) -> Waiting:
+        self.thread.start()
+        until(lambda: _api._claiming)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.thread.join()
+
+
+def test_other_threads_meanwhile(folder: Path) -> None:
+    with job(80) as first:
+        assert heard(first) == "held"
+        with Waiting() as waiting:
+            with pytest.raises(NotActive):
+                memguard.ledger()
+            began = time.monotonic()
+            assert memguard.shutdown() == []
+            assert time.monotonic() - began < 30, "it ended the wait"
+        assert isinstance(waiting.error, NotActive) and "while it waited for its lease" in str(waiting.error)
+        assert held(folder) == [80] and len(Store(str(folder)).claims()) == 1
+
+
+def test_a_signal_handler_that_shuts_down_ends_the_wait(folder: Path) -> None:
+    with job(80) as first:
+        assert heard(first) == "held"
+        before = signal.signal(signal.SIGUSR1, lambda *_: memguard.shutdown() and None)
+        try:
+            threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGUSR1)).start()
+            with pytest.raises(NotActive):
+                init(100, "60s")
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+
+
+def test_ctrl_c_ends_the_wait(folder: Path) -> None:
+    with job(80) as first:
+        assert heard(first) == "held"
+        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            init(100, "60s")
+        assert len(Store(str(folder)).claims()) == 1
+        init(50)
+
+
+def _attempt(call: Any, folder: Path, at: int | None) -> tuple[Points, list[str]]:
+    points, wrong = Points(at), []
+    try:
+        points.run(call)
+    except KeyboardInterrupt:
+        pass
+    except BaseException as error:
+        wrong.append(f"{type(error).__name__}: {error}")
+    if _api._active is None:  # nothing is left that the next call would have to give back, but for what it says
+        with contextlib.suppress(LeaseRefused):
+            memguard.guard(budget(1), simulate="h200").__enter__()
+    memguard.shutdown()
+    if Store(str(folder)).claims() or locks._files or _api._leases:
+        wrong.append(f"left: {Store(str(folder)).claims()} {locks._files} {_api._leases}")
+    if locks.in_use is not None:
+        wrong.append("the database is open")
+    return points, wrong
+
+
+@pytest.mark.parametrize("name", ["init", "replace", "shutdown"])
+def test_an_interruption_at_each_point_leaves_nothing(name: str, folder: Path) -> None:
+    stride = int(os.environ.get("MEMGUARD_TEST_STRIDE", "331"))
+
+    def attempt(at: int | None) -> tuple[Points, list[str]]:
+        if name != "init":
+            init(60)
+        call = {"init": lambda: init(60), "replace": lambda: init(80, replace=True), "shutdown": memguard.shutdown}
+        return _attempt(call[name], folder, at)
+
+    attempt(None)
+    points, wrong = attempt(None)
+    assert wrong == []
+    failures = {}
+    for at in range(1, points.count + 1, stride):
+        interrupted, wrong = attempt(at)
+        if wrong:
+            failures[f"{at} {interrupted.place}"] = wrong
+    print(f"{name}: {points.count} points, {len(failures)} wrong")
+    assert failures == {}
+
+
+def test_an_interruption_at_each_point_of_a_claim_and_its_end(folder: Path) -> None:
+    """Closer: every few points of `take` and of `close`. What interrupts `close` is done by the next."""
+    stride = max(int(os.environ.get("MEMGUARD_TEST_STRIDE", "331")) // 30, 1)
+    part = {KEY: Part(KEY, GIB, TOTAL * GIB, 0, "NVIDIA H200")}
+
+    def attempt(at: int | None) -> tuple[Points, list[str]]:
+        points, lease = Points(at), Lease(part)
+
+        def both() -> None:
+            lease.take(1.0)
+            lease.close()
+
+        with contextlib.suppress(KeyboardInterrupt):
+            points.run(both)
+        lease.close()
+        wrong = [] if not locks._files else [f"open: {locks._files}"]
+        wrong += [] if not Store(str(folder)).claims() else ["a claim is left"]
+        another = Lease({KEY: Part(KEY, TOTAL * GIB, TOTAL * GIB, 0, "NVIDIA H200")})
+        another.take()
+        another.close()
+        return points, wrong
+
+    attempt(None)
+    points, _ = attempt(None)
+    failures = {}
+    for at in range(1, points.count + 1, stride):
+        interrupted, wrong = attempt(at)
+        if wrong:
+            failures[f"{at} {interrupted.place}"] = wrong
+    print(f"{points.count} points, {len(failures)} wrong")
+    assert failures == {}

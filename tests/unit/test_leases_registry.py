@@ -1,0 +1,118 @@
+"""The processes that run under a budget, in one table with those that hold leases."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from leasing import heard, lease, told, until
+
+from memguard._leases import registry
+from memguard._leases.registry import Budgeted
+from memguard._processes.identity import Process, process_of, this_process
+from memguard._suspend import records
+
+ROOT = Path(__file__).resolve().parents[2]
+ME = this_process()
+OTHER = """
+import sys
+from memguard._leases import registry
+from memguard._processes.identity import this_process
+registry.enter(registry.Budgeted(this_process(), "other.yaml", True), sys.argv[1])
+print("in", flush=True)
+sys.stdin.readline()
+registry.leave(this_process(), sys.argv[1])
+print("out", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setenv("MEMGUARD_LEASES", str(tmp_path))
+    tmp_path.chmod(0o700)
+    yield str(tmp_path)
+    registry.leave(ME, str(tmp_path))
+
+
+@pytest.fixture
+def other(folder: str) -> Iterator[subprocess.Popen[str]]:
+    child = subprocess.Popen(
+        [sys.executable, "-c", OTHER, folder], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    try:
+        assert heard(child) == "in"
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def pids(folder: str) -> list[int]:
+    return [one.process.pid for one in registry.every(folder)]
+
+
+def test_one_that_says_so_is_known_until_it_takes_that_back(folder: str, other: Any) -> None:
+    process = process_of(other.pid)
+    assert process is not None
+    assert registry.every(folder) == [Budgeted(process, "other.yaml", True)]
+    registry.enter(Budgeted(ME, "b.yaml", False, True), folder)
+    assert pids(folder) == [other.pid, ME.pid]
+    told(other)
+    assert heard(other) == "out"
+    assert registry.every(folder) == [Budgeted(ME, "b.yaml", False, True)]
+    registry.leave(ME, folder)
+    registry.leave(ME, folder)
+    assert registry.every(folder) == []
+
+
+def test_one_that_was_killed_is_gone_at_once(folder: str, other: Any) -> None:
+    os.kill(other.pid, signal.SIGKILL)
+    until(lambda: pids(folder) == [])
+    other.wait()
+    registry.enter(Budgeted(ME, "b.yaml", False), folder)  # and its row with the next change
+    assert rows(folder) == 1
+
+
+def rows(folder: str) -> int:
+    import sqlite3
+
+    connection = sqlite3.connect(os.path.join(folder, "leases.sqlite"))
+    try:
+        return int(connection.execute("SELECT count(*) FROM processes").fetchone()[0])
+    finally:
+        connection.close()
+
+
+def test_who_holds_a_lease_runs_under_a_budget_that_ps_knows(folder: str) -> None:
+    one = lease(40)
+    one.take()
+    assert records.budget_of(ME) == Budgeted(ME, "budget.yaml", False)
+    registry.enter(Budgeted(ME, "budget.yaml", True), folder)
+    assert records.budgets() == [Budgeted(ME, "budget.yaml", True)]
+    registry.leave(ME, folder)
+    assert records.budgets() == [Budgeted(ME, "budget.yaml", False)] and rows(folder) == 1
+    one.close()
+    assert records.budgets() == [] and rows(folder) == 0
+
+
+def test_a_forked_child_keeps_nobody_in_the_list(folder: str) -> None:
+    registry.enter(Budgeted(ME, "b.yaml", True), folder)
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if registry.every(folder) == [Budgeted(ME, "b.yaml", True)] else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert pids(folder) == [ME.pid]
+
+
+def test_a_pid_that_was_given_again_is_another_process(folder: str) -> None:
+    registry.enter(Budgeted(Process(ME.pid, ME.start + 1), "b.yaml", True), folder)
+    assert registry.every(folder) == []
+    registry.leave(Process(ME.pid, ME.start + 1), folder)

@@ -1,0 +1,335 @@
+"""`on_wait: suspend-idle`: who is asked to leave, and processes on simulated GPUs that take turns."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from leasing import GPU, heard, lease, told, until
+
+import memguard
+from memguard._devices import suspension
+from memguard._leases import choose, decide, returning
+from memguard._leases.decide import Want
+from memguard._leases.store import Store
+from memguard._leases.types import Claim
+from memguard._processes.identity import Process, machine, this_process
+from memguard._suspend import listener, making_room
+from memguard._suspend.making_room import MakingRoom
+from memguard.errors import CannotResume, CannotSuspend
+
+ROOT = Path(__file__).resolve().parents[2]
+BUDGET: dict[str, Any] = {
+    "version": 1,
+    "device": {"limit": "100GiB", "lease": True, "wait": "1min", "on_wait": "suspend-idle"},
+    "frameworks": {"torch": {"limit": "10GiB"}},
+    "suspend": {"on_demand": "1s"},
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv("MEMGUARD_LEASES", raising=False)
+    yield tmp_path / "memguard"
+    if suspension.now is not None:
+        memguard.resume()
+    memguard.shutdown()
+
+
+# Who is asked
+
+
+def test_who_was_idle_for_longest_is_asked_and_no_more_than_it_takes() -> None:
+    held = [Want(1, True, {"a": 40}), Want(2, True, {"a": 30}), Want(3, True, {"a": 30})]
+    wanted = [*held, Want(4, False, {"a": 30})]
+    room = {"a": 100}
+    assert choose.to_suspend(4, wanted, room, {2: 5.0, 3: 9.0}) == (3,)
+    assert choose.to_suspend(4, wanted, room, {1: 9.0, 2: 5.0, 3: 5.0}) == (1,)
+    assert choose.to_suspend(4, [*held, Want(4, False, {"a": 60})], room, {2: 5.0, 3: 9.0}) == (3, 2)
+    assert choose.to_suspend(4, [*held, Want(4, False, {"a": 70})], room, {2: 5.0, 3: 9.0}) == ()  # in vain
+    assert choose.to_suspend(4, [*held, Want(4, False, {"a": 40})], room, {3: 9.0, 1: 5.0}) == (1,)  # 3 is not needed
+
+
+def test_nobody_leaves_for_one_before_whom_another_comes() -> None:
+    claims = [Want(1, True, {"a": 100}), Want(2, False, {"a": 100}), Want(3, False, {"a": 50})]
+    assert choose.to_suspend(3, claims, {"a": 100}, {1: 9.0}) == ()
+    assert choose.to_suspend(2, claims, {"a": 100}, {1: 9.0}) == (1,)
+
+
+@given(
+    st.lists(
+        st.tuples(st.booleans(), st.dictionaries(st.sampled_from("ab"), st.integers(1, 60), min_size=1)), max_size=6
+    ),
+    st.dictionaries(st.integers(0, 5), st.floats(0, 100), max_size=6),
+)
+def test_after_they_have_left_it_is_served_and_each_of_them_was_needed(
+    given_claims: list[tuple[bool, dict[str, int]]], idle: dict[int, float]
+) -> None:
+    claims: list[Want] = []
+    capacity = {"a": 100, "b": 100}
+    for number, (held, sizes) in enumerate(given_claims):
+        fits = all(decide.leased(claims).get(gpu, 0) + size <= capacity[gpu] for gpu, size in sizes.items())
+        claims.append(Want(number, held and fits, sizes))
+    asked = Want(99, False, {"a": 50})
+    idle = {number: seconds for number, seconds in idle.items() if number < len(claims) and claims[number].held}
+    chosen = choose.to_suspend(99, [*claims, asked], capacity, idle)
+    assert set(chosen) <= set(idle)
+
+    def served(without: set[int]) -> bool:
+        return 99 in decide.grantable([one for one in [*claims, asked] if one.id not in without], capacity)
+
+    if chosen:
+        assert not served(set()) and served(set(chosen))
+        assert all(not served(set(chosen) - {one}) for one in chosen)
+    else:
+        assert served(set()) or not served(set(idle))
+
+
+def claim(number: int, size: int, state: Any = "held", leaves: float | None = 10.0, **changes: Any) -> Claim:
+    parts = lease(size).parts
+    whole = Claim(number, 100 + number, 7, machine(), "python a.py", "b.yaml", state, 1.0, 1.0, None, parts, leaves)
+    return whole._replace(**changes)
+
+
+class Scene:
+    """One that waits for all of a GPU, and what its eyes and its voice are given."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+        self.at_work: dict[int, bool | None] = {}
+        self.asked: list[Process] = []
+        self.said: list[str] = []
+        self.refuses = False
+        waiting = lease(100)
+        waiting.number = 9
+        self.room = MakingRoom(waiting, self.said.append, self.request, self.at_work.get, lambda: self.time)
+
+    def request(self, process: Process) -> tuple[dict[str, int], float]:
+        self.asked.append(process)
+        if self.refuses:
+            raise listener.RefusedError("a workload runs in it\n    fix: wait for it")
+        return {GPU: 1 << 30}, 0.5
+
+    def look(self, claims: list[Claim], seconds: float = 1.0) -> None:
+        self.time += seconds
+        self.room.look([*claims, claim(9, 100, "waiting")])
+        if self.room._asking is not None:
+            self.room._asking.join(10)
+
+
+def test_one_is_asked_once_it_was_seen_idle_for_as_long_as_it_says() -> None:
+    scene = Scene()
+    scene.at_work = {101: True}
+    scene.room._used = lambda pid: scene.at_work[pid]
+    for _ in range(15):
+        scene.look([claim(1, 60)])
+    assert scene.asked == []
+    scene.at_work[101] = False
+    for _ in range(10):
+        scene.look([claim(1, 60)])
+        assert (scene.asked == []) == (scene.time < 25)
+    assert scene.asked == [Process(101, 7)]
+    assert "asks process 101 (python a.py), which has nothing to do, to leave" in scene.said[0]
+    assert "has left with 1.00 GiB, in 0.5 s" in scene.said[1]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [claim(1, 60, leaves=None), claim(1, 60, machine="elsewhere"), claim(1, 60, "off"), claim(1, 60, "waiting")],
+    ids=["does not allow it", "of another container", "suspended already", "waits too"],
+)
+def test_others_are_never_asked(other: Claim) -> None:
+    scene = Scene()
+    scene.room._used = lambda pid: False
+    for _ in range(30):
+        scene.look([other])
+    assert scene.asked == []
+
+
+def test_what_nobody_knows_counts_as_work() -> None:
+    scene = Scene()
+    scene.room._used = lambda pid: None
+    for _ in range(30):
+        scene.look([claim(1, 60)])
+    assert scene.asked == []
+
+
+def test_one_that_refuses_is_left_alone_for_a_while() -> None:
+    scene = Scene()
+    scene.refuses = True
+    scene.room._used = lambda pid: False
+    for _ in range(15):
+        scene.look([claim(1, 60)])
+    assert len(scene.asked) == 1 and scene.said[-1] == "process 101 (python a.py) stays: a workload runs in it"
+    scene.look([claim(1, 60)], making_room._REFUSED)
+    assert len(scene.asked) == 2
+
+
+# A suspended process and its lease
+
+
+def states() -> list[tuple[int, str]]:
+    from memguard._leases.folders import folder
+
+    return [(one.pid, one.state) for one in Store(folder()).claims()]
+
+
+def test_a_lease_is_for_others_while_its_process_is_off_and_is_claimed_again_after_that(folder: Path) -> None:
+    memguard.init(BUDGET, simulate="h200")
+    me = os.getpid()
+    with memguard.suspended():
+        assert states() == [(me, "off")]
+        other = lease_of_simulated(100)
+        other.take()
+        other.close()
+    assert states() == [(me, "held")]
+
+
+def lease_of_simulated(gib: int) -> Any:
+    from memguard._leases.lease import Lease
+    from memguard._leases.types import Part
+
+    (part,) = memguard._api._active.lease.parts.values()  # type: ignore[attr-defined]
+    return Lease({part.gpu: Part(part.gpu, gib << 30, part.total, part.number, part.name)}, "other.yaml")
+
+
+def test_without_its_lease_it_stays_suspended_and_says_who_has_it(folder: Path) -> None:
+    memguard.init(BUDGET, simulate="h200")
+    memguard.suspend()
+    other = lease_of_simulated(100)
+    other.take()
+    try:
+        seen: list[Any] = []
+        with pytest.raises(CannotResume, match=f"no room for 100.00 GiB .* process {os.getpid()} .*holds 100.00 GiB"):
+            memguard.resume(timeout=0.5, progress=seen.append)
+        assert suspension.now is not None and not suspension.now.moving
+        assert sorted(state for _, state in states()) == ["held", "off"]
+        assert seen and "100.00 GiB  process" in seen[0].holders[0] and seen[0].needs == 100 << 30
+        text = returning.refusal(this_process())
+        assert text.startswith(f"process {os.getpid()} gave its lease of 100.00 GiB back, and there is no room for it")
+    finally:
+        other.close()
+    assert returning.refusal(this_process()) == ""
+    memguard.resume()
+    assert states() == [(os.getpid(), "held")]
+
+
+def test_a_process_with_a_workload_does_not_leave(folder: Path) -> None:
+    from memguard._suspend import for_lease
+
+    memguard.init(BUDGET, simulate="h200")
+    with (
+        memguard.workload("step", framework="torch", needs="1GiB"),
+        pytest.raises(CannotSuspend, match="a workload runs in it"),
+    ):
+        for_lease.leave()
+    assert suspension.now is None and states() == [(os.getpid(), "held")]
+
+
+def test_without_a_lease_nothing_leaves_for_one(folder: Path) -> None:
+    from memguard._suspend import for_lease
+
+    memguard.init({**BUDGET, "device": {"limit": "100GiB"}}, simulate="h200")
+    with pytest.raises(CannotSuspend, match="it holds no lease"):
+        for_lease.leave()
+
+
+# Two processes that take turns
+
+PROGRAM = """
+    import json, sys
+    import memguard
+    from memguard._devices import suspension
+    budget = json.loads(sys.argv[1])
+    memguard.init(budget, simulate="h200")
+    (torch,) = memguard._api.current().frameworks.values()
+    block = torch.allocate(5 << 30)
+    print("on", flush=True)
+    for line in sys.stdin:
+        if line.strip() == "resume":
+            memguard.resume()
+        print("off" if suspension.now is not None else "on", flush=True)
+"""
+
+
+def program(budget: dict[str, Any]) -> subprocess.Popen[str]:
+    import json
+
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(PROGRAM), json.dumps(budget)], text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+
+
+def ask(child: subprocess.Popen[str], what: str) -> str:
+    assert child.stdin is not None
+    child.stdin.write(f"{what}\n")
+    child.stdin.flush()
+    return heard(child)
+
+
+def test_two_that_each_need_the_card_take_turns(folder: Path) -> None:
+    first = program(BUDGET)
+    second = None
+    try:
+        assert heard(first) == "on"
+        second = program(BUDGET)
+        assert heard(second) == "on"  # the first has left for it
+        assert ask(first, "state") == "off"
+        assert ask(first, "resume") == "on"  # it needs the card: the second has left
+        assert ask(second, "state") == "off"
+        assert ask(second, "resume") == "on"
+        second.kill()
+        until(lambda: ask(first, "state") == "on")  # nobody had to ask: there was room
+        assert states() == [(first.pid, "held")]
+    finally:
+        for child in (first, second):
+            if child is not None:
+                child.kill()
+                child.communicate()
+
+
+def test_without_suspend_idle_the_second_waits(folder: Path) -> None:
+    waits = {**BUDGET, "device": {"limit": "100GiB", "lease": True, "wait": "2s"}}
+    first = program(waits)
+    try:
+        assert heard(first) == "on"
+        with pytest.raises(memguard.LeaseRefused, match=f"process {first.pid} "):
+            memguard.init(waits, simulate="h200")
+        assert ask(first, "state") == "on"
+    finally:
+        first.kill()
+        first.communicate()
+
+
+def test_one_that_does_not_allow_it_is_not_asked(folder: Path) -> None:
+    first = program({**BUDGET, "suspend": {"by_others": True}})
+    try:
+        assert heard(first) == "on"
+        with pytest.raises(memguard.LeaseRefused):
+            memguard.init({**BUDGET, "device": {**BUDGET["device"], "wait": "3s"}}, simulate="h200")
+        assert ask(first, "state") == "on"
+    finally:
+        told(first)
+        first.kill()
+        first.communicate()
+
+
+def test_the_list_says_that_a_suspended_one_does_not_count() -> None:
+    from memguard._leases.listing import Listing, listing
+    from memguard.cli.leases import table
+
+    gpus, _ = listing([claim(1, 60, "off"), claim(2, 70, "held"), claim(3, 40, "waiting", since=None)], {}, machine())
+    (gpu,) = gpus
+    assert (gpu.leased, gpu.free, [row.ahead for row in gpu.rows]) == (70, 30, [None, None, 0])
+    lines = table(Listing("/there", tuple(gpus), (), "ok", ()), 1.0).splitlines()
+    assert [line.split("  ")[-1].split()[0] for line in lines[1:4]] == ["held", "suspended,", "waiting"]
