@@ -192,6 +192,7 @@ def test_one_that_does_not_answer_is_unknown(here: tuple[SimulatedCheckpoint, Pr
     driver, process, where = here
     records.write_budget(Budgeted(process, "b", True), where)
     (result,) = outside.suspend([process], Direct(driver), sizes={})
+    records.remove_budget(process, where)
     assert result.code == UNKNOWN and "does not answer" in result.text
 
 
@@ -201,6 +202,8 @@ def test_simulated_gpus_are_said_to_be(here: tuple[SimulatedCheckpoint, Process,
     records.write_budget(Budgeted(process, "b", False, True), where)
     assert records.budget_of(process) == Budgeted(process, "b", False, True)
     (result,) = outside.suspend([process], Direct(driver), sizes={}, unsafe=unsafe)
+    records.remove_budget(process, where)
+    assert records.budget_of(process) is None
     assert result.code == NO and "its GPUs are simulated" in result.text and "memguard.suspend()" in result.text
     assert driver.targets[process.pid].state is State.RUNNING
 
