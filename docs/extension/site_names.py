@@ -12,6 +12,7 @@ MODULES = (
     "memguard.errors",
     "memguard.exchange",
     "memguard.integrations.dask",
+    "memguard.integrations.ray",
     "memguard.notebook",
     "memguard.pytest_plugin",
 )

@@ -75,6 +75,9 @@ class SimulatedOutOfMemory(RuntimeError):
         self.requested, self.free = requested, free
         super().__init__(message)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (str(self), self.requested, self.free), vars(self)
+
 
 @dataclass
 class _State:

@@ -97,6 +97,7 @@ _NOT_OUT_OF_MEMORY = (
     Rule("none", None, True, "the command of another process is quoted",
          r"Command (?!.*Signals\.SIG)", r"^subprocess\."),
     Rule("none", None, True, "a refusal of memguard's own, which explains itself", type=r"^memguard\.errors\."),
+    Rule("none", None, True, "Ray's copy of the error of another process", type=r"^ray\.exceptions\.RayTaskError\b"),
     Rule("none", None, True, "a server's quota or message size", type=r"^grpc\."),
     Rule("none", None, True, "a launch that wants more than a block has", "out of resource"),
     Rule("none", None, True, "the allocator continues without it", "this is not a failure"),

@@ -203,6 +203,7 @@ OTHERS = [  # of the libraries' sources and documents, and in no entry of the co
     ("builtins.ValueError", "CUDA out of memory during upscaling", "none", None, True),
     ("builtins.ValueError", "CUDA out of memory: reduce width/height or steps", "none", None, True),
     ("builtins.ValueError", "expected 'CUDA out of memory' in the log", "none", None, True),
+    ("ray.exceptions.RayTaskError(OutOfMemoryError)", "CUDA out of memory. Tried to get 2 GiB", "none", None, True),
     ("builtins.RuntimeError", "CUDA Out of Memory! Try shorter audio files or run on CPU.", "gpu", "torch", False),
     ("builtins.RuntimeError", "expected 'CUDA out of memory', got 'ok'", "gpu", "torch", False),
     ("builtins.RuntimeError", "step 7 failed: CUDA out of memory. Tried to allocate 20.00 MiB", "gpu", "torch", True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 import threading
 
@@ -141,6 +142,17 @@ def test_a_cap_holds_and_the_error_is_its_own(name: str) -> None:
         framework.free(array)
     with pytest.raises(ValueError, match="not live"):
         framework.free(arrays[0])
+
+
+def test_its_error_is_the_same_in_another_process() -> None:
+    framework = SimulatedFramework(SimulatedHost(), "torch")
+    with pytest.raises(FrameworkOutOfMemory) as caught:
+        framework.allocate(2**40)
+    caught.value.mark = "kept"  # type: ignore[attr-defined]
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert type(again) is oom_type("torch") and str(again) == str(caught.value)
+    assert (again.requested, again.mark, again.free) == (2**40, "kept", caught.value.free)
+    assert str(again.driver) == str(caught.value.driver) and again.driver.free == caught.value.driver.free
 
 
 def test_out_of_memory_classes_are_distinct() -> None:

@@ -91,6 +91,15 @@ class FrameworkOutOfMemory(SimulatedOutOfMemory):
         )
         super().__init__(text, refused.requested, free)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """For another process, as the engines send what a worker raised."""
+        return _copied, (self.framework, self.args), vars(self)
+
+
+def _copied(name: str, args: tuple[Any, ...]) -> FrameworkOutOfMemory:
+    kind = oom_type(name)
+    return kind.__new__(kind, *args)
+
 
 @functools.cache
 def oom_type(name: str) -> type[FrameworkOutOfMemory]:

@@ -1,0 +1,253 @@
+"""A budget in one worker process of Ray: armed by its setup hook, applied once Ray has said which GPUs it gets.
+
+The hook runs while the process starts. Only with a task or an actor comes the assignment: Ray sets
+CUDA_VISIBLE_DEVICES and then loads the function. It does the first in `ray._private.utils`, in a function that is
+wrapped here. The budget is applied right after it, before any code of the task. What fails then is raised in the place
+of the task's function, so that the caller gets it.
+
+A task without a GPU (`num_gpus=0`) applies nothing, unless it imports a framework: Ray hides no GPU from it. The same
+holds in a version of Ray that lacks the function.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import memguard
+from memguard import _api
+from memguard._activation import _memguard_environment as environment
+from memguard._blocks import Block
+from memguard._logs import log as _log
+from memguard._undo import Undo
+from memguard.errors import DeviceError
+from memguard.integrations.ray import reports
+from memguard.integrations.ray.asked import HOOK, Asked
+from memguard.integrations.ray.metrics import Metrics
+from memguard.integrations.ray.parts import exact, part
+
+if TYPE_CHECKING:
+    from memguard._guard import Guard
+
+_ASSIGN = "set_visible_accelerator_ids"
+"""Of `ray._private.utils`: called before each task, and before an actor is made."""
+_FUNCTION = "get_execution_info"
+"""Of Ray's function manager: what Ray calls to get a task's function."""
+_LOST = (
+    "the job's worker_process_setup_hook, {name}, was given as a function, and would not run: Ray runs one hook in a "
+    'process, and this is memguard\'s\n    fix: runtime_env(budget, worker_process_setup_hook="module.function")'
+)
+
+
+class Worker:
+    """memguard in this process, from `arm` to `disarm`."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+        self._asked: Asked | None = None
+        self._undo, self._applied = Undo(), Undo()
+        self._gpus: tuple[str, ...] | None = None
+        self._finder: environment._Finder | None = None
+        self._why: Exception | None = None
+        self._guarding = self._ran = self._settled = False
+        self._pid = os.getpid()
+
+    def arm(self) -> None:
+        """In the setup hook. Applies nothing, and raises nothing: a worker whose hook fails is started for ever."""
+        self._undo.add("the budget", self._end)
+        self._undo.add("the wait for a framework", self._stop_waiting)
+        try:
+            self._wrap_assignment()
+            asked = Asked.read(self._environ)
+            if asked.setup is not None:
+                _run(asked.setup)
+            self._asked = asked
+        except Exception as error:
+            self._refuse(error)
+
+    def disarm(self) -> None:
+        """Undo it all. If it is interrupted, the next call does what is left."""
+        self._undo.run()
+
+    def _wrap_assignment(self) -> None:
+        from ray._private import utils
+
+        original: Callable[..., Any] | None = getattr(utils, _ASSIGN, None)
+        if original is None:
+            _log.warning(
+                "this version of Ray has no ray._private.utils.%s: the budget is applied when a task imports its first "
+                "framework",
+                _ASSIGN,
+            )
+            self._wait()
+            return
+        live = [True]
+
+        def assign(*args: Any, **kwargs: Any) -> Any:
+            found = original(*args, **kwargs)
+            if live and os.getpid() == self._pid:
+                self._begin_task()
+            return found
+
+        def unwrap() -> None:
+            live.clear()
+            if getattr(utils, _ASSIGN) is assign:
+                setattr(utils, _ASSIGN, original)
+
+        self._undo.add("what Ray does before a task", unwrap)
+        setattr(utils, _ASSIGN, assign)
+
+    # at a task, on its thread
+
+    def _begin_task(self) -> None:
+        asked = self._asked
+        if asked is None:  # it could not be armed, and every task says so
+            return
+        try:
+            self._run_hook_of_job(asked)
+            gpus = _assigned()
+            if gpus and gpus != self._gpus:
+                self._end()
+                self._begin(asked, gpus)
+            elif not gpus and self._gpus is None:
+                self._begin_without(asked)
+        except Exception as error:
+            self._refuse(error)
+        else:
+            self._why, self._ran = None, True
+
+    def _run_hook_of_job(self, asked: Asked) -> None:
+        """The one in whose place ours ran, once. Not in our hook: to ask there for the runtime_env crashes Ray 2.60."""
+        if self._settled or asked.setup is not None:
+            return
+        import ray
+
+        self._asked = None  # unless it succeeds
+        found = ray.get_runtime_context().runtime_env.get("worker_process_setup_hook")
+        if found and found != HOOK:
+            if not isinstance(found, str) or "." not in found:
+                raise ValueError(_LOST.format(name=found))
+            _run(found)
+        self._asked, self._settled = asked, True
+
+    def _begin_without(self, asked: Asked) -> None:
+        if self._finder is not None:
+            return
+        if any(name in sys.modules for name in environment.MODULES):
+            self._apply_late(asked)
+        else:
+            self._wait()
+
+    def _begin(self, asked: Asked, gpus: tuple[str, ...]) -> None:
+        import ray
+
+        budget = asked.budget
+        if asked.whole and gpus:
+            amount = ray.get_runtime_context().get_assigned_resources().get("GPU", 1)
+            budget = part(budget, exact(round(amount, 4)))
+        block = memguard.guard(budget, simulate=asked.gpus(gpus))
+        self._applied.add("the budget", lambda: block.__exit__(None, None, None))
+        self._enter(block, asked.job or _name())
+        self._gpus = gpus
+        self._stop_waiting()
+
+    def _enter(self, block: Block[Guard], job: str) -> None:
+        if not block.__enter__().active:  # switched off: the log says why
+            return
+        session = _api.current_session()
+        metrics = Metrics(session, job)
+        session._undo.add("the figures in Ray's metrics", metrics.end)  # also where the program ends the budget
+        watch = memguard.on_sample(metrics.tell)
+        self._applied.add("the samples for Ray's metrics", watch.remove)
+        reports.begin(self._applied)
+
+    def _end(self) -> None:
+        self._applied.run()
+        self._gpus = None
+
+    # without a GPU of Ray's
+
+    def _wait(self) -> None:
+        self._finder = environment._Finder(self._on_import)
+        sys.meta_path = [self._finder, *sys.meta_path]
+
+    def _stop_waiting(self) -> None:
+        finder = self._finder
+        if finder is not None:
+            environment._leave(finder)
+
+    def _on_import(self) -> None:
+        """A task imports a framework, on its thread. What this raises fails the import, and the next one too."""
+        asked = self._asked
+        if asked is not None and self._gpus is None and os.getpid() == self._pid:
+            self._apply_late(asked)
+
+    def _apply_late(self, asked: Asked) -> None:
+        gpus = _assigned()
+        try:
+            self._begin(asked, gpus)
+        except DeviceError as error:
+            self._applied.run()
+            if gpus or not error.missing:
+                raise
+            _log.debug("no budget in a task without a GPU: %s", str(error))
+        except BaseException:
+            self._applied.run()
+            raise
+
+    # what cannot be applied
+
+    def _refuse(self, error: Exception) -> None:
+        """Raise it in the place of the task's function."""
+        from ray._private.worker import global_worker
+
+        self._applied.run()
+        self._why = error.with_traceback(None)  # whose frames would live as long as the worker
+        manager: Any = getattr(global_worker, "function_actor_manager", None)
+        original: Callable[..., Any] | None = getattr(manager, _FUNCTION, None)
+        if self._guarding:
+            return
+        if original is None or self._ran:  # or Ray has kept functions of tasks that went well
+            raise error  # Ray ends the worker, and logs the text
+
+        def info(*args: Any, **kwargs: Any) -> Any:
+            found = original(*args, **kwargs)
+            return found._replace(function=self._guarded(found.function)) if self._why is not None else found
+
+        self._undo.add("the refusal of tasks", lambda: vars(manager).pop(_FUNCTION, None))
+        self._guarding = True
+        setattr(manager, _FUNCTION, info)
+
+    def _guarded(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def refused(*args: Any, **kwargs: Any) -> Any:
+            if self._why is not None:
+                raise self._why.with_traceback(None)  # whose frames are all memguard's
+            return function(*args, **kwargs)
+
+        return refused
+
+
+def _run(name: str) -> None:
+    """A hook, `module.function`."""
+    module, _, function = name.rpartition(".")
+    getattr(importlib.import_module(module), function)()
+
+
+def _assigned() -> tuple[str, ...]:
+    """The GPUs that Ray gave to this worker, by their numbers on the node."""
+    import ray
+
+    return tuple(ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))
+
+
+def _name() -> str:
+    """What runs here: the class of the actor, or the function of the task. A process serves one, if it has a GPU."""
+    import ray
+
+    context = ray.get_runtime_context()
+    found = context.get_task_function_name() or ""
+    words = [word for word in found.split(".") if not word.startswith(("__", "<"))]
+    return words[-1] if words else "worker"
