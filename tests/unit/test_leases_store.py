@@ -248,6 +248,20 @@ def test_it_is_opened_once_so_that_no_close_frees_what_is_held(folder: Path) -> 
     one.close()
 
 
+def test_children_of_every_kind_leave_it_held(folder: Path) -> None:
+    """They close their copies of the descriptor, or inherit none: both free nothing."""
+    one = lease(60)
+    one.take()
+    subprocess.run([sys.executable, "-c", ""], check=True)
+    subprocess.run(["true"], check=True, close_fds=False)
+    subprocess.run(["true"], check=True, preexec_fn=lambda: None)
+    assert os.system("true") == 0
+    os.waitpid(os.posix_spawn("/bin/true", ["true"], os.environ), 0)
+    with other(folder, 50) as child:
+        assert heard(child) == "", "refused"
+    one.close()
+
+
 def test_a_fork_waits_until_the_database_is_closed(folder: Path) -> None:
     """No handle of it crosses a fork, whichever thread has it open."""
     inside, order = threading.Event(), list[str]()
