@@ -186,7 +186,7 @@ def decimals(name: str, siblings: Mapping[str, Any]) -> tuple[str, str] | None:
     if not re.match("[0-9]", name) or siblings.get(name) is not None:
         return None
     before = list(siblings)[: list(siblings).index(name)] if name in siblings else []
-    if not before or type(siblings[before[-1]]) is not int:
+    if not before or type(siblings[before[-1]]) is not int or abs(siblings[before[-1]]) > 10**15:
         return None
     return before[-1], f"{siblings[before[-1]]}.{name}"
 

@@ -39,6 +39,7 @@ _OFF = {
     "forecast": "write '0'",
     "metrics": "remove the key: nobody gets metrics then",
     "prometheus": "remove the key: nothing listens then",
+    "ranks": "remove the key: each process has the budget whole then",
     "suspend": "remove the key: only the program itself suspends it then",
     "when_idle": "remove the key: it is not suspended by itself then",
 }
@@ -67,6 +68,7 @@ _KEYS = {
     **dict.fromkeys(("otel", "otlp", "open_telemetry"), "opentelemetry"),
     **dict.fromkeys(("job_name", "name", "program", "service", "service_name"), "job"),
     **dict.fromkeys(("busy", "if_busy", "when_busy"), "on_busy"),
+    **dict.fromkeys(("rank", "per_rank", "local_ranks", "distributed", "ddp", "torchrun", "mpi", "slurm"), "ranks"),
     **dict.fromkeys(("sleep", "hibernate", "suspension", "suspended", "offload", "swap"), "suspend"),
     **dict.fromkeys(("idle", "if_idle", "on_idle", "idle_after", "after", "idle_timeout", "idle_for"), "when_idle"),
     **dict.fromkeys(("others", "from_outside", "outside", "allow_others", "external"), "by_others"),

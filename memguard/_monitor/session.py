@@ -181,7 +181,8 @@ class Session:
         wanted = self.guard.budget.monitor
         if wanted is None or wanted.timeline is None:
             return None
-        from memguard._timeline import Writer, rank_of
+        from memguard._ranks import rank_of
+        from memguard._timeline import Writer
 
         return Writer(
             wanted.timeline,

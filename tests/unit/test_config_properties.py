@@ -8,7 +8,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
@@ -147,6 +147,7 @@ def outcome_of(mapping: Any) -> Budget | None:
 
 
 @more
+@example({"version": 10**5000, "500ms": None})
 @given(ANYTHING)
 def test_any_value(value: Any) -> None:
     outcome_of(value)

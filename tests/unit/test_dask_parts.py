@@ -21,7 +21,7 @@ from memguard._undo import Undo
 from memguard._units import GIB, MIB
 from memguard.integrations import dask as integration
 from memguard.integrations.dask import tables
-from memguard.integrations.dask.parts import part_of
+from memguard.integrations.dask.parts import part_of_worker
 from memguard.integrations.dask.pause import Pause
 
 
@@ -47,7 +47,7 @@ def test_the_parts_never_add_up_to_more_than_the_whole(parts: int, limit: str, t
             "frameworks": {"torch": torch, "cupy": {"share": "9%"}},
         }
     )
-    one = part_of(whole, parts)
+    one = part_of_worker(whole, parts)
     devices = SimulatedHost().devices()
     try:
         (large,), (small,) = plan(whole, devices).devices, plan(one, devices).devices
@@ -62,12 +62,12 @@ def test_the_parts_never_add_up_to_more_than_the_whole(parts: int, limit: str, t
 
 def test_a_part_that_is_too_small_is_refused_with_its_place() -> None:
     whole = budget(torch={"limit": "4GiB"}, cupy={"limit": "6MiB"})
-    assert part_of(whole, 1) is whole and part_of(whole, 3).frameworks["cupy"].limit == 2 * MIB
+    assert part_of_worker(whole, 1) is whole and part_of_worker(whole, 3).frameworks["cupy"].limit == 2 * MIB
     with pytest.raises(memguard.PlanError, match=r"cupy.*\n?.*6.0 MiB for 4 workers"):
-        part_of(whole, 4)
+        part_of_worker(whole, 4)
     for wrong in (0, -1, True, 1.5):
         with pytest.raises(ValueError, match="workers_per_gpu is a number from 1 on"):
-            part_of(whole, wrong)  # type: ignore[arg-type]
+            part_of_worker(whole, wrong)  # type: ignore[arg-type]
 
 
 def test_without_distributed_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

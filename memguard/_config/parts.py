@@ -1,0 +1,64 @@
+"""A part of a budget, for processes that share a GPU. Pure."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from memguard._config.frozen import Frozen
+from memguard._specs import SPECS
+from memguard._units import GRANULE, format_size, round_down
+from memguard.errors import PlanError
+
+if TYPE_CHECKING:
+    from memguard._config.budget import Budget
+
+
+def part_of(budget: Budget, parts: int, who: str = "rank") -> Budget:
+    """The budget of one of so many processes (`who`: each of them) that share each GPU in equal parts.
+
+    Limits of GPUs, and sizes in bytes of frameworks, are divided; a share is of the process's own limit, and the
+    reserve is what each process needs for its own context. Raises PlanError if a size becomes less than 2 MiB.
+    """
+    if parts == 1:
+        return budget
+
+    def less(model: Any, loc: tuple[str, ...], keys: tuple[str, ...], fractions: bool) -> Any:
+        changed: dict[str, Fraction | int] = {}
+        for key in keys:
+            value = getattr(model, key)
+            if isinstance(value, int):
+                changed[key] = round_down(value // parts)
+                if changed[key] < GRANULE:
+                    what = f"{format_size(value)} for {parts} {who}s is less than 2 MiB for each"
+                    raise PlanError(
+                        [budget.problem((*loc, key), what, f"give more, or start fewer {who}s on a GPU")],
+                        budget.source or "budget",
+                    )
+            elif value is not None and fractions:
+                changed[key] = value / parts
+        return model.model_copy(update=changed)
+
+    return budget.model_copy(
+        update={
+            "device": less(budget.device, ("device",), ("limit",), True),
+            "devices": Frozen(
+                {key: less(one, ("devices", key), ("limit",), True) for key, one in budget.devices.items()}
+            ),
+            "frameworks": Frozen(
+                {
+                    name: less(one, ("frameworks", name), ("limit", "min", "max"), False)
+                    for name, one in budget.frameworks.items()
+                }
+            ),
+        }
+    )
+
+
+def with_nccl(budget: Budget) -> Budget:
+    """With one communicator of NCCL for each framework that has them, where the budget does not say how many."""
+    found: dict[str, Any] = {}
+    for name, one in budget.frameworks.items():
+        unsaid = one.nccl is None and any(option.name == "nccl" for option in SPECS[name].options)
+        found[name] = one.model_copy(update={"nccl": 1}) if unsaid else one
+    return budget.model_copy(update={"frameworks": Frozen(found)})
