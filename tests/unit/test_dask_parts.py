@@ -20,6 +20,7 @@ from memguard._types import DeviceSample, FrameworkSample, Pressure, Sample
 from memguard._undo import Undo
 from memguard._units import GIB, MIB
 from memguard.integrations import dask as integration
+from memguard.integrations import tables as common
 from memguard.integrations.dask import tables
 from memguard.integrations.dask.parts import part_of_worker
 from memguard.integrations.dask.pause import Pause
@@ -258,20 +259,20 @@ SAMPLE = Sample(
 
 def test_a_summary_is_plain_and_what_is_unknown_stays_so() -> None:
     more = {"active": True, "simulated": False, "pressure": "critical", "paused": True}
-    ledger = tables.summary(SAMPLE, {}, more)
+    ledger = common.summary(SAMPLE, {}, more)
     assert json.loads(json.dumps(ledger)) == ledger
     (device,) = ledger["devices"]
     assert device["process"] is None and device["frameworks"]["torch"]["in_use"] is None
     assert tables.held(ledger) == "unknown of 40.00 GiB" and tables.pressure(ledger) == "critical, paused"
-    assert tables.held(tables.summary(None, {}, more)) == "unknown"
+    assert tables.held(common.summary(None, {}, more)) == "unknown"
     assert tables.pressure({**ledger, "pressure": None, "paused": False}) == "unknown"
     assert tables.held({"active": False}) == tables.pressure({"active": False}) == "no budget"
-    assert tables.worst(iter([Pressure.OK, Pressure.CRITICAL, Pressure.WARN])) is Pressure.CRITICAL
-    assert tables.worst(iter([])) is Pressure.OK
+    assert common.worst(iter([Pressure.OK, Pressure.CRITICAL, Pressure.WARN])) is Pressure.CRITICAL
+    assert common.worst(iter([])) is Pressure.OK
 
 
 def test_the_table_is_in_the_order_of_the_workers_names() -> None:
-    ledger = tables.summary(SAMPLE, {}, {"active": True, "simulated": False, "pressure": "ok", "paused": False})
+    ledger = common.summary(SAMPLE, {}, {"active": True, "simulated": False, "pressure": "ok", "paused": False})
     metrics: dict[str, Any] = {"memguard": ledger}
     workers = {
         "tcp://b": {"name": 10, "metrics": metrics},

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +21,12 @@ from hypothesis import strategies as st
 import memguard
 from memguard import _policy, _ranks
 from memguard._devices.simulated import SimulatedHost
+from memguard._frameworks.cupy.adapter import CuPy
 from memguard._ranks import Rank, Unclear, of, rank_of, sharing
 from memguard._units import GIB, GRANULE, MIB
 from memguard.cli import main
+from memguard.integrations import mpi, torchrun
+from memguard.integrations import ranks as ranks_of
 
 TORCHRUN = {
     "LOCAL_RANK": "1", "RANK": "5", "GROUP_RANK": "1", "ROLE_RANK": "5", "LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "8",
@@ -340,3 +347,131 @@ def test_check_says_what_ranks_get(file: str, capsys: pytest.CaptureFixture[str]
     shown = printed(capsys, "check", file)
     assert "ranks auto: ranks of torchrun, mpirun and srun that use the same GPU divide its limit" in shown
     assert "nccl: 1 where each rank has a GPU of its own" in shown
+
+
+# the ledgers of all ranks
+
+
+class Store:
+    """A key-value store of torch.distributed, of one process."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, Any] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.kept[key] = value
+
+    def get(self, key: str) -> Any:
+        return self.kept[key].encode()
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.kept for key in keys)
+
+    def delete_key(self, key: str) -> bool:
+        return self.kept.pop(key, None) is not None
+
+    def wait(self, keys: list[str], timeout: Any) -> None:
+        end = time.monotonic() + timeout.total_seconds()
+        while not self.check(keys):
+            if time.monotonic() > end:
+                raise RuntimeError("wait timeout")
+            time.sleep(0.001)
+
+
+def test_a_store_gives_each_rank_the_others_and_keeps_two_rounds() -> None:
+    store, rounds = Store(), [dict[str, int](), dict[str, int]()]
+
+    def call(rank: int, timeout: float = 30.0) -> list[Any]:
+        found = torchrun._exchanged(store, "0", range(2), ranks_of.own(rank), timeout, rounds[rank])
+        return [one["error"] for one in found]
+
+    assert call(0, 0.01) == [None, "no answer within 0.01 s"]
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(5):  # the one that was given up goes on with the next round
+            assert [*pool.map(call, range(2))] == [[None, None]] * 2
+    assert rounds[0] == rounds[1] == {"0": 6}
+    assert sum(key.endswith("/ledger") for key in store.kept) <= 5, "two rounds, and the one that nobody finished"
+
+
+class Communicator:
+    def __init__(self, others: list[Any]) -> None:
+        self.others = others
+
+    def Get_rank(self) -> int:  # noqa: N802 # as mpi4py has it
+        return 0
+
+    def allgather(self, mine: Any) -> list[Any]:
+        return [*self.others, mine]
+
+
+def test_a_table_of_mpi_has_a_row_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    none = ranks_of.own(2)
+    guard = guard_of(monkeypatch, {**OPEN_MPI}, ranks="auto", gpus=2)
+    guard.frameworks["torch"].allocate(GIB, 1)
+    found = mpi.ledgers(Communicator([ranks_of.silent(11, "lost\x1b[2J"), none]))
+    assert [*found.ranks] == [0, 2, 11] and len(found) == 3 and repr(found).startswith("<Ledgers of 3 ranks")
+    lines = str(found).splitlines()
+    assert lines[0] == "simulated GPUs: nothing real is limited"
+    assert lines[2].split()[2:6] == ["1", "NVIDIA", "H200", "torch"] and "1.00 GiB" in lines[2]
+    assert lines[4].split()[0] == "2" and "no budget" in lines[4]
+    assert lines[5].split()[:4] == ["11", "unknown", "not", "read:"] and "\x1b" not in str(found)
+    assert json.loads(json.dumps(found.as_dict()))["0"]["devices"][1]["own"] is True
+    assert found.as_dict()[0]["pressure"] == "ok"
+
+
+def test_a_rank_that_holds_nothing_shows_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard_of(monkeypatch, OPEN_MPI, ranks="auto", gpus=2)
+    lines = str(mpi.ledgers(Communicator([]))).splitlines()
+    assert len(lines) == 3 and "1 NVIDIA H200" in lines[2] and "process: ok" in lines[2]
+
+
+def test_what_fails_in_a_rank_is_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard = guard_of(monkeypatch, {})
+    monkeypatch.setattr(guard, "sample", lambda: 1 / 0)
+    one = ranks_of.own(0)
+    assert one["error"] == "ZeroDivisionError: division by zero" and one["devices"] == []
+    assert "not read: ZeroDivisionError" in str(ranks_of.Ledgers.of([one]))
+
+
+@pytest.mark.parametrize(
+    ("fake", "message"),
+    [
+        (None, "has no process group in this process.*init_process_group first"),
+        (SimpleNamespace(is_available=lambda: True, is_initialized=lambda: False), "has no process group"),
+        (
+            SimpleNamespace(
+                is_available=lambda: True,
+                is_initialized=lambda: True,
+                get_rank=lambda group=None: 0,
+                distributed_c10d=SimpleNamespace(_get_default_store=lambda: None),
+            ),
+            r"has no store.*memguard\.integrations\.mpi\.ledgers",
+        ),
+    ],
+)
+def test_without_a_group_or_a_store_it_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, fake: Any, message: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.distributed", fake)
+    with pytest.raises(memguard.MemguardError, match=f"(?s){message}"):
+        torchrun.ledgers()
+
+
+def test_without_mpi_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(memguard.MemguardError, match=r"(?s)needs mpi4py and an MPI.*pip install mpi4py"):
+        mpi.ledgers()
+
+
+def test_communicators_of_cupyx_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NCCLBackend:
+        _comm: object = object()
+
+    adapter = CuPy(SimulatedHost())
+    assert not adapter.communicating()
+    monkeypatch.setitem(sys.modules, "cupyx.distributed._nccl_comm", SimpleNamespace(NCCLBackend=NCCLBackend))
+    assert not adapter.communicating()
+    one = NCCLBackend()
+    assert adapter.communicating()
+    one._comm = None  # type: ignore[assignment] # stopped
+    assert not adapter.communicating()
