@@ -68,15 +68,11 @@ def tables(node: Node) -> list[object]:
     for part in node.plan.devices:
         ranks = node.ranks[part.device.uuid]
         mark = " (simulated)" if part.device.simulated else ""
-        table = Table(
-            title=f"{part.device.name}{mark}  {part.device.uuid}",
-            title_justify="left",
-            box=box.SIMPLE_HEAD,
-            pad_edge=False,
-        )
+        title = f"{part.device.name}{mark}  {part.device.uuid}"
         if not ranks:
-            found.append(f"{part.device.name}{mark}  {part.device.uuid}: no rank uses it\n")
+            found.append(f"{title}: no rank uses it\n")
             continue
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, min_width=len(title))
         table.add_column("")
         table.add_column(f"local rank{'s' if len(ranks) > 1 else ''} {_listed(ranks)}", justify="right")
         table.add_column("together", justify="right")
