@@ -13,6 +13,7 @@ from typing import Any
 
 import elastic_results
 import pytest
+import rank_results
 import suggest_results
 import suspend_results
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.long  # no version of what is installed changes what th
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-_run, _listed, _independent, _sampler, checks, table, _moment, replay, elastic, suspend, _suggest_checks, top = (
+_run, _listed, _independent, _sampler, checks, table, _moment, replay, elastic, suspend, _suggest_checks, top, ranks = (
     importlib.import_module(name)
     for name in (
         "_run",
@@ -35,6 +36,7 @@ _run, _listed, _independent, _sampler, checks, table, _moment, replay, elastic, 
         "suspend",
         "_suggest_checks",
         "top",
+        "ranks",
     )
 )
 RESULTS = ROOT / "benchmarks" / "results"
@@ -192,6 +194,7 @@ WHOLE: dict[str, Whole] = {
     "suspend": (suspend_results.whole, suspend.suspend_checks, lambda s: s),
     "suggest": (suggest_results.whole, _suggest_checks.suggest_checks, lambda s: s),
     "top": (screens, top.top_checks, lambda r: r),
+    "ranks": (rank_results.whole, ranks.ranks_checks, lambda s: s),
 }
 
 
@@ -218,7 +221,7 @@ def killed(benchmark: str) -> list[tuple[str, str, str]]:
 
 SCENARIOS = [
     case
-    for name in ("main_job", "all_frameworks", "watch", "exchange", "elastic", "suspend", "suggest", "top")
+    for name in ("main_job", "all_frameworks", "watch", "exchange", "elastic", "suspend", "suggest", "top", "ranks")
     for case in killed(name)
     if case[1] != "nothing stays lent"  # of all scenarios
 ]  # fmt: skip
