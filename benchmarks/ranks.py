@@ -158,7 +158,7 @@ def ranks_checks(scenarios: Mapping[str, Any]) -> dict[str, tuple[bool, str]]:
             if backend == "nccl":
                 over, kept = [r["overhead"] for r in ranks], min(r["reserve"] for r in ranks)
                 figure = f"overhead {max(over) / MIB:,.0f} of {kept / MIB:,.0f} MiB"
-                check(names[4], GIB < min(over) and max(over) <= kept, figure)
+                check(names[4], min(over) > GIB and max(over) <= kept, figure)
             else:
                 controls = [r["control"] for r in ranks]
                 passed = all(r["control"]["refused"] is None and r["control"]["bytes"] > r["cap"] for r in ranks)

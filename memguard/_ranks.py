@@ -15,7 +15,6 @@ their own SLURM_LOCALID to every rank; a script of Slurm starts torchrun.
 
 # Without `from __future__ import annotations`, which makes typing compile the annotation of each field of a NamedTuple.
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
@@ -253,8 +252,12 @@ def _count_fix(launcher: _Launcher) -> str:
 
 def _cluster(text: str | None) -> int:
     """How many tasks TensorFlow's cluster has."""
+    if not text:
+        return 0
+    import json  # few have it
+
     try:
-        cluster = json.loads(text or "{}").get("cluster", {})
+        cluster = json.loads(text).get("cluster", {})
         return sum(len(tasks) for tasks in cluster.values() if isinstance(tasks, (list, dict)))
     except (ValueError, AttributeError):
         return 0
