@@ -71,6 +71,15 @@ def test_a_part_that_is_too_small_is_refused_with_its_place() -> None:
             part_of_worker(whole, wrong)  # type: ignore[arg-type]
 
 
+def test_a_budget_for_ranks_is_refused() -> None:
+    for written, fix in (("auto", "workers_per_gpu=2"), ({"per_gpu": 3}, "workers_per_gpu=3")):
+        whole = memguard.Budget.from_mapping(
+            {"version": 1, "ranks": written, "frameworks": {"torch": {"share": "50%"}}}
+        )
+        with pytest.raises(memguard.ConfigError, match=f"(?s)Dask's workers are none.*{fix}"):
+            part_of_worker(whole, 1)
+
+
 def test_without_distributed_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(integration, "_missing", "No module named 'distributed'")
     with pytest.raises(ImportError, match=r"No module named 'distributed'.*\n.*pip install distributed"):
