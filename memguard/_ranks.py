@@ -294,13 +294,22 @@ def of_budget(budget: "Budget", visible: int, environ: Mapping[str, str], simula
         return None
     try:
         if budget.ranks == "auto":
-            return sharing(of(environ), visible, {} if simulated else environ)
+            return _with_nccl_said(budget, sharing(of(environ), visible, {} if simulated else environ))
         try:
-            return declared(int(budget.ranks), of(environ))
+            return _with_nccl_said(budget, declared(int(budget.ranks), of(environ)))
         except Unclear:  # the budget says what the environment does not
             return declared(int(budget.ranks), None)
     except Unclear as error:
         raise PlanError([budget.problem(("ranks",), str(error), error.fix)], budget.source or "init") from None
+
+
+def _with_nccl_said(budget: "Budget", found: Sharing) -> Sharing:
+    if not found.nccl or budget.device.reserve != "auto":
+        return found
+    from memguard._config.parts import without_nccl
+
+    room = "; reserve: auto has room for one NCCL communicator" if without_nccl(budget) else ""
+    return found._replace(note=found.note + room)
 
 
 def declared(per_gpu: int, rank: Rank | None) -> Sharing:

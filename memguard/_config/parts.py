@@ -57,8 +57,14 @@ def part_of(budget: Budget, parts: int, who: str = "rank") -> Budget:
 
 def with_nccl(budget: Budget) -> Budget:
     """With one communicator of NCCL for each framework that has them, where the budget does not say how many."""
-    found: dict[str, Any] = {}
-    for name, one in budget.frameworks.items():
-        unsaid = one.nccl is None and any(option.name == "nccl" for option in SPECS[name].options)
-        found[name] = one.model_copy(update={"nccl": 1}) if unsaid else one
+    unsaid = without_nccl(budget)
+    found: dict[str, Any] = {
+        name: one.model_copy(update={"nccl": 1}) if name in unsaid else one for name, one in budget.frameworks.items()
+    }
     return budget.model_copy(update={"frameworks": Frozen(found)})
+
+
+def without_nccl(budget: Budget) -> list[str]:
+    """The frameworks that have communicators of NCCL, and of which the budget does not say how many."""
+    owners = [name for name in budget.frameworks if any(option.name == "nccl" for option in SPECS[name].options)]
+    return [name for name in owners if budget.frameworks[name].nccl is None]

@@ -266,6 +266,8 @@ def test_the_reserve_has_room_for_nccl_where_ranks_have_gpus_of_their_own(
     environ = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": local, "RANK": "0", "WORLD_SIZE": world}
     guard = guard_of(monkeypatch, environ, ranks="auto", frameworks=frameworks)
     assert guard.plan.devices[0].reserve == bare + more
+    said = "reserve: auto has room for one NCCL communicator" in str(guard)
+    assert said is (more == 896 * MIB), "what was written needs no note"
 
 
 def test_what_does_not_fit_says_what_one_rank_would_get(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,6 +325,9 @@ def test_plan_shows_each_rank_of_a_node_and_their_sum(file: str, capsys: pytest.
     assert found["ranks"] == 3 and (first["local_ranks"], second["local_ranks"]) == ([0, 2], [1])
     assert (first["limit"], first["together"]) == (20 * GIB, 40 * GIB)
     assert (second["limit"], second["together"]) == (40 * GIB, 40 * GIB)
+    assert "1 NCCL" not in shown, "two ranks on a GPU have none"
+    shown = printed(capsys, "plan", file, *h200s, "--ranks", "2")
+    assert shown.count("reserve, 1 NCCL 2.16 GiB 2.16 GiB") == 2
     shown = printed(capsys, "plan", file, *h200s, "--ranks", "1")
     assert "000001: no rank uses it" in shown and "note" not in shown
     assert "with --ranks 4 that of a node with four ranks" in printed(capsys, "plan", file, *h200s)

@@ -12,11 +12,15 @@ if TYPE_CHECKING:
 
 
 class Node(NamedTuple):
-    """`plan` is what a rank gets of each GPU, and `ranks` the local ranks that use it, by UUID. `size` is of all."""
+    """`plan` is what a rank gets of each GPU, and `ranks` the local ranks that use it, by UUID. `size` is of all.
+
+    `nccl`: the reserve has room for a communicator that the budget does not name.
+    """
 
     plan: Plan
     ranks: Mapping[str, Sequence[int]]
     size: int
+    nccl: bool
 
     def together(self, part: DevicePlan) -> int:
         """Bytes of that GPU which its ranks may take."""
@@ -26,6 +30,7 @@ class Node(NamedTuple):
 def of(budget: Budget, devices: Sequence[Device], count: int) -> Node:
     """The plan of a node with so many ranks, as its launcher would start them. Raises PlanError."""
     from memguard import _policy, _ranks
+    from memguard._config.parts import without_nccl
 
     rank = _ranks.Rank("a launcher", 0, count, 0, count)
     found = None
@@ -37,7 +42,8 @@ def of(budget: Budget, devices: Sequence[Device], count: int) -> Node:
     for position, device in enumerate(devices):
         ordinal = position if device.ordinal is None else device.ordinal
         ranks[device.uuid] = range(ordinal, count, len(devices))
-    return Node(resolved, ranks, count)
+    nccl = found is not None and found.nccl and bool(without_nccl(budget))
+    return Node(resolved, ranks, count, nccl)
 
 
 def notes(node: Node, budget: Budget) -> Iterator[str]:
@@ -76,7 +82,8 @@ def tables(node: Node) -> list[object]:
         table.add_column("")
         table.add_column(f"local rank{'s' if len(ranks) > 1 else ''} {_listed(ranks)}", justify="right")
         table.add_column("together", justify="right")
-        for name, size in (*part.caps.items(), ("reserve", part.reserve)):
+        reserve = "reserve, 1 NCCL" if node.nccl and part.reserve_source == "auto" else "reserve"
+        for name, size in (*part.caps.items(), (reserve, part.reserve)):
             table.add_row(name, format_size(size), format_size(size * len(ranks)))
         table.add_section()
         table.add_row("limit", format_size(part.limit), format_size(node.together(part)))
