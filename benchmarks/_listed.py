@@ -268,6 +268,23 @@ DDP: dict[str, tuple[str, ...]] = {
     for rank in range(2)
 }
 
+RANKS: dict[str, tuple[str, ...]] = {
+    "two": (
+        "two ranks over NCCL: each has the whole budget of its own GPU",
+        "two ranks over NCCL: each stops at its cap by its own error",
+        "two ranks over NCCL: each GPU's rank stays below its limit, by NVML in a process that is no rank",
+        "two ranks over NCCL: the table of every rank agrees with that reading of NVML",
+        "two ranks over NCCL: NCCL's memory is in the reserve, without a word of it in the budget",
+    ),
+    "four": (
+        "four ranks on two GPUs: each has half of the budget of its GPU",
+        "four ranks on two GPUs: each stops at its cap by its own error",
+        "four ranks on two GPUs: those of a GPU stay below its limit together, by NVML in a process that is no rank",
+        "four ranks on two GPUs: the table of every rank agrees with that reading of NVML",
+        "four ranks on two GPUs: control: without ranks: auto each gets more than its part",
+    ),
+}
+
 LIGHT: dict[str, tuple[str, ...]] = {
     "import": ("import memguard <= 1.5 x import pydantic, yaml",),
     "init": (
@@ -571,6 +588,7 @@ BY_COMMAND: dict[str, dict[str, tuple[str, ...]]] = {
     "moment": MOMENT,
     "their_tests": THEIR_TESTS,
     "ddp": DDP,
+    "ranks": RANKS,
     "light": LIGHT,
     "startup": STARTUP,
     "replay": REPLAY,
@@ -609,6 +627,7 @@ FILES: dict[str, str | None] = {
     "h200-top.json": "top",
     "h200-leases.json": "leases",
     "h200-x2-ddp.json": "ddp",
+    "h200-x2-ranks.json": "ranks",
     "replay.json": "replay",
     "startup.json": "startup",
 }

@@ -47,6 +47,18 @@ def reading(label: str, uuid: str) -> dict[str, Any]:
     }
 
 
+def filled(live: list[Any], most: int = 10_000) -> str | None:
+    """Fill torch with at most so many tensors of 64 MiB, and tell the name of the error that ended it."""
+    import torch
+
+    try:
+        while len(live) < most:
+            live.append(torch.empty(64 * MIB, dtype=torch.uint8, device="cuda"))
+    except torch.OutOfMemoryError as error:
+        return type(error).__name__
+    return None
+
+
 def worker(rank: int) -> dict[str, Any]:
     import memguard
 
@@ -86,12 +98,7 @@ def worker(rank: int) -> dict[str, Any]:
     readings.append(reading("second communicator", uuid))
     cap = guard.plan.caps("torch")[uuid]
     live: list[Any] = []
-    refused = None
-    try:
-        while len(live) < 10_000:
-            live.append(torch.empty(64 * MIB, dtype=torch.uint8, device="cuda"))
-    except torch.OutOfMemoryError as error:
-        refused = type(error).__name__
+    refused = filled(live)
     readings.append(reading("full", uuid))
     dist.all_reduce(total)  # works on while torch is at its cap
     torch.cuda.synchronize()

@@ -225,6 +225,34 @@ def init_of_six() -> list[str]:
     ]
 
 
+def ranks() -> list[str]:
+    if not measured("h200-x2-ranks.json"):
+        return []
+    result = load("h200-x2-ranks.json")
+
+    def row(what: str, one: dict[str, Any]) -> list[str]:
+        if not one.get("ranks") or not one.get("nvml"):  # it died: what it lacks stands with the checks
+            return []
+        pids = {str(rank["pid"]) for rank in one["ranks"]}
+        sums = [sum(size or 0 for pid, size in found.items() if pid in pids) for found in one["nvml"].values()]
+        held = max(rank["held"] for rank in one["ranks"]) / MIB
+        cap = one["ranks"][0]["cap"] / MIB
+        return [f"| {what} | {held:,.0f} of {cap:,.0f} MiB | {max(sums) / MIB:,.0f} of {16 * GIB / MIB:,.0f} MiB |"]
+
+    return [
+        "## Ranks of torchrun",
+        "",
+        "`ranks: auto`, limit 16 GiB of each of two GPUs; each rank is asked for more until it refuses:",
+        "",
+        "| | held by torch, of its cap | the ranks of a GPU together, by NVML |",
+        "| --- | --- | --- |",
+        *row("two ranks over NCCL, each on a GPU of its own", result["two"]),
+        *row("four ranks over gloo, two on each GPU", result["four"]),
+        "",
+        *origin("h200-x2-ranks.json", result),
+    ]
+
+
 def live_screen() -> list[str]:
     if not measured("h200-top.json"):
         return []
@@ -778,6 +806,7 @@ def results() -> str:
         init_of_six,
         live_screen,
         leases,
+        ranks,
         elastic,
         suspend,
         suggest,

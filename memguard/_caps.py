@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from memguard import _policy
+from memguard import _policy, _ranks
 from memguard._frameworks.base import Framework
 from memguard._ledger.reader import LedgerReader
 from memguard._locks import Turn
@@ -53,7 +53,12 @@ class Caps:
         self.budget = budget
         self.host = host
         self.notes: list[str] = []
-        self.plan = _policy.plan(budget, host.devices(ordinals=_policy.needs_ordinals(budget)))
+        devices = host.devices(ordinals=_policy.needs_ordinals(budget))
+        self.sharing = _ranks.of_budget(budget, len(devices), os.environ, host.simulated)
+        """How the ranks of this node share the GPUs; None for a budget that is for one process."""
+        if self.sharing is not None and not self.sharing.even and any(one.ordinal is None for one in devices):
+            devices = host.devices(ordinals=True)
+        self.plan = _policy.plan(budget, devices, self.sharing)
         self._on_event: Callable[[Event], None] | None = None
         """Called when a cap no longer holds, or holds again; on the thread that found it, without the guard's lock."""
         self._lock = threading.RLock()

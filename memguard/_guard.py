@@ -125,6 +125,8 @@ class Guard(Shares):
             with self._lock:
                 for note in self.plan.notes:
                     self._warn(note)
+                if self.sharing is not None:
+                    self._note(self.sharing.note)
                 self._warn_where_busy()
                 self._warn_of_mps()
                 if self.host.spills:

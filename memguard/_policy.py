@@ -15,6 +15,7 @@ from math import ceil
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from memguard._joint import joined, members
+from memguard._ranks import Sharing, declared
 from memguard._specs import CONTEXT, NEVER_GIVE_BACK, OVERHEADS, SECOND_CONTEXT, SLACK, SPECS, FrameworkSpec, Outside
 from memguard._types import Device, DevicePlan, MemoryInfo, Plan, Room, Usage
 from memguard._units import GRANULE, MIB, format_size, round_down
@@ -66,8 +67,32 @@ class _Rule(Generic[T]):
         self.value, self.at = value, at
 
 
-def plan(budget: Budget, devices: Sequence[Device]) -> Plan:
-    """Resolve the budget against the devices. Raises PlanError if it does not fit one of them."""
+def plan(budget: Budget, devices: Sequence[Device], sharing: Sharing | None = None) -> Plan:
+    """Resolve the budget against the devices. Raises PlanError if it does not fit one of them.
+
+    `sharing` says how many ranks share each of them: the plan is that of one rank, whose limits are its part of the
+    budget's, in whole granules, so that together they are never more. Without it, as `ranks: {per_gpu: 2}` says.
+    """
+    whole = _resolved(budget, devices)
+    if sharing is None and isinstance(budget.ranks, int):
+        sharing = declared(budget.ranks, None)
+    if sharing is None:
+        return whole
+    from memguard._config.parts import part_of, with_nccl  # a budget that is for one process needs nothing of it
+
+    among = {device.uuid: sharing.on(device.ordinal) for device in devices}
+    if sharing.nccl:
+        budget = with_nccl(budget)
+    parts: dict[str, DevicePlan] = {}
+    for sharers in {*among.values()}:
+        own = [device for device in devices if among[device.uuid] == sharers]
+        resolved = _resolved(part_of(budget, sharers), own, sharers)
+        parts.update((part.device.uuid, part) for part in resolved.devices)
+    return replace(whole, devices=tuple(parts[device.uuid] for device in devices))
+
+
+def _resolved(budget: Budget, devices: Sequence[Device], sharers: int = 1) -> Plan:
+    """The budget, or its part for one of `sharers` ranks, on these devices."""
     problems: list[Problem] = []
     plans = []
     matched: set[str] = set()
@@ -79,7 +104,7 @@ def plan(budget: Budget, devices: Sequence[Device]) -> Plan:
                 "name the GPUs by UUID (`nvidia-smi -L`), or run `memguard doctor` to see why CUDA does not start",
             )
         )
-    tight = _Tight()
+    tight = _Tight(sharers)
     for device in devices:
         limit: _Rule[Fraction | int] = _Rule(budget.device.limit, ("device",))
         reserve: _Rule[int | str] = _Rule(budget.device.reserve, ("device",))
@@ -90,7 +115,7 @@ def plan(budget: Budget, devices: Sequence[Device]) -> Plan:
             override = overrides[key]
             limit = limit if override.limit is None else _Rule(override.limit, ("devices", key))
             reserve = reserve if override.reserve is None else _Rule(override.reserve, ("devices", key))
-        resolved = _device_plan(budget, device, limit, reserve, tight)
+        resolved = _device_plan(budget, device, limit, reserve, tight, sharers)
         if resolved is not None:
             plans.append(resolved)
     problems += tight.problems(budget)
@@ -122,16 +147,31 @@ class _Tight:
 
     `found` holds a place, what is wrong there on one device, and what to do (None: lower the parts to fit each room).
     `most` is the least that CUDA can give of the GPUs that a limit is set for, `least` the most that one of them needs.
+    With several `sharers` the budget is the part of one of them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sharers: int = 1) -> None:
+        self.sharers = sharers
         self.found: list[tuple[tuple[str, ...], str, str | None]] = []
         self.rooms: list[int] = []
         self.most: dict[tuple[str, ...], int] = {}
         self.least: dict[tuple[str, ...], int] = {}
 
     def problems(self, budget: Budget) -> list[Problem]:
+        if self.sharers > 1:
+            return [
+                budget.problem(loc, f"{message}: one of {self.sharers} ranks that share it", self._for_all(loc))
+                for loc, message, _ in self.found
+            ]
         return [budget.problem(loc, message, fix or self._fix(budget, loc)) for loc, message, fix in self.found]
+
+    def _for_all(self, loc: tuple[str, ...]) -> str:
+        """What to do where it fits one process and not several: the limit in the file is that of all of them."""
+        fewer = "start fewer ranks on a GPU"
+        if loc in self.least and loc[-1] != "max":
+            needed = -(-self.least[loc] * self.sharers // MIB)
+            return f"{fewer}, raise {'.'.join(loc)}.limit to {needed}MiB, or lower its reserve"
+        return f"{fewer}, raise device.limit, or write shares instead of bytes"
 
     def _fix(self, budget: Budget, loc: tuple[str, ...]) -> str:
         from memguard._config import fitting
@@ -161,12 +201,18 @@ def _parts(budget: Budget) -> tuple[dict[str, Fraction], dict[str, int]]:
 
 
 def _device_plan(
-    budget: Budget, device: Device, limit_rule: _Rule[Fraction | int], reserve_rule: _Rule[int | str], tight: _Tight
+    budget: Budget,
+    device: Device,
+    limit_rule: _Rule[Fraction | int],
+    reserve_rule: _Rule[int | str],
+    tight: _Tight,
+    sharers: int,
 ) -> DevicePlan | None:
     """The plan of one device; None if something does not fit it, which is in `tight` then."""
     label = f"{device.name} ({device.uuid})"
     share = limit_rule.value
     limit = int(share * device.usable) if isinstance(share, Fraction) else share
+    limit = round_down(limit) if sharers > 1 else limit
     fits = limit <= device.usable
     if not fits:
         message = f"the limit of {format_size(limit)} is more than {label} has ({format_size(device.usable)})"

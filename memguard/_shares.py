@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -21,8 +22,11 @@ if TYPE_CHECKING:
     from memguard._admission import Admission
     from memguard._config import Budget
     from memguard._devices.host import Host
+    from memguard._frameworks.base import Framework
     from memguard._specs import FrameworkName
 
+own_thread = threading.local()
+"""`mine`, on a thread that memguard has started: what runs there is the background, also a function of the program."""
 _PATIENCE = 2.0
 """Seconds that a request which cannot be served waits for another thread's call of memguard, to have room made."""
 
@@ -41,14 +45,14 @@ class Shares(Caps):
     def make_room(self, framework: FrameworkName, needed: int, device: Device | None = None) -> Room:
         """Have siblings give back what `framework` needs to take `needed` bytes from the driver, and raise its cap.
 
-        On this thread: the least that serves, most reclaimable first. Within no CUDA graph capture. Never raises for a
-        lack of memory: `missing` in what it returns says what is still not there.
+        On this thread: the least that serves, most reclaimable first. Where nothing may be freed, nothing is. Never
+        raises for a lack of memory: `missing` in what it returns says what is still not there.
         """
         not_for_ever(self._lock)
         with self._lock:
             self._check_active()
             self._entry(framework)
-            if self._capturing():
+            if self._frozen():
                 return Room({}, None, needed, {})
             where = device if device is not None else self._used_by(framework)[0].device
             return self._reclaimer.make_room(where, framework, needed)
@@ -77,7 +81,7 @@ class Shares(Caps):
         return done is not None and done[0]
 
     def _serve(self, shortage: Shortage, device: Device) -> bool:
-        if not self.active or self._capturing():
+        if not self.active or self._frozen():
             return False
         who, full = shortage.framework, shortage.full
         room = self._reclaimer.make_room(device, who, shortage.needed, full=full, asked=True)
@@ -140,7 +144,8 @@ class Shares(Caps):
             if part.elastic and framework not in part.joined and sets and not entry.drift
             if round_down(size) > part.caps[framework] + part.unallocated
         ]
-        for act in (False, True):  # nothing goes on one GPU if it does not fit another
+        for last in (False, True):  # nothing goes on one GPU if it does not fit another
+            act = last and not self._frozen()
             rooms = [(part, self._reclaimer.call_back(part.device, framework, round_down(size), act)) for part in wants]
             short = {part.device.uuid: room for part, room in rooms if room.missing}
             if short:
@@ -209,9 +214,9 @@ class Shares(Caps):
                     _log.warning("%s", note)
 
     def _trim(self, names: Sequence[str], device: Device) -> None:
-        """On this thread; nothing while it captures a CUDA graph, and nothing that spoils another thread's capture."""
-        if names and self._capturing():
-            _log.info("a CUDA graph is being captured on this thread: nothing is trimmed")
+        """On this thread, unless nothing may be freed on it; and nothing that spoils another thread's capture."""
+        if names and (why := self._frozen()):
+            _log.info("%s: nothing is trimmed", why)
             return
         with contexts.beside_captures():
             for name in names:
@@ -227,10 +232,29 @@ class Shares(Caps):
             self._check_active()
             raise
 
+    def _frozen(self) -> str:
+        """Why nothing may be freed on this thread now, as a sentence; "" if it may.
+
+        In the background (a function of `on_pressure` or `on_sample` that trims) nothing is freed while communicators
+        live. Giving memory back waits for all work on the GPU, among it collectives that wait for other ranks, and
+        holds the allocator for which the thread that launches the next collective may be waiting. On a thread of the
+        program it is the program that asks, or a request of its own that would fail: there PyTorch frees its cache in
+        the same way, with the same call. Moving a cap frees nothing, and goes on.
+        """
+        if self._capturing():
+            return "a CUDA graph is being captured on this thread"
+        if getattr(own_thread, "mine", False):
+            who = next((framework.name for framework in self._known() if framework.communicating()), "")
+            return f"{who} has communicators, for which other processes wait" if who else ""
+        return ""
+
     def _capturing(self) -> bool:
         """Whether this thread captures a CUDA graph."""
-        known = [*(entry.framework for entry in self._entries.values()), *self._reader.unnamed().values()]
-        return any(framework.capturing() for framework in known)
+        return any(framework.capturing() for framework in self._known())
+
+    def _known(self) -> list[Framework]:
+        """Those of the budget, and others that are live."""
+        return [*(entry.framework for entry in self._entries.values()), *self._reader.unnamed().values()]
 
     def _lend_nothing_to(self, name: str) -> None:
         """An elastic framework whose cap will not move has its min only: what it began with can be lent to others."""

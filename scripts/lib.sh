@@ -136,6 +136,19 @@ have_tmux() {
     return 1
 }
 
+# have_mpirun: have Open MPI on this machine: for the tests of ranks.
+have_mpirun() {
+    command -v mpirun >/dev/null 2>&1 && return 0
+    if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null 2>&1; then
+        say "installing openmpi-bin"
+        apt-get update -qq >&2 && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
+            openmpi-bin >&2 && return 0
+    fi
+    say "memguard: the tests of ranks need mpirun, which is not on the PATH"
+    say "    fix: as root, on Debian: apt-get install openmpi-bin"
+    return 1
+}
+
 # have_prometheus: have Prometheus and promtool on the PATH or in $VENV/prometheus: for the tests of the metrics. Debian's
 # package is unpacked there and not installed, which would start a server.
 have_prometheus() {

@@ -19,6 +19,7 @@ from pydantic import (
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
+    PlainSerializer,
     PrivateAttr,
     ValidationError,
     create_model,
@@ -141,7 +142,12 @@ def _option(option: Option) -> Any:
         return Literal[option.words], Field(**about)
     if option.kind == "flag":
         return bool, Field(strict=True, **about)
-    return int, Field(strict=True, ge=0, le=option.most, **about)
+    # Written as it is: in a budget for ranks that says nothing of it, it is None, see `_unsaid`.
+    return Annotated[int, PlainSerializer(_as_it_is)], Field(strict=True, ge=0, le=option.most, **about)
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
 
 
 MODELS: dict[str, type[FrameworkBudget]] = {
@@ -249,8 +255,8 @@ class Budget(_Model):
     """How much memory of each GPU one process may take, and which framework gets which part of it.
 
     A budget cannot be changed. Two are equal if they mean the same, however they were written. `devices` has a whole
-    UUID (`GPU-` and lower case), a CUDA ordinal in digits, or a name pattern as key. `monitor`, `metrics`, `suspend`
-    and `doctor` are None if nothing is asked of them.
+    UUID (`GPU-` and lower case), a CUDA ordinal in digits, or a name pattern as key. `ranks` is "auto" or the number of
+    ranks on each GPU. It, `monitor`, `metrics`, `suspend` and `doctor` are None if nothing is asked of them.
     """
 
     model_config = ConfigDict(
@@ -282,6 +288,11 @@ class Budget(_Model):
     )
     on_busy: Literal["warn", "raise"] = _key(
         "What init does if others hold so much of a GPU that the limit cannot be had: log a warning, or raise.", "warn"
+    )
+    ranks: Annotated[values.Ranks | None, WRITTEN] = _key(
+        "For the ranks of torchrun, mpirun and srun. auto: those that use the same GPU divide its limit. {per_gpu: 2}: "
+        "two processes share each GPU. Without this key each process has the budget whole.",
+        examples=["auto"],
     )
     monitor: Annotated[MonitorConfig | None, WRITTEN] = _key(
         "A thread that samples who holds what. Without this key there is none; {} takes the defaults."
@@ -399,8 +410,19 @@ def _budget(document: Document, source: str) -> Budget:
         raise ConfigError(problems(errors, violations, document, _fields()), source)
     if budget.metrics is not None and budget.monitor is None:  # whose figures they are
         budget = budget.model_copy(update={"monitor": MonitorConfig()})
+    if budget.ranks is not None:
+        budget = _unsaid(budget)
     budget._origin = origin(document, source)
     return budget
+
+
+def _unsaid(budget: Budget) -> Budget:
+    """With None for each count that the file does not say, as `nccl`: in a rank its default depends on the others."""
+    found = {}
+    for name, one in budget.frameworks.items():
+        counts = {option.name for option in SPECS[name].options if option.kind == "count"} - one.model_fields_set
+        found[name] = one.model_copy(update=dict.fromkeys(counts)) if counts else one
+    return budget.model_copy(update={"frameworks": Frozen(found)})
 
 
 def _fields() -> "Fields":

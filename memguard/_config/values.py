@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from decimal import Decimal, localcontext
 from fractions import Fraction
 from typing import Annotated, Any, Literal, TypeVar
@@ -30,6 +30,8 @@ WARN, CRITICAL = "85%", "95%"
 """The monitor's levels by default."""
 PORTS = 1024, 65535
 """The least and the highest port that an unprivileged program may listen at."""
+MAX_RANKS = 1024
+"""Ranks that share a GPU: more are a typing mistake."""
 MAX_PATH = 1024
 MAX_JOB = 64
 """Characters in the name of a job."""
@@ -252,6 +254,26 @@ def job(value: object) -> str:
     return value
 
 
+def ranks(value: object) -> int | Literal["auto"]:
+    """`auto`, or how many ranks share each GPU: written as `{per_gpu: 2}`."""
+    if value == "auto":
+        return "auto"
+    if isinstance(value, Mapping) and set(value) == {"per_gpu"}:
+        count = value["per_gpu"]
+        if isinstance(count, int) and not isinstance(count, bool) and 1 <= count <= MAX_RANKS:
+            return count
+        text = count.strip() if isinstance(count, str) else ""
+        own = f"; write '{int(text)}' without quotes" if re.fullmatch("[1-9][0-9]{0,2}", text, re.ASCII) else ""
+        raise ValueError(f"per_gpu is how many ranks share a GPU, from 1 to {MAX_RANKS}, found {found(count)}{own}")
+    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_RANKS:
+        raise ValueError(f"ranks is no number, found {value}; write '{{per_gpu: {value}}}' if so many share each GPU")
+    raise ValueError(f"ranks is 'auto' or '{{per_gpu: 2}}', found {found(value)}; write 'auto'")
+
+
+def ranks_text(value: object) -> object:
+    return {"per_gpu": value} if isinstance(value, int) else value
+
+
 def device_key(value: str) -> str:
     """A GPU by UUID, CUDA ordinal or name pattern, in one spelling each."""
     from memguard._config import meant
@@ -383,6 +405,20 @@ DeviceLimit = Annotated[Fraction | int, Value(device_limit, text, _PERCENT, *_si
 Least = Annotated[Fraction | int, Value(least, text, _PERCENT, *_sizes(GRANULE))]
 Most = Annotated[Fraction | int, Value(most, text, _PERCENT, *_sizes(GRANULE))]
 Reserve = Annotated[int | Literal["auto"], Value(reserve, text, {"const": "auto"}, *_sizes(GRANULE))]
+Ranks = Annotated[
+    int | Literal["auto"],
+    Value(
+        ranks,
+        ranks_text,
+        {"const": "auto"},
+        {
+            "type": "object",
+            "properties": {"per_gpu": {"type": "integer", "minimum": 1, "maximum": MAX_RANKS}},
+            "required": ["per_gpu"],
+            "additionalProperties": False,
+        },
+    ),
+]
 Interval = Annotated[float, Value(lambda value: duration(value, *INTERVAL), duration_text, *_seconds(*INTERVAL))]
 Forecast = Annotated[
     float,

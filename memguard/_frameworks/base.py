@@ -197,6 +197,11 @@ class Framework(ABC):
         """What it holds outside its cap beside the usual, by name in `OVERHEADS` (`nccl 1`, `nccl 2`)."""
         return frozenset()
 
+    def communicating(self) -> bool:
+        """Whether other processes may wait for this one's work on a GPU: its communicators of NCCL live. What gives
+        memory back waits for that work, and holds the framework's allocator meanwhile."""
+        return any(name.startswith("nccl ") for name in self.libraries())
+
     def contexts(self, device: Device) -> frozenset[int]:
         """Handles of the CUDA contexts that it allocates in on the device, if they may differ from the primary one."""
         return frozenset()

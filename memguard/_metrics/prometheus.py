@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from memguard import _ranks
 from memguard._logs import log as _log
 from memguard._logs import text_of
 from memguard._metrics import CannotExport
@@ -18,8 +19,6 @@ from memguard._text import visible
 if TYPE_CHECKING:
     from memguard._metrics.source import Source
     from memguard._undo import Undo
-
-_LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
 
 
 def begin(source: Source, port: int, undo: Undo) -> None:
@@ -57,15 +56,11 @@ def local_rank(environ: Mapping[str, str]) -> int:
 
     A value that is none is left out with a warning: another process may get the port that is meant for this one.
     """
-    for name in _LOCAL_RANKS:
-        value = environ.get(name, "").strip()
-        if value.isdecimal() and len(value) < 5:
-            return int(value)
-        if value:
-            said = (
-                f"{name}={visible(value[:40], keep='')!r} is no local rank, and is not added to the port of the metrics"
-            )
-            _log.warning("%s\n    fix: set it to a whole number from 0 on, or remove it", said)
+    for name, value in _ranks.local_numbers(environ):
+        if (number := _ranks.whole(value)) is not None and number < 10_000:
+            return number
+        said = f"{name}={visible(value[:40], keep='')!r} is no local rank, and is not added to the port of the metrics"
+        _log.warning("%s\n    fix: set it to a whole number from 0 on, or remove it", said)
     return 0
 
 

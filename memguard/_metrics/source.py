@@ -14,7 +14,7 @@ from memguard._config.values import JOB, MAX_JOB
 from memguard._devices import suspension
 from memguard._metrics.figures import KINDS, Scene
 from memguard._monitor.session import callbacks
-from memguard._timeline import rank_of
+from memguard._ranks import rank_of
 from memguard._types import Event
 
 if TYPE_CHECKING:

@@ -20,6 +20,7 @@ from memguard._logs import text_of
 from memguard._monitor.leaks import Workloads
 from memguard._monitor.refusals import Refusals
 from memguard._oom import hooks
+from memguard._shares import own_thread
 from memguard._types import Event, Moment, Pressure, Sample, WorkloadReport
 from memguard._undo import Undo
 from memguard._units import format_size
@@ -217,7 +218,8 @@ class Session:
         wanted = self.guard.budget.monitor
         if wanted is None or wanted.timeline is None:
             return None
-        from memguard._timeline import Writer, rank_of
+        from memguard._ranks import rank_of
+        from memguard._timeline import Writer
 
         return Writer(
             wanted.timeline,
@@ -361,7 +363,7 @@ class Session:
     # the monitor's thread
 
     def _take(self) -> Sample:
-        self._here.monitor, _thread.session = True, self
+        self._here.monitor, _thread.session, own_thread.mine = True, self, True
         if not getattr(self._here, "relaxed", False):
             self._here.relaxed = contexts.relax()
         try:

@@ -7,25 +7,15 @@ Nothing is imported to find out: only `sys.modules` and the environment are read
 from __future__ import annotations
 
 import gc
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from memguard import _ranks
 from memguard._logs import log as _log
 from memguard._logs import text_of
 
-_LAUNCHERS = {
-    "WORLD_SIZE": "torchrun, accelerate or DeepSpeed",
-    "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
-    "PMI_SIZE": "MPICH's or Intel MPI's mpirun",
-    "MV2_COMM_WORLD_SIZE": "MVAPICH2's mpirun",
-    "HOROVOD_SIZE": "horovodrun",
-    "SLURM_STEP_NUM_TASKS": "srun",
-}
-"""What a launcher writes into the environment of each rank: how many there are. Slurm's SLURM_NTASKS is no sign by
-itself, as the batch script has it too, which runs once."""
 _HOROVOD = ("horovod.torch", "horovod.tensorflow", "horovod.tensorflow.keras", "horovod.keras", "horovod.mxnet")
 
 
@@ -41,31 +31,7 @@ def several(signs: Signs) -> str | None:
     for name, size in signs.libraries.items():
         if size > 1:
             return f"{name} has {size} ranks"
-    environ = signs.environ
-    for name, launcher in _LAUNCHERS.items():
-        if _number(environ.get(name)) > 1:
-            return f"{launcher} started {environ[name]} ranks ({name})"
-    if _number(environ.get("SLURM_NTASKS")) > 1 and _number(environ.get("SLURM_PROCID")) > 0:
-        return f"srun started {environ['SLURM_NTASKS']} ranks (SLURM_NTASKS, SLURM_PROCID)"
-    if (size := _cluster(environ.get("TF_CONFIG"))) > 1:
-        return f"TensorFlow's cluster has {size} tasks (TF_CONFIG)"
-    return None
-
-
-def _number(text: str | None) -> int:
-    try:
-        return int(text or 0)
-    except ValueError:
-        return 0
-
-
-def _cluster(text: str | None) -> int:
-    """How many tasks TensorFlow's cluster has."""
-    try:
-        cluster = json.loads(text or "{}").get("cluster", {})
-        return sum(len(tasks) for tasks in cluster.values() if isinstance(tasks, (list, dict)))
-    except (ValueError, AttributeError):
-        return 0
+    return _ranks.several(signs.environ)
 
 
 def signs() -> Signs:

@@ -116,8 +116,9 @@ class Recorder:
         from memguard._monitor.peaks import Peaks
         from memguard._monitor.pressure import Settings
         from memguard._monitor.sampler import Monitor
+        from memguard._ranks import rank_of
         from memguard._specs import SPECS
-        from memguard._timeline import Writer, rank_of
+        from memguard._timeline import Writer
         from memguard._types import DevicePlan, Plan
 
         # All of it is reserve: there are no caps, and overhead of any size is no matter for a warning.

@@ -86,6 +86,9 @@ class SuspendedGuard(Guard):
     def _capturing(self) -> bool:
         return False  # a process that captures is not taken off its GPUs
 
+    def _frozen(self) -> str:
+        return ""  # nor one whose communicators live
+
     def _find_drift(self, only: str | None = None) -> None:
         pass
 

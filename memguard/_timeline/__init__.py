@@ -9,7 +9,6 @@ from memguard._timeline.format import Dropped as Dropped
 from memguard._timeline.format import Header as Header
 from memguard._timeline.format import Oom as Oom
 from memguard._timeline.writer import Writer as Writer
-from memguard._timeline.writer import rank_of as rank_of
 
 if TYPE_CHECKING:
     from memguard._timeline.reader import Timeline as Timeline

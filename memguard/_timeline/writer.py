@@ -31,15 +31,6 @@ _LEAVING = 5.0
 """Seconds that a new timeline waits for the write in which another thread still has the file of a closed one."""
 _RETRY = 5.0
 """Seconds between attempts while the disk is full or the folder is gone."""
-_RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
-
-
-def rank_of(environ: Mapping[str, str]) -> int | None:
-    """The rank that torchrun, Slurm or Open MPI gave this process, or None."""
-    for name in _RANKS:
-        if (value := environ.get(name, "").strip()).isdecimal() and len(value) < 10:
-            return int(value)
-    return None
 
 
 _ONE_SAMPLE, _ONE_EVENT = Dropped(samples=1), Dropped(events=1)

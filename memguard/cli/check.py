@@ -102,6 +102,8 @@ def _summary(budget: Budget) -> Iterator[tuple[str, str]]:
         yield "strategy", f"pool: {' and '.join(_joint.members(budget))} draw from one pool, of the sum of their parts"
     if budget.on_busy == "raise":
         yield "on_busy", "raise: init fails if others hold so much of a GPU that the limit cannot be had"
+    if budget.ranks is not None:
+        yield "ranks", _ranks(budget.ranks)
     if budget.monitor is not None:
         yield "monitor", _monitor(budget.monitor)
         if budget.monitor.timeline is not None:
@@ -120,10 +122,16 @@ def _summary(budget: Budget) -> Iterator[tuple[str, str]]:
         yield "doctor", f"leaves out {', '.join(budget.doctor.ignore)}"
 
 
+def _ranks(ranks: int | str) -> str:
+    if ranks == "auto":
+        return "auto: ranks of torchrun, mpirun and srun that use the same GPU divide its limit"
+    return f"{ranks} processes share each GPU, and divide its limit" if ranks != 1 else "each has its GPU for itself"
+
+
 def _timeline_folder(timeline: str) -> Iterator[tuple[str, str]]:
     import os
 
-    from memguard._timeline import rank_of
+    from memguard._ranks import rank_of
     from memguard._timeline.files import expand
 
     folder = os.path.dirname(expand(timeline, os.getpid(), rank_of(os.environ)))
@@ -179,7 +187,8 @@ def _framework(name: str, framework: FrameworkBudget) -> str:
     from memguard._specs import SPECS
 
     options = {option.name: getattr(framework, option.name) for option in SPECS[name].options}
-    written = (f"{key}: {str(value).lower()}" for key, value in options.items())
+    unsaid = "1 where each rank has a GPU of its own"  # a count that a budget for ranks leaves to them
+    written = (f"{key}: {unsaid if value is None else str(value).lower()}" for key, value in options.items())
     size = _part(framework.guaranteed)
     if framework.max is not None:
         most = _part(framework.max)

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 @click.command("plan")
 @click.argument("budget", type=click.Path(), required=False, shell_complete=complete.budgets)
 @gpus.option("--device", "devices")
+@click.option("--ranks", type=click.IntRange(1, 1024), help="For so many ranks on this node: which GPU each uses.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; sizes in bytes.")
-def plan(budget: str | None, devices: tuple[str, ...], as_json: bool) -> None:
+def plan(budget: str | None, devices: tuple[str, ...], ranks: int | None, as_json: bool) -> None:
     """Show what each framework would get on this machine's GPUs, or on a named one, and how each cap holds.
 
     BUDGET is by default budget.yaml in this folder or one above.
@@ -45,17 +46,33 @@ def plan(budget: str | None, devices: tuple[str, ...], as_json: bool) -> None:
             found = host.devices(ordinals=True)
         except DeviceError as error:
             raise DeviceError(f"{error}\n    or: plan for another GPU with --device h200") from None
-    resolved = _policy.plan(loaded, found)
+    if ranks is None:
+        resolved = _policy.plan(loaded, found)
+        data, tables, notes = _as_dict(resolved), _tables(resolved, loaded), [*resolved.notes, *_of_ranks(loaded)]
+    else:
+        from memguard.cli.support import node
+
+        whole = node.of(loaded, found, ranks)
+        data, tables = node.as_dict(whole, _as_dict(whole.plan)), node.tables(whole)
+        notes = [*node.notes(whole, loaded)]
     if as_json:
-        click.echo(json.dumps(_as_dict(resolved), indent=2))
+        click.echo(json.dumps(data, indent=2))
         return
     console = printing.console()
     if not console.is_terminal:
         console.width = 80
-    for table in _tables(resolved, loaded):
+    for table in tables:
         console.print(table)
-    for note in resolved.notes:
+    for note in notes:
         console.print(f"note: {visible(note)}")
+
+
+def _of_ranks(budget: Budget) -> list[str]:
+    if budget.ranks == "auto":
+        return ["ranks: this is the plan of one process; with --ranks 4 that of a node with four ranks"]
+    if budget.ranks is not None and budget.ranks > 1:
+        return [f"ranks: this is the plan of one process, of {budget.ranks} that share each GPU"]
+    return []
 
 
 def _tables(resolved: Plan, budget: Budget) -> list[object]:

@@ -204,7 +204,7 @@ def test_the_ledgers_are_at_the_scheduler_and_on_the_dashboard(preloaded: Client
     lines = str(found).splitlines()
     assert lines[0] == "simulated GPUs: nothing real is limited"
     assert [line.split()[0] for line in lines[2:]] == ["0", "0", "1", "1"], str(found)
-    rows = sorted(line.split()[3:] for line in lines if "torch" in line)
+    rows = sorted(line.split()[4:] for line in lines if "torch" in line)
     assert rows == [["torch", *f"{size}.00 GiB {size}.00 GiB 4.00 GiB".split()] for size in (1, 3)], str(found)
     port = int(preloaded.dashboard_link.split(":")[2].split("/")[0])
     page = pull_session(url=f"http://127.0.0.1:{port}/workers")

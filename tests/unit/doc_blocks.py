@@ -61,6 +61,7 @@ TYPED = {
     "docs/loggers.md": ("frameworks and loggers; tests/native/test_loggers.py runs it with them", ""),
     "docs/quickstart.md": ("arrays of frameworks, and a model", "x: Any\nstep: Any\nbatch: Any"),
     "docs/ray.md": ("a cluster of Ray; tests/engines/test_ray.py has one", ""),
+    "docs/ranks.md": ("several ranks; tests/engines/test_torchrun.py has them", ""),
     "docs/suspend.md": ("a GPU whose driver can suspend; tests/gpu/test_suspend_gpu.py", "corpus: Any\ntokenize: Any"),
 }
 """Pages whose Python mypy reads: what it would need to run, and the names that the page takes for granted."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import elastic_results
 import pytest
+import rank_results
 import suggest_results
 import suspend_results
 
@@ -34,6 +35,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
     _suggest_checks,
     top,
     leases,
+    ranks,
 ) = (
     importlib.import_module(name)
     for name in (
@@ -50,6 +52,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
         "_suggest_checks",
         "top",
         "leases",
+        "ranks",
     )
 )
 RESULTS = ROOT / "benchmarks" / "results"
@@ -222,6 +225,7 @@ WHOLE: dict[str, Whole] = {
     "suggest": (suggest_results.whole, _suggest_checks.suggest_checks, lambda s: s),
     "top": (screens, top.top_checks, lambda r: r),
     "leases": (leased, leases.lease_checks, lambda r: r),
+    "ranks": (rank_results.whole, ranks.ranks_checks, lambda s: s),
 }
 
 
@@ -248,7 +252,9 @@ def killed(benchmark: str) -> list[tuple[str, str, str]]:
 
 SCENARIOS = [
     case
-    for name in ("main_job", "all_frameworks", "watch", "exchange", "elastic", "suspend", "suggest", "top", "leases")
+    for name in (
+        "main_job", "all_frameworks", "watch", "exchange", "elastic", "suspend", "suggest", "top", "leases", "ranks",
+    )
     for case in killed(name)
     if case[1] != "nothing stays lent"  # of all scenarios
 ]  # fmt: skip

@@ -201,6 +201,16 @@ def test_the_findings_that_the_doctor_ignores() -> None:
     assert budget.model_dump(exclude_none=True)["doctor"] == {"ignore": ["driver-minor-version", "preallocation"]}
 
 
+def test_what_a_budget_for_ranks_does_not_say_stays_unsaid() -> None:
+    """`nccl: 0` and none are the same for one process, and not in a rank, whose reserve has room for one then."""
+    unsaid, said = parse(GOOD + "ranks: auto"), parse(fw("torch: {share: 50%, nccl: 0}") + "ranks: auto")
+    assert unsaid.frameworks["torch"].nccl is None and said.frameworks["torch"].nccl == 0 and unsaid != said
+    assert parse(GOOD).frameworks["torch"].nccl == 0
+    assert unsaid.model_dump()["frameworks"]["torch"]["nccl"] is None, "without a warning of pydantic"
+    for budget in (unsaid, said):
+        assert from_mapping(budget.model_dump(mode="json", exclude_none=True)) == budget
+
+
 def test_equal_means_the_same_budget_however_written() -> None:
     one = parse("version: 1\nframeworks: {torch: {limit: 1GiB}, tensorflow: {share: 50%}}")
     two = parse("frameworks:\n  tensorflow: {growth: true, share: '50.0 %'}\n  torch: {limit: 1024 mib}\nversion: 1\n"
@@ -214,6 +224,8 @@ def test_equal_means_the_same_budget_however_written() -> None:
     ("left_out", "written", "another"),
     [
         (GOOD, GOOD + "on_busy: warn", GOOD + "on_busy: raise"),
+        (GOOD + "ranks: auto", GOOD + "ranks: 'auto'", GOOD + "ranks: {per_gpu: 2}"),
+        (GOOD + "ranks: {per_gpu: 1}", GOOD + "ranks:\n  per_gpu: 1", GOOD),
         (GOOD, fw("torch: {share: 50%, nccl: 0}"), fw("torch: {share: 50%, nccl: 1}")),
         (
             fw("pycuda: {share: 5%}"),
@@ -261,6 +273,8 @@ def test_equal_means_the_same_budget_however_written() -> None:
     ],
     ids=[
         "on_busy",
+        "ranks",
+        "per_gpu",
         "nccl",
         "context",
         "framework",

@@ -168,6 +168,7 @@ WHOLE: dict[str, Any] = {
         "numba": {"min": "5%", "max": "15%"},
     },
     "on_busy": "raise",
+    "ranks": "auto",
     "monitor": {
         "interval": "1s", "warn": "70%", "critical": "90%", "forecast": "30s", "timeline": "a.jsonl",
         "timeline_size": "32MiB", "top": True,

@@ -28,7 +28,7 @@ from memguard.errors import ConfigError
         ("version:\nframeworks: {torch: {share: 1%}}", 1, 9, "version", "found nothing", "version: 1"),
         # keys
         (GOOD + "devcie: {}", 4, 1, "devcie", "unknown key 'devcie'; allowed: version, device, devices, frameworks, "
-         "strategy, on_busy, monitor, on_pressure", "'device'"),
+         "strategy, on_busy, ranks, monitor, on_pressure", "'device'"),
         (GOOD + "zzz: 1", 4, 1, "zzz", "unknown key 'zzz'", "remove it"),
         (GOOD + "'a\\nb': 1", 4, 1, "['a\\\\nb']", "unknown key", "remove it"),
         (GOOD + "limit: 90%", 4, 1, "limit", "unknown key 'limit' here", "move it below 'device:'"),
@@ -129,6 +129,16 @@ from memguard.errors import ConfigError
         (fw("pycuda: {share: 5%, context: shared}"), 3, 32, "pycuda.context", "found 'shared'", "write 'primary'"),
         (fw("pycuda: {share: 5%, context: true}"), 3, 32, "pycuda.context", "found True", "the one that all share"),
         (fw("pycuda: {share: 5%, context: [own]}"), 3, 32, "pycuda.context", "found a list", "'own' for a second one"),
+        # ranks
+        (GOOD + "ranks:", 4, 7, "ranks", "has no value", "write 'auto', or remove the key"),
+        (GOOD + "ranks: 2", 4, 8, "ranks", "ranks is no number, found 2", "write '{per_gpu: 2}'"),
+        (GOOD + "ranks: true", 4, 8, "ranks", "found True", "write 'auto'"),
+        (GOOD + "ranks: none", 4, 8, "ranks", "found 'none'", "remove the key: each process has the budget whole"),
+        (GOOD + "ranks: {}", 4, 8, "ranks", "ranks is 'auto' or '{per_gpu: 2}', found a mapping", "write 'auto'"),
+        (GOOD + "ranks: {per_gpu: 0}", 4, 8, "ranks", "from 1 to 1024, found 0", "write for example 'auto'"),
+        (GOOD + "ranks: {per_gpu: '2'}", 4, 8, "ranks", "found '2'", "write '2' without quotes"),
+        (GOOD + "ranks: {per_gpu: 2, gpus: 1}", 4, 8, "ranks", "found a mapping", "write 'auto'"),
+        (GOOD + "torchrun: auto", 4, 1, "torchrun", "unknown key 'torchrun'", "did you mean 'ranks'?"),
         # on_busy
         (GOOD + "on_busy:", 4, 9, "on_busy", "has no value", "write 'warn' or 'raise', or remove the key"),
         (GOOD + "on_busy: error", 4, 10, "on_busy", "on_busy is warn or raise, found 'error'", "write 'raise'"),

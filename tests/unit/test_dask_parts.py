@@ -20,8 +20,9 @@ from memguard._types import DeviceSample, FrameworkSample, Pressure, Sample
 from memguard._undo import Undo
 from memguard._units import GIB, MIB
 from memguard.integrations import dask as integration
+from memguard.integrations import tables as common
 from memguard.integrations.dask import tables
-from memguard.integrations.dask.parts import part_of
+from memguard.integrations.dask.parts import part_of_worker
 from memguard.integrations.dask.pause import Pause
 
 
@@ -47,7 +48,7 @@ def test_the_parts_never_add_up_to_more_than_the_whole(parts: int, limit: str, t
             "frameworks": {"torch": torch, "cupy": {"share": "9%"}},
         }
     )
-    one = part_of(whole, parts)
+    one = part_of_worker(whole, parts)
     devices = SimulatedHost().devices()
     try:
         (large,), (small,) = plan(whole, devices).devices, plan(one, devices).devices
@@ -62,12 +63,21 @@ def test_the_parts_never_add_up_to_more_than_the_whole(parts: int, limit: str, t
 
 def test_a_part_that_is_too_small_is_refused_with_its_place() -> None:
     whole = budget(torch={"limit": "4GiB"}, cupy={"limit": "6MiB"})
-    assert part_of(whole, 1) is whole and part_of(whole, 3).frameworks["cupy"].limit == 2 * MIB
+    assert part_of_worker(whole, 1) is whole and part_of_worker(whole, 3).frameworks["cupy"].limit == 2 * MIB
     with pytest.raises(memguard.PlanError, match=r"cupy.*\n?.*6.0 MiB for 4 workers"):
-        part_of(whole, 4)
+        part_of_worker(whole, 4)
     for wrong in (0, -1, True, 1.5):
         with pytest.raises(ValueError, match="workers_per_gpu is a number from 1 on"):
-            part_of(whole, wrong)  # type: ignore[arg-type]
+            part_of_worker(whole, wrong)  # type: ignore[arg-type]
+
+
+def test_a_budget_for_ranks_is_refused() -> None:
+    for written, fix in (("auto", "workers_per_gpu=2"), ({"per_gpu": 3}, "workers_per_gpu=3")):
+        whole = memguard.Budget.from_mapping(
+            {"version": 1, "ranks": written, "frameworks": {"torch": {"share": "50%"}}}
+        )
+        with pytest.raises(memguard.ConfigError, match=f"(?s)Dask's workers are none.*{fix}"):
+            part_of_worker(whole, 1)
 
 
 def test_without_distributed_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,20 +268,20 @@ SAMPLE = Sample(
 
 def test_a_summary_is_plain_and_what_is_unknown_stays_so() -> None:
     more = {"active": True, "simulated": False, "pressure": "critical", "paused": True}
-    ledger = tables.summary(SAMPLE, {}, more)
+    ledger = common.summary(SAMPLE, {}, more)
     assert json.loads(json.dumps(ledger)) == ledger
     (device,) = ledger["devices"]
     assert device["process"] is None and device["frameworks"]["torch"]["in_use"] is None
     assert tables.held(ledger) == "unknown of 40.00 GiB" and tables.pressure(ledger) == "critical, paused"
-    assert tables.held(tables.summary(None, {}, more)) == "unknown"
+    assert tables.held(common.summary(None, {}, more)) == "unknown"
     assert tables.pressure({**ledger, "pressure": None, "paused": False}) == "unknown"
     assert tables.held({"active": False}) == tables.pressure({"active": False}) == "no budget"
-    assert tables.worst(iter([Pressure.OK, Pressure.CRITICAL, Pressure.WARN])) is Pressure.CRITICAL
-    assert tables.worst(iter([])) is Pressure.OK
+    assert common.worst(iter([Pressure.OK, Pressure.CRITICAL, Pressure.WARN])) is Pressure.CRITICAL
+    assert common.worst(iter([])) is Pressure.OK
 
 
 def test_the_table_is_in_the_order_of_the_workers_names() -> None:
-    ledger = tables.summary(SAMPLE, {}, {"active": True, "simulated": False, "pressure": "ok", "paused": False})
+    ledger = common.summary(SAMPLE, {}, {"active": True, "simulated": False, "pressure": "ok", "paused": False})
     metrics: dict[str, Any] = {"memguard": ledger}
     workers = {
         "tcp://b": {"name": 10, "metrics": metrics},

@@ -30,7 +30,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 import memguard
-from memguard import _api, _metrics
+from memguard import _api, _metrics, _ranks
 from memguard._devices import suspension
 from memguard._devices.suspension import Off
 from memguard._metrics import figures, otel, prometheus, server, source
@@ -74,7 +74,7 @@ def can_listen(port: int) -> bool:
 
 @pytest.fixture(autouse=True)
 def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", *prometheus._LOCAL_RANKS):
+    for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", *(one.local for one in _ranks._LAUNCHERS)):
         monkeypatch.delenv(name, raising=False)
     yield
     memguard.shutdown()

@@ -18,6 +18,7 @@ import pytest
 
 import memguard
 from memguard import _api
+from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory, SimulatedFramework
 from memguard._guard import Guard
 from memguard._monitor import session
@@ -307,12 +308,58 @@ def test_a_checkpoint_of_a_callback_frees_nothing_on_the_monitors_thread() -> No
     assert done.wait(10) and threads == []
 
 
+@pytest.mark.parametrize("how", ["trim", "resize", "require", "workload"])
+@pytest.mark.parametrize("communicators", [True, False])
+def test_where_communicators_live_nothing_is_freed_on_the_monitors_thread(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, how: str, communicators: bool
+) -> None:
+    """Other ranks wait for collectives, for which a free of memory waits in turn."""
+    caplog.set_level("INFO", logger="memguard")
+    guard = memguard.init({**BUDGET, "monitor": {"interval": "50ms"}}, simulate="h200")
+    torch, cupy = guard.frameworks["torch"], guard.frameworks["cupy"]
+    assert isinstance(torch, SimulatedFramework) and isinstance(cupy, SimulatedFramework)
+    monkeypatch.setattr(torch, "libraries", lambda: frozenset({"nccl 1"} if communicators else ()))
+    done, device = threading.Event(), guard.plan.devices[0].device
+
+    def held() -> int:
+        usage = torch.usage(device)
+        assert usage is not None and usage.held is not None
+        return usage.held
+
+    torch.free(torch.allocate(8 * GIB))
+    host = guard.host
+    assert isinstance(host, SimulatedHost)
+    host.occupy(device, 99, host.memory(device).free - GIB)
+    calls: dict[str, Callable[[], Any]] = {
+        "trim": memguard.trim,
+        "resize": lambda: memguard.resize("torch", "1GiB"),
+        "require": lambda: memguard.require("cupy", "2GiB"),
+        "workload": lambda: memguard.workload("w", framework="cupy", needs="2GiB").__enter__(),
+    }
+
+    def called(sample: Any) -> None:
+        if not done.is_set():
+            try:
+                calls[how]()
+            except memguard.BudgetExceeded:
+                pass
+            finally:
+                done.set()
+
+    watch = memguard.on_sample(called)
+    assert done.wait(10)
+    watch.remove()
+    assert (held() >= 8 * GIB) is communicators
+    if communicators and how != "require":
+        assert "torch has communicators, for which other processes wait: nothing is trimmed" in caplog.text
+    calls["trim"]()
+    assert held() == 0, "on a thread of the program it goes"
+
+
 class Hanging:
     """A driver that does not return, on the monitor's thread."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from memguard._devices.simulated import SimulatedHost
-
         self.hangs, self.go = threading.Event(), threading.Event()
         asked = SimulatedHost.memory
 

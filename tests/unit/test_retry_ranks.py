@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import memguard
+from memguard import _ranks
 from memguard._retry import ranks
 from memguard._retry.ranks import Signs, several
 
@@ -60,7 +61,7 @@ def test_signs_of_one(libraries: dict[str, int], environ: dict[str, str]) -> Non
     assert several(Signs(libraries, environ)) is None
 
 
-@given(st.dictionaries(st.sampled_from([*ranks._LAUNCHERS, "TF_CONFIG", "SLURM_NTASKS", "SLURM_PROCID"]), st.text()))
+@given(st.dictionaries(st.sampled_from([*_ranks._SIZES, "TF_CONFIG", "SLURM_NTASKS", "SLURM_PROCID"]), st.text()))
 def test_whatever_the_environment_says_it_is_an_answer(environ: dict[str, str]) -> None:
     found = several(Signs({}, environ))
     assert found is None or "ranks" in found or "tasks" in found
@@ -68,7 +69,7 @@ def test_whatever_the_environment_says_it_is_an_answer(environ: dict[str, str]) 
 
 @pytest.fixture
 def nobody_else(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    for name in (*ranks._LAUNCHERS, "SLURM_NTASKS", "TF_CONFIG"):
+    for name in (*_ranks._SIZES, "SLURM_NTASKS", "TF_CONFIG"):
         monkeypatch.delenv(name, raising=False)
     for name in ("torch.distributed", "jax._src.distributed", "mpi4py.MPI", *ranks._HOROVOD):
         monkeypatch.delitem(sys.modules, name, raising=False)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memguard.integrations.dask.parts import part_of
+from memguard.integrations.dask.parts import part_of_worker
 from memguard.integrations.dask.tables import Ledgers as Ledgers
 
 try:
@@ -72,7 +72,7 @@ class MemguardPlugin(WorkerPlugin):  # type: ignore[misc] # distributed is optio
         whole = _config.of(budget)
         if whole.monitor is None:
             whole = whole.model_copy(update={"monitor": _config.MonitorConfig()})
-        self.budget = part_of(whole, workers_per_gpu)
+        self.budget = part_of_worker(whole, workers_per_gpu)
         self.pause, self.simulate, self.missing_gpu = pause, simulate, missing_gpu
         self._attached: dict[int, Attached] = {}  # several, if workers are threads of one process
 

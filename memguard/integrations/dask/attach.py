@@ -14,6 +14,7 @@ from memguard._devices import suspension
 from memguard._types import Event, Pressure, Sample
 from memguard._undo import Undo
 from memguard.errors import NotActive
+from memguard.integrations import tables as common
 from memguard.integrations.dask import tables, task_errors
 from memguard.integrations.dask.pause import Pause
 
@@ -95,7 +96,7 @@ class Attached:
             return
         state, self._sample = monitor.state, sample
         keys = [(one.uuid, name) for one in sample.devices for name in (None, *one.frameworks)]
-        self._level = tables.worst(state.level(uuid, name) for uuid, name in keys)
+        self._level = common.worst(state.level(uuid, name) for uuid, name in keys)
         if self._pause is not None:
             self._pause.tell(self._level is Pressure.CRITICAL)
 
@@ -146,7 +147,7 @@ class Attached:
             "paused": self._pause is not None and self._pause.held,
         }
         devices = {part.device.uuid: part.device for part in guard.plan.devices}
-        return tables.summary(self._sample, devices, more)
+        return common.summary(self._sample, devices, more)
 
     async def _held(self, worker: Any) -> str:
         return tables.held(await self._ledger(worker))

@@ -7,25 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from memguard._text import shown
-from memguard._types import Device, Pressure, Sample
 from memguard._units import format_size
+from memguard.integrations import tables
 
 METRIC = "memguard"
 """The key of a heartbeat's metrics that has the ledger."""
 HELD, PRESSURE = "memguard_held", "memguard_pressure"
 """Keys with text, which Dask's dashboard shows as columns of its table of workers."""
-_HEAD = ("worker", "GPU", "what", "held", "in use", "cap")
-
-
-def summary(sample: Sample | None, devices: Mapping[str, Device], more: Mapping[str, Any]) -> dict[str, Any]:
-    """A sample as plain data, in bytes; None for what is not known. `more` is put in front."""
-    parts: list[dict[str, Any]] = []
-    for one in sample.devices if sample is not None else ():
-        part = {key: value for key, value in one._asdict().items() if key != "frameworks"}
-        part["name"] = devices[one.uuid].name if one.uuid in devices else one.uuid
-        part["frameworks"] = {name: usage._asdict() for name, usage in one.frameworks.items()}
-        parts.append(part)
-    return {**more, "time": sample.time if sample is not None else None, "devices": parts}
+_HEAD = ("worker", *tables.COLUMNS)
 
 
 def held(ledger: Mapping[str, Any]) -> str:
@@ -42,10 +31,6 @@ def pressure(ledger: Mapping[str, Any]) -> str:
     if not ledger["active"]:
         return "no budget"
     return f"{ledger['pressure'] or 'unknown'}{', paused' if ledger['paused'] else ''}"
-
-
-def worst(levels: Iterator[Pressure]) -> Pressure:
-    return max(levels, key=lambda one: one.rank, default=Pressure.OK)
 
 
 @dataclass(frozen=True)
@@ -74,14 +59,7 @@ class Ledgers:
 
     def __str__(self) -> str:
         rows = [row for address in sorted(self.workers, key=self._order) for row in self._rows(address)]
-        widths = [max(len(row[n]) for row in (_HEAD, *rows)) for n in range(len(_HEAD))]
-        lines = [
-            "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in (_HEAD, *rows)
-        ]
-        if any(one is not None and one["simulated"] for one in self.workers.values()):
-            lines.insert(0, "simulated GPUs: nothing real is limited")
-        return shown("\n".join(lines))
+        return tables.table(_HEAD, rows, any(one is not None and one["simulated"] for one in self.workers.values()))
 
     def __repr__(self) -> str:
         return shown(f"<Ledgers of {len(self)} workers: print it for a table>")
@@ -90,20 +68,10 @@ class Ledgers:
         name = self.names[address]
         return (0, int(name)) if name.isdecimal() else (1, name)
 
-    def _rows(self, address: str) -> Iterator[tuple[str, str, str, str, str, str]]:
+    def _rows(self, address: str) -> Iterator[tuple[str, ...]]:
         name, ledger = self.names[address], self.workers[address]
         if ledger is None or not ledger["active"]:
-            yield name, "", "no budget" if ledger is not None else "memguard says nothing", "", "", ""
+            yield name, "", "no budget" if ledger is not None else "memguard says nothing"
             return
-        for one in ledger["devices"]:
-            for what, usage in one["frameworks"].items():
-                sizes = format_size(usage["held"]), format_size(usage["in_use"])
-                yield name, one["name"], what, *sizes, "none" if usage["cap"] is None else format_size(usage["cap"])
-            yield (
-                name,
-                one["name"],
-                f"process: {pressure(ledger)}",
-                format_size(one["process"]),
-                "",
-                format_size(one["limit"]),
-            )
+        for row in tables.rows(ledger["devices"], pressure(ledger)):
+            yield name, *row

@@ -1,0 +1,70 @@
+"""A part of a budget, for processes that share a GPU. Pure."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from memguard._config.frozen import Frozen
+from memguard._specs import SPECS
+from memguard._units import GRANULE, format_size, round_down
+from memguard.errors import PlanError
+
+if TYPE_CHECKING:
+    from memguard._config.budget import Budget
+
+
+def part_of(budget: Budget, parts: int, who: str = "rank") -> Budget:
+    """The budget of one of so many processes (`who`: each of them) that share each GPU in equal parts.
+
+    Limits of GPUs, and sizes in bytes of frameworks, are divided; a share is of the process's own limit, and the
+    reserve is what each process needs for its own context. Raises PlanError if a size becomes less than 2 MiB.
+    """
+    if parts == 1:
+        return budget
+
+    def less(model: Any, loc: tuple[str, ...], keys: tuple[str, ...], fractions: bool) -> Any:
+        changed: dict[str, Fraction | int] = {}
+        for key in keys:
+            value = getattr(model, key)
+            if isinstance(value, int):
+                changed[key] = round_down(value // parts)
+                if changed[key] < GRANULE:
+                    what = f"{format_size(value)} for {parts} {who}s is less than 2 MiB for each"
+                    raise PlanError(
+                        [budget.problem((*loc, key), what, f"give more, or start fewer {who}s on a GPU")],
+                        budget.source or "budget",
+                    )
+            elif value is not None and fractions:
+                changed[key] = value / parts
+        return model.model_copy(update=changed)
+
+    return budget.model_copy(
+        update={
+            "device": less(budget.device, ("device",), ("limit",), True),
+            "devices": Frozen(
+                {key: less(one, ("devices", key), ("limit",), True) for key, one in budget.devices.items()}
+            ),
+            "frameworks": Frozen(
+                {
+                    name: less(one, ("frameworks", name), ("limit", "min", "max"), False)
+                    for name, one in budget.frameworks.items()
+                }
+            ),
+        }
+    )
+
+
+def with_nccl(budget: Budget) -> Budget:
+    """With one communicator of NCCL for each framework that has them, where the budget does not say how many."""
+    unsaid = without_nccl(budget)
+    found: dict[str, Any] = {
+        name: one.model_copy(update={"nccl": 1}) if name in unsaid else one for name, one in budget.frameworks.items()
+    }
+    return budget.model_copy(update={"frameworks": Frozen(found)})
+
+
+def without_nccl(budget: Budget) -> list[str]:
+    """The frameworks that have communicators of NCCL, and of which the budget does not say how many."""
+    owners = [name for name in budget.frameworks if any(option.name == "nccl" for option in SPECS[name].options)]
+    return [name for name in owners if budget.frameworks[name].nccl is None]
