@@ -281,6 +281,7 @@ class Target:
         if way == "on":
             self.api.suspend(60.0)
         armed = [True]
+        late: list[threading.Timer] = []
 
         def strike(client: Any) -> None:
             if what == "sigint":
@@ -292,7 +293,8 @@ class Target:
             if told == step and armed[0]:
                 armed[0] = False
                 if delay:
-                    threading.Timer(delay, strike, [client]).start()
+                    late.append(threading.Timer(delay, strike, [client]))
+                    late[0].start()
                 else:
                     strike(client)
 
@@ -304,17 +306,26 @@ class Target:
                 self.api.suspend(60.0)
             else:
                 self.api.resume(60.0, None)
-            time.sleep(delay)  # a late strike comes here, and not in what follows
+            self._after(late)
         except BaseException as error:
             said = failed(error)
         finally:
             self.api.at = lambda told, client: None
+            with contextlib.suppress(KeyboardInterrupt):
+                self._after(late)
         return {
             "struck": not armed[0],
             "raised": said["error"] and f"{said['error']['exception']}: {said['error']['text']}",
             "away": self.api.away(),
             "seconds": time.monotonic() - begun,
         }
+
+    @staticmethod
+    def _after(late: list[threading.Timer]) -> None:
+        """A late strike comes here, however busy the machine is, and not in what follows."""
+        for one in late:
+            one.join()
+            time.sleep(0.02)  # the signal's handler runs on this thread
 
     def at_restore(self, path: str, wait: float = 0.15) -> dict[str, Any]:
         """From now on a file appears when the room is held, and the restore begins a little later."""

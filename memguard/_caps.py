@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from memguard import _policy, _ranks
+from memguard import _policy
 from memguard._frameworks.base import Framework
 from memguard._ledger.reader import LedgerReader
 from memguard._locks import Turn
@@ -23,6 +23,7 @@ from memguard.errors import MemguardError, NotActive
 if TYPE_CHECKING:
     from memguard._config import Budget
     from memguard._devices.host import Host
+    from memguard._ranks import Sharing
 
 _ENFORCED = Enforcement.ENFORCED
 _NOTING = 1.0
@@ -54,8 +55,12 @@ class Caps:
         self.host = host
         self.notes: list[str] = []
         devices = host.devices(ordinals=_policy.needs_ordinals(budget))
-        self.sharing = _ranks.of_budget(budget, len(devices), os.environ, host.simulated)
+        self.sharing: Sharing | None = None
         """How the ranks of this node share the GPUs; None for a budget that is for one process."""
+        if budget.ranks is not None:  # else `init` loads nothing of it
+            from memguard import _ranks
+
+            self.sharing = _ranks.of_budget(budget, len(devices), os.environ, host.simulated)
         if self.sharing is not None and not self.sharing.even and any(one.ordinal is None for one in devices):
             devices = host.devices(ordinals=True)
         self.plan = _policy.plan(budget, devices, self.sharing)

@@ -15,7 +15,6 @@ from math import ceil
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from memguard._joint import joined, members
-from memguard._ranks import Sharing, declared
 from memguard._specs import CONTEXT, NEVER_GIVE_BACK, OVERHEADS, SECOND_CONTEXT, SLACK, SPECS, FrameworkSpec, Outside
 from memguard._types import Device, DevicePlan, MemoryInfo, Plan, Room, Usage
 from memguard._units import GRANULE, MIB, format_size, round_down
@@ -23,6 +22,7 @@ from memguard.errors import PlanError, Problem
 
 if TYPE_CHECKING:
     from memguard._config import Budget
+    from memguard._ranks import Sharing
 
 T = TypeVar("T")
 
@@ -75,7 +75,9 @@ def plan(budget: Budget, devices: Sequence[Device], sharing: Sharing | None = No
     """
     whole = _resolved(budget, devices)
     if sharing is None and isinstance(budget.ranks, int):
-        sharing = declared(budget.ranks, None)
+        from memguard import _ranks  # few budgets are for ranks
+
+        sharing = _ranks.declared(budget.ranks, None)
     if sharing is None:
         return whole
     from memguard._config.parts import part_of, with_nccl  # a budget that is for one process needs nothing of it

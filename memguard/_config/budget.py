@@ -19,7 +19,6 @@ from pydantic import (
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
-    PlainSerializer,
     PrivateAttr,
     ValidationError,
     create_model,
@@ -143,11 +142,7 @@ def _option(option: Option) -> Any:
     if option.kind == "flag":
         return bool, Field(strict=True, **about)
     # Written as it is: in a budget for ranks that says nothing of it, it is None, see `_unsaid`.
-    return Annotated[int, PlainSerializer(_as_it_is)], Field(strict=True, ge=0, le=option.most, **about)
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
+    return Annotated[int, values.AS_IT_IS], Field(strict=True, ge=0, le=option.most, **about)
 
 
 MODELS: dict[str, type[FrameworkBudget]] = {

@@ -360,14 +360,20 @@ class _Written:
 WRITTEN = _Written()
 
 
-class _Listed:
-    """In `Annotated`, for a tuple: it is written as a list."""
+class _Shown:
+    """In `Annotated`: how the value is written."""
+
+    def __init__(self, shown: Callable[[Any], object]) -> None:
+        self._shown = shown
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        return {**handler(source), "serialization": core_schema.plain_serializer_function_ser_schema(list)}
+        return {**handler(source), "serialization": core_schema.plain_serializer_function_ser_schema(self._shown)}
 
 
-LISTED = _Listed()
+LISTED = _Shown(list)
+"""For a tuple, which is written as a list."""
+AS_IT_IS = _Shown(lambda value: value)
+"""For a value that may become None later, whatever its type says."""
 
 
 def _not_none(value: object) -> object:
