@@ -38,6 +38,7 @@ ALWAYS = {
 FILE = {"_config.positions"}
 MONITOR = {"_monitor.pressure", "_monitor.sampler"}
 TIMELINE = {
+    "_ranks",
     *("_monitor.beside", "_monitor.ending", "_monitor.peaks", "_monitor.spans"),
     *("_timeline", "_timeline.files", "_timeline.format", "_timeline.writer"),
 }
