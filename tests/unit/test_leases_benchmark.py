@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lease_results
 import pytest
 
 pytestmark = pytest.mark.long  # no version of what is installed changes what the benchmarks' own code does
@@ -117,46 +118,10 @@ WORSE: dict[str, tuple[Callable[[Any], object], tuple[Any, ...]]] = {
 }
 
 
-def whole() -> Any:
-    filled = {**dict.fromkeys(leases.JOBS, 31 * GIB), "the fifth": 31 * GIB}
-    fifth = {"early": False, "meanwhile": 0, "waited": 9.0, "after_told_s": 1.5, "after_end_s": 0.12}
-    right = dict.fromkeys("abcd", True)
-    most = {name: size + GIB for name, size in filled.items()}
-    together = {"filled": filled, "most": most, "looks": 90, "right": right, "right_after": dict(right), "fifth": fifth}
-    return {
-        "together": {"returncode": 0, **together},
-        "control": {"returncode": 0, "full": 4, "died": {"jax 3": "rc 1: out of memory"}},
-        "turns": in_turn(),
-        "without suspend-idle": {
-            "returncode": 0, "refused": "no room for 44.00 GiB: process 42 holds it", "waited": 10.1, "first": 42,
-            "wrong": 0, "out": 0, "listed": [True, False],
-        },
-    }  # fmt: skip
-
-
-def in_turn() -> dict[str, Any]:
-    def turn(number: int, at: float) -> dict[str, Any]:
-        spans = [[at - 40, at - 10]] * number
-        return {"turn": number, "asked": at - 50, "served": at, "wrong": 0, "rounds": 90, "out": spans, "back": spans}
-
-    return {
-        "returncode": 0, "room": 79 * GIB, "placeholder": 60 * GIB,
-        "available": 120 * GIB, "available_after": 119 * GIB,
-        "turns": {
-            "first": [turn(number, 100.0 * number) for number in range(3)],
-            "second": [turn(number, 50 + 100.0 * number) for number in range(3)],
-        },
-        "filled": {"first": 40 * GIB, "second": 40 * GIB}, "most_host": 88 * GIB,
-        "nvml": {"looks": 4000, "both": 0, "over": 0, "most": {"first": 42 * GIB, "second": 42 * GIB}},
-        "leases": {"looks": 200, "wrong_sums": 0, "both": 0, "failed": []},
-        "alone": {"wrong": 0}, "left": {"listed": [], "claims": 0},
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize("name", WORSE)
 def test_each_check_can_fail(name: str) -> None:
     change, (scenario, *places) = WORSE[name]
-    result = copy.deepcopy(whole())
+    result = copy.deepcopy(lease_results.whole())
     assert all(passed for passed, _ in leases.lease_checks(result).values())
     change(result)
     failed = [name for name, (passed, _) in leases.lease_checks(result).items() if not passed]
@@ -164,7 +129,7 @@ def test_each_check_can_fail(name: str) -> None:
 
 
 def test_what_breaks_off_fails_its_checks() -> None:
-    broken = {**whole(), "together": leases.attempt(lambda: 1 / 0)}
+    broken = {**lease_results.whole(), "together": leases.attempt(lambda: 1 / 0)}
     found = leases.lease_checks(broken)
     assert [passed for passed, _ in found.values()] == [False] * 6 + [True] * 9
     assert "ZeroDivisionError" in str(found)
@@ -174,7 +139,11 @@ def test_the_documents_have_its_table_once_it_is_measured(tmp_path: Path, monkey
     monkeypatch.setattr(table, "RESULTS", tmp_path)
     assert table.leases() == []
     about = {"command": "python benchmarks/leases.py", "date": "2026-01-01T", "memguard_hash": "x", "gpu": None}
-    result = {"about": {**about, "versions": {}}, "scenarios": whole(), "checks": leases.lease_checks(whole())}
+    result = {
+        "about": {**about, "versions": {}},
+        "scenarios": lease_results.whole(),
+        "checks": leases.lease_checks(lease_results.whole()),
+    }
     (tmp_path / "h200-leases.json").write_text(json.dumps(result))
     text = "\n".join(table.leases())
     assert "| the fifth | 31.00 GiB | 32.00 GiB |" in text
@@ -187,8 +156,8 @@ def test_what_ends_a_run_loses_nothing_and_another_part_is_merged(
 ) -> None:
     output = tmp_path / "1.json"
     one = leases.Result(output, {})
-    one.add("together", whole()["together"])
-    cut = {**in_turn(), "returncode": 1, "stderr_tail": "it was cut off"}
+    one.add("together", lease_results.whole()["together"])
+    cut = {**lease_results.in_turn(), "returncode": 1, "stderr_tail": "it was cut off"}
     one.add("turns", cut)
     found = json.loads(output.read_text())
     assert [*found["scenarios"]] == ["together", "turns"]
