@@ -46,6 +46,14 @@ class Card:
         return {pid: size for pid, size in found.items() if Path(f"/proc/{pid}/stat").exists() and not _ended(pid)}
 
 
+def leased(folder: Path) -> dict[int, int]:
+    """Bytes by PID of those that hold a lease: in a rehearsal of the turns they are the ones on the card."""
+    from memguard._leases.store import Store
+
+    claims = Store(str(folder / "memguard")).claims()
+    return {one.pid: sum(part.bytes for part in one.parts.values()) for one in claims if one.state == "held"}
+
+
 def _ended(pid: str) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"

@@ -577,6 +577,16 @@ LEASES: dict[str, tuple[str, ...]] = {
         "it fills its caps, and every value is right afterwards",
     ),
     "control": ("without leases at least one of five dies",),
+    "turns": (
+        "two jobs that fill 44 GiB take turns on 80 GiB, three times each",
+        "each is served within 150 s of asking",
+        "every bit is right after each turn",
+        "by NVML they are never on the card at once, and each has at most 44 GiB, its context included",
+        "at each look `memguard leases` has the right sum, and never both",
+        "between two turns both lie in host memory for a moment",
+        "the first comes back by itself when the second ends, and nothing is left at last",
+    ),
+    "without suspend-idle": ("without suspend-idle the second is refused when its time is up, and nobody leaves",),
 }
 
 BY_COMMAND: dict[str, dict[str, tuple[str, ...]]] = {

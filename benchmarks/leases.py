@@ -1,19 +1,26 @@
-"""Four real processes with leases of 34 GiB on one card, together, while a fifth waits. It takes at most 8 minutes.
+"""Real processes with leases on one card: four beside each other while a fifth waits, and two that take turns.
 
-    python benchmarks/leases.py -o benchmarks/results/h200-leases.json
+    python benchmarks/leases.py --part four -o 1.json
+    python benchmarks/leases.py --part turns --merge 1.json -o benchmarks/results/h200-leases.json
 
-torch, TensorFlow, JAX, and CuPy with PyCUDA: each process claims 34 GiB, context included, and fills its caps. The
-fifth (torch) waits until one of them ends, and fills its caps then. The control is the same five at once without
-leases: each has the same caps, and together they are more than the card.
+Each part in a call of at most ten minutes; without `--part` both run. The result is written as soon as something is
+known, so that what ends the run does not lose what was measured.
 
-What a process holds is NVML's figure for its PID, read ten times a second here. What its arrays hold is compared with
-what was written into them. All five find their leases in a folder of this run's own.
+four    torch, TensorFlow, JAX, and CuPy with PyCUDA: each process claims 34 GiB, context included, and fills its caps.
+        The fifth (torch) waits until one of them ends, and fills its caps then. The control is the same five at once
+        without leases: each has the same caps, and together they are more than the card.
+turns   Two torch processes that fill 44 GiB each take turns on what a card of 80 GB has: `on_wait: suspend-idle`. The
+        control is the same two without that key. It needs 100 GiB of host memory.
+
+What a process holds is NVML's figure for its PID, read by this process, which is none of them. What its arrays hold is
+compared with what was written into them. The leases of each scenario lie in a folder of this run's own.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import queue
@@ -22,24 +29,25 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import _listed
-from _leases_job import JOBS, LEASE, REHEARSAL
-from _run import GIB, ROOT, Judge, Tell, attempt, conclude, header, judged
+import _leases_turns
+from _leases_checks import WAITS, lease_checks
+from _leases_job import JOBS, REHEARSAL
+from _leases_turns import Tell
+from _run import RESULTS, ROOT, attempt, conclude, header, keep_runs, merged
 
 HERE = Path(__file__).resolve().parent
 FULL = 120.0
 """Seconds in which processes that started together must have filled their caps, or have died."""
+FIRST = 200.0
+"""The same for the first ones on a machine, which read every framework from its disk."""
 CHECKED = 30.0
-WAITS = 5.0
-"""Seconds for which the fifth is watched while it waits, once it runs."""
-STARTS = 1.0
-"""Seconds after the end of one within which the fifth must have its lease."""
 Listed = Callable[[], dict[int, int]]
+Scenario = Callable[[Tell], dict[str, Any]]
 
 
 class Job:
@@ -191,7 +199,7 @@ def together(folder: Path) -> dict[str, Any]:
             return job
 
         four = {name: started(name) for name in JOBS}
-        until = time.monotonic() + FULL
+        until = time.monotonic() + FIRST
         full = {name: job.must("full", until) for name, job in four.items()}
         fifth = started("torch")
         until = time.monotonic() + FULL
@@ -254,50 +262,74 @@ def control(folder: Path) -> dict[str, Any]:
         return {"returncode": 0, "full": sum(one is not None for one in full), "died": died}
 
 
-def lease_checks(result: dict[str, Any]) -> dict[str, tuple[bool, str]]:
-    """The bars of this benchmark."""
-
-    def run(check: Tell) -> None:
-        one = result["together"]
-        names = _listed.LEASES["together"]
-        filled, most, fifth = one["filled"], one["most"], one["fifth"]
-        said = ", ".join(f"{name} {size / GIB:.1f}" for name, size in filled.items() if name != "the fifth")
-        check(names[0], len(filled) == 5 and all(size > 0.85 * LEASE for size in filled.values()), f"{said} GiB")
-        said = ", ".join(f"{name} {size / GIB:.2f}" for name, size in most.items())
-        seen = one["looks"] >= 20 and len(most) == 5
-        check(names[1], seen and all(0 < size <= LEASE for size in most.values()), f"{said} GiB at most")
-        check(names[2], len(one["right"]) == 4 and all(one["right"].values()), f"{one['right']}")
-        had = f"{fifth['meanwhile']:,} bytes while it waited {fifth['waited']:.1f} s"
-        check(names[3], not fifth["early"] and fifth["meanwhile"] == 0 and fifth["waited"] > WAITS, had)
-        after = f"{fifth['after_end_s']:.3f} s after its end, {fifth['after_told_s']:.3f} s after it was told to end"
-        check(names[4], fifth["after_end_s"] <= STARTS and fifth["after_told_s"] > 0, after)
-        check(names[5], len(one["right_after"]) == 4 and all(one["right_after"].values()), f"{one['right_after']}")
-
-    def without(check: Tell) -> None:
-        one = result["control"]
-        said = "; ".join(f"{name}: {why}" for name, why in one["died"].items()) or "nobody died"
-        check(_listed.LEASES["control"][0], bool(one["died"]), f"{one['full']} of 5 filled their caps; {said}")
-
-    judges: dict[str, Judge] = {"together": run, "control": without}
-    return judged(_listed.LEASES, judges, {name: result[name] for name in judges if name in result})
-
-
-def measured() -> dict[str, Any]:
-    found = {}
-    for scenario in (together, control):
+def _in_folder(do: Callable[[Path], dict[str, Any]]) -> Scenario:
+    def run(tell: Tell) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as name:
-            found[scenario.__name__] = attempt(lambda scenario=scenario, name=name: scenario(Path(name)))  # type: ignore[misc]
-    return found
+            return do(Path(name))
+
+    return run
+
+
+def _in_runtime(do: Callable[[Path, Tell], dict[str, Any]]) -> Scenario:
+    def run(tell: Tell) -> dict[str, Any]:
+        with _leases_turns.where() as folder:
+            return do(folder, tell)
+
+    return run
+
+
+PARTS: dict[str, dict[str, Scenario]] = {
+    "four": {"together": _in_folder(together), "control": _in_folder(control)},
+    "turns": {"turns": _in_runtime(_leases_turns.turns), "without suspend-idle": _in_runtime(_leases_turns.without)},
+}
+SCENARIOS = {name: do for of in PARTS.values() for name, do in of.items()}
+
+
+class Result:
+    """The whole result, written each time that something was added."""
+
+    def __init__(self, output: Path | None, before: dict[str, Any]) -> None:
+        self.output, self.scenarios = output, dict(before)
+        self.about = header("python benchmarks/leases.py", "_leases", "_processes", "_suspend", "cli")
+        paths = dict.fromkeys((output.resolve(), RESULTS / output.name)) if output else {}
+        self._earlier = [json.loads(path.read_text()) for path in paths if path.exists()]
+
+    def add(self, name: str, outcome: dict[str, Any]) -> None:
+        self.scenarios[name] = outcome
+        if self.output is not None:
+            new = self.output.with_suffix(".part")
+            new.write_text(json.dumps(self.whole(), indent=1) + "\n")
+            new.replace(self.output)
+
+    def whole(self) -> dict[str, Any]:
+        scenarios = {name: self.scenarios[name] for name in SCENARIOS if name in self.scenarios}
+        result = {"about": self.about, "scenarios": scenarios, "checks": lease_checks(scenarios)}
+        for one in self._earlier:
+            keep_runs(one, result)
+        return result
+
+
+def ran(names: Sequence[str], add: Callable[[str, dict[str, Any]], None]) -> None:
+    """These scenarios one after the other, and what each has seen so far as it goes on."""
+    for name in names:
+        began = time.monotonic()
+        outcome = attempt(lambda name=name: SCENARIOS[name](functools.partial(add, name)))  # type: ignore[misc]
+        outcome["wall_s"] = round(time.monotonic() - began, 1)
+        print(f"{name}: rc {outcome['returncode']}, {outcome['wall_s']} s", file=sys.stderr, flush=True)
+        add(name, outcome)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=sorted(PARTS), help="this part alone")
+    parser.add_argument("--merge", type=Path, action="append", default=[], help="scenarios from another run's JSON")
     parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
-    about = header("python benchmarks/leases.py", "_leases", "_processes")
-    result: dict[str, Any] = {"about": about, **measured()}
-    result["checks"] = lease_checks(result)
-    conclude(result, arguments.output)
+    before = merged(arguments.merge, "scenarios")["scenarios"]
+    names = [*PARTS[arguments.part]] if arguments.part else [name for name in SCENARIOS if name not in before]
+    result = Result(arguments.output, before)
+    ran(names, result.add)
+    conclude(result.whole(), arguments.output)
 
 
 if __name__ == "__main__":

@@ -283,7 +283,7 @@ def leases() -> list[str]:
     if not measured("h200-leases.json"):
         return []
     result = load("h200-leases.json")
-    one, control = result["together"], result["control"]
+    one, control = (result["scenarios"].get(name, {}) for name in ("together", "control"))
     rows = [
         f"| {name} | {one['filled'][name] / GIB:.2f} GiB | {most / GIB:.2f} GiB |"
         for name, most in one.get("most", {}).items()
@@ -300,7 +300,29 @@ def leases() -> list[str]:
         "",
         f"{waited}{died}",
         "",
+        *_turns(result["scenarios"].get("turns", {})),
         *origin("h200-leases.json", result),
+    ]
+
+
+def _turns(one: Any) -> list[str]:
+    """Two jobs on one card; nothing if they did not run."""
+    if not one.get("filled") or not all(one["turns"].values()):
+        return []
+    rows = []
+    for name, turns in one["turns"].items():
+        waits = ", ".join(f"{turn['served'] - turn['asked']:.0f}" for turn in turns)
+        out, back = (
+            ", ".join(f"{end - begin:.0f}" for begin, end in turns[-1][way]) or "never" for way in ("out", "back")
+        )
+        rows.append(f"| {name} | {one['filled'][name] / GIB:.2f} GiB | {waits} | {out} | {back} |")
+    return [
+        f"Two jobs with leases of 44 GiB take turns on {one['room'] / GIB:.1f} GiB, seconds:",
+        "",
+        "| job | its arrays | from asking to its turn, each time | out | in |",
+        "| --- | --- | --- | --- | --- |",
+        *rows,
+        "",
     ]
 
 

@@ -326,6 +326,11 @@ class Client:
             for uuid, card in gpus.items()
         }
 
+    def used(self, pid: int, limit: float = 5.0) -> bool | None:
+        """Whether a process has used a GPU since that was asked last, by NVML; None if nobody says."""
+        used = self.request("used", limit, pid=pid).get("used")
+        return used if isinstance(used, bool) else None
+
     def hold(self, sizes: Mapping[str, int], limit: float = 60.0) -> Answer:
         answer = self.request("hold", limit, bytes=dict(sizes))
         if "trouble" in answer:

@@ -62,6 +62,8 @@ class Helper:
         self._opening = threading.Lock()
         self._driver: Checkpoint | None = None
         self._nvml: Any = None
+        self._stamps: dict[tuple[int, str], int] = {}
+        """NVML's newest word on the use of a GPU (UUID) by a process (PID)."""
         self._holder: Any = None
         self._jobs: list[_Job] = []
         self._locked: dict[Process, float] = {}
@@ -146,6 +148,8 @@ class Helper:
             return {"pid": os.getpid()}
         if job.op == "usage":
             return {"gpus": self._usage()}
+        if job.op == "used":
+            return {"used": self._used(int(request["pid"]))}
         if job.op == "hold":
             return {"held": self._room().hold({uuid: int(size) for uuid, size in request["bytes"].items()})}
         if job.op == "release":
@@ -187,10 +191,7 @@ class Helper:
 
     def _usage(self) -> dict[str, Any]:
         """What NVML says of each GPU, bytes: total, free, used, and those of each process, None where it does not."""
-        from memguard._devices.nvml import Nvml
-
-        with self._opening:
-            nvml = self._nvml = self._nvml or Nvml()
+        nvml = self._opened()
         found = {}
         for device in nvml.devices():
             memory = nvml.memory(device.uuid)
@@ -201,6 +202,23 @@ class Helper:
                 "processes": {str(pid): size for pid, size in nvml.processes(device.uuid).items()},
             }
         return found
+
+    def _used(self, pid: int) -> bool | None:
+        """Whether a process has used a GPU since that was asked last; None if NVML does not say."""
+        nvml, answers = self._opened(), []
+        for device in nvml.devices():
+            key = pid, device.uuid
+            if pid in nvml.processes(device.uuid):
+                used, self._stamps[key] = nvml.used_since(device.uuid, pid, self._stamps.get(key, 0))
+                answers.append(used)
+        return True if True in answers else None if not answers or None in answers else False
+
+    def _opened(self) -> Any:
+        from memguard._devices.nvml import Nvml
+
+        with self._opening:
+            self._nvml = self._nvml or Nvml()
+            return self._nvml
 
     def _room(self) -> Any:
         with self._opening:

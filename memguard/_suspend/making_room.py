@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from memguard._devices import suspension
 from memguard._leases import choose, store
 from memguard._leases.lease import Lease
 from memguard._leases.types import Claim
@@ -105,12 +106,19 @@ class MakingRoom:
 
 
 class _Uses:
-    """NVML asked for each PID by itself: what was used since this one was asked about last."""
+    """NVML asked for each PID by itself: what was used since this one was asked about last.
+
+    A process that is off its GPUs itself cannot ask: its helper does.
+    """
 
     def __init__(self) -> None:
         self._each: dict[int, Usage] = {}
 
     def __call__(self, pid: int) -> bool | None:
+        if suspension.now is not None:
+            from memguard._suspend import own
+
+            return own.used(pid)
         if pid not in self._each:
             self._each[pid] = Usage(pid=pid)
         return self._each[pid]()

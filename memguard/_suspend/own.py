@@ -66,6 +66,9 @@ class Way(Protocol):
     def memory(self, uuid: str) -> MemoryInfo | None:
         """What NVML says of a GPU, without this process asking it."""
 
+    def used(self, pid: int) -> bool | None:
+        """Whether another process has used a GPU since that was asked last, without this one asking NVML."""
+
     def close(self) -> None: ...
 
 
@@ -296,6 +299,12 @@ def awaited() -> bool:
     """Whether a call waits for this process to come back."""
     own = _now
     return own is not None and own.gate is not None and own.gate.inside > 0
+
+
+def used(pid: int) -> bool | None:
+    """Whether another process has used a GPU since that was asked last. This one cannot ask NVML itself, being off."""
+    own = _now
+    return None if own is None or own.over else own.way.used(pid)
 
 
 def refusals() -> contextlib.ExitStack:

@@ -123,6 +123,9 @@ class Route:
             return None
         return MemoryInfo(card.total, None, card.used, card.free)
 
+    def used(self, pid: int) -> bool | None:
+        return None
+
     def close(self) -> None:
         pass
 
@@ -164,6 +167,9 @@ class Real(Route):
             self.door.watch(self.process)
         event = self.door.next_event(seconds)
         return event is not None and event.what == "running"
+
+    def used(self, pid: int) -> bool | None:
+        return self.door.used(pid)
 
     def close(self) -> None:
         self.door.close()

@@ -55,6 +55,8 @@ class FakeWay:
         self.gates: list[FakeGate] = []
         self.closed = 0
         self.running = True
+        self.use_of: dict[int, bool | None] = {}
+        """What NVML says of other processes' use of the GPUs, by PID."""
         self.memory_of: MemoryInfo | None = None
 
     def gate(self, owner: int | None, undo: Any) -> FakeGate:
@@ -103,6 +105,9 @@ class FakeWay:
 
     def memory(self, uuid: str) -> MemoryInfo | None:
         return self.memory_of
+
+    def used(self, pid: int) -> bool | None:
+        return self.use_of.get(pid)
 
     def close(self) -> None:
         self.closed += 1

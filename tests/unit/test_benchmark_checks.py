@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import elastic_results
+import lease_results
 import pytest
 import rank_results
 import suggest_results
@@ -186,20 +187,6 @@ def ddp() -> Result:
     return result
 
 
-def leased() -> Result:
-    filled = {**dict.fromkeys(leases.JOBS, 31 * GIB), "the fifth": 31 * GIB}
-    right = dict.fromkeys("abcd", True)
-    fifth = {"early": False, "meanwhile": 0, "waited": 9.0, "after_told_s": 1.5, "after_end_s": 0.1}
-    most = {name: size + GIB for name, size in filled.items()}
-    return {
-        "together": {
-            "returncode": 0, "filled": filled, "most": most, "looks": 900, "right": right, "right_after": right,
-            "fifth": fifth,
-        },
-        "control": {"returncode": 0, "full": 4, "died": {"jax 3": "rc 1: out of memory"}},
-    }  # fmt: skip
-
-
 def screens() -> Result:
     one = {"returncode": 0, "shares": [0.012, 0.011], "drawn": 2.0}
     attached = {**one, "target": "real", "watched": [0.006, 0.005], "beside": [0.001, 0.001]}
@@ -224,7 +211,7 @@ WHOLE: dict[str, Whole] = {
     "suspend": (suspend_results.whole, suspend.suspend_checks, lambda s: s),
     "suggest": (suggest_results.whole, _suggest_checks.suggest_checks, lambda s: s),
     "top": (screens, top.top_checks, lambda r: r),
-    "leases": (leased, leases.lease_checks, lambda r: r),
+    "leases": (lease_results.whole, leases.lease_checks, lambda r: r),
     "ranks": (rank_results.whole, ranks.ranks_checks, lambda s: s),
 }
 

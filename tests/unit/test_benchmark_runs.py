@@ -383,7 +383,7 @@ def test_each_section_with_figures_of_numba_says_what_was_put_back() -> None:
     programs = {
         name for name in puts if not name.startswith("_") and name in importlib.import_module("_listed").BY_COMMAND
     }
-    programs -= {"ddp", "ranks"}  # they take a function of main_job, and run no Numba
+    programs -= {"ddp", "ranks", "leases"}  # they take functions of main_job and suspend, and run no Numba
     by_path = {"moment", "their_tests"}  # what they start puts it back
     assert programs | by_path == {"all_frameworks", "their_tests", *table.WITH_NUMBA}, programs
 

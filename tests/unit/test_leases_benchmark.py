@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lease_results
 import pytest
 
 pytestmark = pytest.mark.long  # no version of what is installed changes what the benchmarks' own code does
@@ -17,6 +18,8 @@ pytestmark = pytest.mark.long  # no version of what is installed changes what th
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 leases: Any = importlib.import_module("leases")
+turns: Any = importlib.import_module("_leases_turns")
+checks: Any = importlib.import_module("_leases_checks")
 stand_in: Any = importlib.import_module("_leases_stand_in")
 table: Any = importlib.import_module("table")
 listed: Any = importlib.import_module("_listed")
@@ -26,20 +29,59 @@ GIB = 1 << 30
 @pytest.fixture
 def rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(leases, "REHEARSAL", str(tmp_path))
-    monkeypatch.setattr(leases, "WAITS", 0.5)
+    for module in (leases, checks):
+        monkeypatch.setattr(module, "WAITS", 0.5)
     return tmp_path
 
 
+def outcomes(part: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    leases.ran(leases.PARTS[part], found.__setitem__)
+    return found
+
+
+def listed_of(part: str) -> list[str]:
+    return [name for scenario in leases.PARTS[part] for name in listed.LEASES[scenario]]
+
+
 def test_four_fit_and_a_fifth_waits_over_a_stand_in(rehearsal: Path) -> None:
-    result = leases.measured()
+    result = outcomes("four")
     result["together"]["looks"] = max(result["together"].get("looks", 0), 20)  # it is over before that
     result["together"]["fifth"]["after_end_s"] = min(result["together"]["fifth"]["after_end_s"], 1.0)  # a busy machine
     found = leases.lease_checks(result)
-    assert list(found) == listed.names(listed.LEASES) and all(passed for passed, _ in found.values()), found
+    assert list(found) == listed.names(listed.LEASES)
+    assert all(found[name][0] for name in listed_of("four")), found
     assert len(result["control"]["died"]) >= 1 and result["control"]["full"] <= 4
 
 
-WORSE: dict[str, tuple[Callable[[Any], object], tuple[str, int]]] = {
+def test_two_take_turns_over_simulated_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What only a GPU has, is put in: what each had on the card at most, and in host memory."""
+    for name, value in {"REHEARSAL": str(tmp_path), "ON_DEMAND": 1, "WORK": 0.2, "PAUSE": 5.0}.items():
+        monkeypatch.setattr(turns, name, value)
+    for module in (turns, checks):
+        monkeypatch.setattr(module, "WAIT", 2)
+        monkeypatch.setattr(module, "COUNT", 2)
+    told: list[dict[str, Any]] = []
+    found: dict[str, Any] = {}
+
+    def add(name: str, outcome: dict[str, Any]) -> None:
+        told.append(copy.deepcopy(outcome))
+        found[name] = outcome
+
+    leases.ran(leases.PARTS["turns"], add)
+    one = found["turns"]
+    assert one["returncode"] == 0, one
+    assert [len(turn["turns"]["first"]) for turn in told[:3]] == [1, 1, 2] and told[0]["returncode"] == 1
+    assert one["most_host"] > 0
+    assert len(one["nvml"]["changes"]) > 5 and len(one["leases"]["states"]) > 4
+    one["most_host"] = 88 * GIB
+    one["available_after"] = one["available"]  # others use this machine
+    one["leases"]["looks"] = max(one["leases"]["looks"], 20)
+    result = leases.lease_checks(found)
+    assert all(result[name][0] for name in listed_of("turns")), result
+
+
+WORSE: dict[str, tuple[Callable[[Any], object], tuple[Any, ...]]] = {
     "one fills less": (lambda one: one["together"]["filled"].update(jax=20 * GIB), ("together", 0)),
     "one has more": (lambda one: one["together"]["most"].update(jax=34 * GIB + 1), ("together", 1)),
     "one was not seen": (lambda one: one["together"]["most"].update(jax=0), ("together", 1)),
@@ -50,35 +92,46 @@ WORSE: dict[str, tuple[Callable[[Any], object], tuple[str, int]]] = {
     "it starts before": (lambda one: one["together"]["fifth"].update(after_told_s=-0.1), ("together", 4)),
     "a wrong value later": (lambda one: one["together"]["right_after"].update(b=False), ("together", 5)),
     "nobody dies": (lambda one: one["control"]["died"].clear(), ("control", 0)),
+    "a turn less": (lambda one: one["turns"]["turns"]["first"].pop(0), ("turns", 0, 1)),
+    "one twice in a row": (lambda one: one["turns"]["turns"]["second"][0].update(served=200.0), ("turns", 0, 1)),
+    "it fills a part": (lambda one: one["turns"]["filled"].update(first=30 * GIB), ("turns", 0)),
+    "room for both": (lambda one: one["turns"].update(room=88 * GIB), ("turns", 0)),
+    "late": (lambda one: one["turns"]["turns"]["first"][2].update(asked=-60.0), ("turns", 1)),
+    "a wrong bit": (lambda one: one["turns"]["turns"]["second"][1].update(wrong=1), ("turns", 2)),
+    "it never left": (lambda one: one["turns"]["turns"]["second"][2]["back"].clear(), ("turns", 2)),
+    "both on the card": (lambda one: one["turns"]["nvml"].update(both=1), ("turns", 3)),
+    "more than the card": (lambda one: one["turns"]["nvml"].update(over=1), ("turns", 3)),
+    "more than its lease": (lambda one: one["turns"]["nvml"]["most"].update(second=45 * GIB), ("turns", 3)),
+    "nobody looked": (lambda one: one["turns"]["nvml"].update(looks=3), ("turns", 3)),
+    "a wrong sum": (lambda one: one["turns"]["leases"].update(wrong_sums=1), ("turns", 4)),
+    "both hold": (lambda one: one["turns"]["leases"].update(both=1), ("turns", 4)),
+    "a listing that failed": (lambda one: one["turns"]["leases"].update(failed=["no"]), ("turns", 4)),
+    "not both in host memory": (lambda one: one["turns"].update(most_host=44 * GIB), ("turns", 5)),
+    "a wrong bit at last": (lambda one: one["turns"]["alone"].update(wrong=1), ("turns", 6)),
+    "a lease that stays": (lambda one: one["turns"]["left"].update(claims=1), ("turns", 6)),
+    "one on the card at last": (lambda one: one["turns"]["left"].update(listed=["first"]), ("turns", 6)),
+    "host memory that stays": (lambda one: one["turns"].update(available_after=80 * GIB), ("turns", 6)),
+    "not refused": (lambda one: one["without suspend-idle"].update(refused=None), ("without suspend-idle", 0)),
+    "refused at once": (lambda one: one["without suspend-idle"].update(waited=0.1), ("without suspend-idle", 0)),
+    "nobody is named": (lambda one: one["without suspend-idle"].update(first=43), ("without suspend-idle", 0)),
+    "the first left": (lambda one: one["without suspend-idle"].update(out=1), ("without suspend-idle", 0)),
 }
-
-
-def whole() -> Any:
-    filled = {**dict.fromkeys(leases.JOBS, 31 * GIB), "the fifth": 31 * GIB}
-    fifth = {"early": False, "meanwhile": 0, "waited": 9.0, "after_told_s": 1.5, "after_end_s": 0.12}
-    right = dict.fromkeys("abcd", True)
-    most = {name: size + GIB for name, size in filled.items()}
-    together = {"filled": filled, "most": most, "looks": 90, "right": right, "right_after": dict(right), "fifth": fifth}
-    return {
-        "together": {"returncode": 0, **together},
-        "control": {"returncode": 0, "full": 4, "died": {"jax 3": "rc 1: out of memory"}},
-    }
 
 
 @pytest.mark.parametrize("name", WORSE)
 def test_each_check_can_fail(name: str) -> None:
-    change, (scenario, place) = WORSE[name]
-    result = copy.deepcopy(whole())
+    change, (scenario, *places) = WORSE[name]
+    result = copy.deepcopy(lease_results.whole())
     assert all(passed for passed, _ in leases.lease_checks(result).values())
     change(result)
     failed = [name for name, (passed, _) in leases.lease_checks(result).items() if not passed]
-    assert failed == [listed.LEASES[scenario][place]]
+    assert failed == [listed.LEASES[scenario][place] for place in places]
 
 
 def test_what_breaks_off_fails_its_checks() -> None:
-    broken = {"together": leases.attempt(lambda: 1 / 0), "control": whole()["control"]}
+    broken = {**lease_results.whole(), "together": leases.attempt(lambda: 1 / 0)}
     found = leases.lease_checks(broken)
-    assert [passed for passed, _ in found.values()] == [False] * 6 + [True]
+    assert [passed for passed, _ in found.values()] == [False] * 6 + [True] * 9
     assert "ZeroDivisionError" in str(found)
 
 
@@ -86,11 +139,36 @@ def test_the_documents_have_its_table_once_it_is_measured(tmp_path: Path, monkey
     monkeypatch.setattr(table, "RESULTS", tmp_path)
     assert table.leases() == []
     about = {"command": "python benchmarks/leases.py", "date": "2026-01-01T", "memguard_hash": "x", "gpu": None}
-    result = {"about": {**about, "versions": {}}, **whole(), "checks": leases.lease_checks(whole())}
+    result = {
+        "about": {**about, "versions": {}},
+        "scenarios": lease_results.whole(),
+        "checks": leases.lease_checks(lease_results.whole()),
+    }
     (tmp_path / "h200-leases.json").write_text(json.dumps(result))
     text = "\n".join(table.leases())
     assert "| the fifth | 31.00 GiB | 32.00 GiB |" in text
     assert "0.12 s after the end of the first. Without leases 1 of five died." in text
+    assert "| second | 40.00 GiB | 50, 50, 50 | 30, 30 | 30, 30 |" in text
+
+
+def test_what_ends_a_run_loses_nothing_and_another_part_is_merged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rehearsal: Path
+) -> None:
+    output = tmp_path / "1.json"
+    one = leases.Result(output, {})
+    one.add("together", lease_results.whole()["together"])
+    cut = {**lease_results.in_turn(), "returncode": 1, "stderr_tail": "it was cut off"}
+    one.add("turns", cut)
+    found = json.loads(output.read_text())
+    assert [*found["scenarios"]] == ["together", "turns"]
+    passed = [name for name, (good, _) in found["checks"].items() if good]
+    assert passed == list(listed.LEASES["together"])
+    assert "it was cut off" in found["checks"][listed.LEASES["turns"][0]][1]
+    ran: list[str] = []
+    monkeypatch.setattr(leases, "ran", lambda names, add: ran.extend(names))
+    monkeypatch.setattr(sys, "argv", ["leases.py", "--merge", str(output), "-o", str(tmp_path / "2.json")])
+    leases.main()
+    assert ran == ["control", "without suspend-idle"]
 
 
 def test_the_stand_in_refuses_what_it_has_not_and_forgets_the_dead(tmp_path: Path) -> None:

@@ -174,6 +174,20 @@ def test_one_that_refuses_is_left_alone_for_a_while() -> None:
     assert len(scene.asked) == 2
 
 
+def test_one_that_is_off_its_gpus_learns_from_its_helper_what_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own calls of NVML would wait until it is back, and nobody would be asked to leave for it."""
+    from suspending import way_of
+
+    with way_of(monkeypatch) as way:
+        way.use_of = {101: False, 102: True}
+        uses = making_room._Uses()
+        memguard.suspend()
+        assert [uses(101), uses(102), uses(103)] == [False, True, None]
+        memguard.resume()
+        way.use_of = {101: True}
+        assert uses(101) is None  # asked by itself again: there is no NVML here
+
+
 # A suspended process and its lease
 
 

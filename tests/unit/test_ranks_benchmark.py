@@ -49,7 +49,14 @@ def test_a_launcher_that_fails_says_why(tmp_path: Path) -> None:
 
 def test_a_rank_that_never_comes_is_not_waited_for_without_end(tmp_path: Path) -> None:
     found = launched(tmp_path, 1, 0, patience=1.0)
-    assert found["returncode"] == -9 and found["nvml"] is None
+    assert found["returncode"] == -15 and found["nvml"] is None
+
+
+def test_one_that_does_not_end_when_it_is_told_to_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "PARTING", 0.2)
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    found = ranks.scenario([sys.executable, "-c", deaf], 2, tmp_path, read=dict, patience=1.0)
+    assert found["returncode"] == -9
 
 
 @pytest.mark.parametrize(

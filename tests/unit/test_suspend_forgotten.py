@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ class Asked:
         self.driver.targets[ME.pid] = Target({"GPU-a": GIB})
         (read, self._write), (self._answers, write) = os.pipe(), os.pipe()
         self._ends = (read, self._write, self._answers, write)
-        serves = helper.Helper(read, write, lambda: self.driver, os.getppid())
+        serves = self.helper = helper.Helper(read, write, lambda: self.driver, os.getppid())
         self._thread = threading.Thread(target=serves.run)
         self._thread.start()
 
@@ -49,6 +50,34 @@ class Asked:
         for end in self._ends:
             if end != self._write:
                 os.close(end)
+
+
+class Nvml:
+    """One GPU with process 41 on it."""
+
+    def __init__(self) -> None:
+        self.stamps: list[int] = []
+        self.says: bool | None = True
+
+    def devices(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(uuid="GPU-a")]
+
+    def processes(self, uuid: str) -> dict[int, int | None]:
+        return {41: 1}
+
+    def used_since(self, uuid: str, pid: int, stamp: int) -> tuple[bool | None, int]:
+        self.stamps.append(stamp)
+        return self.says, stamp + 100
+
+
+def test_a_helper_says_whether_a_process_has_used_a_gpu_since_it_was_asked(asked: Asked) -> None:
+    nvml = asked.helper._nvml = Nvml()
+    assert asked("used", pid=41)["used"] is True
+    nvml.says = False
+    assert asked("used", pid=41)["used"] is False and nvml.stamps == [0, 100]
+    nvml.says = None
+    assert asked("used", pid=41)["used"] is None
+    assert asked("used", pid=42)["used"] is None  # NVML does not name it
 
 
 @pytest.fixture
