@@ -67,7 +67,7 @@ def test_a_part_and_num_gpus_that_cannot_be() -> None:
         memguard.PlanError, match=r"torch\.limit: 4.00 GiB, of which num_gpus=0.0001 is less than 2 MiB"
     ):
         part(budget(), exact(0.0001))
-    for wrong in (0, -1, 1.5, True, 0.00001, None):
+    for wrong in (0, -1, 1.5, True, 0.00001, None, "half", "1/0", float("inf"), float("nan")):
         with pytest.raises(ValueError, match=r"num_gpus is a whole number, or a part of one GPU.*\n.*fix: num_gpus="):
             exact(wrong)  # type: ignore[arg-type]
 
@@ -130,6 +130,14 @@ def test_a_runtime_env_is_merged_and_what_cannot_be_is_refused() -> None:
         integration.runtime_env(budget(), **found)
     with pytest.raises(memguard.ConfigError, match="there is no such file"):
         integration.runtime_env("/nowhere/budget.yaml")
+
+
+@pytest.mark.usefixtures("variable")
+def test_a_budget_for_ranks_is_refused_as_num_gpus_divides_it_already() -> None:
+    for written in ("auto", {"per_gpu": 2}):
+        for call in (integration.runtime_env, integration.options):
+            with pytest.raises(memguard.ConfigError, match=r"(?s)ranks: .*Ray's workers are none.*fix: .*num_gpus"):
+                call(budget(ranks=written))
 
 
 def test_what_is_asked_comes_through_an_environment_variable() -> None:
