@@ -135,9 +135,15 @@ from memguard.errors import ConfigError
         (GOOD + "ranks: true", 4, 8, "ranks", "found True", "write 'auto'"),
         (GOOD + "ranks: none", 4, 8, "ranks", "found 'none'", "remove the key: each process has the budget whole"),
         (GOOD + "ranks: {}", 4, 8, "ranks", "ranks is 'auto' or '{per_gpu: 2}', found a mapping", "write 'auto'"),
-        (GOOD + "ranks: {per_gpu: 0}", 4, 8, "ranks", "from 1 to 1024, found 0", "write for example 'auto'"),
+        (GOOD + "ranks: {per_gpu: 0}", 4, 8, "ranks", "from 1 to 1024, found 0", "write '{per_gpu: 2}'"),
         (GOOD + "ranks: {per_gpu: '2'}", 4, 8, "ranks", "found '2'", "write '2' without quotes"),
-        (GOOD + "ranks: {per_gpu: 2, gpus: 1}", 4, 8, "ranks", "found a mapping", "write 'auto'"),
+        (GOOD + "ranks: {per_gpu: 2, gpus: 1}", 4, 8, "ranks", "found a mapping with 'gpus'", "write '{per_gpu: 2}'"),
+        (GOOD + "ranks: {pergpu: 2}", 4, 8, "ranks", "found a mapping with 'pergpu'", "write '{per_gpu: 2}'"),
+        (GOOD + "devices: {0: {lease: true}}", 4, 15, "devices['0'].lease", "holds for all GPUs", "move it to 'device:'"),
+        (GOOD + "device: {lease: true}\ndevices: {0: {lease: true}}", 5, 15, "devices['0'].lease", "allowed here: limit, "
+         "reserve", "remove it: 'device:' has it"),
+        (GOOD + "devices: {0: {leases: true}}", 4, 15, "devices['0'].leases", "unknown key 'leases'; allowed: limit, "
+         "reserve", "remove it"),
         (GOOD + "torchrun: auto", 4, 1, "torchrun", "unknown key 'torchrun'", "did you mean 'ranks'?"),
         # on_busy
         (GOOD + "on_busy:", 4, 9, "on_busy", "has no value", "write 'warn' or 'raise', or remove the key"),
