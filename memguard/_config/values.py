@@ -68,9 +68,12 @@ def percent_text(fraction: Fraction) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """A duration exactly, as a budget file takes it: `500ms`, `20s`."""
+    """A duration exactly, as a budget file takes it: `500ms`, `20s`, `10min`."""
     if seconds == int(seconds):
-        return f"{int(seconds)}s"
+        size, unit = next(
+            (one for one in ((3600, "h"), (60, "min")) if seconds >= one[0] and seconds % one[0] == 0), (1, "s")
+        )
+        return f"{int(seconds) // size}{unit}"
     milliseconds = round(seconds * 1000)
     return f"{milliseconds}ms" if milliseconds / 1000 == seconds else f"{seconds!r}s"
 

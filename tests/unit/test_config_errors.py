@@ -139,9 +139,10 @@ from memguard.errors import ConfigError
         (GOOD + "ranks: {per_gpu: '2'}", 4, 8, "ranks", "found '2'", "write '2' without quotes"),
         (GOOD + "ranks: {per_gpu: 2, gpus: 1}", 4, 8, "ranks", "found a mapping with 'gpus'", "write '{per_gpu: 2}'"),
         (GOOD + "ranks: {pergpu: 2}", 4, 8, "ranks", "found a mapping with 'pergpu'", "write '{per_gpu: 2}'"),
-        (GOOD + "devices: {0: {lease: true}}", 4, 15, "devices['0'].lease", "holds for all GPUs", "move it to 'device:'"),
-        (GOOD + "device: {lease: true}\ndevices: {0: {lease: true}}", 5, 15, "devices['0'].lease", "allowed here: limit, "
-         "reserve", "remove it: 'device:' has it"),
+        (GOOD + "devices: {0: {lease: true}}", 4, 15, "devices['0'].lease", "holds for all GPUs",
+         "move it to 'device:'"),
+        (GOOD + "device: {lease: true}\ndevices: {0: {lease: true}}", 5, 15, "devices['0'].lease",
+         "allowed here: limit, reserve", "remove it: 'device:' has it"),
         (GOOD + "devices: {0: {leases: true}}", 4, 15, "devices['0'].leases", "unknown key 'leases'; allowed: limit, "
          "reserve", "remove it"),
         (GOOD + "torchrun: auto", 4, 1, "torchrun", "unknown key 'torchrun'", "did you mean 'ranks'?"),
@@ -228,7 +229,7 @@ from memguard.errors import ConfigError
         (GOOD + "monitor: {forecast: off}", 4, 21, "monitor.forecast", "'off' is not a duration", "write '0'"),
         (GOOD + "monitor: {forecast: false}", 4, 21, "monitor.forecast", "False is not a duration", "write '0'"),
         (GOOD + "monitor: {forecast: 100ms}", 4, 21, "monitor.forecast",
-         "'100ms' is not between 1s and 3600s, or 0 for none", "'20s'"),
+         "'100ms' is not between 1s and 1h, or 0 for none", "'20s'"),
         (GOOD + "monitor: {forecast: soon}", 4, 21, "monitor.forecast", "'soon' is not a duration", "'2s'"),
         (GOOD + "monitor: {timeline: }", 4, 20, "monitor.timeline", "has no value", "write 'memguard.jsonl'"),
         (GOOD + "monitor: {timeline: ''}", 4, 21, "monitor.timeline", "found '', which names none", "'memguard.jsonl'"),
