@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +64,13 @@ def refuse_ranks(budget: Budget, whose: str, instead: str) -> None:
     if budget.ranks is not None:
         what = f"ranks is for processes of torchrun, mpirun and srun: {whose} workers are none"
         raise ConfigError([budget.problem(("ranks",), what, f"remove it, {instead}")], budget.source or "budget")
+
+
+def said_of_a_part(error: PlanError, part: Fraction, why: str, source: str = "") -> PlanError:
+    """The same for who wrote the whole budget: the figures in it are those of a process that has this part of it."""
+    of = f"these are the figures of a worker, whose limits are {part} of the budget's ({why})"
+    problems = [replace(one, fix=f"{one.fix}; {of}") for one in error.problems] if part < 1 else error.problems
+    return PlanError(problems, source or error.source)
 
 
 def with_nccl(budget: Budget) -> Budget:

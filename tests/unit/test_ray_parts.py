@@ -8,6 +8,7 @@ import sys
 import time
 from collections import namedtuple
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from fractions import Fraction
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
@@ -317,6 +318,17 @@ def test_what_cannot_be_applied_is_raised_in_the_place_of_the_function(ray: Ray)
         ray.task(limit, ["1"])
     assert limit() is None
     late.disarm()
+
+
+def test_a_part_that_does_not_fit_is_said_to_be_a_part_and_names_the_file(ray: Ray) -> None:
+    whole = budget("1GiB", frameworks={"torch": {"share": "50%"}})
+    asked = replace(Asked.of(whole, whole=True, simulate="h200"), source="budget.yaml")
+    worker = Worker({VARIABLE: asked.text()})
+    worker.arm()
+    text = r"(?s)^budget\.yaml: device: .*limit 512.*fix: raise .*a worker, whose limits are 1/2 of .*num_gpus=0\.5"
+    with pytest.raises(memguard.PlanError, match=text):
+        ray.task(limit, ["0"], 0.5)
+    worker.disarm()
 
 
 def test_hooks_that_fail_or_would_be_lost_are_told_by_each_task(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 from memguard._config import Budget
-from memguard._config.parts import part_of, refuse_ranks
+from memguard._config.parts import part_of, refuse_ranks, said_of_a_part
+from memguard.errors import PlanError
 
 
 def part_of_worker(budget: Budget, workers: int) -> Budget:
@@ -13,3 +16,10 @@ def part_of_worker(budget: Budget, workers: int) -> Budget:
     same = budget.ranks if isinstance(budget.ranks, int) else 2
     refuse_ranks(budget, "Dask's", f"and write workers_per_gpu={same} for Dask")
     return part_of(budget, workers, "worker")
+
+
+def explained(error: BaseException, workers: int) -> BaseException:
+    """What a worker's part of the budget raised, for who wrote the whole one."""
+    if isinstance(error, PlanError) and workers > 1:
+        return said_of_a_part(error, Fraction(1, workers), f"workers_per_gpu={workers}")
+    return error
