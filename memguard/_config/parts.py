@@ -66,11 +66,11 @@ def refuse_ranks(budget: Budget, whose: str, instead: str) -> None:
         raise ConfigError([budget.problem(("ranks",), what, f"remove it, {instead}")], budget.source or "budget")
 
 
-def said_of_a_part(error: PlanError, part: Fraction, why: str, source: str = "") -> PlanError:
+def said_of_a_part(error: PlanError, part: Fraction, why: str) -> PlanError:
     """The same for who wrote the whole budget: the figures in it are those of a process that has this part of it."""
     of = f"these are the figures of a worker, whose limits are {part} of the budget's ({why})"
     problems = [replace(one, fix=f"{one.fix}; {of}") for one in error.problems] if part < 1 else error.problems
-    return PlanError(problems, source or error.source)
+    return PlanError(problems, error.source)
 
 
 def with_nccl(budget: Budget) -> Budget:

@@ -146,6 +146,7 @@ def test_what_is_asked_comes_through_an_environment_variable() -> None:
     asked = Asked.of(whole, whole=True, simulate=["h200", "t4"], setup=None)
     again = Asked.read({VARIABLE: asked.text()})
     assert again == asked and json.loads(asked.text())
+    assert Asked.read({VARIABLE: replace(asked, source="b.yaml").text()}).budget.source == "b.yaml"
     assert again.budget.monitor is not None and again.budget.metrics is None and again.job == "train"
     assert again.budget.on_busy == "raise" and again.budget.frameworks == whole.frameworks
     assert asked.gpus(["1"]) == ["t4"] and asked.gpus([]) == ["h200", "t4"]

@@ -154,8 +154,8 @@ class Worker:
         self._applied.add("the budget", lambda: block.__exit__(None, None, None))
         try:
             self._enter(block, asked.job or _name())
-        except PlanError as error:  # the budget came without its file
-            raise said_of_a_part(error, amount, f"num_gpus={float(amount):g}", asked.source) from None
+        except PlanError as error:
+            raise said_of_a_part(error, amount, f"num_gpus={float(amount):g}") from None
         self._gpus = gpus
         self._stop_waiting()
 
