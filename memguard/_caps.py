@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from memguard import _policy
@@ -16,7 +17,7 @@ from memguard._ledger.reader import LedgerReader
 from memguard._locks import Turn
 from memguard._logs import log as _log
 from memguard._specs import SPECS
-from memguard._types import DevicePlan, Enforcement, Event
+from memguard._types import DevicePlan, Enforcement, Event, Plan
 from memguard._units import parse_size
 from memguard.errors import MemguardError, NotActive
 
@@ -61,7 +62,8 @@ class Caps:
             from memguard import _ranks
 
             self.sharing = _ranks.of_budget(budget, len(devices), os.environ, host.simulated)
-        if self.sharing is not None and not self.sharing.even and any(one.ordinal is None for one in devices):
+        needed = self.sharing is not None and (not self.sharing.even or (budget.device.lease and len(devices) > 1))
+        if needed and any(one.ordinal is None for one in devices):
             devices = host.devices(ordinals=True)
         self.plan = _policy.plan(budget, devices, self.sharing)
         self._on_event: Callable[[Event], None] | None = None
@@ -90,6 +92,13 @@ class Caps:
     def frameworks(self) -> Mapping[str, Framework]:
         """The frameworks of the budget by name; with simulated GPUs, their simulated stand-ins."""
         return dict(self._frameworks)
+
+    @property
+    def own_plan(self) -> Plan:
+        """The plan of the GPUs that this process uses: of a rank that is known to use one of several, of that one."""
+        own = None if self.sharing is None else self.sharing.own
+        found = tuple(part for part in self.plan.devices if own is not None and part.device.ordinal == own)
+        return replace(self.plan, devices=found) if found else self.plan
 
     def part(self, uuid: str) -> DevicePlan:
         """The plan of one GPU of the budget."""

@@ -11,5 +11,6 @@ from memguard._config.budget import MonitorConfig as MonitorConfig
 from memguard._config.budget import SuspendConfig as SuspendConfig
 from memguard._config.budget import json_schema as json_schema
 from memguard._config.budget import of as of
+from memguard._config.budget import received as received
 
 load, parse, from_mapping = Budget.load, Budget.from_text, Budget.from_mapping

@@ -368,6 +368,13 @@ def of(budget: Budget | str | os.PathLike[str] | Mapping[str, Any]) -> Budget:
     return Budget.from_mapping(budget) if isinstance(budget, Mapping) else Budget.load(budget)
 
 
+def received(mapping: Mapping[str, Any], source: str) -> Budget:
+    """A budget that another process read from that file, and sent. Raises ConfigError."""
+    budget = Budget.from_mapping(mapping)
+    budget._origin = Origin(source)
+    return budget
+
+
 def json_schema() -> dict[str, Any]:
     """JSON Schema 2020-12 of the file, for editors. Only memguard itself checks the sums of shares and sizes."""
     from pydantic.json_schema import GenerateJsonSchema

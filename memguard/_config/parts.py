@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from memguard._config.frozen import Frozen
 from memguard._specs import SPECS
 from memguard._units import GRANULE, format_size, round_down
-from memguard.errors import PlanError
+from memguard.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:
     from memguard._config.budget import Budget
@@ -17,10 +18,20 @@ if TYPE_CHECKING:
 def part_of(budget: Budget, parts: int, who: str = "rank") -> Budget:
     """The budget of one of so many processes (`who`: each of them) that share each GPU in equal parts.
 
-    Limits of GPUs, and sizes in bytes of frameworks, are divided; a share is of the process's own limit, and the
-    reserve is what each process needs for its own context. Raises PlanError if a size becomes less than 2 MiB.
+    Raises PlanError if a size becomes less than 2 MiB.
     """
-    if parts == 1:
+    small = f" for {parts} {who}s is less than 2 MiB for each"
+    return multiplied(budget, Fraction(1, parts), small, f"give more, or start fewer {who}s on a GPU")
+
+
+def multiplied(budget: Budget, part: Fraction, small: str, fix: str) -> Budget:
+    """The budget of a process that has this part of each GPU, of 1 at most.
+
+    Limits of GPUs, and sizes in bytes of frameworks, are multiplied; a share is of the process's own limit, and the
+    reserve is what each process needs for its own context. Raises PlanError if a size becomes less than 2 MiB: `small`
+    goes on after that size, and `fix` says what to do.
+    """
+    if part == 1:
         return budget
 
     def less(model: Any, loc: tuple[str, ...], keys: tuple[str, ...], fractions: bool) -> Any:
@@ -28,31 +39,38 @@ def part_of(budget: Budget, parts: int, who: str = "rank") -> Budget:
         for key in keys:
             value = getattr(model, key)
             if isinstance(value, int):
-                changed[key] = round_down(value // parts)
+                changed[key] = round_down(int(value * part))
                 if changed[key] < GRANULE:
-                    what = f"{format_size(value)} for {parts} {who}s is less than 2 MiB for each"
-                    raise PlanError(
-                        [budget.problem((*loc, key), what, f"give more, or start fewer {who}s on a GPU")],
-                        budget.source or "budget",
-                    )
+                    problem = budget.problem((*loc, key), f"{format_size(value)}{small}", fix)
+                    raise PlanError([problem], budget.source or "budget")
             elif value is not None and fractions:
-                changed[key] = value / parts
+                changed[key] = value * part
         return model.model_copy(update=changed)
 
+    devices = {key: less(one, ("devices", key), ("limit",), True) for key, one in budget.devices.items()}
+    sizes = ("limit", "min", "max")
+    frameworks = {name: less(one, ("frameworks", name), sizes, False) for name, one in budget.frameworks.items()}
     return budget.model_copy(
         update={
             "device": less(budget.device, ("device",), ("limit",), True),
-            "devices": Frozen(
-                {key: less(one, ("devices", key), ("limit",), True) for key, one in budget.devices.items()}
-            ),
-            "frameworks": Frozen(
-                {
-                    name: less(one, ("frameworks", name), ("limit", "min", "max"), False)
-                    for name, one in budget.frameworks.items()
-                }
-            ),
+            "devices": Frozen(devices),
+            "frameworks": Frozen(frameworks),
         }
     )
+
+
+def refuse_ranks(budget: Budget, whose: str, instead: str) -> None:
+    """Raise ConfigError for a budget with `ranks`, where an engine already divides it among its workers."""
+    if budget.ranks is not None:
+        what = f"ranks is for processes of torchrun, mpirun and srun: {whose} workers are none"
+        raise ConfigError([budget.problem(("ranks",), what, f"remove it, {instead}")], budget.source or "budget")
+
+
+def said_of_a_part(error: PlanError, part: Fraction, why: str) -> PlanError:
+    """The same for who wrote the whole budget: the figures in it are those of a process that has this part of it."""
+    of = f"these are the figures of a worker, whose limits are {part} of the budget's ({why})"
+    problems = [replace(one, fix=f"{one.fix}; {of}") for one in error.problems] if part < 1 else error.problems
+    return PlanError(problems, error.source)
 
 
 def with_nccl(budget: Budget) -> Budget:

@@ -231,6 +231,10 @@ def _word(raw: object) -> str:
 
 def _unknown(loc: Loc, fields: Fields, data: object) -> Violation:
     name, level = str(loc[-1]), _level(loc)
+    if loc[0] == "devices":
+        if name in fields[level] and name not in meant.FIELDS_OF_A_DEVICE:
+            return _of_all_gpus(loc, name, data)
+        fields = {**fields, level: {key: fields[level][key] for key in meant.FIELDS_OF_A_DEVICE}}
     value, allowed = meant.at(data, loc), fields[level]
     around = meant.at(data, loc[:-1])
     siblings: Mapping[str, Any] = around if isinstance(around, Mapping) else {}
@@ -238,6 +242,14 @@ def _unknown(loc: Loc, fields: Fields, data: object) -> Violation:
     thing, where = "framework" if level == "frameworks" else "key", " here" if here else ""
     message = f"unknown {thing} {short(name)}{where}; allowed: {', '.join(allowed)}"
     return Violation(loc, message, fix, True, True, instead)
+
+
+def _of_all_gpus(loc: Loc, name: str, data: object) -> Violation:
+    """A key of `device` below one GPU, which can have no value of its own for it."""
+    allowed = f"allowed here: {', '.join(meant.FIELDS_OF_A_DEVICE)}"
+    there = meant.at(data, ("device", name)) is not None
+    fix = "remove it: 'device:' has it" if there else "move it to 'device:'"
+    return Violation(loc, f"{name} holds for all GPUs of a process; {allowed}", fix, True, True)
 
 
 def _advice(

@@ -68,9 +68,12 @@ def percent_text(fraction: Fraction) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """A duration exactly, as a budget file takes it: `500ms`, `20s`."""
+    """A duration exactly, as a budget file takes it: `500ms`, `20s`, `10min`."""
     if seconds == int(seconds):
-        return f"{int(seconds)}s"
+        size, unit = next(
+            (one for one in ((3600, "h"), (60, "min")) if seconds >= one[0] and seconds % one[0] == 0), (1, "s")
+        )
+        return f"{int(seconds) // size}{unit}"
     milliseconds = round(seconds * 1000)
     return f"{milliseconds}ms" if milliseconds / 1000 == seconds else f"{seconds!r}s"
 
@@ -263,8 +266,14 @@ def ranks(value: object) -> int | Literal["auto"]:
         if isinstance(count, int) and not isinstance(count, bool) and 1 <= count <= MAX_RANKS:
             return count
         text = count.strip() if isinstance(count, str) else ""
-        own = f"; write '{int(text)}' without quotes" if re.fullmatch("[1-9][0-9]{0,2}", text, re.ASCII) else ""
-        raise ValueError(f"per_gpu is how many ranks share a GPU, from 1 to {MAX_RANKS}, found {found(count)}{own}")
+        own = f"'{int(text)}' without quotes" if re.fullmatch("[1-9][0-9]{0,2}", text, re.ASCII) else "'{per_gpu: 2}'"
+        raise ValueError(
+            f"per_gpu is how many ranks share a GPU, from 1 to {MAX_RANKS}, found {found(count)}; write {own}"
+        )
+    if isinstance(value, Mapping) and (odd := [key for key in value if key != "per_gpu"]):
+        raise ValueError(
+            f"ranks is 'auto' or '{{per_gpu: 2}}', found a mapping with {found(odd[0])}; write '{{per_gpu: 2}}'"
+        )
     if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_RANKS:
         raise ValueError(f"ranks is no number, found {value}; write '{{per_gpu: {value}}}' if so many share each GPU")
     raise ValueError(f"ranks is 'auto' or '{{per_gpu: 2}}', found {found(value)}; write 'auto'")

@@ -111,7 +111,7 @@ class Session:
             old = before.lease if before is not None else None
             suspend = self.guard.budget.suspend
             leaves = suspend.on_demand if suspend is not None else None
-            self.have(leases.of_plan(self.guard.plan, self.guard.budget.source, old, leaves))
+            self.have(leases.of_plan(self.guard.own_plan, self.guard.budget.source, old, leaves))
 
     def have(self, lease: Lease) -> None:
         """The budget's lease: not claimed yet, or that of the same budget before. It outlives every cap."""
@@ -150,7 +150,7 @@ class Session:
         """Those who use more of its GPUs than they have claimed: named now, and later by the monitor."""
         leases = importlib.import_module("memguard._leases.neighbours")
         devices, host = (
-            dict(zip(lease.parts, (part.device for part in self.guard.plan.devices), strict=True)),
+            dict(zip(lease.parts, (part.device for part in self.guard.own_plan.devices), strict=True)),
             self.guard.host,
         )
         watch = leases.Watch(lease, lambda: {gpu: host.processes(one) for gpu, one in devices.items()})

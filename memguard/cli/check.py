@@ -163,6 +163,8 @@ def _suspend(suspend: SuspendConfig) -> str:
         parts.append(f"in a notebook after {duration_text(suspend.when_idle)} without work")
     if suspend.by_others:
         parts.append("by other processes of the user")
+    if suspend.on_demand is not None:
+        parts.append(f"by a process that waits for its lease, after {duration_text(suspend.on_demand)} without work")
     return ", ".join(parts) + ("; host memory is not checked" if suspend.host_memory == "ignore" else "")
 
 
@@ -180,6 +182,8 @@ def _device(device: DeviceBudget | DeviceOverride) -> str:
     if getattr(device, "lease", False):
         wait = getattr(device, "wait", None)
         parts.append("leased" if wait is None else f"leased, waits up to {duration_text(wait)}")
+        if getattr(device, "on_wait", None) == "suspend-idle":
+            parts.append("asks idle holders to leave")
     return ", ".join(parts) or "as device"
 
 

@@ -342,6 +342,9 @@ def test_a_budget_that_cannot_be_applied_is_told_and_no_worker_runs_without_it(p
         MemguardPlugin(tmp_path / "none.yaml")
     too_large = {"version": 1, "device": {"limit": "900GiB"}, "frameworks": {"torch": {"limit": "4GiB"}}}
     before = in_worker(plain, state)
+    small = {"version": 1, "device": {"limit": "1GiB"}, "frameworks": {"torch": {"share": "50%"}}}
+    with pytest.raises(memguard.PlanError, match=r"a worker, whose limits are 1/2 of .*workers_per_gpu=2"):
+        plain.register_plugin(MemguardPlugin(small, workers_per_gpu=2))
     with pytest.raises(memguard.MemguardError, match="900"):
         plain.register_plugin(MemguardPlugin(too_large))
     assert [{**one, "plugins": []} for one in in_worker(plain, state).values()] == [

@@ -165,7 +165,7 @@ def test_when_a_process_may_leave_its_gpus() -> None:
     budget = parse(GOOD + "suspend: {when_idle: 10min}")
     assert budget.suspend == SuspendConfig(when_idle=600.0, by_others=False, host_memory="check")
     assert budget.model_dump(exclude_none=True)["suspend"] == {
-        "when_idle": "600s",
+        "when_idle": "10min",
         "by_others": False,
         "host_memory": "check",
     }
@@ -750,8 +750,8 @@ def test_check_shows_when_the_process_may_leave_its_gpus(tmp_path: Path) -> None
         (tmp_path / "b.yaml").write_text(GOOD + suspend)
         return CliRunner().invoke(check, [str(tmp_path / "b.yaml")]).output
 
-    line = "  suspend      when it asks for it, in a notebook after 600s without work, by other processes of the user\n"
-    assert line in said("suspend: {when_idle: 10min, by_others: true}")
+    line = "  suspend      when it asks for it, in a notebook after 10min without work, by other processes of the user"
+    assert f"{line}\n" in said("suspend: {when_idle: 10min, by_others: true}")
     assert "when it asks for it; host memory is not checked\n" in said("suspend: {host_memory: ignore}")
     assert "suspend" not in said("suspend: {}")
 
@@ -762,7 +762,10 @@ def test_check_and_plan_show_that_the_limit_is_leased(tmp_path: Path) -> None:
         return CliRunner().invoke(command, [str(tmp_path / "b.yaml"), *more]).output
 
     line = "  device       limit 90% of what CUDA can give, reserve auto"
-    assert f"{line}, leased, waits up to 600s\n" in said(check, "device: {lease: true, wait: 10min}")
+    assert f"{line}, leased, waits up to 10min\n" in said(check, "device: {lease: true, wait: 10min}")
+    asks = "device: {lease: true, wait: 90s, on_wait: suspend-idle}"
+    assert f"{line}, leased, waits up to 90s, asks idle holders to leave\n" in said(check, asks)
+    assert "by a process that waits for its lease, after 1h without work\n" in said(check, "suspend: {on_demand: 1h}")
     assert f"{line}, leased\n" in said(check, "device: {lease: true}")
     assert f"{line}\n" in said(check, "device: {lease: false}")
     assert "that CUDA can give; leased" in said(plan, "device: {lease: true}", "--device", "h200")

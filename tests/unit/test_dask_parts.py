@@ -22,7 +22,7 @@ from memguard._units import GIB, MIB
 from memguard.integrations import dask as integration
 from memguard.integrations import tables as common
 from memguard.integrations.dask import tables
-from memguard.integrations.dask.parts import part_of_worker
+from memguard.integrations.dask.parts import explained, part_of_worker
 from memguard.integrations.dask.pause import Pause
 
 
@@ -78,6 +78,17 @@ def test_a_budget_for_ranks_is_refused() -> None:
         )
         with pytest.raises(memguard.ConfigError, match=f"(?s)Dask's workers are none.*{fix}"):
             part_of_worker(whole, 1)
+
+
+def test_figures_of_a_part_are_said_to_be_that() -> None:
+    whole = memguard.Budget.from_mapping(
+        {"version": 1, "device": {"limit": "1GiB"}, "frameworks": {"torch": {"share": "50%"}}}
+    )
+    with pytest.raises(memguard.PlanError) as caught:
+        plan(part_of_worker(whole, 2), SimulatedHost().devices())
+    text = str(explained(caught.value, 2))
+    assert "limit 512.0 MiB" in text and "whose limits are 1/2 of the budget's (workers_per_gpu=2)" in text
+    assert explained(caught.value, 1) is caught.value
 
 
 def test_without_distributed_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from kubernetes_manifests import FILES, GPU_CONFIG, HAMI_LIMITS, PLUGIN_CONFIG
 
 from memguard import _config, _mps, _policy
 from memguard._devices.simulated import CATALOGUE, Model, SimulatedHost
+from memguard._leases import folders
 from memguard._types import DevicePlan, Plan
 from memguard._units import GIB, MIB
 from memguard.cli import main
@@ -122,12 +123,14 @@ def test_the_containers_of_a_claim_share_the_folder_of_their_user() -> None:
     shared = set()
     for container in spec["containers"]:
         (variable,) = container["env"]
-        (mount,) = (mount for mount in container["volumeMounts"] if mount["name"] == "runtime")
-        assert variable["name"] == "MEMGUARD_RUNTIME_DIR"
+        (mount,) = (mount for mount in container["volumeMounts"] if mount["name"] == "leases")
+        assert variable["name"] == folders.VARIABLE
         assert Path(variable["value"]).parent == Path(mount["mountPath"])  # the mount itself is root's
         shared.add(variable["value"])
         (claim,) = container["resources"]["claims"]
         assert claim["request"] in requests and claim["name"] == spec["resourceClaims"][0]["name"]
+    budget = _config.parse(manifests.files_of("dra.yaml")["budget.yaml"], "dra.yaml")
+    assert budget.device.lease, "nothing would be kept in that folder"
     assert len(shared) == 1 and spec["securityContext"]["runAsUser"] != 0
     assert spec["resourceClaims"][0]["resourceClaimTemplateName"] == template["metadata"]["name"]
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,13 @@ from leasing import heard, told, until
 
 import memguard
 from memguard import _api
+from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import SimulatedFramework
 from memguard._leases import locks
 from memguard._leases.lease import Lease
 from memguard._leases.store import Store
 from memguard._leases.types import Part
+from memguard._types import Device
 from memguard._units import GIB
 from memguard.errors import CapNotApplied, LeaseRefused, NotActive
 
@@ -363,3 +366,25 @@ def test_an_interruption_at_each_point_of_a_claim_and_its_end(folder: Path) -> N
             failures[f"{at} {interrupted.place}"] = wrong
     print(f"{points.count} points, {len(failures)} wrong")
     assert failures == {}
+
+
+class WithoutOrdinals(SimulatedHost):
+    """As NVML has its GPUs, which knows CUDA's numbers only if it is asked."""
+
+    def devices(self, *, ordinals: bool = False) -> tuple[Device, ...]:
+        return tuple(one if ordinals else replace(one, ordinal=None) for one in super().devices())
+
+
+def test_a_rank_claims_the_gpu_that_it_uses_and_leaves_the_others_to_the_other_ranks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(_api, "_host", lambda simulate: WithoutOrdinals(["h200", "h200"]))
+    _, second = SimulatedHost(["h200", "h200"]).devices()
+    guard = memguard.init(budget(100, ranks="auto"))
+    assert [list(claim.parts) for claim in Store(str(folder)).claims()] == [[f"simulated:{second.uuid}"]]
+    assert len(guard.plan.devices) == 2, "its caps hold on both"
+    memguard.shutdown()
+    memguard.init(budget(100))  # no budget for ranks: both
+    assert [len(claim.parts) for claim in Store(str(folder)).claims()] == [2]

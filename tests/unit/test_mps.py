@@ -275,6 +275,21 @@ def test_simulated_gpus_are_told_of_and_nothing_is_set(tmp_path: Path) -> None:
     assert f"--mps would set {_mps.LIMIT}={uuids[0]}=34816M,{uuids[1]}=34816M; these GPUs are simulated" in said
 
 
+@pytest.mark.parametrize(
+    ("ranks", "environ", "size", "noted"),
+    [
+        ("auto", {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, 17, False),
+        ({"per_gpu": 4}, {}, 8.5, False),
+        ("auto", {}, 34, True),  # torchrun itself: each rank would inherit the whole limit
+    ],
+)
+def test_a_rank_has_its_part_of_the_limit(ranks: object, environ: dict[str, str], size: float, noted: bool) -> None:
+    given = {"version": 1, "ranks": ranks, "device": {"limit": "34GiB"}, "frameworks": {"torch": {"share": "50%"}}}
+    _, said = service.environment(environ, from_mapping(given), ["h100"])
+    assert f"={int(size * 1024)}M; these GPUs" in said
+    assert ("\n    note: this process is no rank" in said) == noted
+
+
 def test_limits_of_single_gpus_are_those_of_the_plan() -> None:
     given = {
         "version": 1,

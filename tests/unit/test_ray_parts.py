@@ -8,6 +8,7 @@ import sys
 import time
 from collections import namedtuple
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from fractions import Fraction
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
@@ -67,7 +68,7 @@ def test_a_part_and_num_gpus_that_cannot_be() -> None:
         memguard.PlanError, match=r"torch\.limit: 4.00 GiB, of which num_gpus=0.0001 is less than 2 MiB"
     ):
         part(budget(), exact(0.0001))
-    for wrong in (0, -1, 1.5, True, 0.00001, None):
+    for wrong in (0, -1, 1.5, True, 0.00001, None, "half", "1/0", float("inf"), float("nan")):
         with pytest.raises(ValueError, match=r"num_gpus is a whole number, or a part of one GPU.*\n.*fix: num_gpus="):
             exact(wrong)  # type: ignore[arg-type]
 
@@ -132,11 +133,20 @@ def test_a_runtime_env_is_merged_and_what_cannot_be_is_refused() -> None:
         integration.runtime_env("/nowhere/budget.yaml")
 
 
+@pytest.mark.usefixtures("variable")
+def test_a_budget_for_ranks_is_refused_as_num_gpus_divides_it_already() -> None:
+    for written in ("auto", {"per_gpu": 2}):
+        for call in (integration.runtime_env, integration.options):
+            with pytest.raises(memguard.ConfigError, match=r"(?s)ranks: .*Ray's workers are none.*fix: .*num_gpus"):
+                call(budget(ranks=written))
+
+
 def test_what_is_asked_comes_through_an_environment_variable() -> None:
     whole = budget(metrics={"prometheus": 9477, "job": "train"}, on_busy="raise")
     asked = Asked.of(whole, whole=True, simulate=["h200", "t4"], setup=None)
     again = Asked.read({VARIABLE: asked.text()})
     assert again == asked and json.loads(asked.text())
+    assert Asked.read({VARIABLE: replace(asked, source="b.yaml").text()}).budget.source == "b.yaml"
     assert again.budget.monitor is not None and again.budget.metrics is None and again.job == "train"
     assert again.budget.on_busy == "raise" and again.budget.frameworks == whole.frameworks
     assert asked.gpus(["1"]) == ["t4"] and asked.gpus([]) == ["h200", "t4"]
@@ -309,6 +319,17 @@ def test_what_cannot_be_applied_is_raised_in_the_place_of_the_function(ray: Ray)
         ray.task(limit, ["1"])
     assert limit() is None
     late.disarm()
+
+
+def test_a_part_that_does_not_fit_is_said_to_be_a_part_and_names_the_file(ray: Ray) -> None:
+    whole = budget("1GiB", frameworks={"torch": {"share": "50%"}})
+    asked = replace(Asked.of(whole, whole=True, simulate="h200"), source="budget.yaml")
+    worker = Worker({VARIABLE: asked.text()})
+    worker.arm()
+    text = r"(?s)^budget\.yaml: device: .*limit 512.*fix: raise .*a worker, whose limits are 1/2 of .*num_gpus=0\.5"
+    with pytest.raises(memguard.PlanError, match=text):
+        ray.task(limit, ["0"], 0.5)
+    worker.disarm()
 
 
 def test_hooks_that_fail_or_would_be_lost_are_told_by_each_task(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:

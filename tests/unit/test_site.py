@@ -111,3 +111,14 @@ def test_a_page_loses_comments_and_leads_to_the_repository() -> None:
     assert markup.page(text, "docs") == shown
     assert markup.page("[a](../oom.md) [b](../../configs)", "docs/doctor") == f"[a](../oom.md) [b]({out}/configs)"
     assert markup.page("in [oom.md](oom.md#x)", "docs") == "in [](oom.md#x)"
+
+
+def test_the_program_reads_every_variable_that_the_documents_name() -> None:
+    code = "\n".join(path.read_text() for path in (ROOT / "memguard").rglob("*.py"))
+    texts = [
+        path.read_text() for kind in ("md", "yaml") for path in DOCS.rglob(f"*.{kind}") if "_build" not in path.parts
+    ]
+    named = {
+        name for text in [*texts, (ROOT / "README.md").read_text()] for name in re.findall(r"\bMEMGUARD_[A-Z_]+", text)
+    }
+    assert not {name for name in named if not re.search(rf"\b{name}\b", code)}

@@ -10,7 +10,7 @@ import stat
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from memguard import _mps
+from memguard import _mps, _ranks
 from memguard._units import format_size
 from memguard.errors import DeviceError, MemguardError
 
@@ -40,23 +40,36 @@ def environment(environ: Mapping[str, str], budget: Budget, gpus: Sequence[str])
             f"{old.device.name} ({old.device.uuid}) is older than Volta, and MPS limits no memory there\n"
             "    fix: leave --mps out: the caps of the frameworks hold without it"
         )
+    ranks = _of_ranks(budget, environ)
     if gpus:
         text = _mps.value(_mps.limits(plan))
-        return dict(environ), f"--mps would set {_mps.LIMIT}={text}; these GPUs are simulated, so it is not set"
+        return dict(environ), f"--mps would set {_mps.LIMIT}={text}; these GPUs are simulated, so it is not set{ranks}"
     sizes = _mps.met(plan, environ.get(_mps.LIMIT))
     text = _mps.value(sizes)
     each = ", ".join(f"{format_size(sizes[part.device.uuid])} of {part.device.name}" for part in plan.devices)
-    said = f"MPS lets each process have {each}, its CUDA context included: {_mps.LIMIT}={text}"
+    said = f"MPS lets each process have {each}, its CUDA context included: {_mps.LIMIT}={text}{ranks}"
     return {**environ, _mps.LIMIT: text}, said
 
 
+def _of_ranks(budget: Budget, environ: Mapping[str, str]) -> str:
+    """What to add where the limit is undivided: a launcher that is started here hands it to each of its ranks."""
+    if budget.ranks != "auto" or _ranks.of(environ) is not None:
+        return ""
+    return (
+        "\n    note: this process is no rank, so this limit is the whole one, and each process that it starts may have "
+        "all of it\n    fix: for ranks, have the launcher start this: `torchrun --no-python ... memguard run --mps ...`"
+    )
+
+
 def _plan(environ: Mapping[str, str], budget: Budget, gpus: Sequence[str]) -> Plan:
+    """What this process would have by the budget: as a rank, its part."""
     from memguard import _policy
 
     if gpus:
         from memguard._devices.simulated import SimulatedHost
 
-        return _policy.plan(budget, SimulatedHost(gpus).devices())
+        shown = SimulatedHost(gpus).devices()
+        return _policy.plan(budget, shown, _ranks.of_budget(budget, len(shown), environ, simulated=True))
     from memguard._devices.real import RealHost
 
     host = RealHost()  # raises where there is no Linux
@@ -70,7 +83,7 @@ def _plan(environ: Mapping[str, str], budget: Budget, gpus: Sequence[str]) -> Pl
             "CUDA could not be asked which GPUs the program sees; if an entry names another, MPS drops every limit\n"
             "    fix: run `memguard doctor` to see why CUDA does not start"
         )
-    return _policy.plan(budget, devices)
+    return _policy.plan(budget, devices, _ranks.of_budget(budget, len(devices), environ, simulated=False))
 
 
 def require_daemon(environ: Mapping[str, str]) -> None:

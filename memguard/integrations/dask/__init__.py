@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memguard.integrations.dask.parts import part_of_worker
+from memguard.integrations.dask.parts import explained, part_of_worker
 from memguard.integrations.dask.tables import Ledgers as Ledgers
 
 try:
@@ -72,7 +72,7 @@ class MemguardPlugin(WorkerPlugin):  # type: ignore[misc] # distributed is optio
         whole = _config.of(budget)
         if whole.monitor is None:
             whole = whole.model_copy(update={"monitor": _config.MonitorConfig()})
-        self.budget = part_of_worker(whole, workers_per_gpu)
+        self.budget, self._workers = part_of_worker(whole, workers_per_gpu), workers_per_gpu
         self.pause, self.simulate, self.missing_gpu = pause, simulate, missing_gpu
         self._attached: dict[int, Attached] = {}  # several, if workers are threads of one process
 
@@ -86,12 +86,15 @@ class MemguardPlugin(WorkerPlugin):  # type: ignore[misc] # distributed is optio
         attached = self._attached[id(worker)] = Attached(worker, pause=self.pause)
         try:
             attached.begin(self.budget, self.simulate, self.missing_gpu)
-        except BaseException as error:
+        except BaseException as raised:
             self.teardown(worker)
+            error = explained(raised, self._workers)
             if isinstance(error, Exception) and _registering(worker):
                 # Dask would only log it, and run tasks without a budget.
                 worker.log_event(NAME, {"kind": "failed", "text": str(error), "name": worker.name})
                 worker.loop.add_callback(worker.close, reason=f"memguard: {str(error).partition(chr(10))[0]}")
+            if error is not raised:
+                raise error from None
             raise
 
     def teardown(self, worker: Any) -> None:

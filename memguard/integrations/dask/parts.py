@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 from memguard._config import Budget
-from memguard._config.parts import part_of
-from memguard.errors import ConfigError
+from memguard._config.parts import part_of, refuse_ranks, said_of_a_part
+from memguard.errors import PlanError
 
 
 def part_of_worker(budget: Budget, workers: int) -> Budget:
     """The budget of one of so many workers that share each GPU. Raises PlanError if it is too small."""
     if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
         raise ValueError(f"workers_per_gpu is a number from 1 on, found {workers!r}")
-    if budget.ranks is not None:
-        what = "ranks is for processes of torchrun, mpirun and srun: Dask's workers are none"
-        fix = f"remove it, and write workers_per_gpu={budget.ranks if isinstance(budget.ranks, int) else 2} for Dask"
-        raise ConfigError([budget.problem(("ranks",), what, fix)], budget.source or "budget")
+    same = budget.ranks if isinstance(budget.ranks, int) else 2
+    refuse_ranks(budget, "Dask's", f"and write workers_per_gpu={same} for Dask")
     return part_of(budget, workers, "worker")
+
+
+def explained(error: BaseException, workers: int) -> BaseException:
+    """What a worker's part of the budget raised, for who wrote the whole one."""
+    if isinstance(error, PlanError) and workers > 1:
+        return said_of_a_part(error, Fraction(1, workers), f"workers_per_gpu={workers}")
+    return error

@@ -39,7 +39,7 @@ def runtime_env(budget: BudgetLike, *, simulate: str | Sequence[str] | None = No
 
     A task or an actor whose worker cannot apply the budget fails with the reason.
 
-    Raises ConfigError; ValueError for what cannot be merged; ImportError without Ray.
+    Raises ConfigError, also for a budget with `ranks`; ValueError for what cannot be merged; ImportError without Ray.
     """
     return _environment(budget, True, simulate, more)
 
@@ -123,6 +123,7 @@ def _environment(
 ) -> dict[str, Any]:
     """`more` with the budget and the hook in its `env_vars`."""
     from memguard import _config
+    from memguard._config.parts import refuse_ranks
     from memguard.integrations.ray.asked import HOOK, VARIABLE, Asked
 
     if not isinstance(more, Mapping):
@@ -143,7 +144,9 @@ def _environment(
             f"env_vars has {VARIABLE}, which memguard sets itself\n"
             "    fix: leave it out: one runtime_env has one budget"
         )
-    asked = Asked.of(_config.of(budget), whole=whole, simulate=simulate, setup=None if setup == HOOK else setup)
+    loaded = _config.of(budget)
+    refuse_ranks(loaded, "Ray's", "as num_gpus says what part of a GPU a worker has")
+    asked = Asked.of(loaded, whole=whole, simulate=simulate, setup=None if setup == HOOK else setup)
     variables[VARIABLE] = asked.text()
     if variable is None:
         found[_FIELD] = HOOK

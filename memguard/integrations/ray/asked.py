@@ -51,7 +51,7 @@ class Asked:
         try:
             found = json.loads(environ[VARIABLE])
             budget, simulate = found.pop("budget"), tuple(found.pop("simulate"))
-            return cls(_config.of(budget), simulate=simulate, **found)
+            return cls(_config.received(budget, found["source"]), simulate=simulate, **found)
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(
                 f"{VARIABLE} is not what memguard.integrations.ray.runtime_env writes: {error}\n"

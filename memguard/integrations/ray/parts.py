@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 from math import ceil
-from typing import Any
 
 from memguard._config import Budget
-from memguard._config.frozen import Frozen
+from memguard._config.parts import multiplied
 from memguard._policy import plan
 from memguard._types import Device
-from memguard._units import GRANULE, MIB, format_size
+from memguard._units import MIB, format_size
 from memguard.errors import PlanError
 
 UNITS = "gpu_memory_mib"
@@ -22,7 +21,10 @@ STEP = 10_000
 
 def exact(amount: float | int | str) -> Fraction:
     """Ray's amount of a resource, as the decimal number that was written. Raises ValueError."""
-    found = Fraction(str(amount)) if not isinstance(amount, bool) and isinstance(amount, (int, float, str)) else None
+    try:
+        found = None if isinstance(amount, bool) else Fraction(str(amount))
+    except (ValueError, ZeroDivisionError):  # a word, infinity, "1/0"
+        found = None
     if found is None or found <= 0 or (found > 1 and found.denominator != 1) or STEP % found.denominator:
         raise ValueError(
             f"num_gpus is a whole number, or a part of one GPU with four decimals at most, found {amount!r}\n"
@@ -34,38 +36,10 @@ def exact(amount: float | int | str) -> Fraction:
 def part(budget: Budget, gpus: Fraction) -> Budget:
     """The budget of a worker to which Ray gave so much of a GPU. It is the same if that is one GPU, or several.
 
-    Limits of GPUs, and sizes in bytes of frameworks, are multiplied; a share is of the worker's own limit, and the
-    reserve is what each process needs for its own context. Raises PlanError if a size becomes less than 2 MiB.
+    Raises PlanError if a size becomes less than 2 MiB.
     """
-    if gpus >= 1:
-        return budget
-
-    def less(model: Any, loc: tuple[str, ...], keys: tuple[str, ...], percent: bool) -> Any:
-        changed: dict[str, Fraction | int] = {}
-        for key in keys:
-            value = getattr(model, key)
-            if isinstance(value, int):
-                changed[key] = int(value * gpus)
-                if changed[key] < GRANULE:
-                    what = f"{format_size(value)}, of which num_gpus={float(gpus):g} is less than 2 MiB"
-                    raise PlanError(
-                        [budget.problem((*loc, key), what, "give more, or a larger num_gpus")],
-                        budget.source or "budget",
-                    )
-            elif value is not None and percent:
-                changed[key] = value * gpus
-        return model.model_copy(update=changed)
-
-    devices = {key: less(one, ("devices", key), ("limit",), True) for key, one in budget.devices.items()}
-    sizes = ("limit", "min", "max")
-    frameworks = {name: less(one, ("frameworks", name), sizes, False) for name, one in budget.frameworks.items()}
-    return budget.model_copy(
-        update={
-            "device": less(budget.device, ("device",), ("limit",), True),
-            "devices": Frozen(devices),
-            "frameworks": Frozen(frameworks),
-        }
-    )
+    small = f", of which num_gpus={float(gpus):g} is less than 2 MiB"
+    return multiplied(budget, min(gpus, Fraction(1)), small, "give more, or a larger num_gpus")
 
 
 def gpus_of(budget: Budget, devices: Sequence[Device]) -> float:

@@ -15,15 +15,17 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import memguard
 from memguard import _api
 from memguard._activation import _memguard_environment as environment
 from memguard._blocks import Block
+from memguard._config.parts import said_of_a_part
 from memguard._logs import log as _log
 from memguard._undo import Undo
-from memguard.errors import DeviceError
+from memguard.errors import DeviceError, PlanError
 from memguard.integrations.ray import reports
 from memguard.integrations.ray.asked import HOOK, Asked
 from memguard.integrations.ray.metrics import Metrics
@@ -144,13 +146,16 @@ class Worker:
     def _begin(self, asked: Asked, gpus: tuple[str, ...]) -> None:
         import ray
 
-        budget = asked.budget
+        amount = Fraction(1)
         if asked.whole and gpus:
-            amount = ray.get_runtime_context().get_assigned_resources().get("GPU", 1)
-            budget = part(budget, exact(round(amount, 4)))
+            amount = exact(round(ray.get_runtime_context().get_assigned_resources().get("GPU", 1), 4))
+        budget = part(asked.budget, amount)
         block = memguard.guard(budget, simulate=asked.gpus(gpus))
         self._applied.add("the budget", lambda: block.__exit__(None, None, None))
-        self._enter(block, asked.job or _name())
+        try:
+            self._enter(block, asked.job or _name())
+        except PlanError as error:
+            raise said_of_a_part(error, amount, f"num_gpus={float(amount):g}") from None
         self._gpus = gpus
         self._stop_waiting()
 
