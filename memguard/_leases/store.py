@@ -344,7 +344,9 @@ def due(claims: list[Claim]) -> frozenset[int]:
 
 def leave(connection: Connection, number: int) -> list[Claim]:
     """Its process is off its GPUs: others may have them. All claims of the living after that."""
-    connection.execute("UPDATE claims SET state = 'off', since = ? WHERE id = ?", (time.time(), number))
+    connection.execute(
+        "UPDATE claims SET state = 'off', since = ? WHERE id = ? AND state != 'off'", (time.time(), number)
+    )
     return serve(connection)
 
 
