@@ -131,7 +131,7 @@ def have(timeout: float | None, stop: Callable[[], bool], tell: Progress) -> flo
     try:
         lease.back(math.inf if timeout is None else timeout, unwanted=stop, look=look)
     except NotActive:
-        if lease.held:  # its turn came with the interruption
+        if (now := current()) is not None and now.held:  # its turn came with the interruption
             given_back()
         raise CannotResume("it was interrupted while it waited for its lease") from None
     except LeaseRefused as error:

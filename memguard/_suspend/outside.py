@@ -204,13 +204,22 @@ def _not_allowed(process: Process, this: bool) -> Result:
     if not this:
         return _not_begun(process)
     budget = records.budget_of(process)
-    how = f"its budget {budget.budget} does not allow it" if budget else "nobody knows of a budget that allows it"
+    how = f"its budget {budget.budget} does not allow it" if budget else _unknown()
     text = (
         f"process {process.pid} is not suspended from outside: {how}\n"
         f"    fix: {ALLOW}; or the same command with --unsafe, which may crash it or lose it (docs/suspend.md, "
         "What can go wrong, lists how): it does it at once, and only on a terminal it asks first"
     )
     return Result(process, NO, text, "running", None)
+
+
+def _unknown() -> str:
+    try:
+        records.budgets()
+    except (OSError, MemguardError) as error:
+        why, _, fix = str(error).partition("\n    fix: ")
+        return f"whether a budget allows it cannot be read: {why}" + (f" ({fix})" if fix else "")
+    return "nobody knows of a budget that allows it"
 
 
 def _not_begun(process: Process) -> Result:
