@@ -322,13 +322,15 @@ def resume(
 
 def _without_lease(process: Process) -> str:
     """Why a process that gave its lease back must not come back now; empty if nothing of its lease is against it."""
-    try:
-        from memguard._leases import returning
+    from memguard._leases import returning
 
-        return returning.refusal(process)
-    except MemguardError as error:
-        _log.debug("whether process %d has a lease is unknown: %s", process.pid, error)
-        return ""
+    for place in records.with_budgets(process):  # it may have been started with another folder for leases
+        try:
+            if why := returning.refusal(process, place):
+                return why
+        except MemguardError as error:
+            _log.debug("whether process %d has a lease in %s is unknown: %s", process.pid, place, error)
+    return ""
 
 
 def needs_of(record: records.Record | None) -> dict[str, int] | None:

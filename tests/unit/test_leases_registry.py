@@ -181,3 +181,21 @@ def test_a_registry_that_cannot_be_read_is_no_budget_that_forbids_it(folder: str
     assert "cannot be read" in text and "is damaged" in text and "rm " in text
     for name in ("leases.sqlite", "leases.lock"):
         Path(folder, name).unlink()
+
+
+def test_who_was_started_with_another_folder_is_not_brought_back_without_its_lease(
+    folder: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, blocker = lease(60), lease(60)
+    one.take()
+    one.leave()
+    blocker.take()
+    assert "there is no room for it again" in outside._without_lease(ME)
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    elsewhere.chmod(0o700)
+    monkeypatch.setenv("MEMGUARD_LEASES", str(elsewhere))
+    monkeypatch.setattr(records, "_environ", lambda pid: {"MEMGUARD_LEASES": folder})
+    assert "there is no room for it again" in outside._without_lease(ME)
+    blocker.close()
+    assert outside._without_lease(ME) == ""
+    one.close()
