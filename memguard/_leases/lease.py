@@ -19,7 +19,7 @@ from memguard._leases.decide import Want
 from memguard._leases.folders import folder
 from memguard._leases.locks import File
 from memguard._leases.store import Store
-from memguard._leases.types import Claim, Part, parts_of
+from memguard._leases.types import Claim, Part, State, parts_of
 from memguard._logs import log as _log
 from memguard._logs import text_of
 from memguard._processes import who
@@ -91,6 +91,8 @@ class Lease:
         self.held = False
         self.kept = False
         """Whether it outlives the budget that it was claimed for: another one takes its place."""
+        self._over = False
+        """Whether it was given back for good: who waits in `back` claims nothing any more."""
         self._seen: list[Claim] = []
 
     def take(
@@ -110,8 +112,8 @@ class Lease:
             if part.bytes > part.total:
                 raise LeaseRefused(said.too_large(part))
         try:
-            began = time.monotonic()
-            self.store.change(lambda connection, file: self._enter(connection, file, wait > 0))
+            began, self._over = time.monotonic(), False
+            self._change(lambda connection, file: self._enter(connection, file, wait > 0))
             self._until(began, wait, say, unwanted, look)
         except BaseException:
             self.close()
@@ -130,6 +132,8 @@ class Lease:
             now = time.monotonic()
             if unwanted is not None and unwanted():
                 raise NotActive("this budget was shut down while it waited for its lease")
+            if self._over or self._state == "off":
+                raise NotActive("its lease was given back while it waited for it")
             if now - began >= wait:
                 raise self._refused(wait if wait > 0 else None)
             if say is not None and (heard is None or now - heard >= AGAIN):
@@ -139,15 +143,30 @@ class Lease:
                 look(self._seen)
             time.sleep(min(random.uniform(*LOOK), began + wait - now))
             if self.store.read(self._glance) is not False:
-                self.store.change(self._look)
+                self._change(self._look)
+
+    def _change(self, work: Callable[[Connection, File], None]) -> None:
+        """In the database. What is seen in there to be held is not, if it cannot be written: its disk may be full."""
+        before: list[bool] = []
+
+        def tracked(connection: Connection, file: File) -> None:
+            if not before:
+                before.append(self.held)
+            work(connection, file)
+
+        try:
+            self.store.change(tracked)
+        except BaseException:
+            self.held = before[0] if before else self.held
+            raise
 
     # of a process that leaves its GPUs and comes back
 
     def leave(self) -> None:
-        """Its process is off its GPUs: others may have them until `back`. Nothing happens if it is not held."""
+        """Its process is off its GPUs: others may have them until `back`. It waits for it no more either."""
         number = self.number
-        if self.held and number is not None and self._pid == os.getpid():
-            self.store.change(lambda connection, _: self._see(store.leave(connection, number)))
+        if number is not None and self._pid == os.getpid():
+            self._change(lambda connection, _: self._see(store.leave(connection, number)))
 
     def back(
         self,
@@ -158,22 +177,32 @@ class Lease:
     ) -> None:
         """Claim it again, after all who wait already. Several threads may: they share one place in the queue.
 
-        Raises as `take`; then it is as `leave` left it, unless another thread still waits.
+        Raises as `take`; then it is as `leave` left it, unless another thread still waits. NotActive too if it is given
+        back meanwhile.
         """
-        if self.held or self.number is None:
+        if self.held or self.number is None or self._over:
             return
         began = time.monotonic()
         try:
-            with self._count:
-                self._returning += 1
-                if self._returning == 1:
-                    self.store.change(lambda connection, file: self._enter(connection, file, True))
-            self._until(began, wait, say, unwanted, look)
-        finally:
-            with self._count:
-                self._returning -= 1
-                if self._returning == 0 and not self.held:
-                    self.store.change(self._give_up)
+            try:
+                with self._count:
+                    self._returning += 1
+                    self._change(self._again)
+                self._until(began, wait, say, unwanted, look)
+            finally:
+                with self._count:
+                    self._returning -= 1
+                    if self._returning == 0 and not self.held:
+                        self._change(self._give_up)
+        except LeaseRefused:
+            if not self.held:  # else its turn came with the end of the time
+                raise
+
+    def _again(self, connection: Connection, file: File) -> None:
+        """Claim it, unless another thread has done that and waits."""
+        self._see(store.serve(connection))
+        if self._state in (None, "off") and not self._over:
+            self._enter(connection, file, True)
 
     def _give_up(self, connection: Connection, file: File) -> None:
         self._see(store.serve(connection))
@@ -203,7 +232,7 @@ class Lease:
 
     def _look(self, connection: Connection, file: File) -> None:
         self._see(store.serve(connection))
-        if not self._there:  # the database was removed
+        if not self._there and not self._over:  # the database was removed
             self._enter(connection, file, True)
 
     def _see(self, claims: list[Claim]) -> None:
@@ -211,8 +240,12 @@ class Lease:
         self.held = any(claim.id == self.number and claim.state == "held" for claim in claims)
 
     @property
+    def _state(self) -> State | None:
+        return next((claim.state for claim in self._seen if claim.id == self.number), None)
+
+    @property
     def _there(self) -> bool:
-        return any(claim.id == self.number for claim in self._seen)
+        return self._state is not None
 
     def _others(self) -> tuple[list[Claim], int]:
         """Who holds, and how many came before."""
@@ -237,20 +270,24 @@ class Lease:
         """Give it back; nothing happens if there is none, or in a forked child, whose parent has it."""
         if self._pid != os.getpid() or self.kept:
             return
-        number = self.number
-        if number is None:
+        self._over = True  # before its number is read: from now on no thread makes it another one
+        if self.number is None:
             return
-        locks.turn.take(locks.let_go, store.PATIENCE, number)  # first: without it the claim counts no more
+        locks.turn.take(self._let_go, store.PATIENCE)  # first: without it the claim counts no more
         try:
-            self.store.change(lambda connection, _: _end(connection, number), _END)
+            self.store.change(self._end, _END)
         except MemguardError as error:
             _log.debug("the lease is given back; its row stays until the next claim: %s", text_of(error))
         self.number, self.held = None, False
 
+    def _let_go(self) -> None:
+        if self.number is not None:
+            locks.let_go(self.number)
 
-def _end(connection: Connection, number: int) -> None:
-    store.remove(connection, number)
-    store.serve(connection)
+    def _end(self, connection: Connection, file: File) -> None:
+        if self.number is not None:
+            store.remove(connection, self.number)
+        store.serve(connection)
 
 
 def _holder(claim: Claim, wanted: Mapping[str, Part]) -> dict[str, object]:

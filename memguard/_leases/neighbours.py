@@ -80,7 +80,9 @@ def neighbours(claims: Iterable[Claim], listed: Listed, here: str, own: int | No
 
 def sentence(one: Neighbour, part: Part, claims: Sequence[Claim], here: str) -> str:
     """`process 41 (python train.py, budget.yaml) uses 40.00 GiB of GPU 0 (NVIDIA H200), 6.00 GiB above its lease`."""
-    claim = next((claim for claim in claims if one.pid is not None and claim.pid == one.pid), None)
+    claim = next(
+        (claim for claim in claims if one.pid is not None and (claim.machine, claim.pid) == (here, one.pid)), None
+    )
     if claim is not None:
         name = said.who(claim, here)
     elif one.pid is not None:

@@ -17,6 +17,8 @@ from memguard._text import visible
 if TYPE_CHECKING:
     from sqlite3 import Connection
 
+_PATIENCE, _END = 5.0, 2.0
+"""Seconds in which a note must be written, and removed: neither the program's start nor its end waits for more."""
 _LONGEST = 200
 """Characters of a command or a budget's name."""
 _ROWS = "SELECT id, pid, start, machine, budget, by_others, simulated, listed FROM processes"
@@ -46,7 +48,7 @@ def enter(found: Budgeted, folder: str) -> None:
         )
         file.take(byte_of(row))
 
-    Store(folder).change(change)
+    Store(folder).change(change, _PATIENCE)
 
 
 def leave(process: Process, folder: str) -> None:
@@ -60,8 +62,8 @@ def leave(process: Process, folder: str) -> None:
         forget(connection)
 
     store = Store(folder)
-    if store.read(lambda connection, _: _rows(connection)):
-        store.change(change)
+    if store.read(lambda connection, _: _rows(connection), _END):
+        store.change(change, _END)
 
 
 def every(folder: str) -> list[Budgeted]:
@@ -80,7 +82,7 @@ def _living(connection: Connection, file: File) -> list[Budgeted]:
         held = [*([byte_of(row)] if listed else []), *claims.get(row, [])]
         if where == here and any(map(file.alive, held)) and lives(process):
             name = visible(budget, keep="")
-            found.append(Budgeted(process, name, bool(by_others and listed), bool(simulated)))
+            found.append(Budgeted(process, name, bool(by_others and listed), bool(simulated and listed)))
     return found
 
 

@@ -79,6 +79,7 @@ CREATE TABLE parts (
     PRIMARY KEY (claim, gpu)
 );
 """
+_CLAIMERS = "SELECT pid, start, machine, command FROM processes WHERE id IN (SELECT process FROM claims)"
 _CLAIMS = """
 SELECT claims.id, pid, start, machine, command, budget, state, asked, since, replaces, leaves,
     gpu, bytes, total, number, name
@@ -155,6 +156,13 @@ class Store:
                 ) from None
             except sqlite3.DatabaseError as error:
                 raise self._unusable(f"is damaged ({error})") from None
+            except OSError as error:
+                if error.errno is None:  # of a signal handler, such as its TimeoutError
+                    raise
+                raise MemguardError(
+                    f"{self.locks} cannot be used: {error.strerror}\n    fix: look at its folder and at `ulimit -n`; "
+                    "MEMGUARD_LEASES names another folder"
+                ) from None
 
     def _once(self, work: Work[T], writes: bool) -> T:
         import sqlite3
@@ -220,7 +228,7 @@ class Store:
         found = connection.execute("SELECT lock FROM meta").fetchone()
         if found is not None and found[0] != inode:
             here, boot = machine(), machine().partition(" ")[0]
-            for pid, start, where, command in connection.execute("SELECT pid, start, machine, command FROM processes"):
+            for pid, start, where, command in connection.execute(_CLAIMERS):
                 if (where == here and lives(Process(pid, start))) or (where != here and where.startswith(boot)):
                     raise MemguardError(
                         f"{self.locks} was removed while process {pid} ({visible(command, keep='')}) had a lease, so "
@@ -344,7 +352,9 @@ def due(claims: list[Claim]) -> frozenset[int]:
 
 def leave(connection: Connection, number: int) -> list[Claim]:
     """Its process is off its GPUs: others may have them. All claims of the living after that."""
-    connection.execute("UPDATE claims SET state = 'off', since = ? WHERE id = ?", (time.time(), number))
+    connection.execute(
+        "UPDATE claims SET state = 'off', since = ? WHERE id = ? AND state != 'off'", (time.time(), number)
+    )
     return serve(connection)
 
 

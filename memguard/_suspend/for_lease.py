@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 from memguard import _api
+from memguard._devices import suspension
 from memguard._leases.lease import Lease
 from memguard._leases.types import Claim
 from memguard._logs import log as _log
@@ -27,6 +28,8 @@ _LOCK = 5.0
 """Seconds for the work on the GPUs to end. There should be none."""
 _AGAIN = 5.0
 """Seconds until it is tried again to bring the process back."""
+_PATIENCE = 2.0
+"""Seconds in which it must be known who waits."""
 _back = float("-inf")
 """When this process was on its GPUs again, by the monotonic clock."""
 
@@ -52,7 +55,7 @@ def leave() -> Suspension:
     with cells.attach(shell).none() if shell is not None else nullcontext(True) as free:
         if not free:
             raise _busy("a cell runs in it")
-        if why := _at_work():
+        if why := _at_work() or _unneeded(lease):
             raise _busy(why)
         from memguard import _suspend
 
@@ -66,6 +69,8 @@ def _at_work() -> str:
     session = _api._active
     if session is None:
         return ""
+    if _api._applying:  # it may end the active budget, which cannot be ended off the GPUs
+        return "memguard.init is at work in it"
     admitting = session.guard._admitting
     if admitting is not None and admitting.working:
         return "a workload runs in it"
@@ -74,6 +79,17 @@ def _at_work() -> str:
     if suspend is not None and since < (suspend.on_demand or 0.0):
         return f"it has been back on its GPUs for {since:.0f} s"
     return ""
+
+
+def _unneeded(lease: Lease) -> str:
+    """Why it would leave in vain: who asked may wait no more by now. Empty if it would not."""
+    try:
+        claims = lease.store.claims(_PATIENCE)
+    except MemguardError as error:
+        return f"who waits for its lease cannot be read: {text_of(error)}"
+    if any(one.state == "waiting" and not lease.parts.keys().isdisjoint(one.parts) for one in claims):
+        return ""
+    return "nobody waits for its lease"
 
 
 def _busy(why: str) -> CannotSuspend:
@@ -115,6 +131,8 @@ def have(timeout: float | None, stop: Callable[[], bool], tell: Progress) -> flo
     try:
         lease.back(math.inf if timeout is None else timeout, unwanted=stop, look=look)
     except NotActive:
+        if (now := current()) is not None and now.held:  # its turn came with the interruption
+            given_back()
         raise CannotResume("it was interrupted while it waited for its lease") from None
     except LeaseRefused as error:
         reason = str(error).partition("\n")[0]
@@ -135,8 +153,13 @@ def is_back(by_another: bool) -> None:
 
 
 def _claim(lease: Lease) -> None:
+    def say(text: str) -> None:
+        _log.warning("back on its GPUs without its lease: %s", text)
+
     try:
-        lease.back(say=lambda text: _log.warning("back on its GPUs without its lease: %s", text))
+        lease.back(say=say, unwanted=lambda: suspension.now is not None)
+    except NotActive:  # its budget is over, or it is off its GPUs again
+        return
     except MemguardError as error:
         _log.warning("back on its GPUs without its lease: %s", text_of(error))
 
@@ -158,10 +181,10 @@ def _return(found: Suspension, lease: Lease) -> None:
     while not over():
         try:
             lease.back(unwanted=over, look=look)
-            own.resume(None, None)
+            own.resume(None, None, found)
             return
-        except NotActive:  # it is back already
-            return
+        except NotActive:  # it is back already; or another thread has given the lease back, and it is claimed again
+            continue
         except Exception as error:
             if isinstance(error, CannotResume) and error.lost:
                 return

@@ -39,6 +39,10 @@ ANSWER = 600.0
 _TEXT = 2000
 """Characters of an answer's text."""
 _OPS = ("suspend", "leave", "state")
+_NOT = {
+    "suspend": "its budget does not allow it, or its GPUs are simulated, and hold no memory",
+    "leave": "its budget does not let it leave its GPUs for those that wait for its lease",
+}
 _FOR = {"leave": ", as it waits for its lease"}
 Ask = Callable[[], Suspension]
 
@@ -65,7 +69,7 @@ class Listener:
             return {"done": True, "step": _step()}
         ask = self._asks.get(op)
         if ask is None:
-            return {"done": False, "text": "its GPUs are simulated, and hold no memory", "suspended": False}
+            return {"done": False, "text": _NOT[op], "suspended": False}
         _log.info("process %d asks this process to suspend itself%s", pid, _FOR.get(op, ""))
         try:
             found = ask()

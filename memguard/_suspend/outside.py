@@ -204,13 +204,22 @@ def _not_allowed(process: Process, this: bool) -> Result:
     if not this:
         return _not_begun(process)
     budget = records.budget_of(process)
-    how = f"its budget {budget.budget} does not allow it" if budget else "nobody knows of a budget that allows it"
+    how = f"its budget {budget.budget} does not allow it" if budget else _unknown()
     text = (
         f"process {process.pid} is not suspended from outside: {how}\n"
         f"    fix: {ALLOW}; or the same command with --unsafe, which may crash it or lose it (docs/suspend.md, "
         "What can go wrong, lists how): it does it at once, and only on a terminal it asks first"
     )
     return Result(process, NO, text, "running", None)
+
+
+def _unknown() -> str:
+    try:
+        records.budgets()
+    except (OSError, MemguardError) as error:
+        why, _, fix = str(error).partition("\n    fix: ")
+        return f"whether a budget allows it cannot be read: {why}" + (f" ({fix})" if fix else "")
+    return "nobody knows of a budget that allows it"
 
 
 def _not_begun(process: Process) -> Result:
@@ -313,13 +322,15 @@ def resume(
 
 def _without_lease(process: Process) -> str:
     """Why a process that gave its lease back must not come back now; empty if nothing of its lease is against it."""
-    try:
-        from memguard._leases import returning
+    from memguard._leases import returning
 
-        return returning.refusal(process)
-    except MemguardError as error:
-        _log.debug("whether process %d has a lease is unknown: %s", process.pid, error)
-        return ""
+    for place in records.with_budgets(process):  # it may have been started with another folder for leases
+        try:
+            if why := returning.refusal(process, place):
+                return why
+        except MemguardError as error:
+            _log.debug("whether process %d has a lease in %s is unknown: %s", process.pid, place, error)
+    return ""
 
 
 def needs_of(record: records.Record | None) -> dict[str, int] | None:

@@ -195,18 +195,21 @@ def _take_back(own: _Own) -> None:
         _log.warning("the process stays suspended (%s). fix: memguard.resume()", type(error).__name__)
 
 
-def resume(timeout: float | None, progress: Progress | None) -> None:
-    """Bring this process back. As `memguard.resume`. What another thread is at ends first: it may just be leaving."""
+def resume(timeout: float | None, progress: Progress | None, only: Suspension | None = None) -> None:
+    """Bring this process back. As `memguard.resume`. What another thread is at ends first: it may just be leaving.
+
+    `only`: from that suspension, and from none that came after it.
+    """
     if _turn.mine and current() is None:  # within the call that takes it off: there is nothing yet to bring back
         return
     patience = -1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)
-    if _turn.mine or _turn.take(_resume, patience, timeout, progress) is None:
+    if _turn.mine or _turn.take(_resume, patience, timeout, progress, only) is None:
         raise Suspended(f"{_BUSY}\n    fix: wait for it")
 
 
-def _resume(timeout: float | None, progress: Progress | None) -> None:
+def _resume(timeout: float | None, progress: Progress | None, only: Suspension | None) -> None:
     own = _now
-    if own is not None and own.suspension is not None:
+    if own is not None and own.suspension is not None and (only is None or only is own.suspension):
         _return(own, timeout, progress)
 
 

@@ -100,7 +100,7 @@ def remove(process: Process, where: str | None = None) -> None:
 
 def remove_budget(process: Process, where: str | None = None) -> None:
     """Nothing happens if there is none."""
-    for one in _with_budgets(process, where):
+    for one in with_budgets(process, where):
         with contextlib.suppress(OSError, MemguardError):
             registry.leave(process, one)
 
@@ -114,7 +114,7 @@ def of(process: Process, where: str | None = None) -> Record | None:
 
 
 def budget_of(process: Process, where: str | None = None) -> Budgeted | None:
-    for one in _with_budgets(process, where):
+    for one in with_budgets(process, where):
         with contextlib.suppress(OSError, MemguardError):
             for found in registry.every(one):
                 if found.process == process:
@@ -153,7 +153,7 @@ def every(where: str | None = None) -> list[Record]:
 def budgets(where: str | None = None) -> list[Budgeted]:
     """This user's processes that run under a budget. Raises OSError, or MemguardError if they cannot be read."""
     found = dict[Process, Budgeted]()
-    for place in _with_budgets(None, where):
+    for place in with_budgets(None, where):
         for one in registry.every(place):
             found.setdefault(one.process, one)
     return list(found.values())
@@ -193,7 +193,7 @@ def _places(process: Process, where: str | None) -> list[str]:
         return []
 
 
-def _with_budgets(process: Process | None, where: str | None) -> list[str]:
+def with_budgets(process: Process | None, where: str | None = None) -> list[str]:
     """Where processes may have said that they run under a budget. Raises MemguardError without a `process`."""
     if where is not None:
         return [where]

@@ -81,6 +81,8 @@ def test_what_is_said_of_them() -> None:
     assert text.startswith(f"process {os.getpid()} (") and text.endswith(
         "uses 3.00 GiB of GPU 0 (NVIDIA H200) without a lease"
     )
+    same_number = claim(os.getpid(), where="elsewhere")  # of another container
+    assert sentence(Neighbour(GPU, os.getpid(), 3 * GIB, None), PART, [same_number], HERE) == text
     text = sentence(Neighbour(GPU, os.getpid(), None, None), PART, claims, HERE)
     assert text.endswith("uses GPU 0 (NVIDIA H200), how much is unknown, without a lease")
     text = sentence(Neighbour(GPU, None, 35 * GIB, 34 * GIB), PART, claims, HERE)

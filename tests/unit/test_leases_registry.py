@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -16,7 +17,8 @@ from leasing import heard, lease, told, until
 from memguard._leases import registry
 from memguard._leases.registry import Budgeted
 from memguard._processes.identity import Process, process_of, this_process
-from memguard._suspend import records
+from memguard._suspend import outside, records
+from memguard.errors import MemguardError
 
 ROOT = Path(__file__).resolve().parents[2]
 ME = this_process()
@@ -116,3 +118,84 @@ def test_a_pid_that_was_given_again_is_another_process(folder: str) -> None:
     registry.enter(Budgeted(Process(ME.pid, ME.start + 1), "b.yaml", True), folder)
     assert registry.every(folder) == []
     registry.leave(Process(ME.pid, ME.start + 1), folder)
+
+
+def test_what_one_said_before_is_not_said_of_it_any_more(folder: str) -> None:
+    one = lease(40)
+    one.take()
+    registry.enter(Budgeted(ME, "laptop.yaml", True, True), folder)
+    registry.leave(ME, folder)  # the next budget has no `suspend`, and real GPUs
+    assert registry.every(folder) == [Budgeted(ME, "laptop.yaml", False, False)]
+    one.close()
+
+
+def test_locks_that_were_removed_under_one_without_a_claim_keep_nobody_from_a_lease(folder: str, other: Any) -> None:
+    os.unlink(os.path.join(folder, "leases.lock"))
+    one = lease(40)
+    one.take()
+    assert one.held
+    one.close()
+
+
+def test_a_note_that_cannot_be_written_delays_a_start_by_seconds_only(folder: str, monkeypatch: Any) -> None:
+    import sqlite3
+
+    monkeypatch.setattr(registry, "_PATIENCE", 0.1)
+    monkeypatch.setattr(registry, "_END", 0.1)
+    registry.enter(Budgeted(ME, "b.yaml", False), folder)
+    stopped = sqlite3.connect(os.path.join(folder, "leases.sqlite"), isolation_level=None)
+    stopped.execute("BEGIN IMMEDIATE")
+    try:
+        for change in (
+            lambda: registry.enter(Budgeted(ME, "b.yaml", True), folder),
+            lambda: registry.leave(ME, folder),
+        ):
+            with pytest.raises(MemguardError, match=r"is in use by another process for 0 s"):
+                change()
+    finally:
+        stopped.close()
+    assert registry.every(folder) == [Budgeted(ME, "b.yaml", False)]
+
+
+def test_who_cannot_open_the_locks_is_told_so(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry.enter(Budgeted(ME, "b.yaml", False), folder)
+    stat = os.stat
+
+    def fails(path: Any, **more: Any) -> Any:
+        if str(path).endswith("leases.lock"):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return stat(path, **more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "stat", fails)
+        with pytest.raises(MemguardError, match=r"leases\.lock cannot be used: Too many open files\n    fix: "):
+            registry.every(folder)
+
+
+def test_a_registry_that_cannot_be_read_is_no_budget_that_forbids_it(folder: str) -> None:
+    Path(folder, "leases.lock").touch(0o600)
+    Path(folder, "leases.sqlite").write_bytes(b"this is no database" * 100)
+    Path(folder, "leases.sqlite").chmod(0o600)
+    assert records.budget_of(ME) is None
+    text = outside._not_allowed(ME, True).text
+    assert "cannot be read" in text and "is damaged" in text and "rm " in text
+    for name in ("leases.sqlite", "leases.lock"):
+        Path(folder, name).unlink()
+
+
+def test_who_was_started_with_another_folder_is_not_brought_back_without_its_lease(
+    folder: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, blocker = lease(60), lease(60)
+    one.take()
+    one.leave()
+    blocker.take()
+    assert "there is no room for it again" in outside._without_lease(ME)
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    elsewhere.chmod(0o700)
+    monkeypatch.setenv("MEMGUARD_LEASES", str(elsewhere))
+    monkeypatch.setattr(records, "_environ", lambda pid: {"MEMGUARD_LEASES": folder})
+    assert "there is no room for it again" in outside._without_lease(ME)
+    blocker.close()
+    assert outside._without_lease(ME) == ""
+    one.close()

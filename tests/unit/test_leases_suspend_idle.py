@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from memguard._leases.types import Claim
 from memguard._processes.identity import Process, machine, this_process
 from memguard._suspend import listener, making_room
 from memguard._suspend.making_room import MakingRoom
-from memguard.errors import CannotResume, CannotSuspend
+from memguard.errors import CannotResume, CannotSuspend, NotActive
 
 ROOT = Path(__file__).resolve().parents[2]
 BUDGET: dict[str, Any] = {
@@ -255,6 +256,97 @@ def test_without_a_lease_nothing_leaves_for_one(folder: Path) -> None:
     memguard.init({**BUDGET, "device": {"limit": "100GiB"}}, simulate="h200")
     with pytest.raises(CannotSuspend, match="it holds no lease"):
         for_lease.leave()
+
+
+def test_a_process_leaves_only_while_somebody_waits_for_its_lease(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who has asked may have gone, or been served, before the request is read. So may a stranger ask."""
+    from memguard._suspend import for_lease
+
+    monkeypatch.setattr(for_lease, "_back", float("-inf"))
+    memguard.init(BUDGET, simulate="h200")
+    with pytest.raises(CannotSuspend, match="nobody waits for its lease"):
+        listener._leave()
+    waiting = lease_of_simulated(100)
+    waiter = threading.Thread(target=waiting.take, args=(60,))
+    waiter.start()
+    until(lambda: sorted(state for _, state in states()) == ["held", "waiting"])
+    assert listener._leave().why == "lease"
+    waiter.join(20)
+    assert sorted(state for _, state in states()) == ["held", "waiting"]
+    waiting.close()
+    until(lambda: suspension.now is None)
+    assert for_lease.current() is not None and states() == [(os.getpid(), "held")]
+
+
+def test_a_process_does_not_leave_while_init_is_at_work_in_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may wait for a larger lease for an hour, and must then end the budget that is active."""
+    memguard.init(BUDGET, simulate="h200")
+    monkeypatch.setattr(memguard._api, "_applying", True)  # type: ignore[attr-defined]
+    with pytest.raises(CannotSuspend, match=r"memguard\.init is at work in it"):
+        listener._leave()
+    assert suspension.now is None
+
+
+def test_whoever_waits_for_the_lease_ends_no_suspension_that_came_later(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from memguard._leases.lease import Lease
+    from memguard._suspend import for_lease
+
+    memguard.init(BUDGET, simulate="h200")
+    first = memguard.suspend()
+    one = for_lease.current()
+    assert one is not None
+    back = Lease.back
+
+    def meanwhile(self: Lease, *given: Any, **more: Any) -> None:
+        monkeypatch.setattr(Lease, "back", back)
+        back(self, *given, **more)
+        memguard.resume()  # by the program, which then leaves by itself
+        memguard.suspend()
+
+    monkeypatch.setattr(Lease, "back", meanwhile)
+    for_lease._return(first, one)
+    assert suspension.now is not None and states() == [(os.getpid(), "off")]
+
+
+def test_one_that_another_has_brought_back_claims_nothing_once_it_is_off_again(folder: Path) -> None:
+    from memguard._suspend import for_lease
+
+    memguard.init(BUDGET, simulate="h200")
+    memguard.suspend()
+    one = for_lease.current()
+    other = lease_of_simulated(100)
+    other.take()
+    assert one is not None
+    claims = threading.Thread(target=for_lease._claim, args=(one,))
+    claims.start()
+    claims.join(20)
+    assert not claims.is_alive() and sorted(state for _, state in states()) == ["held", "off"]
+    other.close()
+    assert states() == [(os.getpid(), "off")]
+
+
+def test_an_interrupted_return_gives_the_lease_back_that_came_just_then(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from memguard._suspend import for_lease
+
+    memguard.init(BUDGET, simulate="h200")
+    memguard.suspend()
+    one = for_lease.current()
+    assert one is not None
+
+    def comes_late(*_: object) -> None:
+        raise NotActive("interrupted")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(one, "_until", comes_late)
+        with pytest.raises(CannotResume, match="interrupted"):
+            for_lease.have(None, lambda: True, lambda wait: None)
+    assert states() == [(os.getpid(), "off")] and not one.held
 
 
 # Two processes that take turns

@@ -107,6 +107,18 @@ def test_who_has_gone_is_not_obeyed(gone: bool, tmp_path: Path) -> None:
     assert bool(asked) is not gone
 
 
+@pytest.mark.parametrize(
+    ("op", "why"), [("suspend", "its budget does not allow it"), ("leave", "does not let it leave")]
+)
+def test_what_its_budget_does_not_say_is_refused_with_the_reason(op: str, why: str, tmp_path: Path) -> None:
+    """One that leaves for a lease need not be one that others may suspend, and the other way round."""
+    other = {"suspend": "leave", "leave": "suspend"}[op]
+    serves = listener.Listener({other: suspension}, str(tmp_path / "socket"))
+    answer = serves._answer(op, 7)
+    assert answer["done"] is False and why in answer["text"]
+    serves._socket._socket.close()
+
+
 def test_its_refusal_comes_back_in_its_words() -> None:
     with (
         Program(refuses=True) as process,

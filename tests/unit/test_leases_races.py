@@ -1,0 +1,169 @@
+"""A lease that several threads have to do with, and one whose change is not written."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from leasing import lease
+
+from memguard._leases import locks
+from memguard._leases.lease import Lease
+from memguard._leases.store import Store
+from memguard.errors import LeaseRefused, MemguardError, NotActive
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    where = tmp_path / "leases"
+    monkeypatch.setenv("MEMGUARD_LEASES", str(where))
+    yield where
+    assert Store(str(where)).claims() == [] and locks._files == {}
+
+
+def states(folder: Path) -> list[str]:
+    return [claim.state for claim in Store(str(folder)).claims()]
+
+
+class Waiter:
+    """A thread that waits in `back`, and stands still after its first look until it is let go."""
+
+    def __init__(self, one: Lease) -> None:
+        self.looks, self.goes_on, self.over = threading.Event(), threading.Event(), threading.Event()
+        self.ended: list[object] = []
+        self._one = one
+        self._thread = threading.Thread(target=self._wait)
+
+    def __enter__(self) -> Waiter:
+        self._thread.start()
+        assert self.looks.wait(20)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        self.goes_on.set()
+        self._thread.join(3)
+        self.over.set()
+        self._thread.join(20)
+
+    def _wait(self) -> None:
+        try:
+            self._one.back(unwanted=self.over.is_set, look=self._look)
+            self.ended.append("held")
+        except NotActive as error:
+            self.ended.append(str(error))
+
+    def _look(self, _: object) -> None:
+        self.looks.set()
+        self.goes_on.wait(20)
+
+
+def test_it_is_claimed_again_although_a_thread_waits_that_has_not_seen_that_it_was_left() -> None:
+    one, blocker = lease(60), lease(60)
+    one.take()
+    one.leave()
+    blocker.take()
+    with Waiter(one) as waiter:
+        blocker.close()
+        one.back(20)
+        one.leave()
+        one.back(2)  # nobody else claims it: the other one believes that its claim waits
+        assert one.held
+        waiter.end()
+    assert waiter.ended == ["held"]
+    one.close()
+
+
+def test_who_waits_for_one_that_was_left_meanwhile_does_not_wait_for_ever(folder: Path) -> None:
+    one, blocker = lease(60), lease(60)
+    one.take()
+    one.leave()
+    blocker.take()
+    with Waiter(one) as waiter:
+        one.leave()  # its process is off its GPUs again
+        waiter.end()
+    assert waiter.ended == ["its lease was given back while it waited for it"]
+    assert sorted(states(folder)) == ["held", "off"]
+    blocker.close()
+    one.close()
+
+
+def test_what_was_given_back_is_not_claimed_again_by_a_thread_that_waits(folder: Path) -> None:
+    one, blocker = lease(60), lease(60)
+    one.take()
+    one.leave()
+    blocker.take()
+    with Waiter(one) as waiter:
+        one.close()
+        waiter.end()
+    assert waiter.ended == ["its lease was given back while it waited for it"]
+    assert states(folder) == ["held"] and one.number is None
+    one.back()  # there is nothing to claim again
+    assert states(folder) == ["held"]
+    blocker.close()
+    one.take()
+    assert one.held
+    one.close()
+
+
+def test_one_whose_turn_comes_with_the_end_of_its_time_has_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its process would stay off its GPUs, and keep others from them."""
+    one, blocker = lease(60), lease(60)
+    one.take()
+    one.leave()
+    blocker.take()
+
+    def too_late(*_: object) -> None:
+        blocker.close()
+        raise LeaseRefused("there is no room")
+
+    monkeypatch.setattr(one, "_until", too_late)
+    one.back(1)
+    assert one.held and states(folder) == ["held"]
+    one.close()
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From then on no change is written."""
+    change = Store.change
+
+    def unwritten(self: Store, work: Any, *given: Any) -> Any:
+        def fails(*two: Any) -> None:
+            work(*two)
+            raise MemguardError("disk is full")
+
+        return change(self, fails, *given)
+
+    return lambda: monkeypatch.setattr(Store, "change", unwritten)
+
+
+def test_what_was_not_written_is_not_held(folder: Path, full: Callable[[], None], monkeypatch: Any) -> None:
+    one = lease(60)
+    one.take()
+    one.leave()
+    full()
+    with pytest.raises(MemguardError, match="disk is full"):
+        one.back(5)
+    assert not one.held
+    monkeypatch.undo()
+    monkeypatch.setenv("MEMGUARD_LEASES", str(folder))
+    one.back(5)
+    assert one.held and states(folder) == ["held"]
+    one.close()
+
+
+def test_what_was_not_given_back_is_held(folder: Path, full: Callable[[], None], monkeypatch: Any) -> None:
+    one = lease(60)
+    one.take()
+    full()
+    with pytest.raises(MemguardError, match="disk is full"):
+        one.leave()
+    assert one.held and states(folder) == ["held"]
+    monkeypatch.undo()
+    one.close()
