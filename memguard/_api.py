@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args
 
@@ -71,6 +72,8 @@ _leases: list[Lease] = []
 """Those that `init` has claimed, or kept of the budget before, until it is known whose they are."""
 _why_none = _NONE
 _lock = threading.RLock()
+_FREED = 3.0
+"""Seconds that the driver may take to free what a process that ended had on a GPU: its lease is free before that."""
 _PATIENCE = 5.0
 """Seconds that a call waits for an `init` of another thread."""
 
@@ -209,7 +212,7 @@ def _planned(budget: Budget, simulate: str | Sequence[str] | None, before: Sessi
         session = Session(Guard(budget, host))
         session.prepare(before)
         if session.lease is not None:
-            _claim(session.lease, budget)
+            _claim(session.lease, session.guard)
     except BaseException as error:
         if host is not None:
             host.close()
@@ -221,17 +224,20 @@ def _planned(budget: Budget, simulate: str | Sequence[str] | None, before: Sessi
     return session
 
 
-def _claim(lease: Lease, budget: Budget) -> None:
+def _claim(lease: Lease, guard: Guard) -> None:
     """Wait for it as long as the budget says. With the lock held: other threads' `init` and `shutdown` wait too."""
     global _claiming
     _leases.append(lease)
     try:
         _claiming = True
         say = _log.warning if _is_heard() else real_imports.say
-        look = None
-        if budget.device.on_wait == "suspend-idle":  # by its name: a layer above, which uses this one
+        look, device = None, guard.budget.device
+        if device.on_wait == "suspend-idle":  # by its name: a layer above, which uses this one
             look = importlib.import_module("memguard._suspend.making_room").MakingRoom(lease, say).look
-        lease.take(budget.device.wait or 0.0, say, lambda: _unwanted, look)
+        if lease.take(device.wait or 0.0, say, lambda: _unwanted, look):
+            until = time.monotonic() + _FREED
+            while any(guard.busy()) and time.monotonic() < until and not _unwanted:
+                time.sleep(0.05)
     finally:
         _claiming = False
 

@@ -10,7 +10,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from memguard import _joint, _policy
@@ -494,13 +494,16 @@ class Guard(Shares):
             self._note(f"torch and tensorflow in one process: {done}")
             self.permanent.append("torch: the CUDA runtime loaded first stays loaded")
 
-    def _warn_where_busy(self) -> None:
+    def busy(self) -> Iterator[tuple[str, int | None]]:
+        """Of each GPU of which others hold so much that the limit cannot be had: that, and what this process has."""
         for part in self.plan.devices:
             active = self.host.context_active(part.device)
             own = own_bytes(self.host.processes(part.device), self.host.pid, bool(active))
-            warning = _policy.busy(part, self.host.memory(part.device), own)
-            if warning is None:
-                continue
+            if (warning := _policy.busy(part, self.host.memory(part.device), own)) is not None:
+                yield warning, own
+
+    def _warn_where_busy(self) -> None:
+        for warning, own in self.busy():
             if self.budget.on_busy == "raise" and own is not None:  # if unknown, this process itself may hold it
                 fix = "use another GPU, lower device.limit, or write 'on_busy: warn'"
                 problem = self.budget.problem(("on_busy",), warning, fix)

@@ -101,9 +101,9 @@ class Lease:
         say: Say | None = None,
         unwanted: Callable[[], bool] | None = None,
         look: Look | None = None,
-    ) -> None:
-        """Claim it, and wait up to that many seconds. `say` hears who holds what, at once and every AGAIN seconds.
-        If it is `unwanted` meanwhile, NotActive is raised.
+    ) -> bool:
+        """Claim it, and wait up to that many seconds: whether it had to. `say` hears who holds what, at once and every
+        AGAIN seconds. If it is `unwanted` meanwhile, NotActive is raised.
 
         Raises LeaseRefused if it cannot be had in time, or MemguardError if there can be no leases here; then nothing
         of the claim is left.
@@ -114,10 +114,12 @@ class Lease:
         try:
             began, self._over = time.monotonic(), False
             self._change(lambda connection, file: self._enter(connection, file, wait > 0))
+            waited = not self.held
             self._until(began, wait, say, unwanted, look)
         except BaseException:
             self.close()
             raise
+        return waited
 
     def _until(
         self,

@@ -388,3 +388,25 @@ def test_a_rank_claims_the_gpu_that_it_uses_and_leaves_the_others_to_the_other_r
     memguard.shutdown()
     memguard.init(budget(100))  # no budget for ranks: both
     assert [len(claim.parts) for claim in Store(str(folder)).claims()] == [2]
+
+
+def test_after_a_wait_the_driver_may_still_free_what_the_last_holder_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lease is free with the lock, and its memory some moments later."""
+    from memguard._devices.simulated import SimulatedHost
+
+    memory, full = SimulatedHost.memory, [True] * 4
+
+    def still_full(self: SimulatedHost, device: Device) -> Any:
+        found = memory(self, device)
+        return found._replace(used=found.used + found.free - GIB, free=GIB) if full and full.pop() else found
+
+    with job(80) as first:
+        assert heard(first) == "held"
+        ending = threading.Timer(0.2, first.kill)
+        ending.start()
+        monkeypatch.setattr(SimulatedHost, "memory", still_full)
+        try:
+            guard = memguard.init(budget(70, "60s", on_busy="raise"), simulate="h200")
+        finally:
+            ending.join()
+        assert guard.active and not full
