@@ -102,16 +102,18 @@ class Moves:
     def _look(self) -> None:
         from memguard._devices import suspension
 
-        before, since = "on", 0.0
+        before, came_from, since = "on", "on", 0.0
         while True:
             off = suspension.now
             state = "on" if off is None else "moves" if off.moving else "off"
             now = time.monotonic()
             if state == "moves" and before != "moves":
                 since, came_from = now, before
-            if before == "moves" and state == "off" and came_from == "on":
+            if state != before and before != "moves" != state:  # between two looks, as simulated GPUs do
+                since, came_from = now, before
+            if state == "off" and came_from == "on" and before != state:
                 self.out.append([since, now])
-            if before == "moves" and state == "on" and came_from == "off":
+            if state == "on" and came_from == "off" and before != state:
                 self.back.append([since, now])
             before = state
             time.sleep(0.01)
