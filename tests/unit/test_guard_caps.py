@@ -433,7 +433,7 @@ def test_the_monitor_finds_drift_and_tells_the_callbacks(drifting: dict[str, Dri
         guard = start({**TORCH, "monitor": {"interval": "50ms"}})
         drifting["torch"].allocate(MIB)
         drifting["torch"].lost = (RAISED,)
-        assert found.wait(10) and "watched" in str(guard)
+        assert found.wait(60) and "watched" in str(guard)
     finally:
         forget()
 

@@ -114,7 +114,7 @@ def test_a_page_loses_comments_and_leads_to_the_repository() -> None:
 
 
 def test_the_program_reads_every_variable_that_the_documents_name() -> None:
-    code = "\n".join(path.read_text() for path in (ROOT / "memguard").rglob("*.py"))
+    code = "\n".join(path.read_text() for path in Path(memguard.__file__).parent.rglob("*.py"))
     texts = [
         path.read_text() for kind in ("md", "yaml") for path in DOCS.rglob(f"*.{kind}") if "_build" not in path.parts
     ]
