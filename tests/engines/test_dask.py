@@ -52,7 +52,7 @@ class Users(WorkerPlugin):
         worker.at_users_plugin = _api._active is not None
 
 
-def until(done: Callable[[], Any], seconds: float = 20.0) -> Any:
+def until(done: Callable[[], Any], seconds: float = 90.0) -> Any:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if found := done():

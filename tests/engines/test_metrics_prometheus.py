@@ -99,7 +99,7 @@ class Prometheus:
         return found
 
 
-def until(done: Callable[[], Any], what: str, seconds: float = 15.0) -> Any:
+def until(done: Callable[[], Any], what: str, seconds: float = 60.0) -> Any:
     end = time.monotonic() + seconds
     while not (found := done()):
         assert time.monotonic() < end, f"not within {seconds} s: {what}"

@@ -61,7 +61,7 @@ def broken(): raise ValueError("the hook is broken")
 FRAMEWORK = "from memguard import _api\nactive = _api._active is not None\n"
 
 
-def until(done: Callable[[], Any], seconds: float = 30.0) -> Any:
+def until(done: Callable[[], Any], seconds: float = 90.0) -> Any:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if found := done():

@@ -208,7 +208,7 @@ def test_monitor_timeline_replay_and_pressure(
         frameworks["torch"].allocate(GIB)
     monitor = _api.current_session().monitor
     assert monitor is not None
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while "pressure critical: torch" not in caplog.text:
         assert time.monotonic() < end, caplog.text
         time.sleep(0.02)

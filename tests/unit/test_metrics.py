@@ -103,7 +103,7 @@ def budget(port: int | None, **more: Any) -> dict[str, Any]:
 
 
 def until(done: Callable[[], Any]) -> Any:
-    for _ in range(400):
+    for _ in range(6000):
         if found := done():
             return found
         time.sleep(0.01)

@@ -52,7 +52,7 @@ def begin(**more: Any) -> tuple[session.Session, dict[str, SimulatedFramework]]:
 
 
 def until(done: Callable[[], Any]) -> Any:
-    for _ in range(400):
+    for _ in range(6000):
         if found := done():
             return found
         time.sleep(0.02)
@@ -305,7 +305,7 @@ def test_a_checkpoint_of_a_callback_frees_nothing_on_the_monitors_thread() -> No
 
     memguard.on_pressure(called)
     frameworks["torch"].allocate(10 * GIB - 64 * MIB)
-    assert done.wait(10) and threads == []
+    assert done.wait(60) and threads == []
 
 
 @pytest.mark.parametrize("how", ["trim", "resize", "require", "workload"])
@@ -347,7 +347,7 @@ def test_where_communicators_live_nothing_is_freed_on_the_monitors_thread(
                 done.set()
 
     watch = memguard.on_sample(called)
-    assert done.wait(10)
+    assert done.wait(60)
     watch.remove()
     assert (held() >= 8 * GIB) is communicators
     if communicators and how != "require":
@@ -383,7 +383,7 @@ def test_a_driver_that_hangs_under_the_monitor_blocks_no_other_thread(
     driver = Hanging(monkeypatch)
     _, frameworks = begin(monitor=MONITOR)
     try:
-        assert driver.hangs.wait(10)
+        assert driver.hangs.wait(60)
         with pytest.raises(memguard.MemguardError, match="another thread has waited"):
             memguard.ledger()
         with pytest.raises(Exception, match="out of memory"), memguard.workload("train", framework="torch"):
@@ -460,11 +460,11 @@ def test_a_function_that_still_runs_for_an_old_budget_does_not_end_the_new_one(
     memguard.on_pressure(called)
     _, frameworks = begin(monitor=MONITOR)
     frameworks["torch"].allocate(10 * GIB - 64 * MIB)
-    assert began.wait(10)
+    assert began.wait(60)
     with caplog.at_level(logging.DEBUG, "memguard"):
         new = memguard.init({**OTHER, "monitor": MONITOR}, replace=True, simulate="h200")
         go.set()
-        assert done.wait(10)
+        assert done.wait(60)
     assert new.active and _api.current() is new and memguard.ledger().devices[0].limit == 34 * GIB
     if ends == "shutdown":
         assert returned == [[]] and "the one that came after it stays" in caplog.text
@@ -495,7 +495,7 @@ def test_a_function_may_end_its_own_budget_and_what_it_begins_itself(monkeypatch
     memguard.on_pressure(called)
     _, frameworks = begin(monitor=MONITOR)
     frameworks["torch"].allocate(10 * GIB - 64 * MIB)
-    assert done.wait(10) and seen == [False, False, None]
+    assert done.wait(60) and seen == [False, False, None]
 
 
 def test_only_a_function_can_be_called() -> None:

@@ -32,7 +32,7 @@ def nothing_left() -> Iterator[None]:
 
 
 def until(done: Callable[[], Any]) -> Any:
-    for _ in range(400):
+    for _ in range(6000):
         if found := done():
             return found
         time.sleep(0.01)
@@ -121,7 +121,7 @@ def test_a_function_may_end_the_budget_and_no_other_is_called_then() -> None:
     memguard.on_sample(end)
     memguard.on_sample(seen.append)
     guard = memguard.init(WATCHED, simulate="h200")
-    assert ended.wait(5)
+    assert ended.wait(60)
     until(lambda: not guard.active)
     time.sleep(0.05)
     assert seen == []

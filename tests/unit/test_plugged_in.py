@@ -220,7 +220,7 @@ def test_nothing_that_is_plugged_in_ends_the_monitor(
         nap.acquire(timeout=0.35)
         assert monitor.alive, "the thread has ended"
     taken = len(monitor._ring)
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while len(monitor._ring) <= taken and time.monotonic() < end:
         time.sleep(0.02)
     assert monitor.alive and len(monitor._ring) > taken, "it samples again"
