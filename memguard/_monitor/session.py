@@ -149,10 +149,8 @@ class Session:
     def _watch_neighbours(self, lease: Lease) -> None:
         """Those who use more of its GPUs than they have claimed: named now, and later by the monitor."""
         leases = importlib.import_module("memguard._leases.neighbours")
-        devices, host = (
-            dict(zip(lease.parts, (part.device for part in self.guard.own_plan.devices), strict=True)),
-            self.guard.host,
-        )
+        host, parts = self.guard.host, self.guard.own_plan.devices
+        devices = {gpu: part.device for gpu, part in zip(lease.parts, parts, strict=True)}
         watch = leases.Watch(lease, lambda: {gpu: host.processes(one) for gpu, one in devices.items()})
         self._name_neighbours(watch)
         self._neighbours = watch  # from now on the monitor looks, and nobody else
