@@ -22,6 +22,12 @@ import _exchange_tables
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = {
     # Measured. `*` in a path is every key, and `least` or `most` says which of the values.
+    "1 GiB out": "h200-suspend.json: scenarios.seconds torch.sizes.1.rounds.0.off_s",
+    "1 GiB in": "h200-suspend.json: scenarios.seconds torch.sizes.1.rounds.0.on_s",
+    "16 GiB out": "h200-suspend.json: scenarios.seconds torch.sizes.16.rounds.0.off_s",
+    "16 GiB in": "h200-suspend.json: scenarios.seconds torch.sizes.16.rounds.0.on_s",
+    "60 GiB out": "h200-suspend.json: scenarios.seconds torch.sizes.60.rounds.0.off_s",
+    "60 GiB in": "h200-suspend.json: scenarios.seconds torch.sizes.60.rounds.0.on_s",
     "bare context": "h200-x2-ddp.json: ranks.0.readings.0.overhead",
     "first tensor": "h200-x2-ddp.json: ranks.0.readings.1.overhead",
     "handed over": "h200-exchange.json: scenarios.speed.bytes",

@@ -38,7 +38,7 @@ import _leases_turns
 from _leases_checks import WAITS, lease_checks
 from _leases_job import JOBS, REHEARSAL
 from _leases_turns import Tell
-from _run import RESULTS, ROOT, attempt, conclude, header, keep_runs, merged
+from _run import RESULTS, ROOT, attempt, conclude, header, keep_runs, merged, write
 
 HERE = Path(__file__).resolve().parent
 FULL = 120.0
@@ -297,9 +297,7 @@ class Result:
     def add(self, name: str, outcome: dict[str, Any]) -> None:
         self.scenarios[name] = outcome
         if self.output is not None:
-            new = self.output.with_suffix(".part")
-            new.write_text(json.dumps(self.whole(), indent=1) + "\n")
-            new.replace(self.output)
+            write(self.whole(), self.output)
 
     def whole(self) -> dict[str, Any]:
         scenarios = {name: self.scenarios[name] for name in SCENARIOS if name in self.scenarios}

@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import _listed
-from _run import GIB, MIB, ROOT, Judge, Tell, attempt, conclude, header, judged
+from _run import GIB, MIB, ROOT, Judge, Tell, attempt, conclude, header, judged, write
 from ddp import filled
 
 LIMIT = 16 * GIB
@@ -205,7 +205,7 @@ def main() -> None:
         result[name] = attempt(lambda name=name: measured(name))
         print(f"{name}: rc {result[name]['returncode']}, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
         if arguments.output is not None:  # what ends the run does not lose what was measured
-            arguments.output.with_suffix(".part").write_text(json.dumps(result, indent=1) + "\n")
+            write(result, arguments.output.with_suffix(".part"))
     result["checks"] = ranks_checks({name: result[name] for name in SCENARIOS})
     conclude(result, arguments.output)
     if arguments.output is not None:

@@ -43,7 +43,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from _listed import SUGGEST
-from _run import MIB, RESULTS, ROOT, attempt, conclude, header, keep_runs, merged
+from _run import MIB, RESULTS, ROOT, attempt, conclude, header, keep_runs, merged, write
 from _suggest_checks import SUGGEST_TRIED, suggest_checks
 
 PROGRAMS = Path(__file__).resolve().parent / "suggest_programs"
@@ -325,9 +325,7 @@ def main() -> None:
     def tell(name: str, outcome: dict[str, Any]) -> None:
         found[name] = outcome
         if output is not None:
-            new = output.with_suffix(".part")
-            new.write_text(json.dumps(result(), indent=1) + "\n")
-            new.replace(output)
+            write(result(), output)
 
     scenarios(names, arguments.recording, tell)
     last = result()

@@ -12,15 +12,14 @@ g  turns      two processes of 44 GiB on 80 GB
 h  room       no room; a stranger that grabs memory; the window between the placeholder's end and the restore
 i  notebook   a Jupyter kernel that goes off when it is idle
 
-Parts a, b, c, d and f run at the same time, some 260 s. The others run one after the other, as they take times or fill
-the card: e some 250 s, g 100, h 180, i 40. The times are estimates until a result has them. `--part abcdf` runs parts,
-`--only` scenarios by name, separated by semicolons, and `--merge` takes what ran from another run's JSON. What is named
-and failed there runs again. The whole in calls of at most ten minutes:
+Parts a, b, c, d and f run at the same time, at most 290 s on 16 cores that had other work too. The others run one
+after the other, as they take times or fill the card: e 260 s, g 70, h 110, i 22. `--part abcdf` runs parts, `--only`
+scenarios by name, separated by semicolons, and `--merge` takes what ran from another run's JSON. What is named and
+failed there runs again. The whole in calls of at most ten minutes:
 
     python benchmarks/suspend.py --part abcdf -o 1.json
     python benchmarks/suspend.py --part e --merge 1.json -o 2.json
-    python benchmarks/suspend.py --part gi --merge 2.json -o 3.json
-    python benchmarks/suspend.py --part h --merge 3.json -o benchmarks/results/h200-suspend.json
+    python benchmarks/suspend.py --part ghi --merge 2.json -o benchmarks/results/h200-suspend.json
 
 The result is written after each scenario, so that what ends the run does not lose what was measured.
 
@@ -49,7 +48,7 @@ import _suspend_refused
 import _suspend_room
 import _suspend_rounds
 from _listed import BREAKS, REFUSED, SIX, SUSPEND, SUSPEND_STEPS
-from _run import RESULTS, attempt, conclude, header, keep_runs, merged
+from _run import RESULTS, attempt, conclude, header, keep_runs, merged, write
 from _suspend_checks import suspend_checks
 from _suspend_children import apart, harsh
 
@@ -158,9 +157,7 @@ class Result:
         with self._lock:
             self.scenarios[name] = outcome
             if self.output is not None:
-                new = self.output.with_suffix(".part")
-                new.write_text(json.dumps(self.whole(), indent=1) + "\n")
-                new.replace(self.output)
+                write(self.whole(), self.output)
 
     def whole(self) -> dict[str, Any]:
         scenarios = {name: self.scenarios[name] for name in SCENARIOS if name in self.scenarios}

@@ -289,7 +289,7 @@ def leases() -> list[str]:
         for name, most in one.get("most", {}).items()
     ]
     fifth = one.get("fifth")
-    waited = f"The fifth had its lease {fifth['after_end_s']:.2f} s after the end of the first. " if fifth else ""
+    waited = f"The fifth had its lease {fifth['after_told_s']:.2f} s after the first was told to end. " if fifth else ""
     died = f"Without leases {len(control.get('died', ()))} of five died." if "died" in control else ""
     return [
         "## Processes with leases",
