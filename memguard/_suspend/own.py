@@ -129,10 +129,14 @@ def chosen_way() -> Way:
 
 
 def suspend(timeout: float, why: Why, owner: int | None = None, ignore_host_memory: bool = False) -> Suspension:
-    """Take this process off its GPUs. As `memguard.suspend`; `owner` as for `Gate`."""
+    """Take this process off its GPUs. As `memguard.suspend`; `owner` as for `Gate`.
+
+    While another thread takes it off it is refused at once. One that has brought it back may still put things away.
+    """
     _refuse_twice()
     _refuse_here()
-    done = None if _turn.mine else _turn.take(_suspend, 0, timeout, why, owner, ignore_host_memory)
+    patience = 0 if _leaves() else QUIET
+    done = None if _turn.mine else _turn.take(_suspend, patience, timeout, why, owner, ignore_host_memory)
     if done is None:
         raise Suspended(f"{_BUSY}\n    fix: wait for it")
     _tell(done[0])
@@ -320,6 +324,12 @@ def current() -> Suspension | None:
     """The suspension of this process; None while it is on its GPUs."""
     own = _now
     return None if own is None else own.suspension
+
+
+def _leaves() -> bool:
+    """Whether a call is at taking it off."""
+    own = _now
+    return own is not None and own.suspension is None
 
 
 def _refuse_twice() -> None:

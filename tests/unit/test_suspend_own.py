@@ -171,6 +171,28 @@ def test_another_process_brings_it_back(way: FakeWay, budget: Guard) -> None:
     assert memguard.ledger().devices[0].suspended is None
 
 
+def test_it_can_leave_again_while_the_helper_of_the_last_time_ends(
+    way: FakeWay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process brought it back. What was seen on a GPU: the helper took so long that `suspend` was refused."""
+    ends, go_on = threading.Event(), threading.Event()
+
+    def close() -> None:
+        ends.set()
+        assert go_on.wait(10)
+
+    memguard.suspend()
+    monkeypatch.setattr(way, "close", close)
+    way.running = True
+    way.by_others.set()
+    assert ends.wait(10) and suspension.now is None
+    way.by_others.clear()
+    threading.Timer(0.1, go_on.set).start()
+    with memguard.suspended():
+        assert suspension.now is not None
+    assert way.steps.count("checkpoint") == 2
+
+
 def test_without_room_it_stays_suspended_and_whole(way: FakeWay) -> None:
     memguard.suspend()
     way.room.clear()
