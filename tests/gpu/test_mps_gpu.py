@@ -41,7 +41,8 @@ while not error and taken < int(sys.argv[1]):
     taken += (2 << 20) * (not error)
 own = "fits"
 try:
-    torch.empty(8 << 20, dtype=torch.uint8, device="cuda")  # within torch's cap, which is 1.5 GiB
+    # Within torch's cap, which is 1.5 GiB, and more than the segment that its first tensor is in has idle.
+    torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
 except torch.OutOfMemoryError:
     own = "refused"
 print(json.dumps({"left": left, "total": total, "taken": taken, "error": error, "torch": own,
