@@ -20,8 +20,8 @@ def whole(scenarios: dict[str, Any]) -> list[str]:
         "run. A run passes if the program ends well and nothing was refused. Headrooms below 0 % are less than what",
         "was needed.",
         "",
-        "| program | smallest headroom that passes | passes with the default | the default takes more by | from a run "
-        "without a budget |",
+        "| program | smallest headroom from which on all pass | passes with the default | the default takes more by | "
+        "from a run without a budget |",
         "| --- | --- | --- | --- | --- |",
         *("| " + " | ".join(row) + " |" for row in rows),
     ]

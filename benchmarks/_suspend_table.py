@@ -142,16 +142,19 @@ def _calls(scenarios: Mapping[str, Any]) -> list[str]:
 
 
 def _breaks(scenarios: Mapping[str, Any]) -> list[str]:
-    rows = []
+    rows, whole = [], 0
     for what in BREAKS:
         for way in SUSPEND_STEPS:
-            rounds = scenarios.get(f"{what}, {way}", {}).get("rounds")
+            one = scenarios.get(f"{what}, {way}", {})
+            rounds = one.get("rounds")
             if not rounds:
+                rows += [f"| {what}, {way} | did not run to its end | | |"] if one else []
                 continue
+            whole += 1
             back = sum(one["wrong"] == 0 and not one.get("away_at_last") for one in rounds)
             by_resume = sum(one["back"].startswith("by memguard resume") for one in rounds)
             rows.append(f"| {what}, {way} | {len(rounds)} | {back} | {by_resume} |")
-    if not rows:
+    if not whole:
         return []
     return [
         "Broken at each step, five times each:",

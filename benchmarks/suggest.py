@@ -6,18 +6,18 @@ For each of three programs of `suggest_programs/`, each run in a process of its 
 
 wide       once under a budget with room for everything, with a timeline: what the suggestions are made from
 tried      twice under the budget that `suggest --headroom` writes for each of several headrooms, and with less than was
-           needed: the smallest that passes
+           needed: the smallest from which on all pass
 default    ten times under the budget of the default headroom, and what that wastes over the smallest that passes
 record     once without a budget (`memguard run --record`), and then under the budget that comes of that. Other runs
            share the card, so TensorFlow and JAX are told not to take all of it then
 
 A run passes if the program ends well and nothing was refused, whether or not the program caught it.
 
-`recording` is a run of twenty seconds with PyTorch, JAX and CuPy, whose budget becomes tight and which catches two
-out-of-memory errors: `--recording PATH` keeps its timeline. At most five processes run at once. `--only` takes names,
-separated by semicolons, and `--merge` takes from another run's JSON what is not named, or all that is whole there.
-The result is written after each program. SIGINT and SIGTERM end the runs at once, and what was measured by then is
-written, as `stopped`. It takes some 290 s.
+`recording` is a run with twenty seconds of work in PyTorch, JAX and CuPy, whose budget becomes tight and which catches
+two out-of-memory errors: `--recording PATH` keeps its timeline. At most five processes run at once. `--only` takes
+names, separated by semicolons, and `--merge` takes from another run's JSON what is not named, or all that is whole
+there. The result is written after each program. SIGINT and SIGTERM end the runs at once, and what was measured by then
+is written, as `stopped`. It takes some 290 s.
 
 With MEMGUARD_SUGGEST_REHEARSAL set, stand-ins on simulated GPUs run in place of the programs.
 """

@@ -290,7 +290,8 @@ def leases() -> list[str]:
     ]
     fifth = one.get("fifth")
     waited = f"The fifth had its lease {fifth['after_told_s']:.2f} s after the first was told to end. " if fifth else ""
-    died = f"Without leases {len(control.get('died', ()))} of five died." if "died" in control else ""
+    names = ", ".join(name.rpartition(" ")[0] for name in control.get("died", ()))
+    died = f"Without leases {len(control['died'])} of five died: {names}." if control.get("died") else ""
     return [
         "## Processes with leases",
         "",
@@ -309,12 +310,12 @@ def _turns(one: Any) -> list[str]:
     """Two jobs on one card; nothing if they did not run."""
     if not one.get("filled") or not all(one["turns"].values()):
         return []
+    last = {"first": one.get("alone")}  # it leaves once more, and comes back when the other has ended
     rows = []
     for name, turns in one["turns"].items():
+        moved = last.get(name) or turns[-1]
         waits = ", ".join(f"{turn['served'] - turn['asked']:.0f}" for turn in turns)
-        out, back = (
-            ", ".join(f"{end - begin:.0f}" for begin, end in turns[-1][way]) or "never" for way in ("out", "back")
-        )
+        out, back = (", ".join(f"{end - begin:.0f}" for begin, end in moved[way]) or "never" for way in ("out", "back"))
         rows.append(f"| {name} | {one['filled'][name] / GIB:.2f} GiB | {waits} | {out} | {back} |")
     return [
         f"Two jobs with leases of 44 GiB take turns on {one['room'] / GIB:.1f} GiB, seconds:",

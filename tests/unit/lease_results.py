@@ -45,5 +45,5 @@ def in_turn() -> dict[str, Any]:
         "filled": {"first": 40 * GIB, "second": 40 * GIB}, "most_host": 88 * GIB,
         "nvml": {"looks": 4000, "both": 0, "over": 0, "most": {"first": 42 * GIB, "second": 42 * GIB}},
         "leases": {"looks": 200, "wrong_sums": 0, "both": 0, "failed": []},
-        "alone": {"wrong": 0}, "left": {"listed": [], "claims": 0},
+        "alone": {"wrong": 0, "out": [], "back": []}, "left": {"listed": [], "claims": 0},
     }  # fmt: skip

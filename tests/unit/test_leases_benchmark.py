@@ -147,7 +147,7 @@ def test_the_documents_have_its_table_once_it_is_measured(tmp_path: Path, monkey
     (tmp_path / "h200-leases.json").write_text(json.dumps(result))
     text = "\n".join(table.leases())
     assert "| the fifth | 31.00 GiB | 32.00 GiB |" in text
-    assert "1.50 s after the first was told to end. Without leases 1 of five died." in text
+    assert "1.50 s after the first was told to end. Without leases 1 of five died: jax." in text
     assert "| second | 40.00 GiB | 50, 50, 50 | 30, 30 | 30, 30 |" in text
 
 
