@@ -15,6 +15,7 @@ import platform
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -320,6 +321,39 @@ def write(result: Mapping[str, Any], path: Path) -> None:
     new = path.with_suffix(".part")
     new.write_text(json.dumps(result, indent=1).replace(place, "") + "\n")
     new.replace(path)
+
+
+class Kept:
+    """A result in the making. It is written each time that a scenario was added: what ends the run does not lose it.
+
+    `make` makes a result of the scenarios, which it gets in the order of `names`. What stood in the file before is kept
+    as a run, and so are the results `again`, of which something runs once more: that does not make a failure undone.
+    """
+
+    def __init__(
+        self,
+        output: Path | None,
+        before: Mapping[str, Any],
+        names: Collection[str],
+        make: Callable[[dict[str, Any]], dict[str, Any]],
+        again: Sequence[Path] = (),
+    ) -> None:
+        self._output, self._scenarios, self._names, self._make = output, dict(before), names, make
+        self._lock = threading.Lock()
+        paths = dict.fromkeys((output.resolve(), RESULTS / output.name)) if output else {}
+        self._earlier = [json.loads(path.read_text()) for path in (*filter(Path.exists, paths), *again)]
+
+    def add(self, name: str, outcome: dict[str, Any]) -> None:
+        with self._lock:
+            self._scenarios[name] = outcome
+            if self._output is not None:
+                write(self.whole(), self._output)
+
+    def whole(self) -> dict[str, Any]:
+        result = self._make({name: self._scenarios[name] for name in self._names if name in self._scenarios})
+        for one in self._earlier:
+            keep_runs(one, result)
+        return result
 
 
 def keep_runs(before: dict[str, Any], result: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ import _leases_turns
 from _leases_checks import WAITS, lease_checks
 from _leases_job import JOBS, REHEARSAL
 from _leases_turns import Tell
-from _run import RESULTS, ROOT, attempt, conclude, header, keep_runs, merged, write
+from _run import ROOT, Kept, attempt, conclude, header, merged
 
 HERE = Path(__file__).resolve().parent
 FULL = 120.0
@@ -285,28 +285,6 @@ PARTS: dict[str, dict[str, Scenario]] = {
 SCENARIOS = {name: do for of in PARTS.values() for name, do in of.items()}
 
 
-class Result:
-    """The whole result, written each time that something was added."""
-
-    def __init__(self, output: Path | None, before: dict[str, Any]) -> None:
-        self.output, self.scenarios = output, dict(before)
-        self.about = header("python benchmarks/leases.py", "_leases", "_processes", "_suspend", "cli")
-        paths = dict.fromkeys((output.resolve(), RESULTS / output.name)) if output else {}
-        self._earlier = [json.loads(path.read_text()) for path in paths if path.exists()]
-
-    def add(self, name: str, outcome: dict[str, Any]) -> None:
-        self.scenarios[name] = outcome
-        if self.output is not None:
-            write(self.whole(), self.output)
-
-    def whole(self) -> dict[str, Any]:
-        scenarios = {name: self.scenarios[name] for name in SCENARIOS if name in self.scenarios}
-        result = {"about": self.about, "scenarios": scenarios, "checks": lease_checks(scenarios)}
-        for one in self._earlier:
-            keep_runs(one, result)
-        return result
-
-
 def ran(names: Sequence[str], add: Callable[[str, dict[str, Any]], None]) -> None:
     """These scenarios one after the other, and what each has seen so far as it goes on."""
     for name in names:
@@ -317,6 +295,16 @@ def ran(names: Sequence[str], add: Callable[[str, dict[str, Any]], None]) -> Non
         add(name, outcome)
 
 
+def kept(output: Path | None, before: Mapping[str, Any]) -> Kept:
+    """The result, as it is until something is added."""
+    about = header("python benchmarks/leases.py", "_leases", "_processes", "_suspend", "cli")
+
+    def whole(scenarios: dict[str, Any]) -> dict[str, Any]:
+        return {"about": about, "scenarios": scenarios, "checks": lease_checks(scenarios)}
+
+    return Kept(output, before, SCENARIOS, whole)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=sorted(PARTS), help="this part alone")
@@ -325,7 +313,7 @@ def main() -> None:
     arguments = parser.parse_args()
     before = merged(arguments.merge, "scenarios")["scenarios"]
     names = [*PARTS[arguments.part]] if arguments.part else [name for name in SCENARIOS if name not in before]
-    result = Result(arguments.output, before)
+    result = kept(arguments.output, before)
     ran(names, result.add)
     conclude(result.whole(), arguments.output)
 

@@ -43,7 +43,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from _listed import SUGGEST
-from _run import MIB, RESULTS, ROOT, attempt, conclude, header, keep_runs, merged, write
+from _run import MIB, ROOT, Kept, attempt, conclude, header, merged
 from _suggest_checks import SUGGEST_TRIED, suggest_checks
 
 PROGRAMS = Path(__file__).resolve().parent / "suggest_programs"
@@ -302,34 +302,22 @@ def main() -> None:
     sys.path.insert(0, str(ROOT))
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
-    about, started, found = header("python benchmarks/suggest.py", "_suggest", "cli"), time.monotonic(), dict(before)
-    # What stood in the file, and what is run again: a rerun does not make a failure undone.
-    output = arguments.output
-    paths = [*dict.fromkeys((output.resolve(), RESULTS / output.name))] if output else []
-    kept = [*filter(Path.exists, paths), *(arguments.merge if set(names) & set(before) else ())]
-    earlier = [json.loads(path.read_text()) for path in kept]
+    about, started = header("python benchmarks/suggest.py", "_suggest", "cli"), time.monotonic()
 
-    def result() -> dict[str, Any]:
-        told: dict[str, Any] = {
+    def made(scenarios: dict[str, Any]) -> dict[str, Any]:
+        return {
             "about": about,
             "rehearsed": REHEARSED,
             **({"stopped": True} if _stopped.is_set() else {}),
             "seconds": round(time.monotonic() - started, 1),
-            "scenarios": {name: found[name] for name in known if name in found},
+            "scenarios": scenarios,
+            "checks": suggest_checks(scenarios),
         }
-        told["checks"] = suggest_checks(told["scenarios"])
-        for one in earlier:
-            keep_runs(one, told)
-        return told
 
-    def tell(name: str, outcome: dict[str, Any]) -> None:
-        found[name] = outcome
-        if output is not None:
-            write(result(), output)
-
-    scenarios(names, arguments.recording, tell)
-    last = result()
-    conclude(last, output)
+    result = Kept(arguments.output, before, known, made, arguments.merge if set(names) & set(before) else ())
+    scenarios(names, arguments.recording, result.add)
+    last = result.whole()
+    conclude(last, arguments.output)
     for number in (signal.SIGINT, signal.SIGTERM):  # a second one does not make it another end
         signal.signal(number, signal.SIG_IGN)
     if not all(passed for passed, _ in last["checks"].values()):

@@ -31,12 +31,10 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import os
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -48,7 +46,7 @@ import _suspend_refused
 import _suspend_room
 import _suspend_rounds
 from _listed import BREAKS, REFUSED, SIX, SUSPEND, SUSPEND_STEPS
-from _run import RESULTS, attempt, conclude, header, keep_runs, merged, write
+from _run import Kept, attempt, conclude, header, merged
 from _suspend_checks import suspend_checks
 from _suspend_children import apart, harsh
 
@@ -140,37 +138,15 @@ def to_run(names: Sequence[str], before: dict[str, Any], named: bool) -> list[st
     return [name for name in names if name not in before or name in failed]
 
 
-class Result:
-    """The whole result, written each time that something was added. What stood in the file before is kept as a run."""
+def kept(output: Path | None, before: Mapping[str, Any], again: Sequence[Path] = ()) -> Kept:
+    """The result, as it is until something is added."""
+    about, started = header("python benchmarks/suspend.py", "_processes", "_suspend", "cli"), time.monotonic()
 
-    def __init__(self, output: Path | None, before: dict[str, Any]) -> None:
-        self.output, self._started, self._lock = output, time.monotonic(), threading.Lock()
-        self.scenarios: dict[str, Any] = dict(before)
-        self.about = header("python benchmarks/suspend.py", "_processes", "_suspend", "cli")
-        paths = dict.fromkeys((output.resolve(), RESULTS / output.name)) if output else {}
-        self._earlier = [json.loads(path.read_text()) for path in paths if path.exists()]
+    def whole(scenarios: dict[str, Any]) -> dict[str, Any]:
+        told = {"about": about, "seconds": round(time.monotonic() - started, 1), "harsh": list(harsh)}
+        return {**told, "scenarios": scenarios, "checks": suspend_checks(scenarios)}
 
-    def keep(self, paths: Sequence[Path]) -> None:
-        self._earlier += [json.loads(path.read_text()) for path in paths]
-
-    def add(self, name: str, outcome: dict[str, Any]) -> None:
-        with self._lock:
-            self.scenarios[name] = outcome
-            if self.output is not None:
-                write(self.whole(), self.output)
-
-    def whole(self) -> dict[str, Any]:
-        scenarios = {name: self.scenarios[name] for name in SCENARIOS if name in self.scenarios}
-        result: dict[str, Any] = {
-            "about": self.about,
-            "seconds": round(time.monotonic() - self._started, 1),
-            "harsh": list(harsh),
-            "scenarios": scenarios,
-            "checks": suspend_checks(scenarios),
-        }
-        for one in self._earlier:
-            keep_runs(one, result)
-        return result
+    return Kept(output, before, SCENARIOS, whole, again)
 
 
 def main() -> None:
@@ -182,10 +158,9 @@ def main() -> None:
     arguments = parser.parse_args()
     before = merged(arguments.merge, "scenarios")["scenarios"]
     names = to_run(chosen(arguments.part, arguments.only), before, bool(arguments.part or arguments.only))
-    result = Result(arguments.output, before)
     if again := [name for name in names if name in before]:
         print(f"failed, and runs again: {'; '.join(again)}", file=sys.stderr, flush=True)
-        result.keep(arguments.merge)  # a rerun does not make a failure undone
+    result = kept(arguments.output, before, arguments.merge if again else ())
     try:
         ran(names, result.add)
     except KeyboardInterrupt:

@@ -155,7 +155,7 @@ def test_what_ends_a_run_loses_nothing_and_another_part_is_merged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rehearsal: Path
 ) -> None:
     output = tmp_path / "1.json"
-    one = leases.Result(output, {})
+    one = leases.kept(output, {})
     one.add("together", lease_results.whole()["together"])
     cut = {**lease_results.in_turn(), "returncode": 1, "stderr_tail": "it was cut off"}
     one.add("turns", cut)

@@ -182,16 +182,18 @@ def test_a_scenario_that_raises_does_not_end_the_others(monkeypatch: pytest.Monk
     benchmark.ran(["rounds torch", "rounds jax"], told.__setitem__)
     assert told["rounds jax"]["returncode"] == 0 and told["rounds torch"]["returncode"] == 1
     assert "Segmentation fault" in benchmark.suspend_checks(told)[_listed.of_rounds("torch")[0]][1]
-    result = benchmark.Result(tmp_path / "out.json", {})
+    result = benchmark.kept(tmp_path / "out.json", {})
     result.add("rounds torch", told["rounds torch"])
     assert list(json.loads((tmp_path / "out.json").read_text())["scenarios"]) == ["rounds torch"]
 
 
 def test_an_earlier_run_of_the_same_code_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    result = benchmark.Result(tmp_path / "out.json", {})
+    result = benchmark.kept(tmp_path / "out.json", {})
     result.add("peak", {"returncode": 1, "stderr_tail": "died"})
-    again = benchmark.Result(tmp_path / "out.json", {})
-    again.about = {**again.about, "date": "2099-01-01T00:00:00+00:00"}
+    about = {**_run.header("python benchmarks/suspend.py"), "date": "2099-01-01T00:00:00+00:00"}
+    about["memguard_hash"] = json.loads((tmp_path / "out.json").read_text())["about"]["memguard_hash"]
+    monkeypatch.setattr(benchmark, "header", lambda *_: about)
+    again = benchmark.kept(tmp_path / "out.json", {})
     again.add("peak", {"returncode": 0, **suspend_results.whole()["peak"]})
     again.add("turns", {"returncode": 0, **suspend_results.whole()["turns"]})
     _run.conclude(again.whole(), tmp_path / "out.json")
