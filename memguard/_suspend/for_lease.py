@@ -59,7 +59,7 @@ def leave() -> Suspension:
             raise _busy(why)
         from memguard import _suspend
 
-        found = own.suspend(_LOCK, "lease", cells.owner(), _suspend.ignores_host_memory())
+        found = own.suspend(_LOCK, "lease", cells.owner(), _suspend.ignores_host_memory(), patience=0)
     threading.Thread(target=_return, args=(found, lease), name="memguard-lease", daemon=True).start()
     return found
 

@@ -32,6 +32,8 @@ QUIET = 10.0
 _NOT_THERE = "set a flag there, and call memguard.suspend() on a thread of the program"
 _LOOK = 0.5
 """Seconds for which the watcher waits for news at a time."""
+_SLICE = 0.05
+"""Seconds for which `suspend` waits at a time, between two looks at what it waits for."""
 
 
 class Gate(Protocol):
@@ -128,15 +130,21 @@ def chosen_way() -> Way:
     return route.of_this_process()
 
 
-def suspend(timeout: float, why: Why, owner: int | None = None, ignore_host_memory: bool = False) -> Suspension:
+def suspend(
+    timeout: float, why: Why, owner: int | None = None, ignore_host_memory: bool = False, patience: float = QUIET
+) -> Suspension:
     """Take this process off its GPUs. As `memguard.suspend`; `owner` as for `Gate`.
 
-    While another thread takes it off it is refused at once. One that has brought it back may still put things away.
+    While another call takes it off it is refused at once. One that has brought it back may still put things away: that
+    is waited for, up to `patience` seconds and no longer than `timeout`. What the caller has looked at may change
+    meanwhile.
     """
     _refuse_twice()
     _refuse_here()
-    patience = 0 if _leaves() else QUIET
-    done = None if _turn.mine else _turn.take(_suspend, patience, timeout, why, owner, ignore_host_memory)
+    given, until = (timeout, why, owner, ignore_host_memory), time.monotonic() + min(patience, timeout)
+    done = None if _turn.mine else _turn.take(_suspend, 0, *given)
+    while done is None and not _turn.mine and not _leaves() and time.monotonic() < until:
+        done = _turn.take(_suspend, _SLICE, *given)
     if done is None:
         raise Suspended(f"{_BUSY}\n    fix: wait for it")
     _tell(done[0])
@@ -146,6 +154,7 @@ def suspend(timeout: float, why: Why, owner: int | None = None, ignore_host_memo
 def _suspend(timeout: float, why: Why, owner: int | None, ignore_host_memory: bool) -> Suspension:
     global _now
     _refuse_twice()
+    _refuse_here()
     _watch_forks()
     own = _now = _Own(chosen_way(), owner)
     try:
@@ -249,9 +258,9 @@ def _return(own: _Own, timeout: float | None, progress: Progress | None) -> None
 def _came_back(own: _Own, by: str = "") -> None:
     """It is on its GPUs again. Any thread that has the turn; what an interrupted call left is done by the next."""
     global _now
-    own.open()
-    if own.over:
+    if own.over:  # it may be off them once more: nothing of that is undone here
         return
+    own.open()
     own.over = True
     found = own.suspension
     if _now is own:

@@ -147,7 +147,7 @@ def _leave(found: cells.Cells) -> bool:
     with found.none() as free:
         if not free or suspension.now is not None or not has_gpu():
             return False
-        own.suspend(_LOCK, "idle", found.owner, _suspend.ignores_host_memory())
+        own.suspend(_LOCK, "idle", found.owner, _suspend.ignores_host_memory(), patience=0)
     return True
 
 

@@ -268,7 +268,7 @@ def test_what_the_budget_says_of_host_memory_goes_for_whoever_suspends(
     host_memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
-    monkeypatch.setattr(own, "suspend", lambda timeout, why, owner, ignored: asked.append((why, ignored)))
+    monkeypatch.setattr(own, "suspend", lambda timeout, why, owner, ignored, **_: asked.append((why, ignored)))
     monkeypatch.setattr(cells, "owner", lambda: None)
     budget = {"version": 1, "frameworks": {"torch": {"share": "50%"}}, "suspend": {"host_memory": host_memory}}
     with memguard.guard(budget, simulate="h200"):

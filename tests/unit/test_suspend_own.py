@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from memguard import _api
 from memguard._devices import suspension
 from memguard._frameworks.simulated.adapter import SimulatedFramework
 from memguard._guard import Guard
-from memguard._suspend import leaving, own
+from memguard._suspend import for_lease, leaving, own, when_idle
 from memguard._suspend.types import Wait
 from memguard._types import Event, MemoryInfo
 from memguard._units import GIB
@@ -171,15 +173,14 @@ def test_another_process_brings_it_back(way: FakeWay, budget: Guard) -> None:
     assert memguard.ledger().devices[0].suspended is None
 
 
-def test_it_can_leave_again_while_the_helper_of_the_last_time_ends(
-    way: FakeWay, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another process brought it back. What was seen on a GPU: the helper took so long that `suspend` was refused."""
+@pytest.fixture
+def ends_late(way: FakeWay, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Another process has brought this one back, and its helper goes on until the event is set, 10 s at most."""
     ends, go_on = threading.Event(), threading.Event()
 
     def close() -> None:
         ends.set()
-        assert go_on.wait(10)
+        go_on.wait(10)
 
     memguard.suspend()
     monkeypatch.setattr(way, "close", close)
@@ -187,10 +188,58 @@ def test_it_can_leave_again_while_the_helper_of_the_last_time_ends(
     way.by_others.set()
     assert ends.wait(10) and suspension.now is None
     way.by_others.clear()
-    threading.Timer(0.1, go_on.set).start()
+    yield go_on
+    go_on.set()
+    own.resume(10, None)
+
+
+def test_it_can_leave_again_while_the_helper_of_the_last_time_ends(way: FakeWay, ends_late: threading.Event) -> None:
+    """What was seen on a GPU: the helper took so long that `suspend` was refused."""
+    threading.Timer(0.1, ends_late.set).start()
     with memguard.suspended():
         assert suspension.now is not None
     assert way.steps.count("checkpoint") == 2
+
+
+def test_what_speaks_against_it_by_the_end_of_that_wait_counts(
+    way: FakeWay, ends_late: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def on_monitor() -> bool:
+        asked.append(bool(asked))
+        ends_late.set()
+        return asked[-1]
+
+    monkeypatch.setattr(own, "on_monitor", on_monitor)
+    with pytest.raises(CannotSuspend):
+        memguard.suspend()
+    assert suspension.now is None and way.steps.count("checkpoint") == 1
+
+
+@pytest.mark.parametrize("leave", [when_idle._leave, lambda _: for_lease.leave()], ids=["idle", "lease"])
+def test_who_leaves_unasked_does_not_wait_for_that(
+    leave: Callable[[Any], object], way: FakeWay, ends_late: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has seen that nothing runs, and tries again soon: what begins during a wait must not lose its GPU."""
+    monkeypatch.setattr(for_lease, "current", lambda: SimpleNamespace(held=True))
+    monkeypatch.setattr(for_lease, "_unneeded", lambda _: "")
+    monkeypatch.setattr(for_lease, "_at_work", lambda: "")
+    monkeypatch.setattr(when_idle, "has_gpu", lambda: True)
+    idle = SimpleNamespace(none=lambda: contextlib.nullcontext(True), owner=None)
+    threading.Timer(0.5, ends_late.set).start()
+    with pytest.raises(Suspended, match="another call"):
+        leave(idle)
+
+
+def test_a_watcher_that_comes_late_undoes_nothing_of_the_next_suspension(way: FakeWay, budget: Guard) -> None:
+    memguard.suspend()
+    first = own._now
+    assert first is not None
+    memguard.resume()
+    with memguard.suspended():
+        own._turn.take(own._came_back, 1, first, ", late")
+        assert suspension.now is not None and type(budget) is not Guard and way.gates[-1].closed
 
 
 def test_without_room_it_stays_suspended_and_whole(way: FakeWay) -> None:
