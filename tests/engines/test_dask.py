@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import cloudpickle
 import dask
 import pytest
+import waiting
 from distributed import Client, LocalCluster, WorkerPlugin
 
 import memguard
@@ -52,13 +54,7 @@ class Users(WorkerPlugin):
         worker.at_users_plugin = _api._active is not None
 
 
-def until(done: Callable[[], Any], seconds: float = 90.0) -> Any:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if found := done():
-            return found
-        time.sleep(0.02)
-    raise AssertionError("it never came")
+until = functools.partial(waiting.until, seconds=90.0, pause=0.02)
 
 
 def torch() -> Any:

@@ -6,6 +6,7 @@ puts them.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -14,14 +15,14 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import waiting
 
 ROOT = Path(__file__).resolve().parents[2]
 DASHBOARD = ROOT / "docs" / "grafana" / "memguard.json"
@@ -99,12 +100,7 @@ class Prometheus:
         return found
 
 
-def until(done: Callable[[], Any], what: str, seconds: float = 60.0) -> Any:
-    end = time.monotonic() + seconds
-    while not (found := done()):
-        assert time.monotonic() < end, f"not within {seconds} s: {what}"
-        time.sleep(0.05)
-    return found
+until = functools.partial(waiting.until, seconds=60.0, pause=0.05)
 
 
 @pytest.fixture(scope="module")
@@ -139,8 +135,8 @@ def prometheus(
         process = subprocess.Popen([found, *arguments], stdout=log, stderr=subprocess.STDOUT)
     try:
         one = Prometheus(port)
-        until(one.ready, "Prometheus is ready")
-        until(lambda: len(one.query("count_over_time(memguard_info[5s]) >= 5")) > 0, "it has scraped five times")
+        until(one.ready, what="Prometheus is ready")
+        until(lambda: len(one.query("count_over_time(memguard_info[5s]) >= 5")) > 0, what="it has scraped five times")
         yield one
     finally:
         process.terminate()
@@ -235,11 +231,13 @@ def test_a_suspended_program_goes_on_answering(
 
     say()
     assert process.stdout.readline() == "suspended\n"
-    ((_, size),) = until(lambda: prometheus.query("memguard_process_suspended_bytes > 0"), "it is seen as suspended")
+    ((_, size),) = until(
+        lambda: prometheus.query("memguard_process_suspended_bytes > 0"), what="it is seen as suspended"
+    )
     assert size > 3 * GIB
-    until(lambda: not prometheus.query("memguard_framework_held_bytes"), "nothing is held")
+    until(lambda: not prometheus.query("memguard_framework_held_bytes"), what="nothing is held")
     assert prometheus.query("up == 1") and prometheus.query("memguard_framework_cap_bytes")
     say()
     assert process.stdout.readline() == "back\n"
     held = 'memguard_framework_held_bytes{framework="torch"}'
-    until(lambda: [value for _, value in prometheus.query(held)] == [3 * GIB], "it is back")
+    until(lambda: [value for _, value in prometheus.query(held)] == [3 * GIB], what="it is back")

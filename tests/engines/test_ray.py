@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import secrets
@@ -9,13 +10,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import waiting
 
 # Read when Ray is imported: no telemetry, nothing but 127.0.0.1, and no token in the home folder.
 os.environ |= {
@@ -61,13 +62,7 @@ def broken(): raise ValueError("the hook is broken")
 FRAMEWORK = "from memguard import _api\nactive = _api._active is not None\n"
 
 
-def until(done: Callable[[], Any], seconds: float = 90.0) -> Any:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if found := done():
-            return found
-        time.sleep(0.1)
-    raise AssertionError("it never came")
+until = functools.partial(waiting.until, seconds=90.0, pause=0.1)
 
 
 @pytest.fixture(scope="module")

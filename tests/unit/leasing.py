@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+
+import waiting
 
 from memguard._leases.lease import Lease
 from memguard._leases.types import Part
@@ -65,9 +67,5 @@ def told(child: subprocess.Popen[str]) -> None:
     child.stdin.flush()
 
 
-def until(there: Callable[[], bool], seconds: float = 20.0) -> None:
-    """However busy the machine is."""
-    end = time.monotonic() + seconds
-    while not there():
-        assert time.monotonic() < end
-        time.sleep(0.01)
+until = functools.partial(waiting.until, seconds=20.0)
+"""However busy the machine is."""

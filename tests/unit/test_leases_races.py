@@ -15,6 +15,8 @@ from memguard._leases.lease import Lease
 from memguard._leases.store import Store
 from memguard.errors import LeaseRefused, MemguardError, NotActive
 
+Left = tuple[Lease, Lease]
+
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
@@ -26,6 +28,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def states(folder: Path) -> list[str]:
     return [claim.state for claim in Store(str(folder)).claims()]
+
+
+@pytest.fixture
+def left(folder: Path) -> Left:
+    """A lease whose process is off its GPUs, and another one that has the same bytes now."""
+    one, blocker = lease(60), lease(60)
+    one.take()
+    one.leave()
+    blocker.take()
+    return one, blocker
 
 
 class Waiter:
@@ -63,11 +75,8 @@ class Waiter:
         self.goes_on.wait(20)
 
 
-def test_it_is_claimed_again_although_a_thread_waits_that_has_not_seen_that_it_was_left() -> None:
-    one, blocker = lease(60), lease(60)
-    one.take()
-    one.leave()
-    blocker.take()
+def test_it_is_claimed_again_although_a_thread_waits_that_has_not_seen_that_it_was_left(left: Left) -> None:
+    one, blocker = left
     with Waiter(one) as waiter:
         blocker.close()
         one.back(20)
@@ -79,11 +88,8 @@ def test_it_is_claimed_again_although_a_thread_waits_that_has_not_seen_that_it_w
     one.close()
 
 
-def test_who_waits_for_one_that_was_left_meanwhile_does_not_wait_for_ever(folder: Path) -> None:
-    one, blocker = lease(60), lease(60)
-    one.take()
-    one.leave()
-    blocker.take()
+def test_who_waits_for_one_that_was_left_meanwhile_does_not_wait_for_ever(folder: Path, left: Left) -> None:
+    one, blocker = left
     with Waiter(one) as waiter:
         one.leave()  # its process is off its GPUs again
         waiter.end()
@@ -93,11 +99,8 @@ def test_who_waits_for_one_that_was_left_meanwhile_does_not_wait_for_ever(folder
     one.close()
 
 
-def test_what_was_given_back_is_not_claimed_again_by_a_thread_that_waits(folder: Path) -> None:
-    one, blocker = lease(60), lease(60)
-    one.take()
-    one.leave()
-    blocker.take()
+def test_what_was_given_back_is_not_claimed_again_by_a_thread_that_waits(folder: Path, left: Left) -> None:
+    one, blocker = left
     with Waiter(one) as waiter:
         one.close()
         waiter.end()
@@ -111,12 +114,11 @@ def test_what_was_given_back_is_not_claimed_again_by_a_thread_that_waits(folder:
     one.close()
 
 
-def test_one_whose_turn_comes_with_the_end_of_its_time_has_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_whose_turn_comes_with_the_end_of_its_time_has_it(
+    folder: Path, left: Left, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else its process would stay off its GPUs, and keep others from them."""
-    one, blocker = lease(60), lease(60)
-    one.take()
-    one.leave()
-    blocker.take()
+    one, blocker = left
 
     def too_late(*_: object) -> None:
         blocker.close()

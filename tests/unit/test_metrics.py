@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import json
 import math
@@ -17,11 +18,12 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import waiting
 from guards import host_of, simulated, start
 from hypothesis import given
 from hypothesis import strategies as st
@@ -102,12 +104,7 @@ def budget(port: int | None, **more: Any) -> dict[str, Any]:
     }
 
 
-def until(done: Callable[[], Any]) -> Any:
-    for _ in range(6000):
-        if found := done():
-            return found
-        time.sleep(0.01)
-    raise AssertionError("it never came")
+until = functools.partial(waiting.until, seconds=60.0)
 
 
 def sampled(**enough: int) -> Sample:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import gc
 import logging
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import waiting
 
 import memguard
 from memguard import _api
@@ -51,12 +53,7 @@ def begin(**more: Any) -> tuple[session.Session, dict[str, SimulatedFramework]]:
     }
 
 
-def until(done: Callable[[], Any]) -> Any:
-    for _ in range(6000):
-        if found := done():
-            return found
-        time.sleep(0.02)
-    raise AssertionError("it never came")
+until = functools.partial(waiting.until, seconds=120.0, pause=0.02)
 
 
 def event(kind: str = "pressure", framework: str | None = "torch", level: Pressure | None = Pressure.CRITICAL) -> Event:

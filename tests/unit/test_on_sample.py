@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import waiting
 
 import memguard
 from memguard import _api
@@ -31,12 +33,7 @@ def nothing_left() -> Iterator[None]:
     session.watches.clear()
 
 
-def until(done: Callable[[], Any]) -> Any:
-    for _ in range(6000):
-        if found := done():
-            return found
-        time.sleep(0.01)
-    raise AssertionError("it never came")
+until = functools.partial(waiting.until, seconds=60.0)
 
 
 def of(free: int | None = 1) -> Sample:

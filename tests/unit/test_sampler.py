@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -11,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
+import waiting
 
 from memguard._monitor import sampler as module
 from memguard._monitor.pressure import Action, Settings
@@ -328,11 +330,7 @@ def test_in_a_forked_child_nothing_runs() -> None:
 # With a thread
 
 
-def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it did not come"
-        time.sleep(0.002)
+until = functools.partial(waiting.until, seconds=20.0, pause=0.002)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import gc
 import importlib
 import signal
@@ -17,6 +18,7 @@ from typing import Any
 
 import interruptions
 import pytest
+import waiting
 
 from memguard._devices import c_types
 from memguard._frameworks.gated import Entry, Gates, Kind, entries
@@ -92,12 +94,7 @@ def in_thread(call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
     return thread, found
 
 
-def until(true: Callable[[], object]) -> None:
-    for _ in range(500):
-        if true():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it never came to that")
+until = functools.partial(waiting.until, seconds=5.0)
 
 
 def dicts(framework: Any) -> list[dict[str, Any]]:

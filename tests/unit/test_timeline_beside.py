@@ -8,12 +8,12 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import until
 
 import memguard
 from memguard import _api
@@ -49,14 +49,6 @@ def begin(folder: Path, interval: str = "1h") -> SimulatedFramework:
     until(lambda: running.last(60))
     assert running.quiet(5)
     return torch
-
-
-def until(done: Callable[[], Any]) -> None:
-    for _ in range(1000):
-        if done():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it never came")
 
 
 def held(folder: Path) -> list[int | None]:

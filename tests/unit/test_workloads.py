@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import inspect
 import os
@@ -15,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any
 
 import pytest
+import waiting
 from guards import BUDGET, host_of, simulated, start
 from interruptions import Points
 
@@ -41,11 +43,7 @@ def book() -> reservations.Book:
     return _api.current()._admission.turns.settled()
 
 
-def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.002)
+until = functools.partial(waiting.until, pause=0.002)
 
 
 def background(work: Callable[[], object], name: str = "other") -> threading.Thread:
