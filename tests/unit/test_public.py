@@ -188,7 +188,7 @@ def test_arguments_of_the_public_functions() -> None:
         "ledger": [],
         "load_ipython_extension": ["shell"],
         "load_timeline": ["path"],
-        "on_pressure": ["callback"],
+        "on_event": ["callback"],
         "on_sample": ["callback"],
         "reclaimable": [],
         "record_trace": ["path", "interval"],
