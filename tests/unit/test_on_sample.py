@@ -174,7 +174,7 @@ def test_a_forked_child_gives_no_samples() -> None:
 def test_a_function_that_forks_calls_no_other_in_the_child() -> None:
     code = (
         "import os, sys, time, memguard\n"
-        "from memguard._monitor import session, watches\n"
+        "from memguard._monitor import samples\n"
         "parent = os.getpid()\n"
         "memguard.on_sample(lambda sample: os.fork())\n"
         "memguard.on_sample(lambda sample: print('child' if os.getpid() != parent else 'parent'))\n"

@@ -209,7 +209,7 @@ class Items:
 @pytest.mark.parametrize("function", [items, later, Items(), functools.partial(items)])
 def test_generators_are_refused(function: Callable[[], object]) -> None:
     for use in (memguard.retry(), memguard.retry.call):
-        with pytest.raises(TypeError, match=r"is an? (async )?generator: .*\n    fix: .*memguard\.attempts"):
+        with pytest.raises(TypeError, match=r"is an? (async )?generator: .*\n    fix: .*memguard\.retry\.attempts"):
             use(function)
 
 
