@@ -206,6 +206,10 @@ class Raw:
         self.call("cuCtxDestroy_v2", made)
         return taken
 
+    def wait(self) -> None:
+        """Until the GPU has no work left from this process."""
+        self._within("cuCtxSynchronize")
+
     def call(self, name: str, *arguments: Any) -> None:
         code = getattr(self.cuda, name)(*arguments)
         if code:
