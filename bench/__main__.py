@@ -58,9 +58,8 @@ def measure(arguments: argparse.Namespace) -> int:
             about = {"covers": "", "bench": "", "commit": "", "date": ""}
             made = runner.rows(one, found, about)
             bad += any("error" in row for row in made)
-            print(
-                "\n".join(runner.line(row) for row in made), f"\n        {one.id}: {found['seconds']:.1f} s", flush=True
-            )
+            print("\n".join(runner.line(row) for row in made), flush=True)
+            print(f"        {one.id}: {found['seconds']:.1f} s", flush=True)
         return 1 if bad else 0
     path = arguments.output or results.default_path(results.device()["gpu"])
     if path is None:
@@ -71,9 +70,9 @@ def measure(arguments: argparse.Namespace) -> int:
 
 def status(path: Path | None) -> int:
     """What has to be measured again before the release. Exit code 1 if anything has."""
-    files = sorted(
-        results.FOLDER.glob("v*.json"), key=lambda one: [int(n) for n in one.name[1:].split("-")[0].split(".")]
-    )
+    from bench.render import key
+
+    files = sorted(results.FOLDER.glob("v*.json"), key=lambda one: key(one.name.partition("-")[0]))
     path = path or (files[-1] if files else None)
     result = results.load(path) if path else {"rows": [], "measures": {}}
     print(f"memguard {results.version()} against {path.name if path else 'no result'}")

@@ -128,16 +128,16 @@ def index(releases: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     return f"# Results\n\n{said}\n\n{listed}\n\n{toctree}\n"
 
 
+def cells(row: Mapping[str, Any]) -> list[str]:
+    return [figure(row), spread(row), f"{row['bar'] or ''}{' **missed**' if row['ok'] is False else ''}"]
+
+
 def readme(text: str, result: Mapping[str, Any]) -> str:
     """README with its table of figures made anew. As it was, if it has no such heading."""
     rows = {row["id"]: row for row in result["rows"] if "error" not in row}
     day = max((row["date"][:10] for row in rows.values()), default="")
     head = [f"memguard {result['version']} on {result['gpu'] or 'no GPU'}, {day}", "median", "95 % interval", "bar"]
-    lines = [
-        [what, figure(rows[name]), spread(rows[name]), (rows[name]["bar"] or "") + " **missed**" * (rows[name]["ok"] is False)]
-        for name, what in README
-        if name in rows
-    ][:6]  # fmt: skip
+    lines = [[what, *cells(rows[name])] for name, what in README if name in rows][:6]
     before, heading, rest = text.partition(f"\n{HEADING}\n")
     if not heading or not lines:
         return text

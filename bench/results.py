@@ -229,9 +229,7 @@ def begun(path: Path | None, commit: str | None, there: Mapping[str, Any]) -> di
     if before["version"] != head["version"] or released(head["version"]):
         raise SystemExit(f"{path.name} belongs to {before['version']}, which is released: its figures are frozen")
     if before["gpu"] != head["gpu"]:
-        raise SystemExit(
-            f"{path.name} was measured on {before['gpu']}, not on {head['gpu']}: name another file with -o"
-        )
+        raise SystemExit(f"{path.name} was measured on {before['gpu']}, not on {head['gpu']}: -o names another")
     was = {"driver": before["driver"], **before["versions"]}
     new = {"driver": head["driver"], **found}
     moved = [f"{name} {was.get(name, 'absent')}" for name in {**was, **new} if was.get(name) != new.get(name)]
@@ -253,7 +251,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def save(result: Mapping[str, Any], path: Path) -> None:
-    """Whole or not at all. A row takes a line. Where the checkout lies is nobody's business: paths begin at its root."""
+    """Whole or not at all, a row in a line. Where the checkout lies is nobody's business."""
     modules = sorted({name for one in result["measures"].values() for name in one["ran"]})
     place = {name: 1 << number for number, name in enumerate(modules)}
     measures = {

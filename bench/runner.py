@@ -124,12 +124,12 @@ class Runner:
             found = run_one(one, True, min(QUICK_SECONDS, self.left()), record=True)
             self.say(f"quick   {one.id}: {found['seconds']:.1f} s" + (", failed" if "error" in found else ""))
             bad = [one["error"] for one in found.get("values", {}).values() if isinstance(one, Mapping)]
+            if "error" in found or bad:  # what it covers is not known
+                errors[one.id] = found.get("error") or bad[0]
+                return
+            errors.pop(one.id, None)
             ran = found["ran"]
             self.result["measures"][one.id] = {"title": one.title, "ran": ran, **results.hashes(ran)}
-            if "error" in found or bad:
-                errors[one.id] = found.get("error") or bad[0]
-            else:
-                errors.pop(one.id, None)
 
         with ThreadPoolExecutor(AT_ONCE) as pool:
             list(pool.map(quick, [one for one in need if not one.whole_card]))
@@ -150,13 +150,14 @@ class Runner:
         errors = self.record(wanted)
         later = []
         for one in wanted:
-            if self.left() < one.seconds or one.id not in self.result["measures"]:
-                later.append(one.id)
-                continue
-            hashed = {what: self.result["measures"][one.id][what] for what in ("covers", "bench")}
+            hashed = {"covers": "", "bench": ""}
             if one.id in errors:
                 found: dict[str, Any] = {"error": f"its untimed pass failed: {errors[one.id]}", "seconds": 0.0}
+            elif self.left() < one.seconds or not self._recorded(one.id):
+                later.append(one.id)
+                continue
             else:
+                hashed = {what: self.result["measures"][one.id][what] for what in hashed}
                 limit = max(2 * one.seconds, one.seconds + 60)
                 found = run_one(one, False, min(limit, max(self.left(), one.seconds) + 20))
             about = {**hashed, "commit": self.result["commit"], "date": results.now()}
