@@ -204,10 +204,10 @@ def program_readings(rounds: str) -> dict[str, list[float]]:
                 taken[name, what].append(spent)
     found: dict[str, list[float]] = {}
     for name in calls:
-        whole, probes, again = (taken[name, what] for what in ("whole", "probes", "again"))
-        found[name] = [a - b for a, b in zip(whole, probes, strict=True)]
-        found[f"{name}.whole"], found[f"{name}.probes"] = whole, probes
-        found[f"{name}.control"] = [a - b for a, b in zip(again, probes, strict=True)]
+        whole, bare_us, again = (taken[name, what] for what in ("whole", "probes", "again"))
+        found[name] = [a - b for a, b in zip(whole, bare_us, strict=True)]
+        found[f"{name}.whole"], found[f"{name}.probes"] = whole, bare_us
+        found[f"{name}.control"] = [a - b for a, b in zip(again, bare_us, strict=True)]
     del kept
     return {**found, "missed": [missed(guard, takes)]}
 
@@ -253,7 +253,8 @@ def program_ticking(seconds: str, idle_seconds: str) -> dict[str, list[float]]:
         guard, takes, kept = live(config)
         events: Counter[str] = Counter()
         memguard.on_event(lambda event: events.update([event.kind]))
-        monitor, cpu, wall = _api.current_session().monitor, list[float](), list[float]()
+        monitor: Any = _api.current_session().monitor
+        cpu, wall = list[float](), list[float]()
         tick = monitor._tick
 
         def measured(over: Callable[[], bool]) -> None:
@@ -328,7 +329,7 @@ def program_small_ops(pairs: str, control_pairs: str) -> dict[str, list[float]]:
 
     kept = cupy.ones(1000)
     a = torch.ones(64, device="cuda")
-    monitor = _api.current_session().monitor
+    monitor: Any = _api.current_session().monitor
 
     def block() -> float:
         """Operations in a second."""

@@ -139,7 +139,7 @@ def startup(run: Run) -> dict[str, Values | Failed]:
 def python(words: Sequence[str], env: dict[str, str], timeout: float = 100, cwd: Path | None = None) -> Any:
     """What a Python printed as RESULT. Raises Failed with its stderr."""
     try:
-        done = subprocess.run(words, capture_output=True, text=True, env=env, timeout=timeout, cwd=cwd)
+        done = subprocess.run(words, check=False, capture_output=True, text=True, env=env, timeout=timeout, cwd=cwd)
     except subprocess.TimeoutExpired:
         raise Failed(f"a process took longer than {timeout:.0f} s") from None
     return told(done.stdout, done.stderr, done.returncode)
@@ -164,7 +164,7 @@ def paths(*first: Path | str) -> str:
 def imports(rounds: int) -> dict[str, list[float]]:
     """`import memguard` against `import pydantic, yaml`, interleaved; beside it the control against itself."""
     env = os.environ | {"PYTHONPATH": paths(ROOT, os.environ.get("PYTHONPATH", ""))}
-    ours, control, again = [], [], []
+    ours, control, again = list[float](), list[float](), list[float]()
     for _ in range(rounds):
         for taken, what in ((control, "pydantic, yaml"), (ours, "memguard"), (again, "pydantic, yaml")):
             taken.append(python([sys.executable, "-c", IMPORT.format(what)], env))

@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from bench.child import emit, environment, kill_group, main
 from bench.measure import Failed, Run, Values, measure
@@ -209,7 +210,7 @@ def program_target(kind: str, watched: str) -> None:
     real = kind == "real"
     frameworks = {name: {"share": "15%"} for name in NAMES}
     monitor = {"interval": "500ms", "top": watched == "watched"}
-    guard = memguard.init(
+    guard: Any = memguard.init(
         {"version": 1, "device": {"limit": "12GiB"}, "frameworks": frameworks, "monitor": monitor},
         simulate=None if real else "h200",
     )
@@ -234,7 +235,7 @@ def program_control() -> None:
     from textual.app import App
     from textual.widgets import Static
 
-    class Line(App):  # type: ignore[misc, type-arg]
+    class Line(App):  # type: ignore[type-arg]
         BINDINGS = [("q", "quit", "quit")]  # noqa: RUF012
         ENABLE_COMMAND_PALETTE = False
 
@@ -242,7 +243,7 @@ def program_control() -> None:
             yield Static("torch", id="line")
 
         def on_mount(self) -> None:
-            self.set_interval(0.5, lambda: self.query_one("#line").update(f"torch {time.time():.1f}"))
+            self.set_interval(0.5, lambda: self.query_one("#line", Static).update(f"torch {time.time():.1f}"))
 
     Line().run()
 
