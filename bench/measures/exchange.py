@@ -37,7 +37,7 @@ EXTRA = [f"{source}-{target}" for source, target in PAIRS]
     seconds=55,
 )  # fmt: skip
 def exchange(run: Run) -> dict[str, Any]:
-    """A hand-over of 1 GiB on idle streams, beyond the best way by hand in the same run, for each pair of frameworks."""
+    """A hand-over of 1 GiB on idle streams, beyond the best way by hand in the same run, for each pair."""
     out = run.program("hand_overs", *(["quick"] if run.quick else []), timeout=105)
     found: dict[str, Any] = {}
     for pair, one in out["pairs"].items():
@@ -80,10 +80,11 @@ def _between_processes(run: Run) -> dict[str, list[float]]:
 def program_hand_overs(quick: str = "") -> dict[str, Any]:
     """Every figure of hand-overs within one process. Microseconds, but milliseconds where a copy is made."""
     import numpy as np
+
     from bench.programs import arrays
 
     arrays.start(*NAMES)
-    values = np.ones((16 * MIB if quick else GIB) // 4, np.float32)
+    values: Any = np.ones((16 * MIB if quick else GIB) // 4, np.float32)
     sources = {name: arrays.make(name, values) for name in NAMES}
     for source, target in PAIRS:  # what is compiled and started once
         for call in (_ours(target), *arrays.by_hand(source, target).values()):
@@ -134,7 +135,7 @@ def _pair(x: Any, source: str, target: str, rounds: int) -> dict[str, Any]:
     best = min(times.values(), key=statistics.median, default=[])
     return {
         "ours": [round(one, 3) for one in ours],
-        "extra": [round(one - other, 3) for one, other in zip(ours, best)],
+        "extra": [round(one - other, 3) for one, other in zip(ours, best, strict=bool(best))],
         "failed": failed,
     }
 
@@ -191,6 +192,7 @@ def _routes(x: Any, rounds: int) -> dict[str, list[float]]:
     """Milliseconds from PyTorch to TensorFlow: shared, through page-locked memory, and through pageable memory."""
     import tensorflow as tf
     import torch
+
     from bench.programs import arrays
 
     pinned = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
@@ -249,6 +251,7 @@ def _host(values: Any, rounds: int) -> dict[str, dict[str, float]]:
 def program_giver(size: str) -> None:
     """Exports an array of so many bytes whenever a line of stdin asks for it."""
     import torch
+
     from bench.programs import arrays
     from memguard import exchange
 

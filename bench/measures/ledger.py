@@ -128,7 +128,7 @@ def _raw() -> int:
         off.append(abs(six.reading()["unaccounted"] - before - size))
         raw.give(address)
         off.append(abs(six.reading()["unaccounted"] - before))
-    return max(off)
+    return int(max(off))
 
 
 # By CUPTI
@@ -141,7 +141,7 @@ class Cupti:
     """
 
     def __init__(self) -> None:
-        from cupti import cupti
+        from cupti import cupti  # type: ignore[import-not-found]
 
         self.cupti, self.records = cupti, []  # type: ignore[var-annotated]
         cupti.activity_enable(cupti.ActivityKind.MEMORY2)

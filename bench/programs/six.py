@@ -34,7 +34,7 @@ def put_row_stack_back() -> None:
     import numpy as np
 
     if not hasattr(np, "row_stack"):
-        np.row_stack = np.vstack  # type: ignore[attr-defined]
+        np.row_stack = np.vstack
 
 
 def load(name: str) -> None:
@@ -161,7 +161,7 @@ def held(name: str) -> int:
 
 def worst(readings: list[dict[str, Any]]) -> int:
     """The largest `unaccounted` in bytes, whatever its sign."""
-    return max(abs(one["unaccounted"]) for one in readings)
+    return int(max(abs(one["unaccounted"]) for one in readings))
 
 
 # What the driver says
@@ -244,7 +244,7 @@ def allocator(name: str) -> tuple[Callable[[int], Any], type[BaseException]]:
         import jax
         import numpy as np
 
-        source = np.zeros(300 * MIB, np.uint8)
+        source: Any = np.zeros(300 * MIB, np.uint8)
         return (lambda n: jax.device_put(source[:n]).block_until_ready()), jax.errors.JaxRuntimeError
     if name == "cupy":
         import cupy
@@ -253,7 +253,7 @@ def allocator(name: str) -> tuple[Callable[[int], Any], type[BaseException]]:
     if name == "pycuda":
         import pycuda.driver as drv
 
-        return (lambda n: drv.mem_alloc(n)), drv.MemoryError
+        return (lambda n: drv.mem_alloc(n)), drv.MemoryError  # noqa: PLW0108 (memguard replaces it)
     import numpy as np
     from numba import cuda
     from numba.cuda.cudadrv.driver import CudaAPIError
