@@ -73,7 +73,12 @@ def asked(sibling: Arrays, taker: Arrays) -> dict[str, Any]:
     live.clear()
     gc.collect()
     free, before = card.free(), card.own()
-    take = memguard.retry(times=1)(taker.take) if taker.name == "torch" else taker.take
+
+    @memguard.retry(times=1)
+    def retried(size: int) -> Any:
+        return taker.take(size)
+
+    take = retried if taker.name == "torch" else taker.take
     begun = time.perf_counter()
     array = take(ASKED)
     seconds = time.perf_counter() - begun
