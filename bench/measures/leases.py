@@ -50,6 +50,8 @@ def leases(run: Run) -> dict[str, list[float]]:
     children = {name: run.start("job", name, lease, most, env=env, timeout=115) for name in jobs}
     waiters = [run.start("job", "torch", lease, most, env=env, timeout=115) for _ in range(run.rounds(WAITERS, 1))]
     every = [*children.values(), *waiters]
+    for name, child in (*children.items(), *(("torch, a waiter", waiter) for waiter in waiters)):
+        child.name = name
     turn: list[float] = []
     told: list[float] = []
     with Watcher(card) as watcher, ThreadPoolExecutor(len(every)) as threads:

@@ -29,6 +29,8 @@ def rescue(run: Run) -> dict[str, list[float]]:
     One request for each framework. PyTorch asks through `memguard.retry`.
     """
     children = {name: run.start("ask", name, timeout=120) for name in FRAMEWORKS}
+    for name, child in children.items():
+        child.name = f"rescue of {name}"
     with ThreadPoolExecutor(len(children)) as threads:
         list(threads.map(lambda one: one.ask("load"), children.values()))
     found = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -43,7 +44,9 @@ def suspend(run: Run) -> dict[str, list[float] | list[list[float]]]:
     env = {**GROWING, "XDG_RUNTIME_DIR": str(run.folder)}  # its processes take turns among themselves alone
 
     def started(*names: str) -> Child:
-        return run.start("target", *names, env=env, timeout=230)
+        child = run.start("target", *names, env=env, timeout=230)
+        child.name = " ".join(names)
+        return child
 
     def rounds(child: Child, times: int) -> tuple[list[float], list[float], list[int]]:
         out, back, bytes_ = [], [], []
@@ -64,7 +67,8 @@ def suspend(run: Run) -> dict[str, list[float] | list[list[float]]]:
 
     children = {name: started(name) for name in (*LARGE, *SMALL)}
     together = started(*TOGETHER)
-    with ThreadPoolExecutor(len(children) + 1) as threads:
+    with ThreadPoolExecutor(len(children) + 1) as threads, contextlib.ExitStack() as end:
+        end.callback(lambda: list(threads.map(left_card, [*children.values(), together])))
         begun = [threads.submit(child.ask, f'begin {{"size": {unit}}}') for child in children.values()]
         limits = threads.submit(together.ask, f'begin {{"size": {64 * MIB}, "limit": "16GiB"}}')
         for one in (*begun, limits):
@@ -80,8 +84,14 @@ def suspend(run: Run) -> dict[str, list[float] | list[list[float]]]:
         *_, bytes_ = rounds(together, run.rounds(ROUNDS, 2))
         if min(bytes_) < 64 * MIB:
             raise Failed(f"NVML listed {min(bytes_)} bytes of a process that was back")
-        list(threads.map(lambda child: (child.ask("leave", LEAVES), child.close()), [*children.values(), together]))
     return {**found, "left": left, "grown": [(bytes_[-1] - bytes_[0]) / MIB]}
+
+
+def left_card(child: Child) -> None:
+    """End a process while it is suspended: one that was restored is not to be killed as it is."""
+    with contextlib.suppress(Failed):
+        child.ask("leave", LEAVES)
+        child.close()
 
 
 def program_target(*names: str) -> None:
@@ -124,7 +134,6 @@ def program_target(*names: str) -> None:
         return {"wrong": sum(not one.right(array, piece, seed) for one, array, piece, seed in kept)}
 
     def leave() -> dict[str, Any]:
-        """Off the card for good: a process that was restored is not to be ended as it is."""
         kept.clear()
         for one in frameworks.values():
             one.trim()
