@@ -33,7 +33,8 @@ class Measure:
     """One registered measurement.
 
     unit, bar, by   of every row, or by the names of the rows
-    by              "median": the median is judged. "high": the bound of the 95 % interval on the bad side of the bar
+    by              what is judged. "median"; "high": the bound of the 95 % interval on the bad side of the bar; "p95":
+                    95 % of the values are at least as good
     seconds         that the timed pass takes on an H200; a run of twice this time is stopped
     whole_card      no other process may use the GPU meanwhile
     gpus            that it needs
@@ -130,6 +131,12 @@ class Run:
     ) -> dict[str, Any]:  # fmt: skip
         """Run a program to its end; what it emitted last. Raises Failed if it fails or takes too long."""
         return self.start(name, *args, env=env, timeout=timeout, sampled=sampled).end()
+
+    def covers(self, path: Path) -> None:
+        """Note a file of memguard that is no module, such as `memguard.pth`, among what this measurement covers."""
+        if "BENCH_COVERS" in os.environ:
+            with open(os.environ["BENCH_COVERS"], "a") as file:
+                file.write(f"{path.relative_to(ROOT)}\n")
 
     def close(self) -> None:
         """Kill what still runs and delete the folder."""

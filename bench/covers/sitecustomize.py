@@ -10,7 +10,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 _ROOT = os.path.dirname(os.path.dirname(_HERE))
 
 
-def _record(name):
+def _record(name: str) -> None:
     try:
         file = os.open(os.environ["BENCH_COVERS"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
@@ -25,12 +25,12 @@ class _Recorder:
     """A finder that finds nothing and sees every name first."""
 
     @staticmethod
-    def find_spec(name, path=None, target=None):
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
         if name.partition(".")[0] in ("memguard", "bench", "_memguard_child", "_memguard_environment"):
             _record(name)
 
 
-def _scripts():
+def _scripts() -> None:
     """Files of the checkout that are run by their path."""
     for word in sys.orig_argv[1:]:
         if word.endswith(".py") and os.path.isfile(word):
@@ -39,7 +39,7 @@ def _scripts():
                 _record(inside[:-3].replace(os.sep, "."))
 
 
-def _shadowed():
+def _shadowed() -> None:
     """Run the `sitecustomize` that this one hides."""
     import importlib.machinery
     import importlib.util
