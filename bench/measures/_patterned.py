@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from bench.child import emit
+from bench.measure import Failed
 
 MIB, GIB = 1 << 20, 1 << 30
 XLA = ("tensorflow", "jax")
@@ -206,7 +207,7 @@ def allocator(name: str) -> Callable[[int], Any]:
     if name == "pycuda":
         import pycuda.driver as drv
 
-        return lambda size: drv.mem_alloc(size)
+        return lambda size: drv.mem_alloc(size)  # noqa: PLW0108 (memguard puts its own in its place)
     import numpy as np
     from numba import cuda
 
@@ -242,12 +243,15 @@ def torch_first(names: Any) -> list[str]:
 
 
 class Card:
-    """NVML's figures of the first GPU, in bytes."""
+    """NVML's figures of the first GPU, in bytes. Raises bench.measure.Failed where there is none."""
 
     def __init__(self) -> None:
         import pynvml
 
-        pynvml.nvmlInit()
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError as error:
+            raise Failed(f"no GPU: {error}") from error
         shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         by_uuid = shown.startswith("GPU-") and "," not in shown
         self._nvml = pynvml

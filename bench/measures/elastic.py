@@ -19,7 +19,7 @@ PAIRS = [(giver, taker) for giver in GIVERS for taker in TAKERS if giver != take
 BLOCK = 64 * MIB
 """Of the giver's cache."""
 MOVES, BY_HAND = 40, 10
-"""Of each pair. One in so many is done once more with the giver trimmed by hand before: what the driver itself takes."""
+"""Of each pair. One in so many is repeated with the giver trimmed by hand before: what the driver itself takes."""
 LEAST = 16 * MIB
 """The min of each framework."""
 SPARE = 64 * MIB

@@ -12,6 +12,7 @@ share. So after `memguard.init` steps go on untimed until the second sample is t
 from __future__ import annotations
 
 import gc
+import importlib
 import math
 import random
 import time
@@ -79,13 +80,9 @@ def resnet50() -> Callable[[], Any]:
     import torch
 
     try:
-        from torchvision.models import resnet50 as made
-
-        model = made()
+        model = importlib.import_module("torchvision.models").resnet50()
     except ImportError:
-        import timm
-
-        model = timm.create_model("resnet50", pretrained=False)
+        model = importlib.import_module("timm").create_model("resnet50", pretrained=False)
     model = model.cuda().to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     images = torch.randn(256, 3, 224, 224, device="cuda").to(memory_format=torch.channels_last)
@@ -105,9 +102,9 @@ def resnet50() -> Callable[[], Any]:
 def gpt2() -> Callable[[], Any]:
     """One step of GPT-2 (small): 8 texts of 1,024 tokens, bf16, AdamW."""
     import torch
-    from transformers import GPT2Config, GPT2LMHeadModel
 
-    model = GPT2LMHeadModel(GPT2Config(use_cache=False)).cuda().train()
+    transformers = importlib.import_module("transformers")
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(use_cache=False)).cuda().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     tokens = torch.randint(0, 50257, (8, 1024), device="cuda")
 
