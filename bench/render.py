@@ -15,7 +15,7 @@ from bench import results
 from bench.child import ROOT
 
 README = (
-    ("leak", "Time between the announcement of a leak of 1 GiB/s and its out-of-memory error"),
+    ("leak.before", "Time between the announcement of a leak of 1 GiB/s and its out-of-memory error"),
     ("startup.import", "`import memguard` against `import pydantic, yaml`"),
     ("startup.init", "`memguard.init` of six frameworks, its dependencies loaded"),
     ("readings.ledger", "A ledger of six live frameworks, above the bare calls that it needs"),

@@ -61,10 +61,10 @@ class Program:
         return len([Array(self.torch, 8 * GIB) for _ in range(arrays)])
 
     def call(self) -> object:
-        return memguard.call(self.step)
+        return memguard.retry.call(self.step)
 
     def attempts(self) -> object:
-        for attempt in memguard.attempts():
+        for attempt in memguard.retry.attempts():
             with attempt:
                 return self.step()
         raise AssertionError

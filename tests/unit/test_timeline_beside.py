@@ -332,7 +332,7 @@ def test_workloads_are_events_of_the_timeline(tmp_path: Path) -> None:
 def test_short_workloads_in_a_row_are_one_event_and_long_ones_each() -> None:
     now = [100.0]
     spans = Spans(lambda: now[0])
-    report = memguard.WorkloadReport("step", "torch", peak=GIB)
+    report = memguard.types.WorkloadReport("step", "torch", peak=GIB)
     assert spans.ended(report, 2.0, None) == [
         Event(100.0, "workload", "step", framework="torch", seconds=2.0, bytes=GIB)
     ]
@@ -340,8 +340,8 @@ def test_short_workloads_in_a_row_are_one_event_and_long_ones_each() -> None:
     found = []
     for at in range(25):
         now[0] = 200.0 + at * 0.1
-        found += spans.ended(memguard.WorkloadReport("step", "torch", peak=at or None), 0.05, None)
-        found += spans.ended(memguard.WorkloadReport("other", "jax"), 0.01, None)
+        found += spans.ended(memguard.types.WorkloadReport("step", "torch", peak=at or None), 0.05, None)
+        found += spans.ended(memguard.types.WorkloadReport("other", "jax"), 0.01, None)
     found += spans.due(everything=True)
     of_step = [event for event in found if event.text == "step"]
     assert sum(event.times or 1 for event in of_step) == 25 and 2 < len(of_step) < 5, "about one each second"
@@ -355,7 +355,7 @@ def test_numbered_workloads_are_few_events_and_none_is_lost() -> None:
     found = []
     for at in range(3000):
         now[0] += 0.001
-        found += spans.ended(memguard.WorkloadReport(f"step {at}", "torch"), 0.001, None)
+        found += spans.ended(memguard.types.WorkloadReport(f"step {at}", "torch"), 0.001, None)
     found += spans.due(everything=True)
     assert sum(event.times or 1 for event in found) == 3000 and len(found) < 4 * (MOST + 2)
     assert {event.text for event in found} >= {"step 0", OTHERS}
@@ -364,7 +364,7 @@ def test_numbered_workloads_are_few_events_and_none_is_lost() -> None:
 
 def test_an_error_ends_the_row_before_it() -> None:
     spans = Spans(lambda: 50.0)
-    report = memguard.WorkloadReport("step", "torch")
+    report = memguard.types.WorkloadReport("step", "torch")
     assert spans.ended(report, 0.1, None) == []
     assert [event.text for event in spans.ended(report, 0.1, "ValueError")] == ["step", "step: ended with ValueError"]
 
