@@ -6,11 +6,14 @@ import random
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench.child import main
 from bench.measure import Run, measure
 from bench.programs.six import GIB, MIB, NAMES, PAGE, RETURNING
+
+if TYPE_CHECKING:
+    from memguard.types import FrameworkName
 
 LIMIT = 40 * GIB
 SEED = 20261122
@@ -73,7 +76,7 @@ def program_counted(quick: str = "") -> dict[str, Any]:
     return {"counted": counted, "raw": _raw(), "unaccounted": six.worst(readings)}
 
 
-def _counted(name: str, large: int, small: int) -> dict[str, float]:
+def _counted(name: FrameworkName, large: int, small: int) -> dict[str, float]:
     """One framework's large arrays, small arrays and end.
 
     large, emptied   MiB by which the change of `held` and that of NVML's figure differ

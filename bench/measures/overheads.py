@@ -30,7 +30,7 @@ def _first_use(name: str, library: str) -> int:
     return sizes[-1] if library == "backward" else sizes[0]
 
 
-_WHOLE = {
+_WHOLE: dict[str, int] = {
     "context": CONTEXT,
     SECOND: OVERHEADS[SECOND_CONTEXT].workspace,
     **{name: SPECS[name].workspace for name in NAMES},
