@@ -41,7 +41,7 @@ EXTRA = [f"{source}-{target}" for source, target in PAIRS]
 )  # fmt: skip
 def exchange(run: Run) -> dict[str, Any]:
     """A hand-over of 1 GiB on idle streams, beyond the best way by hand in the same run, for each pair."""
-    out = run.program("hand_overs", *(["quick"] if run.quick else []), timeout=105)
+    out = run.program("hand_overs", *(["quick"] if run.quick else []), timeout=140)
     found: dict[str, Any] = {}
     for pair, one in out["pairs"].items():
         found[pair] = one["extra"] or Failed(f"no way by hand worked: {one['failed']}")

@@ -44,7 +44,7 @@ def ledger(run: Run) -> dict[str, list[float]]:
     """What the ledger says of six frameworks' memory, held to NVML's figures and CUPTI's."""
     quick = ["quick"] if run.quick else []
     with ThreadPoolExecutor(2) as both:  # each has its own process's figures only
-        told, seen = both.map(lambda name: run.program(name, *quick, timeout=85), ("counted", "cupti"))
+        told, seen = both.map(lambda name: run.program(name, *quick, timeout=120), ("counted", "cupti"))
     found: dict[str, list[float]] = {
         "raw": [told["raw"] / MIB], "unaccounted": [told["unaccounted"] / MIB], "large.jax": [seen["jax"] / MIB],
     }  # fmt: skip
