@@ -55,7 +55,10 @@ def exchange(run: Run) -> dict[str, Any]:
         found[f"route.{name}"] = out["routes"][name]
     for name, value in out["leak"].items():
         found[f"leak.{name}"] = [value]
-    return {**found, **_between_processes(run)}
+    try:
+        return {**found, **_between_processes(run)}
+    except Failed as error:
+        return {**found, "process.export": error, "process.attach": error}
 
 
 def _between_processes(run: Run) -> dict[str, list[float]]:
