@@ -25,8 +25,8 @@ EMPTIED = [f"emptied.{name}" for name in RETURNING]
         **dict.fromkeys(NAMES, "% of cap"), **dict.fromkeys(EMPTIED, "MiB"),
     },
     bar={
-        "process": "<= 40", "sum": ">= 36", "gap": "<= 100", "samples": ">= 1000", "least": ">= 95", "unaccounted": "<= 64",
-        **dict.fromkeys(NAMES, "<= 100"), **dict.fromkeys(EMPTIED, f"<= {AT_CAP}"),
+        "process": "<= 40", "sum": ">= 36", "gap": "<= 100", "samples": ">= 1000", "least": ">= 95",
+        "unaccounted": "<= 64", **dict.fromkeys(NAMES, "<= 100"), **dict.fromkeys(EMPTIED, f"<= {AT_CAP}"),
     },
     seconds=95,
 )  # fmt: skip
