@@ -9,12 +9,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench.child import emit, main
 from bench.measure import Failed, Run, measure
 from bench.programs.arrays import NAMES, PAIRS
 from bench.programs.six import GIB, MIB
+
+if TYPE_CHECKING:
+    from memguard.types import FrameworkName
 
 TIMED, ENOUGH = 200, 10_000
 """Hand-overs of each pair that are timed, and hand-overs in all after which nothing may be left."""
@@ -34,11 +37,11 @@ EXTRA = [f"{source}-{target}" for source, target in PAIRS]
     },
     bar={**dict.fromkeys(EXTRA, "<= 50"), "over_host": ">= 1", "leak.gpu": "<= 0", "leak.host": "<= 16",
          "leak.open": "<= 0"},
-    seconds=55,
+    seconds=50,
 )  # fmt: skip
 def exchange(run: Run) -> dict[str, Any]:
     """A hand-over of 1 GiB on idle streams, beyond the best way by hand in the same run, for each pair."""
-    out = run.program("hand_overs", *(["quick"] if run.quick else []), timeout=105)
+    out = run.program("hand_overs", *(["quick"] if run.quick else []), timeout=140)
     found: dict[str, Any] = {}
     for pair, one in out["pairs"].items():
         found[pair] = one["extra"] or Failed(f"no way by hand worked: {one['failed']}")
@@ -52,7 +55,10 @@ def exchange(run: Run) -> dict[str, Any]:
         found[f"route.{name}"] = out["routes"][name]
     for name, value in out["leak"].items():
         found[f"leak.{name}"] = [value]
-    return {**found, **_between_processes(run)}
+    try:
+        return {**found, **_between_processes(run)}
+    except Failed as error:
+        return {**found, "process.export": error, "process.attach": error}
 
 
 def _between_processes(run: Run) -> dict[str, list[float]]:
@@ -100,14 +106,14 @@ def program_hand_overs(quick: str = "") -> dict[str, Any]:
     return {"pairs": pairs, "leak": leak, "routes": routes, "host": _host(values, 1 if quick else 2)}
 
 
-def _ours(target: str) -> Callable[[Any], Any]:
+def _ours(target: FrameworkName) -> Callable[[Any], Any]:
     import memguard.exchange
 
     to = memguard.exchange.to
     return lambda x: to(x, target)
 
 
-def _pair(x: Any, source: str, target: str, rounds: int) -> dict[str, Any]:
+def _pair(x: Any, source: str, target: FrameworkName, rounds: int) -> dict[str, Any]:
     """memguard's hand-over and each one by hand in turn, the view's end included.
 
     ours, extra   microseconds of each round: memguard's, and beyond the way by hand with the smallest median
@@ -157,7 +163,7 @@ def _no_collection() -> Iterator[None]:
         gc.enable()
 
 
-def _leak(sources: dict[str, Any], each: int) -> dict[str, float]:
+def _leak(sources: dict[FrameworkName, Any], each: int) -> dict[str, float]:
     """What so many hand-overs of each pair leave: MiB of the GPU and of the host, and views that have not ended."""
     from bench.programs import arrays, six
     from memguard.exchange import to

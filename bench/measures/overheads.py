@@ -30,7 +30,7 @@ def _first_use(name: str, library: str) -> int:
     return sizes[-1] if library == "backward" else sizes[0]
 
 
-_WHOLE = {
+_WHOLE: dict[str, int] = {
     "context": CONTEXT,
     SECOND: OVERHEADS[SECOND_CONTEXT].workspace,
     **{name: SPECS[name].workspace for name in NAMES},
@@ -51,8 +51,8 @@ _PARTS = {f"{name}.{library}": _first_use(name, library) * 5 // 4 for name, uses
 def overheads(run: Run) -> dict[str, list[float]]:
     """Memory outside every cap: the CUDA context, each framework alone, the first uses of libraries, and all six."""
     with ThreadPoolExecutor(AT_ONCE) as threads:  # each has its own process's figures only
-        six = threads.submit(run.program, "six", timeout=65)
-        alone = dict(zip(NAMES, threads.map(lambda name: run.program("alone", name, timeout=65), NAMES), strict=True))
+        six = threads.submit(run.program, "six", timeout=120)
+        alone = dict(zip(NAMES, threads.map(lambda name: run.program("alone", name, timeout=120), NAMES), strict=True))
     found = {"six": [six.result()["outside"] / MIB], SECOND: [alone["pycuda"]["second"] / MIB]}
     found["context"] = [one["context"] / MIB for one in alone.values()]
     for name, one in alone.items():

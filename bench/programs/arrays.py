@@ -9,11 +9,14 @@ import atexit
 import ctypes
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench.programs.six import put_row_stack_back
 
-NAMES = ("torch", "tensorflow", "cupy", "jax", "pycuda", "numba")
+if TYPE_CHECKING:
+    from memguard.types import FrameworkName
+
+NAMES: tuple[FrameworkName, ...] = ("torch", "tensorflow", "cupy", "jax", "pycuda", "numba")
 PAIRS = tuple((source, target) for source in NAMES for target in NAMES if source != target)
 
 
@@ -209,15 +212,15 @@ def _ways(source: str, target: str) -> Iterator[tuple[str, Callable[[Any], Any]]
     elif target == "pycuda":
         from pycuda.gpuarray import GPUArray
 
-        places: dict[str, Callable[[Any], int]] = {
+        places: dict[str, Callable[[Any], Any]] = {
             "torch": lambda x: x.data_ptr(),
             "jax": lambda x: x.unsafe_buffer_pointer(),
             "cupy": lambda x: x.data.ptr,
+            "numba": lambda x: x.__cuda_array_interface__["data"][0],
         }
-        place = places.get(source, lambda x: x.__cuda_array_interface__["data"][0])
         yield (
             "pycuda.gpuarray.GPUArray(gpudata=address)",
-            lambda x: GPUArray(tuple(x.shape), "float32", gpudata=place(x), base=x),
+            lambda x: GPUArray(tuple(x.shape), "float32", gpudata=places[source](x), base=x),
         )
     else:
         from numba import cuda

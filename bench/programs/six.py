@@ -9,14 +9,19 @@ import ctypes
 import os
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from memguard.types import FrameworkName
 
 MIB, GIB = 1 << 20, 1 << 30
 PAGE = 2 * MIB
 """What the driver gives out, and caps are multiples of."""
-SHARES = {"tensorflow": "20%", "torch": "25%", "jax": "20%", "cupy": "15%", "pycuda": "10%", "numba": "10%"}
+SHARES: dict[FrameworkName, str] = {
+    "tensorflow": "20%", "torch": "25%", "jax": "20%", "cupy": "15%", "pycuda": "10%", "numba": "10%",
+}  # fmt: skip
 NAMES = tuple(SHARES)
-RETURNING = ("torch", "cupy", "pycuda", "numba")
+RETURNING: tuple[FrameworkName, ...] = ("torch", "cupy", "pycuda", "numba")
 """The frameworks that give freed memory back, so that the driver's figure without them says what they held."""
 SLOW = ("tensorflow", "jax")
 """A refusal takes each of these ten seconds of retries."""
@@ -24,7 +29,7 @@ SLOW = ("tensorflow", "jax")
 
 def budget(limit: int, **tensorflow: Any) -> dict[str, Any]:
     """All six under `limit`, with more settings for TensorFlow (`growth=False`: it takes its whole cap at once)."""
-    frameworks: dict[str, dict[str, Any]] = {name: {"share": share} for name, share in SHARES.items()}
+    frameworks: dict[FrameworkName, dict[str, Any]] = {name: {"share": share} for name, share in SHARES.items()}
     frameworks["tensorflow"].update(tensorflow)
     return {"version": 1, "device": {"limit": limit}, "frameworks": frameworks}
 
@@ -113,7 +118,7 @@ def _numba() -> None:
     assert values.copy_to_host().sum() == 2000.0
 
 
-WORK: dict[str, Callable[[], None]] = {
+WORK: dict[FrameworkName, Callable[[], None]] = {
     "tensorflow": _tensorflow, "torch": _torch, "jax": _jax, "cupy": _cupy, "pycuda": _pycuda, "numba": _numba,
 }  # fmt: skip
 

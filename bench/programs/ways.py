@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bench.programs.arrays import primary_of_pycuda
 from bench.programs.six import GIB, PAGE, put_row_stack_back
+
+if TYPE_CHECKING:
+    from memguard.types import FrameworkName
 
 
 class Allocator(NamedTuple):
@@ -29,14 +32,14 @@ class Allocator(NamedTuple):
     asks: Callable[[Callable[[], Any]], int] | None = None
 
 
-def budget(library: str, cap: int) -> None:
+def budget(library: FrameworkName, cap: int) -> None:
     """One framework under its cap, without a monitor."""
     import memguard
 
     memguard.init({"version": 1, "device": {"limit": cap + 6 * GIB}, "frameworks": {library: {"limit": cap}}})
 
 
-def under_memguard(library: str, found: Allocator) -> Allocator:
+def under_memguard(library: FrameworkName, found: Allocator) -> Allocator:
     """With what is held as memguard says it, and a trim of all that it keeps for the library."""
     import memguard
     from memguard import _api
