@@ -122,7 +122,7 @@ def hash_of(names: Iterable[str]) -> str:
     for name in sorted(names):
         path = file_of(name)
         digest.update(f"{name}\0".encode() + (b"" if path is None else path.read_bytes()) + b"\0")
-    return digest.hexdigest()[:16]
+    return digest.hexdigest()[:12]
 
 
 def hashes(names: Iterable[str]) -> dict[str, str]:
@@ -263,7 +263,7 @@ def save(result: Mapping[str, Any], path: Path) -> None:
     lines = []
     for name, value in whole.items():
         if name == "rows":
-            body = ",\n".join(f"  {json.dumps(row)}" for row in value)
+            body = ",\n".join(f"  {json.dumps(row, ensure_ascii=False, separators=(',', ':'))}" for row in value)
             lines.append(f' "rows": [\n{body}\n ]')
         else:
             lines.append(f" {json.dumps(name)}: {json.dumps(value)}")

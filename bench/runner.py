@@ -107,6 +107,8 @@ class Runner:
         for name, one in self.measures.items():
             if name not in asked or (resume and results.state(self.result, name) == "measured"):
                 continue
+            if results.state(self.result, name) == "failed":  # so may have what said which modules run
+                self.result["measures"].pop(name)
             if one.gpus > max(self.there["gpus"], 1):
                 self.say(f"skipped {name}: it needs {one.gpus} GPUs, and {self.there['gpus']} are here")
                 continue
@@ -123,9 +125,8 @@ class Runner:
                 return
             found = run_one(one, True, min(QUICK_SECONDS, self.left()), record=True)
             self.say(f"quick   {one.id}: {found['seconds']:.1f} s" + (", failed" if "error" in found else ""))
-            bad = [one["error"] for one in found.get("values", {}).values() if isinstance(one, Mapping)]
-            if "error" in found or bad:  # what it covers is not known
-                errors[one.id] = found.get("error") or bad[0]
+            if "error" in found:  # what it covers is not known
+                errors[one.id] = found["error"]
                 return
             errors.pop(one.id, None)
             ran = found["ran"]
@@ -160,7 +161,7 @@ class Runner:
                 hashed = {what: self.result["measures"][one.id][what] for what in hashed}
                 limit = max(2 * one.seconds, one.seconds + 60)
                 found = run_one(one, False, min(limit, max(self.left(), one.seconds) + 20))
-            about = {**hashed, "commit": self.result["commit"], "date": results.now()}
+            about = {**hashed, "commit": self.result["commit"][:12], "date": results.now()}
             results.put(self.result, one.id, rows(one, found, about), [*self.measures])
             self._save()
             for row in results.rows_of(self.result, one.id):
