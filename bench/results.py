@@ -243,7 +243,7 @@ def load(path: Path) -> dict[str, Any]:
     """A result, with the modules that ran by name. Raises ValueError if it does not keep the schema."""
     found = json.loads(path.read_text())
     check(found)
-    modules = found["modules"]
+    modules = [f"memguard{name}" if name.startswith(".") else name for name in found["modules"]]
     for one in found["measures"].values():
         bits = int(one["ran"], 16)
         one["ran"] = [name for place, name in enumerate(modules) if bits >> place & 1]
@@ -258,7 +258,9 @@ def save(result: Mapping[str, Any], path: Path) -> None:
         key: {**one, "ran": f"{sum(place[name] for name in set(one['ran'])):x}"}
         for key, one in sorted(result["measures"].items())
     }
-    whole = {name: result[name] for name in HEAD} | {"measures": measures, "modules": modules}
+    whole = {name: result[name] for name in HEAD} | {
+        "measures": measures, "modules": [re.sub(r"^memguard\.", ".", name) for name in modules],
+    }  # fmt: skip
     check(whole)
     lines = []
     for name, value in whole.items():
@@ -266,7 +268,8 @@ def save(result: Mapping[str, Any], path: Path) -> None:
             body = ",\n".join(f"  {json.dumps(row, ensure_ascii=False, separators=(',', ':'))}" for row in value)
             lines.append(f' "rows": [\n{body}\n ]')
         else:
-            lines.append(f" {json.dumps(name)}: {json.dumps(value)}")
+            close = (",", ":") if name == "modules" else None
+            lines.append(f" {json.dumps(name)}: {json.dumps(value, ensure_ascii=False, separators=close)}")
     text = "{\n" + ",\n".join(lines) + "\n}\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".part")

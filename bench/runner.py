@@ -60,9 +60,22 @@ def rows(one: Measure, found: Mapping[str, Any], about: Mapping[str, Any]) -> li
             row |= results.figures(value, unit or "", bar, by) | tail
         except (Failed, ValueError, TypeError) as error:
             empty = dict.fromkeys(("median", "low", "high"))
-            row |= {"unit": unit or "", **empty, "n": 0, "bar": bar, "ok": False, **tail, "error": str(error)[-400:]}
+            row |= {
+                "unit": unit or "",
+                **empty,
+                "n": 0,
+                "bar": bar,
+                "ok": False,
+                **tail,
+                "error": shortened(str(error)),
+            }
         made.append(row)
     return made
+
+
+def shortened(text: str, characters: int = 400) -> str:
+    """Its begin and its end: stderr says at its end what went wrong."""
+    return text if len(text) <= characters else f"{text[:100]} … {text[103 - characters :]}"
 
 
 def line(row: Mapping[str, Any]) -> str:

@@ -120,11 +120,11 @@ from bench.measure import Failed, measure
 def alpha(run):
     return [run.program("child", timeout=1.5)["x"]]
 def child():
-    words = [sys.executable, "-c", "import time; time.sleep(60)", {word!r}]
+    words = [sys.executable, "-c", "import time; time.sleep(90)", {word!r}]
     subprocess.Popen(words, start_new_session=True)
     subprocess.Popen(words)
     import time
-    time.sleep(60)
+    time.sleep(90)
 if __name__ == "__main__":
     main({{"child": child}})
 """,
