@@ -34,7 +34,7 @@ def caps(run: Run) -> dict[str, list[float]]:
     """Memory of six frameworks under one budget of 40 GiB, each driven to its refusal while the others are full."""
     sampler = Sampler(INTERVAL)
     try:
-        child = run.start("caps", *(["quick"] if run.quick else []), timeout=145)
+        child = run.start("caps", *(["quick"] if run.quick else []), timeout=190)
         sampler.start(child.pid)
         out = child.end()
     finally:

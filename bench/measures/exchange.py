@@ -9,12 +9,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench.child import emit, main
 from bench.measure import Failed, Run, measure
 from bench.programs.arrays import NAMES, PAIRS
 from bench.programs.six import GIB, MIB
+
+if TYPE_CHECKING:
+    from memguard.types import FrameworkName
 
 TIMED, ENOUGH = 200, 10_000
 """Hand-overs of each pair that are timed, and hand-overs in all after which nothing may be left."""
@@ -37,8 +40,8 @@ EXTRA = [f"{source}-{target}" for source, target in PAIRS]
     seconds=55,
 )  # fmt: skip
 def exchange(run: Run) -> dict[str, Any]:
-    """A hand-over of 1 GiB on idle streams, beyond the best way by hand in the same run, for each pair of frameworks."""
-    out = run.program("hand_overs", *(["quick"] if run.quick else []), timeout=105)
+    """A hand-over of 1 GiB on idle streams, beyond the best way by hand in the same run, for each pair."""
+    out = run.program("hand_overs", *(["quick"] if run.quick else []), timeout=140)
     found: dict[str, Any] = {}
     for pair, one in out["pairs"].items():
         found[pair] = one["extra"] or Failed(f"no way by hand worked: {one['failed']}")
@@ -52,7 +55,10 @@ def exchange(run: Run) -> dict[str, Any]:
         found[f"route.{name}"] = out["routes"][name]
     for name, value in out["leak"].items():
         found[f"leak.{name}"] = [value]
-    return {**found, **_between_processes(run)}
+    try:
+        return {**found, **_between_processes(run)}
+    except Failed as error:
+        return {**found, "process.export": error, "process.attach": error}
 
 
 def _between_processes(run: Run) -> dict[str, list[float]]:
@@ -80,10 +86,11 @@ def _between_processes(run: Run) -> dict[str, list[float]]:
 def program_hand_overs(quick: str = "") -> dict[str, Any]:
     """Every figure of hand-overs within one process. Microseconds, but milliseconds where a copy is made."""
     import numpy as np
+
     from bench.programs import arrays
 
     arrays.start(*NAMES)
-    values = np.ones((16 * MIB if quick else GIB) // 4, np.float32)
+    values: Any = np.ones((16 * MIB if quick else GIB) // 4, np.float32)
     sources = {name: arrays.make(name, values) for name in NAMES}
     for source, target in PAIRS:  # what is compiled and started once
         for call in (_ours(target), *arrays.by_hand(source, target).values()):
@@ -99,14 +106,14 @@ def program_hand_overs(quick: str = "") -> dict[str, Any]:
     return {"pairs": pairs, "leak": leak, "routes": routes, "host": _host(values, 1 if quick else 2)}
 
 
-def _ours(target: str) -> Callable[[Any], Any]:
+def _ours(target: FrameworkName) -> Callable[[Any], Any]:
     import memguard.exchange
 
     to = memguard.exchange.to
     return lambda x: to(x, target)
 
 
-def _pair(x: Any, source: str, target: str, rounds: int) -> dict[str, Any]:
+def _pair(x: Any, source: str, target: FrameworkName, rounds: int) -> dict[str, Any]:
     """memguard's hand-over and each one by hand in turn, the view's end included.
 
     ours, extra   microseconds of each round: memguard's, and beyond the way by hand with the smallest median
@@ -134,7 +141,7 @@ def _pair(x: Any, source: str, target: str, rounds: int) -> dict[str, Any]:
     best = min(times.values(), key=statistics.median, default=[])
     return {
         "ours": [round(one, 3) for one in ours],
-        "extra": [round(one - other, 3) for one, other in zip(ours, best)],
+        "extra": [round(one - other, 3) for one, other in zip(ours, best, strict=bool(best))],
         "failed": failed,
     }
 
@@ -156,7 +163,7 @@ def _no_collection() -> Iterator[None]:
         gc.enable()
 
 
-def _leak(sources: dict[str, Any], each: int) -> dict[str, float]:
+def _leak(sources: dict[FrameworkName, Any], each: int) -> dict[str, float]:
     """What so many hand-overs of each pair leave: MiB of the GPU and of the host, and views that have not ended."""
     from bench.programs import arrays, six
     from memguard.exchange import to
@@ -191,6 +198,7 @@ def _routes(x: Any, rounds: int) -> dict[str, list[float]]:
     """Milliseconds from PyTorch to TensorFlow: shared, through page-locked memory, and through pageable memory."""
     import tensorflow as tf
     import torch
+
     from bench.programs import arrays
 
     pinned = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
@@ -249,6 +257,7 @@ def _host(values: Any, rounds: int) -> dict[str, dict[str, float]]:
 def program_giver(size: str) -> None:
     """Exports an array of so many bytes whenever a line of stdin asks for it."""
     import torch
+
     from bench.programs import arrays
     from memguard import exchange
 

@@ -6,11 +6,14 @@ import random
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench.child import main
-from bench.measure import Run, measure
+from bench.measure import Failed, Run, measure
 from bench.programs.six import GIB, MIB, NAMES, PAGE, RETURNING
+
+if TYPE_CHECKING:
+    from memguard.types import FrameworkName
 
 LIMIT = 40 * GIB
 SEED = 20261122
@@ -37,17 +40,31 @@ EVERY = {**ROWS, **CUPTI, **MORE}
     bar={name: bar for name, (_, bar) in EVERY.items()},
     seconds=45,
 )
-def ledger(run: Run) -> dict[str, list[float]]:
+def ledger(run: Run) -> dict[str, Any]:
     """What the ledger says of six frameworks' memory, held to NVML's figures and CUPTI's."""
-    quick = ["quick"] if run.quick else []
+
+    def program(name: str) -> dict[str, Any] | Failed:
+        try:
+            return run.program(name, *(["quick"] if run.quick else []), timeout=120)
+        except Failed as error:  # the other one's rows count
+            return error
+
     with ThreadPoolExecutor(2) as both:  # each has its own process's figures only
-        told, seen = both.map(lambda name: run.program(name, *quick, timeout=85), ("counted", "cupti"))
-    found: dict[str, list[float]] = {
-        "raw": [told["raw"] / MIB], "unaccounted": [told["unaccounted"] / MIB], "large.jax": [seen["jax"] / MIB],
-    }  # fmt: skip
-    for name, one in told["counted"].items():
-        for part, figure in one.items():
-            found[f"{part}.{name}"] = [figure]
+        told, seen = both.map(program, ("counted", "cupti"))
+    return {**_by_nvml(told), **_by_cupti(seen)}
+
+
+def _by_nvml(told: dict[str, Any] | Failed) -> dict[str, Any]:
+    if isinstance(told, Failed):
+        return dict.fromkeys(("raw", "unaccounted", *ROWS), told)
+    counted = {f"{part}.{name}": [figure] for name, one in told["counted"].items() for part, figure in one.items()}
+    return {"raw": [told["raw"] / MIB], "unaccounted": [told["unaccounted"] / MIB], **counted}
+
+
+def _by_cupti(seen: dict[str, Any] | Failed) -> dict[str, Any]:
+    if isinstance(seen, Failed):
+        return dict.fromkeys(("large.jax", *CUPTI), seen)
+    found = {"large.jax": [seen["jax"] / MIB]}
     for name in SEEN:
         held, taken = seen["held"][name], seen["cupti"].get(name, 0)
         found[f"cupti.{name}"] = [100 * abs(held - taken) / taken if taken else 100]
@@ -73,7 +90,7 @@ def program_counted(quick: str = "") -> dict[str, Any]:
     return {"counted": counted, "raw": _raw(), "unaccounted": six.worst(readings)}
 
 
-def _counted(name: str, large: int, small: int) -> dict[str, float]:
+def _counted(name: FrameworkName, large: int, small: int) -> dict[str, float]:
     """One framework's large arrays, small arrays and end.
 
     large, emptied   MiB by which the change of `held` and that of NVML's figure differ
@@ -128,7 +145,7 @@ def _raw() -> int:
         off.append(abs(six.reading()["unaccounted"] - before - size))
         raw.give(address)
         off.append(abs(six.reading()["unaccounted"] - before))
-    return max(off)
+    return int(max(off))
 
 
 # By CUPTI
@@ -141,7 +158,7 @@ class Cupti:
     """
 
     def __init__(self) -> None:
-        from cupti import cupti
+        from cupti import cupti  # type: ignore[import-not-found]
 
         self.cupti, self.records = cupti, []  # type: ignore[var-annotated]
         cupti.activity_enable(cupti.ActivityKind.MEMORY2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -29,7 +30,7 @@ def _first_use(name: str, library: str) -> int:
     return sizes[-1] if library == "backward" else sizes[0]
 
 
-_WHOLE = {
+_WHOLE: dict[str, int] = {
     "context": CONTEXT,
     SECOND: OVERHEADS[SECOND_CONTEXT].workspace,
     **{name: SPECS[name].workspace for name in NAMES},
@@ -50,14 +51,14 @@ _PARTS = {f"{name}.{library}": _first_use(name, library) * 5 // 4 for name, uses
 def overheads(run: Run) -> dict[str, list[float]]:
     """Memory outside every cap: the CUDA context, each framework alone, the first uses of libraries, and all six."""
     with ThreadPoolExecutor(AT_ONCE) as threads:  # each has its own process's figures only
-        six = threads.submit(run.program, "six", timeout=65)
-        alone = dict(zip(NAMES, threads.map(lambda name: run.program("alone", name, timeout=65), NAMES)))
+        six = threads.submit(run.program, "six", timeout=120)
+        alone = dict(zip(NAMES, threads.map(lambda name: run.program("alone", name, timeout=120), NAMES), strict=True))
     found = {"six": [six.result()["outside"] / MIB], SECOND: [alone["pycuda"]["second"] / MIB]}
     found["context"] = [one["context"] / MIB for one in alone.values()]
     for name, one in alone.items():
         steps = one["outside"]  # rising
         found[name] = [max(size for _, size in steps) / MIB]
-        for (_, before), (label, after) in zip(steps, steps[1:]):
+        for (_, before), (label, after) in itertools.pairwise(steps):
             if label in FIRST_USES.get(name, ()):
                 found[f"{name}.{label}"] = [(after - before) / MIB]
     return found
@@ -168,10 +169,10 @@ def _jax() -> list[tuple[str, Callable[[], Any]]]:
     images, filters = jnp.ones((1, 3, 64, 64)), jnp.ones((8, 3, 3, 3))
     return [
         ("first tensor", lambda: c),
-        ("cublas", lambda: (a @ a).block_until_ready()),
-        ("cudnn", lambda: jax.lax.conv(images, filters, (1, 1), "SAME").block_until_ready()),
-        ("cufft", lambda: jnp.fft.fft(a[0]).block_until_ready()),
-        ("cusolver", lambda: jnp.linalg.svd(c)[1].block_until_ready()),
+        ("cublas", lambda: jax.block_until_ready(a @ a)),
+        ("cudnn", lambda: jax.block_until_ready(jax.lax.conv(images, filters, (1, 1), "SAME"))),
+        ("cufft", lambda: jax.block_until_ready(jnp.fft.fft(a[0]))),
+        ("cusolver", lambda: jax.block_until_ready(jnp.linalg.svd(c))),
     ]
 
 
@@ -180,12 +181,13 @@ def _pycuda() -> list[tuple[str, Callable[[], Any]]]:
     from pycuda import gpuarray
 
     a = gpuarray.to_gpu(np.ones(100_000, np.float32))
-    return [("first tensor", lambda: a), ("kernels", lambda: (a + a).get())]
+    return [("first tensor", lambda: a), ("kernels", lambda: [(a + a).get()])]
 
 
 def _numba() -> list[tuple[str, Callable[[], Any]]]:
-    from bench.programs import six
     from numba import cuda
+
+    from bench.programs import six
 
     array = cuda.device_array(1)
     return [("first tensor", lambda: array), ("kernels", six.WORK["numba"])]

@@ -9,11 +9,14 @@ import atexit
 import ctypes
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench.programs.six import put_row_stack_back
 
-NAMES = ("torch", "tensorflow", "cupy", "jax", "pycuda", "numba")
+if TYPE_CHECKING:
+    from memguard.types import FrameworkName
+
+NAMES: tuple[FrameworkName, ...] = ("torch", "tensorflow", "cupy", "jax", "pycuda", "numba")
 PAIRS = tuple((source, target) for source in NAMES for target in NAMES if source != target)
 
 
@@ -154,16 +157,20 @@ def by_hand(source: str, target: str) -> dict[str, Callable[[Any], Any]]:
     return dict(_ways(source, target))
 
 
+def _joined(first: Callable[[Any], Any], second: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda x: second(first(x))
+
+
 def _ways(source: str, target: str) -> Iterator[tuple[str, Callable[[Any], Any]]]:
     if source in ("pycuda", "numba") and target in ("jax", "tensorflow"):
         for third in ("torch", "cupy"):
             ((way, first),) = _ways(source, third)
             for then, second in _ways(third, target):
-                yield f"{way}, {then}", lambda x, first=first, second=second: second(first(x))
+                yield f"{way}, {then}", _joined(first, second)
     elif source == "tensorflow" and target in ("pycuda", "numba"):
         ((way, first),) = _ways("tensorflow", "torch")
         for then, second in _ways("torch", target):
-            yield f"{way}, {then}", lambda x, first=first, second=second: second(first(x))
+            yield f"{way}, {then}", _joined(first, second)
     elif target == "torch":
         import torch
 
@@ -205,14 +212,15 @@ def _ways(source: str, target: str) -> Iterator[tuple[str, Callable[[Any], Any]]
     elif target == "pycuda":
         from pycuda.gpuarray import GPUArray
 
-        place = {
+        places: dict[str, Callable[[Any], Any]] = {
             "torch": lambda x: x.data_ptr(),
             "jax": lambda x: x.unsafe_buffer_pointer(),
             "cupy": lambda x: x.data.ptr,
-        }.get(source, lambda x: x.__cuda_array_interface__["data"][0])
+            "numba": lambda x: x.__cuda_array_interface__["data"][0],
+        }
         yield (
             "pycuda.gpuarray.GPUArray(gpudata=address)",
-            lambda x: GPUArray(tuple(x.shape), "float32", gpudata=place(x), base=x),
+            lambda x: GPUArray(tuple(x.shape), "float32", gpudata=places[source](x), base=x),
         )
     else:
         from numba import cuda

@@ -9,14 +9,19 @@ import ctypes
 import os
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from memguard.types import FrameworkName
 
 MIB, GIB = 1 << 20, 1 << 30
 PAGE = 2 * MIB
 """What the driver gives out, and caps are multiples of."""
-SHARES = {"tensorflow": "20%", "torch": "25%", "jax": "20%", "cupy": "15%", "pycuda": "10%", "numba": "10%"}
+SHARES: dict[FrameworkName, str] = {
+    "tensorflow": "20%", "torch": "25%", "jax": "20%", "cupy": "15%", "pycuda": "10%", "numba": "10%",
+}  # fmt: skip
 NAMES = tuple(SHARES)
-RETURNING = ("torch", "cupy", "pycuda", "numba")
+RETURNING: tuple[FrameworkName, ...] = ("torch", "cupy", "pycuda", "numba")
 """The frameworks that give freed memory back, so that the driver's figure without them says what they held."""
 SLOW = ("tensorflow", "jax")
 """A refusal takes each of these ten seconds of retries."""
@@ -24,7 +29,7 @@ SLOW = ("tensorflow", "jax")
 
 def budget(limit: int, **tensorflow: Any) -> dict[str, Any]:
     """All six under `limit`, with more settings for TensorFlow (`growth=False`: it takes its whole cap at once)."""
-    frameworks: dict[str, dict[str, Any]] = {name: {"share": share} for name, share in SHARES.items()}
+    frameworks: dict[FrameworkName, dict[str, Any]] = {name: {"share": share} for name, share in SHARES.items()}
     frameworks["tensorflow"].update(tensorflow)
     return {"version": 1, "device": {"limit": limit}, "frameworks": frameworks}
 
@@ -34,7 +39,7 @@ def put_row_stack_back() -> None:
     import numpy as np
 
     if not hasattr(np, "row_stack"):
-        np.row_stack = np.vstack  # type: ignore[attr-defined]
+        np.row_stack = np.vstack
 
 
 def load(name: str) -> None:
@@ -113,7 +118,7 @@ def _numba() -> None:
     assert values.copy_to_host().sum() == 2000.0
 
 
-WORK: dict[str, Callable[[], None]] = {
+WORK: dict[FrameworkName, Callable[[], None]] = {
     "tensorflow": _tensorflow, "torch": _torch, "jax": _jax, "cupy": _cupy, "pycuda": _pycuda, "numba": _numba,
 }  # fmt: skip
 
@@ -161,7 +166,7 @@ def held(name: str) -> int:
 
 def worst(readings: list[dict[str, Any]]) -> int:
     """The largest `unaccounted` in bytes, whatever its sign."""
-    return max(abs(one["unaccounted"]) for one in readings)
+    return int(max(abs(one["unaccounted"]) for one in readings))
 
 
 # What the driver says
@@ -244,7 +249,7 @@ def allocator(name: str) -> tuple[Callable[[int], Any], type[BaseException]]:
         import jax
         import numpy as np
 
-        source = np.zeros(300 * MIB, np.uint8)
+        source: Any = np.zeros(300 * MIB, np.uint8)
         return (lambda n: jax.device_put(source[:n]).block_until_ready()), jax.errors.JaxRuntimeError
     if name == "cupy":
         import cupy
@@ -253,7 +258,7 @@ def allocator(name: str) -> tuple[Callable[[int], Any], type[BaseException]]:
     if name == "pycuda":
         import pycuda.driver as drv
 
-        return (lambda n: drv.mem_alloc(n)), drv.MemoryError
+        return (lambda n: drv.mem_alloc(n)), drv.MemoryError  # noqa: PLW0108 (memguard replaces it)
     import numpy as np
     from numba import cuda
     from numba.cuda.cudadrv.driver import CudaAPIError

@@ -1,20 +1,32 @@
-"""Twenty seconds of PyTorch, JAX and CuPy under a budget that becomes tight: what a report of a run is shown on.
+"""Record the timeline that README's pictures are drawn from: twenty seconds of PyTorch, JAX and CuPy on a GPU.
 
-    python benchmarks/suggest_programs/recording.py BUDGET
+    python scripts/recording.py docs/pictures/recording.jsonl
 
 PyTorch trains and validates, JAX scores, CuPy collects features. After half of the time PyTorch's cap is lowered: a
-validation runs out of memory, which the program catches, and goes on with smaller batches.
+validation runs out of memory, which the program catches, and goes on with smaller batches. Later CuPy joins its
+features into an array beyond its cap. Paths in the timeline begin at the folder of the repository.
 """
 
 import contextlib
 import gc
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import memguard
 
-SECONDS = float(sys.argv[2]) if len(sys.argv) > 2 else 20.0
-memguard.init(sys.argv[1])
+ROOT = Path(__file__).resolve().parent.parent
+SECONDS = 20.0
+scratch = tempfile.TemporaryDirectory()
+memguard.init(
+    {
+        "version": 1,
+        "device": {"limit": "14GiB"},
+        "frameworks": {"torch": {"limit": "5GiB"}, "jax": {"limit": "3GiB"}, "cupy": {"limit": "2GiB"}},
+        "monitor": {"interval": "100ms", "timeline": f"{scratch.name}/run.jsonl"},
+    }
+)
 
 import cupy  # noqa: E402 (the budget first)
 import jax  # noqa: E402
@@ -82,4 +94,8 @@ while (spent := time.monotonic() - began) < SECONDS:
     time.sleep(0.05)
 memguard.trim()
 time.sleep(0.3)
+memguard.shutdown()
+(timeline,) = Path(scratch.name).glob("run-*.jsonl")
+Path(sys.argv[1]).write_text(timeline.read_text().replace(f"{ROOT}/", "").replace(f"{scratch.name}/", ""))
+scratch.cleanup()
 print("done", validated)

@@ -1,10 +1,10 @@
 """Draws README's pictures from the recording of a GPU: `memguard top` in a terminal, `memguard report` in a browser.
 
-    scripts/pictures                       what this needs, and then: python benchmarks/pictures.py
+    scripts/pictures                       installs what this needs, and then runs: python scripts/pictures.py
 
-`benchmarks/results/h200-recording.jsonl` is a timeline that `suggest.py --recording` wrote. The screen is drawn as it
-was a moment after the run's first out-of-memory error. `docs/pictures/made-of.json` holds the recording's hash: a test
-fails if it is another.
+`docs/pictures/recording.jsonl` is a timeline that `scripts/recording.py` wrote on a GPU. The screen is drawn as it was
+a moment after the run's first out-of-memory error. `docs/pictures/made-of.json` holds the recording's hash: a test
+fails if the recording is another.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from _run import RESULTS, ROOT
-
-RECORDING = RESULTS / "h200-recording.jsonl"
+ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "pictures"
+RECORDING = FOLDER / "recording.jsonl"
 TERMINAL = (100, 24)
 """Columns and rows."""
 WINDOW = (1200, 1600)
