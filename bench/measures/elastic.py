@@ -37,7 +37,7 @@ HELD = 0.3
     unit={"move": "ms", "p99": "ms", "over_by_hand": "ratio", "pool": "GiB"},
     bar={"p99": "<= 100", "pool": "<= 8.4"},
     by={"pool": "high"},
-    seconds=55,
+    seconds=50,
     needs=("torch", "cupy", "numba", "pycuda", "jax"),
 )
 def elastic(run: Run) -> dict[str, list[float] | list[list[float]]]:
