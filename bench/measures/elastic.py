@@ -12,7 +12,7 @@ from bench.child import main
 from bench.measure import Failed, Run, measure
 from bench.measures._patterned import GIB, MIB, Arrays, Card, percentile
 
-GIVERS = ("torch", "cupy", "numba", "pycuda")
+GIVERS: tuple[Any, ...] = ("torch", "cupy", "numba", "pycuda")
 TAKERS = ("cupy", "pycuda", "numba")
 """Those whose allocators are memguard's: they ask within the allocation that would fail."""
 PAIRS = [(giver, taker) for giver in GIVERS for taker in TAKERS if giver != taker]
