@@ -21,7 +21,7 @@ from bench.child import ROOT
 
 FOLDER = ROOT / "bench" / "results"
 RUNNER = {"bench", "bench.child", "bench.measure", "bench.measures", "bench.one"}
-"""Modules of bench that start measurements and measure nothing."""
+"""Modules of bench that start measurements and measure nothing: they are in no hash."""
 PACKAGES = (
     "torch", "tensorflow", "pycuda", "cupy-cuda13x", "cupy-cuda12x", "jax", "jaxlib", "numba", "numba-cuda", "rmm-cu13",
     "rmm-cu12", "cuda-core", "ml-dtypes", "nvidia-ml-py", "cuda-bindings", "cupti-python", "pydantic", "PyYAML",
@@ -127,9 +127,8 @@ def hash_of(names: Iterable[str]) -> str:
 
 def hashes(names: Iterable[str]) -> dict[str, str]:
     """Of the modules of memguard that ran, and of those of bench that measured."""
-    ran = [name for name in names if name not in RUNNER]
-    bench = [name for name in ran if name.startswith("bench.")]
-    return {"covers": hash_of(set(ran) - set(bench)), "bench": hash_of(bench)}
+    bench = {name for name in names if name.startswith("bench.")}
+    return {"covers": hash_of(set(names) - bench), "bench": hash_of(bench)}
 
 
 # The file

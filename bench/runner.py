@@ -41,7 +41,7 @@ def run_one(one: Measure, quick: bool, timeout: float, record: bool = False) -> 
     finally:
         process.kill()
         kill_run(token)
-        names = set(covers.read_text().split()) if covers.exists() else set()
+        names = set(covers.read_text().split()) - results.RUNNER if covers.exists() else set()
         shutil.rmtree(folder, ignore_errors=True)
     return {**found, "ran": sorted(name for name in names if results.file_of(name) is not None)}
 
