@@ -118,8 +118,9 @@ class Child:
     def end(self) -> dict[str, Any]:
         """Close its stdin and wait for its end; what it emitted last, and `nvml` if it was sampled."""
         code = self.close()
-        while (found := self._results.get()) is not None:
-            self.last = found
+        with contextlib.suppress(queue.Empty):  # a process that left the group may still hold the pipe
+            while (found := self._results.get_nowait()) is not None:
+                self.last = found
         if code or self.last is None:
             raise self._failed(self._ended("and emitted nothing"))
         if self._sampler is not None:

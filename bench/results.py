@@ -21,7 +21,7 @@ from bench.child import ROOT
 
 FOLDER = ROOT / "bench" / "results"
 RUNNER = {"bench", "bench.child", "bench.measure", "bench.measures", "bench.one"}
-"""Modules of bench that start measurements and measure nothing."""
+"""Modules of bench that start measurements and measure nothing: they are in no hash."""
 PACKAGES = (
     "torch", "tensorflow", "pycuda", "cupy-cuda13x", "cupy-cuda12x", "jax", "jaxlib", "numba", "numba-cuda", "rmm-cu13",
     "rmm-cu12", "cuda-core", "ml-dtypes", "nvidia-ml-py", "cuda-bindings", "cupti-python", "pydantic", "PyYAML",
@@ -122,14 +122,13 @@ def hash_of(names: Iterable[str]) -> str:
     for name in sorted(names):
         path = file_of(name)
         digest.update(f"{name}\0".encode() + (b"" if path is None else path.read_bytes()) + b"\0")
-    return digest.hexdigest()[:16]
+    return digest.hexdigest()[:12]
 
 
 def hashes(names: Iterable[str]) -> dict[str, str]:
     """Of the modules of memguard that ran, and of those of bench that measured."""
-    ran = [name for name in names if name not in RUNNER]
-    bench = [name for name in ran if name.startswith("bench.")]
-    return {"covers": hash_of(set(ran) - set(bench)), "bench": hash_of(bench)}
+    bench = {name for name in names if name.startswith("bench.")}
+    return {"covers": hash_of(set(names) - bench), "bench": hash_of(bench)}
 
 
 # The file
@@ -243,7 +242,7 @@ def load(path: Path) -> dict[str, Any]:
     """A result, with the modules that ran by name. Raises ValueError if it does not keep the schema."""
     found = json.loads(path.read_text())
     check(found)
-    modules = found["modules"]
+    modules = [f"memguard{name}" if name.startswith(".") else name for name in found["modules"]]
     for one in found["measures"].values():
         bits = int(one["ran"], 16)
         one["ran"] = [name for place, name in enumerate(modules) if bits >> place & 1]
@@ -258,15 +257,18 @@ def save(result: Mapping[str, Any], path: Path) -> None:
         key: {**one, "ran": f"{sum(place[name] for name in set(one['ran'])):x}"}
         for key, one in sorted(result["measures"].items())
     }
-    whole = {name: result[name] for name in HEAD} | {"measures": measures, "modules": modules}
+    whole = {name: result[name] for name in HEAD} | {
+        "measures": measures, "modules": [re.sub(r"^memguard\.", ".", name) for name in modules],
+    }  # fmt: skip
     check(whole)
     lines = []
     for name, value in whole.items():
         if name == "rows":
-            body = ",\n".join(f"  {json.dumps(row)}" for row in value)
+            body = ",\n".join(f"  {json.dumps(row, ensure_ascii=False, separators=(',', ':'))}" for row in value)
             lines.append(f' "rows": [\n{body}\n ]')
         else:
-            lines.append(f" {json.dumps(name)}: {json.dumps(value)}")
+            close = (",", ":") if name == "modules" else None
+            lines.append(f" {json.dumps(name)}: {json.dumps(value, ensure_ascii=False, separators=close)}")
     text = "{\n" + ",\n".join(lines) + "\n}\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".part")

@@ -41,7 +41,7 @@ def run_one(one: Measure, quick: bool, timeout: float, record: bool = False) -> 
     finally:
         process.kill()
         kill_run(token)
-        names = set(covers.read_text().split()) if covers.exists() else set()
+        names = set(covers.read_text().split()) - results.RUNNER if covers.exists() else set()
         shutil.rmtree(folder, ignore_errors=True)
     return {**found, "ran": sorted(name for name in names if results.file_of(name) is not None)}
 
@@ -60,9 +60,22 @@ def rows(one: Measure, found: Mapping[str, Any], about: Mapping[str, Any]) -> li
             row |= results.figures(value, unit or "", bar, by) | tail
         except (Failed, ValueError, TypeError) as error:
             empty = dict.fromkeys(("median", "low", "high"))
-            row |= {"unit": unit or "", **empty, "n": 0, "bar": bar, "ok": False, **tail, "error": str(error)[-400:]}
+            row |= {
+                "unit": unit or "",
+                **empty,
+                "n": 0,
+                "bar": bar,
+                "ok": False,
+                **tail,
+                "error": shortened(str(error)),
+            }
         made.append(row)
     return made
+
+
+def shortened(text: str, characters: int = 400) -> str:
+    """Its begin and its end: stderr says at its end what went wrong."""
+    return text if len(text) <= characters else f"{text[:100]} … {text[103 - characters :]}"
 
 
 def line(row: Mapping[str, Any]) -> str:
@@ -107,6 +120,8 @@ class Runner:
         for name, one in self.measures.items():
             if name not in asked or (resume and results.state(self.result, name) == "measured"):
                 continue
+            if results.state(self.result, name) == "failed":  # so may have what said which modules run
+                self.result["measures"].pop(name)
             if one.gpus > max(self.there["gpus"], 1):
                 self.say(f"skipped {name}: it needs {one.gpus} GPUs, and {self.there['gpus']} are here")
                 continue
@@ -123,9 +138,8 @@ class Runner:
                 return
             found = run_one(one, True, min(QUICK_SECONDS, self.left()), record=True)
             self.say(f"quick   {one.id}: {found['seconds']:.1f} s" + (", failed" if "error" in found else ""))
-            bad = [one["error"] for one in found.get("values", {}).values() if isinstance(one, Mapping)]
-            if "error" in found or bad:  # what it covers is not known
-                errors[one.id] = found.get("error") or bad[0]
+            if "error" in found:  # what it covers is not known
+                errors[one.id] = found["error"]
                 return
             errors.pop(one.id, None)
             ran = found["ran"]
@@ -160,7 +174,7 @@ class Runner:
                 hashed = {what: self.result["measures"][one.id][what] for what in hashed}
                 limit = max(2 * one.seconds, one.seconds + 60)
                 found = run_one(one, False, min(limit, max(self.left(), one.seconds) + 20))
-            about = {**hashed, "commit": self.result["commit"], "date": results.now()}
+            about = {**hashed, "commit": self.result["commit"][:12], "date": results.now()}
             results.put(self.result, one.id, rows(one, found, about), [*self.measures])
             self._save()
             for row in results.rows_of(self.result, one.id):

@@ -19,8 +19,9 @@ from typing import Any
 
 from bench.child import emit
 from bench.measure import Failed
+from bench.programs.six import GIB, MIB, Raw, allocator, put_row_stack_back
 
-MIB, GIB = 1 << 20, 1 << 30
+__all__ = ["GIB", "MIB", "Arrays", "Card", "percentile", "serve", "torch_first"]
 XLA = ("tensorflow", "jax")
 """Their arrays cannot be written: each is made with its value."""
 WINDOW = 1 << 10
@@ -38,14 +39,8 @@ def serve(actions: Mapping[str, Callable[..., Mapping[str, Any] | None]]) -> Non
         emit({"at": time.monotonic(), **(found or {})})
 
 
-class Raw:
-    """Memory from the driver, in the primary context of the first GPU. RuntimeError if a call fails."""
-
-    def __init__(self) -> None:
-        self._cuda = ctypes.CDLL("libcuda.so.1")
-        self._context = ctypes.c_void_p()
-        self._call("cuInit", 0)
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), 0)
+class Written(Raw):
+    """Memory of any framework, written and read by the driver in the primary context."""
 
     def fill(self, address: int, size: int, word: int) -> None:
         """Write the same four bytes throughout."""
@@ -60,18 +55,6 @@ class Raw:
         room = ctypes.create_string_buffer(size)
         self._within("cuMemcpyDtoH_v2", room, ctypes.c_uint64(address), ctypes.c_size_t(size))
         return room.raw
-
-    def _within(self, name: str, *arguments: Any) -> None:
-        self._call("cuCtxPushCurrent_v2", self._context)
-        try:
-            self._call(name, *arguments)
-        finally:
-            self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        code = getattr(self._cuda, name)(*arguments)
-        if code:
-            raise RuntimeError(f"{name} failed with {code}")
 
 
 def word_of(seed: int) -> int:
@@ -100,17 +83,14 @@ class Arrays:
     def __init__(self, name: str) -> None:
         self.name = name
         self._take: Callable[[int], Any] | None = None
-        self._memory: Raw | None = None
+        self._memory: Written | None = None
 
     def load(self) -> None:
         """Import the framework. Makes no context."""
         if self.name == "pycuda":
             import pycuda.driver  # noqa: F401
         elif self.name == "numba":
-            import numpy as np
-
-            if not hasattr(np, "row_stack"):  # numba-cuda 0.30 compiles with a name that NumPy 2.5 took away
-                np.row_stack = np.vstack
+            put_row_stack_back()
             import numba.cuda  # noqa: F401
         else:
             __import__(self.name)
@@ -144,7 +124,7 @@ class Arrays:
         if self.name == "jax":
             return _jax(size, value_of(seed))
         if self._take is None:
-            self._take = allocator(self.name)
+            self._take = allocator(self.name)[0]
         return self._take(size)
 
     def write(self, array: Any, size: int, seed: int) -> None:
@@ -188,30 +168,10 @@ class Arrays:
             cuda.current_context().deallocations.clear()
 
     @property
-    def memory(self) -> Raw:
+    def memory(self) -> Written:
         if self._memory is None:
-            self._memory = Raw()
+            self._memory = Written()
         return self._memory
-
-
-def allocator(name: str) -> Callable[[int], Any]:
-    """What takes so many bytes."""
-    if name == "torch":
-        import torch
-
-        return lambda size: torch.empty(size, dtype=torch.uint8, device="cuda")
-    if name == "cupy":
-        import cupy
-
-        return lambda size: cupy.empty(size, cupy.uint8)
-    if name == "pycuda":
-        import pycuda.driver as drv
-
-        return lambda size: drv.mem_alloc(size)  # noqa: PLW0108 (memguard puts its own in its place)
-    import numpy as np
-    from numba import cuda
-
-    return lambda size: cuda.device_array(size, np.uint8)
 
 
 def address(name: str, array: Any) -> int:

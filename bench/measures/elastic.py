@@ -12,7 +12,7 @@ from bench.child import main
 from bench.measure import Failed, Run, measure
 from bench.measures._patterned import GIB, MIB, Arrays, Card, percentile
 
-GIVERS = ("torch", "cupy", "numba", "pycuda")
+GIVERS: tuple[Any, ...] = ("torch", "cupy", "numba", "pycuda")
 TAKERS = ("cupy", "pycuda", "numba")
 """Those whose allocators are memguard's: they ask within the allocation that would fail."""
 PAIRS = [(giver, taker) for giver in GIVERS for taker in TAKERS if giver != taker]
@@ -37,7 +37,7 @@ HELD = 0.3
     unit={"move": "ms", "p99": "ms", "over_by_hand": "ratio", "pool": "GiB"},
     bar={"p99": "<= 100", "pool": "<= 8.4"},
     by={"pool": "high"},
-    seconds=55,
+    seconds=50,
     needs=("torch", "cupy", "numba", "pycuda", "jax"),
 )
 def elastic(run: Run) -> dict[str, list[float] | list[list[float]]]:

@@ -31,7 +31,7 @@ QUICK = {"torch": JOBS["torch"]}
     unit={"turn": "s", "told": "s", "over": "MiB"},
     bar={"turn": "<= 1", "over": "<= 0"},
     by={"turn": "high", "over": "high"},
-    seconds=55,
+    seconds=50,
     whole_card=True,
     needs=("torch", "tensorflow", "jax", "cupy", "pycuda"),
 )

@@ -22,7 +22,7 @@ FREE = LEFT + 700 * MIB
 SEED = 31
 
 
-@measure("rescue", unit="s", seconds=45, whole_card=True, needs=FRAMEWORKS)
+@measure("rescue", unit="s", seconds=40, whole_card=True, needs=FRAMEWORKS)
 def rescue(run: Run) -> dict[str, list[float]]:
     """Seconds of a request for 8 GiB with 2 GiB free, served from a sibling's idle cache.
 

@@ -31,7 +31,7 @@ DEFAULT, TIMES = 15, 2
 """Percent, and how often it is run. The others run once."""
 AT_ONCE = 6
 """Processes: each takes a few GiB of the card and three cores while it starts."""
-TIMEOUT = 60.0
+TIMEOUT = 90.0
 GRANULE = 2 * MIB
 WIDE = "24GiB"
 """The cap of each framework in the budget with room for everything."""
@@ -42,7 +42,7 @@ MONITOR = "monitor: {interval: 50ms, timeline: %s, warn: 98%%, critical: 99%%}\n
     "suggest",
     unit="%",
     bar=dict.fromkeys(FRAMEWORKS, "<= 20"),
-    seconds=110,
+    seconds=100,
     needs=("torch", "tensorflow", "jax", "cupy", "pycuda"),
 )
 def suggest(run: Run) -> dict[str, list[float] | Failed]:

@@ -6,7 +6,7 @@ import cupy
 import jax
 import jax.numpy as jnp
 
-WIDTH, LAYERS, BATCH, STEPS, SECONDS = 2048, 10, 4096, 40, 3.0
+WIDTH, LAYERS, BATCH, STEPS, SECONDS = 2048, 10, 4096, 40, 2.0
 
 
 def prepared(rows):

@@ -4,7 +4,7 @@ import time
 
 import tensorflow as tf
 
-WIDTH, LAYERS, BATCH, STEPS, SECONDS, PIECE = 2048, 10, 4096, 40, 3.0, 32 << 20
+WIDTH, LAYERS, BATCH, STEPS, SECONDS, PIECE = 2048, 10, 4096, 40, 2.0, 32 << 20
 weights = [tf.Variable(0.02 * tf.random.normal((WIDTH, WIDTH))) for _ in range(LAYERS)]
 slopes = [tf.Variable(tf.zeros((WIDTH, WIDTH))) for _ in range(LAYERS)]
 

@@ -5,7 +5,7 @@ import time
 import torch
 from torch import nn
 
-DEVICE, WIDTH, LAYERS, BATCH, STEPS, SECONDS = "cuda", 2048, 12, 4096, 40, 3.0
+DEVICE, WIDTH, LAYERS, BATCH, STEPS, SECONDS = "cuda", 2048, 12, 4096, 40, 2.0
 layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS)]
 net = nn.Sequential(*layers).to(DEVICE)
 optimiser = torch.optim.AdamW(net.parameters())
