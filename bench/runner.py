@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
@@ -101,7 +102,7 @@ class Runner:
         until: float | None = None, say: Callable[[str], None] = lambda text: print(text, flush=True),
     ) -> None:  # fmt: skip
         self._began, self.until, self.say = time.monotonic(), until, say
-        self.measures, self.path = measures, path
+        self.measures, self.path, self._lock = measures, path, threading.Lock()
         self.there = results.device()
         self.result = results.begun(path, commit, self.there)
         self._save()
@@ -153,6 +154,25 @@ class Runner:
         self._save()
         return errors
 
+    def _measure(self, one: Measure, errors: Mapping[str, str], later: list[str]) -> None:
+        """One measurement into the result; into `later` if the time left does not suffice for it."""
+        hashed = {"covers": "", "bench": ""}
+        if one.id in errors:
+            found: dict[str, Any] = {"error": f"its untimed pass failed: {errors[one.id]}", "seconds": 0.0}
+        elif self.left() < one.seconds or not self._recorded(one.id):
+            later.append(one.id)
+            return
+        else:
+            hashed = {what: self.result["measures"][one.id][what] for what in hashed}
+            limit = max(2 * one.seconds, one.seconds + 60)
+            found = run_one(one, False, min(limit, max(self.left(), one.seconds) + 20))
+        about = {**hashed, "commit": self.result["commit"][:12], "date": results.now()}
+        with self._lock:
+            results.put(self.result, one.id, rows(one, found, about), [*self.measures])
+            self._save()
+            for row in results.rows_of(self.result, one.id):
+                self.say(line(row))
+
     def _recorded(self, name: str) -> bool:
         one = self.result["measures"].get(name)
         return one is not None and results.hashes(one["ran"]) == {what: one[what] for what in ("covers", "bench")}
@@ -162,23 +182,13 @@ class Runner:
         asked = [*ids]
         wanted = self.wanted(asked, resume)
         errors = self.record(wanted)
-        later = []
+        later: list[str] = []
+        together = [one for one in wanted if one.beside]
+        with ThreadPoolExecutor(max(len(together), 1)) as pool:
+            list(pool.map(lambda one: self._measure(one, errors, later), together))
         for one in wanted:
-            hashed = {"covers": "", "bench": ""}
-            if one.id in errors:
-                found: dict[str, Any] = {"error": f"its untimed pass failed: {errors[one.id]}", "seconds": 0.0}
-            elif self.left() < one.seconds or not self._recorded(one.id):
-                later.append(one.id)
-                continue
-            else:
-                hashed = {what: self.result["measures"][one.id][what] for what in hashed}
-                limit = max(2 * one.seconds, one.seconds + 60)
-                found = run_one(one, False, min(limit, max(self.left(), one.seconds) + 20))
-            about = {**hashed, "commit": self.result["commit"][:12], "date": results.now()}
-            results.put(self.result, one.id, rows(one, found, about), [*self.measures])
-            self._save()
-            for row in results.rows_of(self.result, one.id):
-                self.say(line(row))
+            if not one.beside:
+                self._measure(one, errors, later)
         return self._verdict(asked, later)
 
     def _verdict(self, asked: Iterable[str], later: list[str]) -> int:

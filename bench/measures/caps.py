@@ -28,7 +28,7 @@ EMPTIED = [f"emptied.{name}" for name in RETURNING]
         "process": "<= 40", "sum": ">= 36", "gap": "<= 100", "samples": ">= 1000", "least": ">= 95",
         "unaccounted": "<= 64", **dict.fromkeys(NAMES, "<= 100"), **dict.fromkeys(EMPTIED, f"<= {AT_CAP}"),
     },
-    seconds=95,
+    seconds=95, beside=True,
 )  # fmt: skip
 def caps(run: Run) -> dict[str, list[float]]:
     """Memory of six frameworks under one budget of 40 GiB, each driven to its refusal while the others are full."""
