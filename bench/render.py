@@ -107,7 +107,7 @@ def page(version: str, found: Sequence[Mapping[str, Any]]) -> str:
         if bad:
             what = [f"{figure(one)}, bar {judged(one)}" if "error" not in one else "no figure" for one in bad]
             parts.append("\n".join(f"- `{row['id']}`: {said}" for row, said in zip(bad, what, strict=True)))
-        for name in dict.fromkeys(row["id"].partition(".")[0] for row in result["rows"]):
+        for name in dict.fromkeys(results.measure_of(row) for row in result["rows"]):
             title = result["measures"].get(name, {}).get("title", "No figure")
             parts.append(section(name, title, results.rows_of(result, name)))
     return "\n\n".join(parts) + "\n"

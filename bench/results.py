@@ -39,6 +39,8 @@ ROW: dict[str, tuple[type, ...]] = {
 }  # fmt: skip
 OPTIONAL: dict[str, tuple[type, ...]] = {"error": (str,), "by": (str,), "judged": NUMBER}
 """`by` and `judged`: what is held against the bar, if that is not the median, and its value."""
+SHARED = ("seconds", "covers", "bench", "commit", "date")
+"""What all rows of a measurement have in common: the file says it once, and a row only where it differs."""
 MEASURE = {"title": (str,), "ran": (str,), "covers": (str,), "bench": (str,)}
 
 
@@ -240,13 +242,16 @@ def begun(path: Path | None, commit: str | None, there: Mapping[str, Any]) -> di
 
 def load(path: Path) -> dict[str, Any]:
     """A result, with the modules that ran by name. Raises ValueError if it does not keep the schema."""
-    found = json.loads(path.read_text())
+    found: dict[str, Any] = json.loads(path.read_text())
+    shared = found.pop("shared", {})
+    for row in found.get("rows", ()):
+        row.update({"attempts": [], **shared.get(measure_of(row), {})} | row)
     check(found)
     modules = [f"memguard{name}" if name.startswith(".") else name for name in found["modules"]]
     for one in found["measures"].values():
         bits = int(one["ran"], 16)
         one["ran"] = [name for place, name in enumerate(modules) if bits >> place & 1]
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def save(result: Mapping[str, Any], path: Path) -> None:
@@ -257,22 +262,28 @@ def save(result: Mapping[str, Any], path: Path) -> None:
         key: {**one, "ran": f"{sum(place[name] for name in set(one['ran'])):x}"}
         for key, one in sorted(result["measures"].items())
     }
-    whole = {name: result[name] for name in HEAD} | {
-        "measures": measures, "modules": [re.sub(r"^memguard\.", ".", name) for name in modules],
-    }  # fmt: skip
+    short_names = [re.sub(r"^memguard\.", ".", name) for name in modules]
+    whole = {name: result[name] for name in HEAD} | {"measures": measures, "modules": short_names}
     check(whole)
-    lines = []
-    for name, value in whole.items():
-        if name == "rows":
-            body = ",\n".join(f"  {json.dumps(row, ensure_ascii=False, separators=(',', ':'))}" for row in value)
-            lines.append(f' "rows": [\n{body}\n ]')
-        else:
-            close = (",", ":") if name == "modules" else None
-            lines.append(f" {json.dumps(name)}: {json.dumps(value, ensure_ascii=False, separators=close)}")
+    shared: dict[str, dict[str, Any]] = {}
+    rows = []
+    for row in whole["rows"]:
+        common = shared.setdefault(measure_of(row), {name: row[name] for name in SHARED})
+        default = {"attempts": [], **common}
+        rows.append({name: value for name, value in row.items() if name not in default or default[name] != value})
+
+    def dumped(value: object) -> str:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+    lines = [f' "{name}": {dumped(whole[name])}' for name in HEAD if name not in ("measures", "rows")]
+    for name, table in (("measures", measures), ("shared", shared)):
+        entries = [f"  {dumped(key)}: {dumped(value)}" for key, value in table.items()]
+        lines.append(f' "{name}": {{\n' + ",\n".join(entries) + "\n }")
+    lines.append(' "rows": [\n' + ",\n".join(f"  {dumped(row)}" for row in rows) + "\n ]")
     text = "{\n" + ",\n".join(lines) + "\n}\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".part")
-    new.write_text(text.replace(json.dumps(f"{ROOT}{os.sep}")[1:-1], ""))
+    new.write_text(text.replace(f"{ROOT}{os.sep}", ""))
     new.replace(path)
 
 
@@ -306,8 +317,12 @@ def check(found: Any) -> None:
 # Rows
 
 
+def measure_of(row: Mapping[str, Any]) -> str:
+    return str(row["id"]).partition(".")[0]
+
+
 def rows_of(result: Mapping[str, Any], measure: str) -> list[dict[str, Any]]:
-    return [row for row in result["rows"] if row["id"].partition(".")[0] == measure]
+    return [row for row in result["rows"] if measure_of(row) == measure]
 
 
 def put(result: dict[str, Any], measure: str, new: Sequence[dict[str, Any]], order: Sequence[str]) -> None:
@@ -325,7 +340,7 @@ def put(result: dict[str, Any], measure: str, new: Sequence[dict[str, Any]], ord
             row["attempts"] = [*before["attempts"], before["median"]]
     place = {name: number for number, name in enumerate(order)}
     kept = [row for row in result["rows"] if row["id"] not in old]
-    result["rows"] = sorted([*kept, *new], key=lambda row: place.get(row["id"].partition(".")[0], len(place)))
+    result["rows"] = sorted([*kept, *new], key=lambda row: place.get(measure_of(row), len(place)))
 
 
 def state(result: Mapping[str, Any], measure: str) -> str:

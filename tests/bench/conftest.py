@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from bench import results
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKE = '''
@@ -92,7 +93,7 @@ class Tree:
 
     @property
     def rows(self) -> dict[str, dict[str, Any]]:
-        return {row["id"]: row for row in json.loads(self.out.read_text())["rows"]}
+        return {row["id"]: row for row in results.load(self.out)["rows"]}
 
     def runs(self) -> list[str]:
         """How often alpha ran since the last call of this."""

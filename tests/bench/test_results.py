@@ -70,8 +70,8 @@ def test_a_result_comes_back_as_it_was_written(tmp_path: Path) -> None:
 
 def test_a_full_result_is_under_60_kb(tmp_path: Path) -> None:
     modules = [f"memguard._frameworks.{'module' * 2}_{number}" for number in range(430)]
-    measures = {f"measure{n}": RESULT["measures"]["leak"] | {"ran": modules[n::2]} for n in range(14)}
-    rows = [MISSED | {"id": f"measure{n % 14}.of some row {n}"} for n in range(140)]
+    measures = {f"measure{n}": RESULT["measures"]["leak"] | {"ran": modules[n::2]} for n in range(15)}
+    rows = [MISSED | {"id": f"measure{n % 15}.of some row {n}"} for n in range(240)]
     results.save(RESULT | {"measures": measures, "rows": rows}, tmp_path / "v.json")
     assert (tmp_path / "v.json").stat().st_size < 60_000
 
