@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from support import schedules
-from support.elastic_arrays import GIB, Arrays, Card, text_of
+from support.elastic_arrays import GIB, Arrays, Card, Most, text_of
 from support.oracle import FIXED, PAGE, Books, Refused, Terms, judge
 from support.schedules import FRAMEWORKS, Step
 
@@ -46,7 +46,8 @@ def played(seed: int, lends: bool = True) -> dict[str, Any]:
     gc.freeze()
     memguard.trim()
     runner = Runner(guard, frameworks, Card(), lends)
-    log = schedules.play(steps, runner, agreed)
+    with Most(runner.card) as most:
+        log = schedules.play(steps, runner, agreed)
     found = judge(log, agreed)
     return {
         "seed": seed,
@@ -62,7 +63,7 @@ def played(seed: int, lends: bool = True) -> dict[str, Any]:
         "minima": len(found.minima),
         "wrong": len(found.wrong),
         "faults": [fault.what[:600] for fault in found.faults[:6]],
-        "most_process": max(entry.process for entry in log),
+        "most_process": max(most.bytes, *(entry.process for entry in log)),
         "by_framework": {name: sum(entry.op == "allocate" and entry.framework == name for entry in log)
                          for name in FRAMEWORKS},
     }  # fmt: skip

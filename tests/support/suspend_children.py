@@ -79,7 +79,8 @@ class Child:
         self.lost = False
         """Whether a restore of it has failed: then it can neither be suspended again nor end by itself."""
         self._lines: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def __enter__(self) -> Child:
         return self
@@ -98,6 +99,14 @@ class Child:
                 if line.startswith("ANSWER "):  # libraries print what they like
                     self._lines.put(line[7:])
         self._lines.put(None)
+
+    def close(self) -> None:
+        """What a process that has ended leaves."""
+        self._reader.join(5)
+        for pipe in (self.process.stdin, self.process.stdout, self.errors):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
 
     def send(self, do: str, /, **fields: Any) -> None:
         assert self.process.stdin is not None
@@ -175,7 +184,7 @@ def end(child: Child) -> None:
                 harsh.append(f"{process.pid}: {' '.join(child.words)}")
             process.kill()
     process.wait(60)
-    child.errors.close()
+    child.close()
 
 
 def away_again(pid: int) -> bool:

@@ -331,6 +331,7 @@ def lines() -> Iterator[str]:
 
 def main() -> None:
     faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # who started the tests may have it ignored
     target = Target()
     for line in lines():
         asked = json.loads(line)
