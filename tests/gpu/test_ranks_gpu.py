@@ -16,7 +16,7 @@ import pytest
 from gpus_here import TWO_GPUS
 from support.suspend_children import TESTS, surroundings
 
-pytestmark = [TWO_GPUS, pytest.mark.two_gpus, pytest.mark.whole_card]
+pytestmark = [TWO_GPUS, pytest.mark.two_gpus]
 MIB, GIB = 1 << 20, 1 << 30
 LIMIT = 16 * GIB
 

@@ -16,6 +16,7 @@ import memguard
 
 ROOT = Path(__file__).resolve().parents[2]
 MONITOR = "monitor: {interval: 50ms, timeline: %s, warn: 98%%, critical: 99%%}\n"
+WIDE = "version: 1\nframeworks:\n  torch: {limit: 8GiB}\n  cupy: {limit: 8GiB}\n"
 PROGRAM = """
 import time
 import cupy, torch
@@ -64,7 +65,7 @@ class Runs:
         return found
 
 
-@pytest.mark.parametrize("budget", ["version: 1\nframeworks:\n  torch: {limit: 8GiB}\n  cupy: {limit: 8GiB}\n", None])
+@pytest.mark.parametrize("budget", [WIDE, None], ids=["wide budget", "no budget"])
 def test_a_program_passes_under_the_budget_of_its_own_run(budget: str | None, tmp_path: Path) -> None:
     """A run under a wide budget, and one without any."""
     runs = Runs(tmp_path)

@@ -243,11 +243,9 @@ def test_who_does_not_allow_others_is_refused_and_taken_with_unsafe() -> None:
         assert back["rc"] == 0 and child.must("check")["wrong"] == 0, back
 
 
-@pytest.mark.parametrize("size", [6, pytest.param(60, marks=pytest.mark.whole_card)])
-def test_tensorflow_keeps_nothing_of_its_peak_on_the_card(size: int, thorough: bool) -> None:
+@pytest.mark.parametrize("size", [6, pytest.param(60, marks=[pytest.mark.whole_card, pytest.mark.thorough])])
+def test_tensorflow_keeps_nothing_of_its_peak_on_the_card(size: int) -> None:
     """It is ended while it is suspended: that takes no time."""
-    if size > 6 and not thorough:
-        pytest.skip("the same of 60 GiB: --thorough")
     card = Card()
     with target("tensorflow", large=size * GIB) as child:
         child.must("drop")
@@ -296,13 +294,13 @@ def begun() -> Child:
 
 
 @pytest.mark.whole_card
-@pytest.mark.parametrize("context", [0, GIB], ids=["context goes", "context stays"])
+@pytest.mark.parametrize(
+    "context", [pytest.param(0, id="context goes"), pytest.param(GIB, id="context stays", marks=pytest.mark.thorough)]
+)
 def test_who_gets_in_between_the_placeholder_and_the_restore_spoils_no_value(
     context: int, thorough: bool, tmp_path: Path
 ) -> None:
     """`context`: the room that the card has for the placeholder's own, beside the process. He tries without rest."""
-    if context and not thorough:
-        pytest.skip("the same with room for the placeholder's context: --thorough")
     tries = 0
     with other("filler") as filler, other("robber") as robber:
         for number in range(5 if thorough else 1):

@@ -98,7 +98,7 @@ def schedule(seed: int, monkeypatch: pytest.MonkeyPatch, lends: bool = True, wro
         guard.stop()
 
 
-@pytest.mark.parametrize("seed", (1, 2))
+@pytest.mark.parametrize("seed", [1, 2])
 def test_a_schedule_is_played_and_judged_and_its_control_finds_what_could_have_been_served(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
