@@ -116,8 +116,6 @@ def test_cupy_jax_and_numba_stop_at_the_cap_of_the_gpu_they_are_on(run: Run, ord
     found = run(
         f"FIRST = {GPUS[0]!r}\n"
         + """
-import sys
-sys.path.insert(0, os.path.join(os.environ["MEMGUARD_ROOT"], "benchmarks"))
 guard = memguard.init({"version": 1, "device": {"limit": "20GiB"}, "devices": {FIRST: {"limit": "8GiB"}},
                        "frameworks": {"cupy": {"share": "40%"}, "jax": {"share": "30%"}, "numba": {"share": "20%"}}})
 import cupy, jax, numpy as np
