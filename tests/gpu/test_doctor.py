@@ -77,7 +77,7 @@ def true_of_this_machine() -> set[tuple[str, str]]:
     found: set[tuple[str, str]] = set()
     if np_version() >= (2, 5) and importlib.metadata.version("numba-cuda") == "0.30.4":
         found.add(("numpy-abi", "numba"))
-    tensorflow = cuda_of("tensorflow", "python/platform/build_info.py", r"'cuda_version': '(\d+)")
+    tensorflow = cuda_of("tensorflow", "python/platform/build_info.py", r"'cuda_version'\W+(\d+)")
     torch = cuda_of("torch", "version.py", r"cuda: .*= '(\d+)")
     if tensorflow != torch:
         found |= {("library-wrong-major", "tensorflow"), ("cuda-majors-mixed", "torch, jax"), ("import-order", "torch")}

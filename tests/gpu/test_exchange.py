@@ -64,6 +64,8 @@ result["views"] = len(keep) - 1
 
 
 SOURCES = ("torch", "cupy", "pycuda", "numba"), ("tensorflow", "jax", "rmm", "cuda.core")
+LEAST = dict(zip((*SOURCES[0], *SOURCES[1]), (80, 80, 60, 60, 40, 25, 10, 10), strict=True))
+"""Hand-overs of odd arrays of each: fewer would mean that they were not made."""
 
 
 @pytest.mark.parametrize("sources", SOURCES, ids=lambda sources: sources[0])
@@ -76,13 +78,12 @@ def test_odd_arrays_get_the_documented_answer_and_no_process_dies(run: Run, sour
     for source, found in every.items():
         cases = found["cases"]
         assert not found["deaths"] and found["open"] == 0, (source, found["deaths"], found["open"])
-        assert len(cases) > (80 if source in ("torch", "cupy") else 0), (source, len(cases))
+        assert len(cases) >= LEAST[source], (source, len(cases))
         wrong = [case for case in cases if (case["outcome"], case["copy"]) != (case["expected"], case["expected_copy"])]
         assert not wrong, (source, wrong)
     for source in {"torch", "cupy"} & set(sources):
         misaligned = [case for case in every[source]["cases"] if case["case"] == "misaligned by 4"]
         assert {case["outcome"] for case in misaligned} == {"shared", "refused"}
-    assert sum(len(found["cases"]) for found in every.values()) >= 150
 
 
 @pytest.mark.parametrize("how", ["misaligned", "reversed"])

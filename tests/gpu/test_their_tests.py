@@ -2,7 +2,8 @@
 
 PyCUDA's are in its sdist, in `test/` (`--pycuda-tests FOLDER`); numba-cuda's are in its wheel. Only tests that want
 more memory than the cap may differ, and such as differ without memguard too: `support.their_tests.reason` reads that
-from memguard's refusal and from three further runs each way. Without `--thorough` only numba-cuda's tests of memory run.
+from memguard's refusal and from three further runs each way. Without `--thorough` only
+numba-cuda's tests of memory run.
 """
 
 from __future__ import annotations
