@@ -80,7 +80,7 @@ def run(thorough: bool) -> Callable[..., dict[str, Any]]:
     ) -> dict[str, Any]:
         program = (
             "import faulthandler, json, os\nfaulthandler.enable()\nimport memguard\nGIB, MIB = 1 << 30, 1 << 20\n"
-            f"THOROUGH, result = {thorough}, {{}}\n"
+            f"THOROUGH = {thorough}\nresult = {{}}\n"
             + textwrap.dedent(code)
             + "\nprint('RESULT ' + json.dumps(result), flush=True)\n"
         )

@@ -1,4 +1,4 @@
-"""The main job: TensorFlow, PyTorch and PyCUDA at their caps under 40 GiB. It runs long after all six have had as much."""
+"""The main job: TensorFlow, PyTorch and PyCUDA at their caps under 40 GiB. It runs after all six have had as much."""
 
 from __future__ import annotations
 

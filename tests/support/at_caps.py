@@ -12,7 +12,7 @@ AT_CAP = 16 * MIB
 
 
 def within_limit(found: dict[str, Any], limit: int) -> None:
-    """At every sample, at most 100 ms apart: a process is listed once it has a context, for half of its time at least."""
+    """At every sample, at most 100 ms apart. A process is listed once it has a context: half of its time at least."""
     nvml = found["nvml"]
     assert nvml["samples"] >= 0.5 * nvml["wall_s"] * 1e3 / nvml["interval_ms"] and nvml["longest_gap_ms"] <= 100, nvml
     assert 0 < nvml["max_bytes"] <= limit, nvml

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TARGET = "MEMGUARD_GPU_PROGRAMS"
 BEFORE = (
     "import faulthandler, json, os\nfaulthandler.enable()\nimport memguard\nGIB, MIB = 1 << 30, 1 << 20\n"
-    "result: dict = {}\n"
+    "THOROUGH = True\nresult: dict = {}\n"
 )
 """What the fixture puts before each."""
 MISUSE = ("attr-defined", "call-arg", "call-overload", "name-defined", "used-before-def", "import-not-found", "syntax")
@@ -81,7 +81,7 @@ def found(folder: Path) -> dict[str, list[str]]:
         TARGET: str(target),
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(ROOT)]),
     }
-    for name in ("PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER", "MEMGUARD_GPU_REPORT"):
+    for name in ("PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER"):
         environment.pop(name, None)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "tests/gpu", "-q", "-s", "-p", "gpu_programs", "-p", "no:cacheprovider",
