@@ -1,4 +1,4 @@
-"""What the benchmarks hold memguard to, with the real PyCUDA over a stub of its driver: refusals, rows, raw memory."""
+"""What tests/gpu holds memguard to, with the real PyCUDA over a stub of its driver: refusals, rows, raw memory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import stub_driver
+from support import independent
 
 ROOT = Path(__file__).resolve().parents[2]
 BEGIN = """
 import ctypes, json, sys
 root, early, how = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-sys.path += [f"{root}/tests/native", f"{root}/benchmarks"]
+sys.path += [f"{root}/tests/native", f"{root}/tests"]
 driver = ctypes.CDLL("libcuda.so.1")
 driver.stub_taken.restype = ctypes.c_size_t
 import memguard
@@ -28,20 +29,19 @@ def init_early(budget):
     budget["frameworks"]["pycuda"]["limit"] -= early
     return init(budget)
 memguard.init, memguard.resize = init_early, lambda name, size: resize(name, size - early)
-import _independent
-_independent.bytes_now = lambda: int(driver.stub_taken())
+from support import independent
+independent.bytes_now = lambda: int(driver.stub_taken())
 """
 REFUSALS = """
-found = _independent.refusals("pycuda", cap=128 << 20, beside=how == "beside")
-print(json.dumps([*_independent.refused_rightly(found), len(found["tried"])]))
+found = independent.refusals("pycuda", cap=128 << 20, beside=how == "beside")
+print(json.dumps([*independent.refused_rightly(found), len(found["tried"])]))
 """
 ROWS = """
 memguard.init({"version": 1, "device": {"limit": "3GiB"}, "frameworks": {"pycuda": {"limit": 2 << 30}}})
-from all_frameworks import allocator, load
-from main_job import row_of
+from support.driving import allocator, load, row_of
 load("pycuda")
-found = _independent.counted(allocator("pycuda")[0], lambda: row_of("pycuda"), lambda: memguard.trim("pycuda"))
-raw = _independent.raw_memory(lambda: 0)
+found = independent.counted(allocator("pycuda")[0], lambda: row_of("pycuda"), lambda: memguard.trim("pycuda"))
+raw = independent.raw_memory(lambda: 0)
 print(json.dumps([found, raw]))
 """
 
@@ -75,14 +75,11 @@ def test_a_cap_that_holds_two_pages_early_is_found(stub: dict[str, str], how: st
 
 def test_pycudas_row_grows_and_shrinks_as_the_driver_says(stub: dict[str, str]) -> None:
     """The ledger's row of 424 arrays against the stub's own count of pages; and memory that no framework took."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    import _independent
-
     found, raw = said(stub, ROWS)
     for step, least in (("large", 600 << 20), ("small", 600 << 20), ("emptied", 1 << 30)):
-        good, figure = _independent.agrees(found[step], 2 << 20, least)
+        good, figure = independent.agrees(found[step], 2 << 20, least)
         assert good, (step, figure)
-    good, figure = _independent.in_use_is_live(found["small"])
+    good, figure = independent.in_use_is_live(found["small"])
     assert good, figure
     assert [[a - one["nvml"][0] for a in one["nvml"]] for one in raw] == [[0, one["bytes"], 0] for one in raw]
-    assert not _independent.raw_is_unaccounted(raw)[0], "nobody told of it here"
+    assert not independent.raw_is_unaccounted(raw)[0], "nobody told of it here"
