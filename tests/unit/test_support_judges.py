@@ -18,7 +18,10 @@ Spoil = Callable[[dict[str, Any]], object]
 
 
 def at_their_caps() -> dict[str, Any]:
-    refused = [{"refused_bytes": 300 * MIB, "native": True, "exception": "x"}, {"refused_bytes": MIB, "native": True}]
+    refused = [
+        {"refused_bytes": 300 * MIB, "native": True, "exception": "x"},
+        {"refused_bytes": MIB, "native": True, "exception": "x"},
+    ]
     one = {"cap": CAP, "most_held": CAP - MIB, "refusals": refused}
     steps = [("init", 0, 0), ("full", 3 * MIB, 500 * MIB)]
     readings = [{"label": n, "unaccounted": u, "overhead": o, "sum_minus_total": 0} for n, u, o in steps]
