@@ -1,5 +1,7 @@
-"""What every test directory shares: Hypothesis's profiles, who runs which test, fewer cases of some, `--no-skips`, limits
-of time, and independence of how the run was started: with signals ignored, with settings for pytest."""
+"""What every test directory shares: Hypothesis's profiles, who runs which test, fewer cases of some, `--no-skips`.
+
+And a time limit for each test, and independence of how the run was started: signals ignored, settings for pytest.
+"""
 
 from __future__ import annotations
 
@@ -146,7 +148,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             super()._reschedule(node)
 
         def remove_node(self, node: Any) -> str | None:
-            """Do not run the test again at which a process crashed: pytest-xdist 3.8 does, in one process after another."""
+            """Do not run the test again at which a process crashed: pytest-xdist 3.8 does, in one after another."""
             units = [unit for unit in self.assigned_work.pop(node).values() if not all(unit.values())]
             if not units:
                 return None

@@ -6,8 +6,8 @@ in the environment, whose parent may be gone. Most tests that hang wait for one 
 A test that still runs `GRACE` seconds later is aborted with its pytest process. faulthandler writes the stacks of all
 threads; under pytest-xdist the test counts as failed, and a new worker takes the rest.
 
-pytest-timeout 2.4 does less. Tried with a test that sleeps in C and has a child that sleeps: neither of its methods ends
-the child, `signal` does not end a test that catches all exceptions, and `thread` does not end one that holds the GIL.
+pytest-timeout 2.4 does less, tried with a test that sleeps in C and has a child that sleeps: neither of its methods
+ends the child, `signal` no test that catches all exceptions, `thread` no test that holds the GIL.
 """
 
 from __future__ import annotations
