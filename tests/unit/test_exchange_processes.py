@@ -16,6 +16,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -734,11 +735,12 @@ def test_a_destructor_may_close_a_handle_in_the_middle_of_anything(x: Array) -> 
 
 
 @pytest.fixture
-def block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Array]:
-    """An array of `nbytes` in a block of `size`, which a file stands for."""
+def block(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Array]]:
+    """An array of `nbytes` in a block of `size`, which a file with a path of at most 64 bytes stands for."""
+    folder = tempfile.TemporaryDirectory(dir="/tmp")
 
     def make(nbytes: int, size: int, *, at: int = 0, base: int = 1 << 40, handle: bool = True) -> Array:
-        path = tmp_path / "b"
+        path = Path(folder.name, "b")
         path.write_bytes(b"\0" * size)
         with open(path, "r+b") as file:
             memory = mmap.mmap(file.fileno(), size)
@@ -751,7 +753,8 @@ def block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Arra
         monkeypatch.setattr(sharing.shared_memory, "PAGE", 4096 if base else 1 << 60)
         return found
 
-    return make
+    with folder:
+        yield make
 
 
 def test_an_array_that_fills_its_block_is_shared_without_a_copy(start: Start, block: Callable[..., Array]) -> None:

@@ -36,7 +36,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shown(stream: io.StringIO, pause: Callable[[int], object], monkeypatch: pytest.MonkeyPatch) -> str:
-    """What a command that reads 3 records writes there, through the stream of every command. `pause(n)` after the n-th."""
+    """What a command that reads 3 records writes there, through every command's stream. `pause(n)` after the n-th."""
 
     def command() -> None:
         def records() -> Iterator[int]:
