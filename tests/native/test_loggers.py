@@ -12,11 +12,14 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 import memguard
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "loggers.md").read_text(encoding="utf-8")
 RECIPES = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+pytestmark = pytest.mark.time_limit(450)
 TENSORBOARD, SUMMARY, LIGHTNING, KERAS = RECIPES
 BEGIN = """
 import glob, time, memguard
