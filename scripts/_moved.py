@@ -1,7 +1,7 @@
 """Print in which versions a lock (a constraints file) and another, or this Python's packages, differ.
 
-    _moved.py OLD        what is installed for this Python, against the lock
-    _moved.py OLD NEW    one lock against another
+_moved.py OLD        what is installed for this Python, against the lock
+_moved.py OLD NEW    one lock against another
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def pins(path: str, *, all_markers: bool) -> dict[str, str]:
 def installed() -> dict[str, str]:
     """The versions of this Python's packages, less their local part: torch 2.13.0+cpu is 2.13.0."""
     return {
-        re.sub(r"[-_.]+", "-", found.name).lower(): found.version.partition("+")[0] for found in metadata.distributions()
+        re.sub(r"[-_.]+", "-", found.name).lower(): found.version.partition("+")[0]
+        for found in metadata.distributions()
     }
 
 
