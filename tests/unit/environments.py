@@ -22,7 +22,7 @@ _EARLIER = (
     "import pkgutil\nlines = open({!r}, encoding='utf-8-sig').read().splitlines()\n"
     "for name in filter(None, (line.partition('#')[0].strip() for line in lines)): pkgutil.resolve_name(name)()\n"
 )
-"""What `site` does with a .start file from Python 3.15 on. Elsewhere `sitecustomize`, which runs right after it, does so."""
+"""What `site` does with a .start file from Python 3.15 on. Before, `sitecustomize` does so, which runs after it."""
 
 
 def make(folder: Path, *, pth: bool = True, start: bool = False) -> Path:

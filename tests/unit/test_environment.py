@@ -35,7 +35,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=[False, True], ids=["start", "both"])
 def starting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As from Python 3.15 on: `memguard.start` alone, and beside the line of `memguard.pth`, which may have run before."""
+    """As from Python 3.15 on: `memguard.start` alone, and beside a `memguard.pth` whose line has run before."""
     return make(tmp_path_factory.mktemp("environment"), pth=request.param, start=True)
 
 
