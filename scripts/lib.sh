@@ -50,9 +50,12 @@ have_python() {
         say "making a virtual environment in $VENV"
         "$python" -m venv --clear "$VENV" || return
     fi
-    if ! "$VENV/bin/python" -c 'import pip, sys; sys.exit(tuple(map(int, pip.__version__.split(".")[:2])) < (25, 3))'; then
-        "$VENV/bin/python" -m pip install --quiet --constraint "$LOCK" --upgrade pip >&2 || return
-    fi
+    have_pip
+}
+
+have_pip() {
+    "$VENV/bin/python" -c 'import pip, sys; sys.exit(tuple(map(int, pip.__version__.split(".")[:2])) < (25, 3))' ||
+        "$VENV/bin/python" -m pip install --quiet --constraint "$LOCK" --upgrade pip >&2
 }
 
 # have_packages NAME ARGUMENT...: have in $VENV what `pip install ARGUMENT...` installs; done once per NAME.

@@ -105,7 +105,9 @@ def main() -> None:
             called = re.sub(r"\W+", "_", test.removeprefix("tests/gpu/"))[:100]
             (folder / "programs" / f"{called}_{number}.py").write_text(BEFORE + code)
         paths = sorted(map(str, (folder / "programs").glob("*.py")))
-        paths += sorted(map(str, [*ROOT.glob("benchmarks/*.py"), *ROOT.glob("tests/gpu/*.py")]))
+        paths += sorted(
+            map(str, [*ROOT.glob("benchmarks/*.py"), *ROOT.glob("bench/**/*.py"), *ROOT.glob("tests/gpu/*.py")])
+        )
         done = subprocess.run(
             [sys.executable, "-m", "mypy", "--config-file=", "--ignore-missing-imports", "--follow-imports=silent",
              "--check-untyped-defs", "--no-error-summary", "--scripts-are-modules", "--explicit-package-bases", *paths],
