@@ -105,17 +105,17 @@ def main() -> None:
             called = re.sub(r"\W+", "_", test.removeprefix("tests/gpu/"))[:100]
             (folder / "programs" / f"{called}_{number}.py").write_text(BEFORE + code)
         paths = sorted(map(str, (folder / "programs").glob("*.py")))
-        paths += sorted(map(str, [*ROOT.glob("bench/**/*.py"), *ROOT.glob("tests/gpu/*.py")]))
+        paths += sorted(map(str, [*ROOT.glob("benchmarks/*.py"), *ROOT.glob("tests/gpu/*.py")]))
         done = subprocess.run(
             [sys.executable, "-m", "mypy", "--config-file=", "--ignore-missing-imports", "--follow-imports=silent",
              "--check-untyped-defs", "--no-error-summary", "--scripts-are-modules", "--explicit-package-bases", *paths],
-            env={**os.environ, "MYPYPATH": str(ROOT)}, cwd=ROOT, capture_output=True,
+            env={**os.environ, "MYPYPATH": f"{ROOT}{os.pathsep}{ROOT / 'benchmarks'}"}, cwd=ROOT, capture_output=True,
             text=True,
         )  # fmt: skip
         wrong = [line for line in done.stdout.splitlines() if line.endswith(tuple(f"[{name}]" for name in MISUSE))]
         if done.returncode not in (0, 1) or done.stderr:
             sys.exit(done.stdout[-2000:] + done.stderr[-2000:])
-        print("\n".join(wrong) or f"{len(tests)} programs of tests/gpu, and bench: nothing is misused")
+        print("\n".join(wrong) or f"{len(tests)} programs of tests/gpu, and the benchmarks: nothing is misused")
         sys.exit(bool(wrong))
 
 
