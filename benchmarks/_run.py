@@ -111,7 +111,7 @@ def header(command: str, *rooms: str) -> dict[str, Any]:
     """What a result begins with. `rooms`: those of `APART` that are measured."""
     about = {
         "command": command,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "memguard_hash": source_hash(rooms),
         **({"rooms": list(rooms)} if rooms else {}),
         "versions": versions(),
