@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.child import main
 from bench.measure import Failed, Run, measure
-from bench.measures._patterned import GIB, MIB, Arrays, Card, percentile
+from bench.programs.patterned import GIB, MIB, Arrays, Card, percentile
 
 GIVERS: tuple[Any, ...] = ("torch", "cupy", "numba", "pycuda")
 TAKERS = ("cupy", "pycuda", "numba")

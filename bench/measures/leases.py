@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.child import Child, main
 from bench.measure import Failed, Run, measure
-from bench.measures._patterned import GIB, MIB, Arrays, Card, serve
+from bench.programs.patterned import GIB, MIB, Arrays, Card, serve
 
 JOBS: dict[str, dict[str, str]] = {
     "torch": {"torch": "100%"},

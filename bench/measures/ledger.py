@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from bench.child import main
@@ -15,18 +13,9 @@ from bench.programs.six import GIB, MIB, NAMES, PAGE, RETURNING
 if TYPE_CHECKING:
     from memguard.types import FrameworkName
 
-LIMIT = 40 * GIB
 SEED = 20261122
 SEEN = tuple(name for name in NAMES if name != "jax")
 """The frameworks of which CUPTI's records have every allocation. Of JAX's pool they have a part only."""
-LIBRARIES = (
-    ("tensorflow", "libtensorflow"), ("torch", "libc10_cuda"), ("torch", "libcudart"), ("jax", "xla_cuda_plugin"),
-    ("cupy", "runtime.cpython"), ("pycuda", "_driver.cpython"), ("numba", "cydriver"),
-)  # fmt: skip
-"""The beginning of the file name of the library that takes memory for each framework (seen by CUPTI on an H200).
-
-PyTorch alone takes memory through the shared CUDA runtime, which CUPTI names if TensorFlow is in the process too.
-"""
 PARTS = {"large": ("MiB", "<= 2"), "small": ("%", "<= 5"), "emptied": ("MiB", "<= 16"), "in_use": ("%", "<= 6.25")}
 ROWS = {f"{part}.{name}": what for part, what in PARTS.items() for name in RETURNING}
 CUPTI = {f"cupti.{name}": ("%", "<= 2") for name in SEEN}
@@ -151,82 +140,15 @@ def _raw() -> int:
 # By CUPTI
 
 
-class Cupti:
-    """The device memory that each library has taken from the driver and not given back, as CUPTI's records tell it.
-
-    Made before CUDA starts. CUPTI serves one subscriber, so nothing else in the process may use it.
-    """
-
-    def __init__(self) -> None:
-        from cupti import cupti  # type: ignore[import-not-found]
-
-        self.cupti, self.records = cupti, []  # type: ignore[var-annotated]
-        cupti.activity_enable(cupti.ActivityKind.MEMORY2)
-        cupti.activity_enable_allocation_source(1)
-        cupti.activity_register_callbacks(lambda: (64 * MIB, 0), self._take)  # so few ask for a buffer
-
-    def _take(self, activities: Iterable[Any]) -> None:
-        kind = self.cupti.ActivityKind.MEMORY2
-        for one in activities:
-            if one.kind == kind:
-                self.records.append(
-                    (one.timestamp, one.memory_operation_type, one.memory_kind, one.address, one.bytes, one.source)
-                )
-
-    def live(self) -> dict[str, int]:
-        """Bytes by framework, and by library for the others. An allocation above 1 MiB counts in whole pages."""
-        self.cupti.activity_flush_all(1)
-        operation, kind = self.cupti.ActivityMemoryOperationType, self.cupti.ActivityMemoryKind
-        return live_bytes(self.records, int(operation.ALLOCATION), int(operation.RELEASE), int(kind.DEVICE))
-
-
-def live_bytes(records: Iterable[tuple[Any, ...]], taken: int, given: int, device: int) -> dict[str, int]:
-    """The sum of what was taken and not given back: (time, operation, kind, address, bytes, library) each."""
-    live: dict[int, tuple[int, str]] = {}
-    for _, operation, kind, address, size, source in sorted(records, key=lambda record: record[0]):
-        if operation == taken and kind == device:
-            live[address] = (size if size <= MIB else -(-size // PAGE) * PAGE, framework_of(source))
-        elif operation == given:
-            live.pop(address, None)
-    found: dict[str, int] = {}
-    for size, name in live.values():
-        found[name] = found.get(name, 0) + size
-    return found
-
-
-def framework_of(source: str | None) -> str:
-    """The framework of a library that takes memory; the library's own name if it is none of the six."""
-    file = PurePosixPath(source or "unknown").name
-    return next((name for name, begins in LIBRARIES if file.startswith(begins)), file)
-
-
 def program_cupti(quick: str = "") -> dict[str, Any]:
-    """All six live and with arrays: what each holds by the ledger, and what CUPTI saw its library take.
+    """What each of six holds by the ledger, and what CUPTI saw its library take. `jax`: see `by_cupti`."""
+    from bench.programs import cupti, six
 
-    Of JAX's pool CUPTI's records have a part only, of which NVML's figure has all. So that pool grows once more: `jax`
-    is the difference of what the ledger and NVML say of that growth. CUPTI is asked before: it has named Numba's
-    library for 512 MiB of that growth.
-    """
-    seen = Cupti()
-    from bench.programs import six
-
-    guard, _ = six.all_live(six.budget((16 if quick else 40) * GIB, growth=False))
-    caps = guard.plan.devices[0].caps
-    driven = {name: six.Driven(name, caps[name], SEED) for name in NAMES}
-    for one in driven.values():
-        for _ in range(12):
-            one.add(PAGE, 64 * MIB)
-        for _ in range(20):
-            one.add(1, MIB)
-    held, taken = {name: one.held() for name, one in driven.items()}, seen.live()
-    jax = driven["jax"]
-    before = jax.held(), six.bytes_now()
-    while jax.held() - before[0] < 512 * MIB and len(jax.live) < 100:
-        jax.add(64 * MIB, 64 * MIB)
-    said, true = jax.held() - before[0], six.bytes_now() - before[1]
+    found = cupti.by_cupti(six.budget((16 if quick else 40) * GIB, growth=False))
+    said, true = (found["pool"][who][0] - found["pool"][who][1] for who in ("held", "nvml"))
     if true < 256 * MIB:
         raise AssertionError(f"JAX's pool grew by {true} bytes only")
-    return {"held": held, "cupti": taken, "jax": abs(said - true), "records": len(seen.records)}
+    return {"held": found["held"], "cupti": found["cupti"], "jax": abs(said - true)}
 
 
 if __name__ == "__main__":

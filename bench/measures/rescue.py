@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.child import main
 from bench.measure import Failed, Run, measure
-from bench.measures._patterned import GIB, MIB, Arrays, Card, serve, torch_first
+from bench.programs.patterned import GIB, MIB, Arrays, Card, serve, torch_first
 
 FRAMEWORKS = ("torch", "cupy", "pycuda", "numba")
 """TensorFlow and JAX wait 10 s for the driver, which is their own."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from bench.child import environment
 from bench.measure import Failed, Run, measure
-from bench.measures._patterned import MIB
+from bench.programs.patterned import MIB
 
 FRAMEWORKS = {
     "tensorflow_pycuda": ("tensorflow", "pycuda"),  # the slowest to start comes first

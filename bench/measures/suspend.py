@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.child import Child, main
 from bench.measure import Failed, Run, measure
-from bench.measures._patterned import GIB, MIB, Arrays, Card, serve, torch_first
+from bench.programs.patterned import GIB, MIB, Arrays, Card, serve, torch_first
 
 LARGE = ("torch", "cupy")
 """Timed at 16 GiB too. The others at 1 GiB alone: a process is suspended again before it ends, with all it has."""

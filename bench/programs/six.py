@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -27,9 +27,9 @@ SLOW = ("tensorflow", "jax")
 """A refusal takes each of these ten seconds of retries."""
 
 
-def budget(limit: int, **tensorflow: Any) -> dict[str, Any]:
-    """All six under `limit`, with more settings for TensorFlow (`growth=False`: it takes its whole cap at once)."""
-    frameworks: dict[FrameworkName, dict[str, Any]] = {name: {"share": share} for name, share in SHARES.items()}
+def budget(limit: int | str, shares: Mapping[FrameworkName, str] = SHARES, **tensorflow: Any) -> dict[str, Any]:
+    """Shares of `limit`, with more settings for TensorFlow (`growth=False`: it takes its whole cap at once)."""
+    frameworks: dict[FrameworkName, dict[str, Any]] = {name: {"share": share} for name, share in shares.items()}
     frameworks["tensorflow"].update(tensorflow)
     return {"version": 1, "device": {"limit": limit}, "frameworks": frameworks}
 
@@ -123,17 +123,17 @@ WORK: dict[FrameworkName, Callable[[], None]] = {
 }  # fmt: skip
 
 
-def all_live(config: dict[str, Any]) -> tuple[Any, list[dict[str, Any]]]:
-    """All six imported under a budget, TensorFlow first, and each used; the guard, and a reading after each step."""
+def all_live(config: dict[str, Any], names: Iterable[FrameworkName] = NAMES) -> tuple[Any, list[dict[str, Any]]]:
+    """All imported under a budget in this order, and each used; the guard, and a reading after each step."""
     import memguard
 
     guard = memguard.init(config)
     readings = [reading()]
-    for name in NAMES:
+    for name in names:
         load(name)
     readings.append(reading())
-    for work in WORK.values():
-        work()
+    for name in names:
+        WORK[name]()
         readings.append(reading())
     return guard, readings
 
@@ -142,13 +142,14 @@ def all_live(config: dict[str, Any]) -> tuple[Any, list[dict[str, Any]]]:
 
 
 def reading() -> dict[str, Any]:
-    """One reading of the ledger: bytes of the process, `unaccounted`, `overhead`, and each framework's row."""
+    """One reading of the ledger. Its rows add up to the total whatever they say: `unaccounted` is the remainder."""
     import memguard
 
     part = memguard.ledger().devices[0]
     rows = {row.name: {"held": row.bytes, "in_use": row.in_use} for row in part.rows if row.kind == "framework"}
     outside = {name: part.row(name).bytes for name in ("unaccounted", "overhead")}
-    return {"process": part.process, **outside, "frameworks": rows}
+    rest = sum(row.bytes for row in part.rows if row.bytes is not None) - part.device.total
+    return {"process": part.process, **outside, "frameworks": rows, "sum_minus_total": rest}
 
 
 def row_of(name: str) -> dict[str, Any]:
@@ -258,7 +259,7 @@ def allocator(name: str) -> tuple[Callable[[int], Any], type[BaseException]]:
     if name == "pycuda":
         import pycuda.driver as drv
 
-        return (lambda n: drv.mem_alloc(n)), drv.MemoryError  # noqa: PLW0108 (memguard replaces it)
+        return (lambda n: drv.mem_alloc(n)), drv.MemoryError
     import numpy as np
     from numba import cuda
     from numba.cuda.cudadrv.driver import CudaAPIError

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench.measure import Failed
 from bench.measures import suggest, training
-from bench.measures._patterned import percentile, windows
+from bench.programs.patterned import percentile, windows
 
 pytestmark = pytest.mark.long  # no version of what is installed changes what these do
 

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.elastic_arrays import GIB, MIB, SIX
+from bench.programs.six import GIB, MIB
+from bench.programs.six import NAMES as SIX
 from support.suspend_children import (
     Broke,
     Card,

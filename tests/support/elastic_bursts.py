@@ -6,7 +6,8 @@ import gc
 import time
 from typing import Any
 
-from support.elastic_arrays import GIB, MIB, Arrays, Card, Most, text_of
+from bench.programs.patterned import GIB, MIB, Arrays, Card
+from support.elastic_play import Most, text_of
 
 BLOCK = 256 * MIB
 LIMIT, ROOM = 19 * GIB, 16 * GIB
@@ -46,7 +47,7 @@ def burst(elastic: bool, times: int) -> dict[str, Any]:
                 while len(live) * BLOCK < MAX:
                     live.append(torch.take(BLOCK))
             except Exception as error:
-                found["text"] = text_of(error)["text"]
+                found["text"] = text_of(error)
             for place in range(len(live)):  # no name but the list's keeps a block
                 torch.write(live[place], BLOCK, SEED + place)
             found["live"].append(len(live) * BLOCK)
@@ -66,7 +67,7 @@ def _ask(found: dict[str, Any], kind: str, cupy: Arrays, size: int, seed: int, p
             array = cupy.take(size)
             break
         except Exception as error:
-            refused, found["text"] = refused + 1, text_of(error)["text"]
+            refused, found["text"] = refused + 1, text_of(error)
         if time.monotonic() - begun >= patience:
             found[kind].append(None)
             return

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from support.moment import Arranged, Ran, alarms, follow, got_past, judge, with_call
-from support.sampler import Sampler
+from bench.child import Sampler
 
 TESTS = Path(__file__).resolve().parents[1]
 PROGRAMS = TESTS / "gpu" / "programs"

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from support.elastic_arrays import MIB, put_row_stack_back
+from bench.programs.six import MIB, put_row_stack_back
 
 Calls = dict[str, Callable[[], Any]]
 BLOCK = 1 << 30

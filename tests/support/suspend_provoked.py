@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from support.elastic_arrays import MIB
+from bench.programs.six import MIB
 
 
 @contextlib.contextmanager

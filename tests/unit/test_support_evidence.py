@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import independent, sampler
+from bench import sampler
+from support import independent
 
 pytestmark = pytest.mark.long  # no version of what is installed changes what this code does
 

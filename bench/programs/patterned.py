@@ -138,6 +138,8 @@ class Arrays:
             found = [self._part(array, at, count) for at, count in places]
             return all(part.size > 0 and bool((part == value_of(seed)).all()) for part in found)
         four, at = word_of(seed).to_bytes(4, "little"), address(self.name, array)
+        if size < 4:
+            return self.memory.read(at, size) == four[:1] * size
         places = windows(size // 4 * 4, seed, 4)
         return all(self.memory.read(at + offset, count) == four * (count // 4) for offset, count in places)
 
