@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.child import emit, main
+from bench.child import main
 from bench.measure import Failed, Run, measure
 from bench.programs.arrays import NAMES, PAIRS
 from bench.programs.six import GIB, MIB
@@ -24,7 +23,6 @@ TIMED, ENOUGH = 200, 10_000
 SETTLING = 8
 """Seconds before anything is timed: what JAX and TensorFlow compile in the background takes the first pairs 1.5 times
 as long (measured), and those by hand too."""
-ROUTES = ("dlpack", "pinned", "pageable")
 EXTRA = [f"{source}-{target}" for source, target in PAIRS]
 
 
@@ -32,12 +30,11 @@ EXTRA = [f"{source}-{target}" for source, target in PAIRS]
     "exchange",
     unit={
         **dict.fromkeys(EXTRA, "µs over by hand"), **{f"to.{name}": "µs" for name in NAMES},
-        "host": "ms", "over_host": "times as quick", **{f"route.{name}": "ms" for name in ROUTES},
-        "process.export": "ms", "process.attach": "ms", "leak.gpu": "MiB", "leak.host": "MiB", "leak.open": "views",
+        "host": "ms", "over_host": "times as quick", "leak.gpu": "MiB", "leak.host": "MiB", "leak.open": "views",
     },
     bar={**dict.fromkeys(EXTRA, "<= 50"), "over_host": ">= 1", "leak.gpu": "<= 0", "leak.host": "<= 16",
          "leak.open": "<= 0"},
-    seconds=50,
+    seconds=40,
 )  # fmt: skip
 def exchange(run: Run) -> dict[str, Any]:
     """A hand-over of 1 GiB on idle streams, beyond the best way by hand in the same run, for each pair."""
@@ -51,40 +48,13 @@ def exchange(run: Run) -> dict[str, Any]:
     host = {f"{source}-{target}": down[source] + up[target] for source, target in PAIRS}
     found["host"] = list(host.values())
     found["over_host"] = [min(ms * 1e3 / statistics.median(out["pairs"][pair]["ours"]) for pair, ms in host.items())]
-    for name in ROUTES:
-        found[f"route.{name}"] = out["routes"][name]
     for name, value in out["leak"].items():
         found[f"leak.{name}"] = [value]
-    try:
-        return {**found, **_between_processes(run)}
-    except Failed as error:
-        return {**found, "process.export": error, "process.attach": error}
-
-
-def _between_processes(run: Run) -> dict[str, list[float]]:
-    """Milliseconds of an export with its copy, and of an attach in another process, after the first of each."""
-    size = 16 * MIB if run.quick else GIB
-    giver, taker = run.start("giver", size), run.start("taker")
-    giver.read(), taker.read()
-    exports, attaches = [], []
-    for _ in range(run.rounds(8)):
-        told = giver.ask("export")
-        seen = taker.ask(f"attach {told['handle']}")
-        if seen["last"] != told["last"]:
-            raise Failed(f"the other process reads {seen['last']} instead of {told['last']}")
-        exports.append(told["ms"])
-        attaches.append(seen["ms"])
-        taker.ask("drop")
-        giver.ask("close")
-    taker.end(), giver.end()
-    return {"process.export": exports[1:], "process.attach": attaches[1:]}
-
-
-# Within a process
+    return found
 
 
 def program_hand_overs(quick: str = "") -> dict[str, Any]:
-    """Every figure of hand-overs within one process. Microseconds, but milliseconds where a copy is made."""
+    """Every figure. Microseconds, but milliseconds where a copy is made."""
     import numpy as np
 
     from bench.programs import arrays
@@ -101,9 +71,8 @@ def program_hand_overs(quick: str = "") -> dict[str, Any]:
     timed = 5 if quick else TIMED
     pairs = {f"{source}-{target}": _pair(sources[source], source, target, timed) for source, target in PAIRS}
     leak = _leak(sources, 2 if quick else -(-ENOUGH // len(PAIRS)))
-    routes = _routes(sources["torch"], 1 if quick else 3)
     del sources
-    return {"pairs": pairs, "leak": leak, "routes": routes, "host": _host(values, 1 if quick else 2)}
+    return {"pairs": pairs, "leak": leak, "host": _host(values, 1 if quick else 2)}
 
 
 def _ours(target: FrameworkName) -> Callable[[Any], Any]:
@@ -194,39 +163,6 @@ def _still_open() -> int:
     return len(lifetimes._open) + len(lifetimes._parked)
 
 
-def _routes(x: Any, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds from PyTorch to TensorFlow: shared, through page-locked memory, and through pageable memory."""
-    import tensorflow as tf
-    import torch
-
-    from bench.programs import arrays
-
-    pinned = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-
-    def upload(values: Any) -> Any:
-        with tf.device("/GPU:0"):
-            y = tf.identity(tf.constant(values))
-        assert float(y[-1]) == 1.0
-        arrays.wait()
-        return y
-
-    def through_pinned(x: Any) -> Any:
-        pinned.copy_(x, non_blocking=True)
-        arrays.wait()
-        return upload(pinned.numpy())
-
-    calls: dict[str, Callable[[Any], Any]] = {
-        "dlpack": _ours("tensorflow"), "pinned": through_pinned, "pageable": lambda x: upload(x.cpu().numpy()),
-    }  # fmt: skip
-    found: dict[str, list[float]] = {}
-    for name, call in calls.items():
-        found[name] = []
-        for _ in range(TIMED // 10 if name == "dlpack" else rounds):
-            arrays.wait()
-            found[name].append(_once(call, x) / 1e3)
-    return found
-
-
 def _host(values: Any, rounds: int) -> dict[str, dict[str, float]]:
     """Milliseconds from each framework to host memory, and from there to each: any pair's route is one of each."""
     from bench.programs import arrays
@@ -251,52 +187,5 @@ def _host(values: Any, rounds: int) -> dict[str, dict[str, float]]:
     }
 
 
-# Between processes
-
-
-def program_giver(size: str) -> None:
-    """Exports an array of so many bytes whenever a line of stdin asks for it."""
-    import torch
-
-    from bench.programs import arrays
-    from memguard import exchange
-
-    arrays.start("torch")
-    x = torch.arange(int(size) // 4, dtype=torch.int32, device="cuda").to(torch.float32)
-    with exchange.export(x[:1024]):  # what is started once
-        arrays.wait()
-    emit({})
-    handle: Any = None
-    for line in sys.stdin:
-        if line.strip() == "export":
-            arrays.wait()
-            begun = time.perf_counter()
-            handle = exchange.export(x)
-            emit({"ms": (time.perf_counter() - begun) * 1e3, "handle": str(handle), "last": float(x[-1])})
-        else:
-            handle.close()
-            emit({})
-
-
-def program_taker() -> None:
-    """Attaches the export that a line of stdin names, and drops it at the next."""
-    from bench.programs import arrays
-    from memguard import exchange
-
-    arrays.start("torch")
-    emit({})
-    y: Any = None
-    for line in sys.stdin:
-        command, _, text = line.strip().partition(" ")
-        if command == "attach":
-            handle = exchange.Handle.parse(text)
-            begun = time.perf_counter()
-            y = exchange.attach(handle, "torch")
-            emit({"ms": (time.perf_counter() - begun) * 1e3, "last": float(y[-1])})
-        else:
-            y = None
-            emit({})
-
-
 if __name__ == "__main__":
-    main({"hand_overs": program_hand_overs, "giver": program_giver, "taker": program_taker})
+    main({"hand_overs": program_hand_overs})

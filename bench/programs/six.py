@@ -27,7 +27,7 @@ SLOW = ("tensorflow", "jax")
 """A refusal takes each of these ten seconds of retries."""
 
 
-def budget(limit: int | str, shares: Mapping[FrameworkName, str] = SHARES, **tensorflow: Any) -> dict[str, Any]:
+def budget(limit: int | str, shares: Mapping[Any, str] = SHARES, **tensorflow: Any) -> dict[str, Any]:
     """Shares of `limit`, with more settings for TensorFlow (`growth=False`: it takes its whole cap at once)."""
     frameworks: dict[FrameworkName, dict[str, Any]] = {name: {"share": share} for name, share in shares.items()}
     frameworks["tensorflow"].update(tensorflow)
@@ -123,7 +123,7 @@ WORK: dict[FrameworkName, Callable[[], None]] = {
 }  # fmt: skip
 
 
-def all_live(config: dict[str, Any], names: Iterable[FrameworkName] = NAMES) -> tuple[Any, list[dict[str, Any]]]:
+def all_live(config: dict[str, Any], names: Iterable[Any] = NAMES) -> tuple[Any, list[dict[str, Any]]]:
     """All imported under a budget in this order, and each used; the guard, and a reading after each step."""
     import memguard
 

@@ -54,7 +54,7 @@ def test_startup() -> None:
 def test_top() -> None:
     pytest.importorskip("textual")
     found = quick("top", {"CUDA_VISIBLE_DEVICES": ""})
-    assert [len(found[name]) for name in ("follows", "attached", "control", "watched")] == [2, 2, 2, 2]
+    assert [len(found[name]) for name in ("follows", "attached", "control")] == [2, 2, 2]
     assert found["follows.drawn"][0] > 0.5
 
 
@@ -76,8 +76,7 @@ def test_readings_over_stand_ins(tmp_path: Path) -> None:
     libraries = os.pathsep.join([str(tmp_path), os.environ.get("LD_LIBRARY_PATH", "")])
     env = {"LD_LIBRARY_PATH": libraries, "NVML_STUB": str(gpu), "CUDA_STUB_UUIDS": UUID, "MEMGUARD_STUB_UUID": UUID}
     found = quick("readings", env)
-    errors = {name: value for name, value in found.items() if isinstance(value, dict)}
-    assert set(errors) <= {"small_ops", "small_ops.control"}  # which needs torch itself
+    assert not [value for value in found.values() if isinstance(value, dict)]  # an error
     assert len(found["ledger"]) == 20
     assert found["missed"] == [0]
     assert found["tick"]

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import random
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench.measure import Failed, discover
-from bench.measures import allocation, ledger
+from bench.measures import allocation
 from bench.programs.quiet import NEAR, Quiet
 from bench.programs.six import MIB, PAGE
 from bench.programs.ways import AGAIN, CONTROL, WAYS, Allocator
@@ -22,33 +20,6 @@ def test_each_row_with_a_bar_has_a_unit(name: str) -> None:
     one = discover()[name]
     assert isinstance(one.bar, dict) and one.bar
     assert isinstance(one.unit, str) or set(one.bar) <= set(one.unit)
-
-
-def test_what_cupti_saw_is_summed_by_library() -> None:
-    """100 random histories against a count by hand: releases come in any order, addresses are taken again."""
-    rng = random.Random(3)
-    sources = ["/x/libc10_cuda.so", "libtensorflow_cc.so.2", "/y/xla_cuda_plugin.so", "runtime.cpython-312.so",
-               "_driver.cpython-312-linux-gnu.so", "cydriver.cpython-312.so", "libcublas.so.13", None]  # fmt: skip
-    names = ["torch", "tensorflow", "jax", "cupy", "pycuda", "numba", "libcublas.so.13", "unknown"]
-    for _ in range(100):
-        records: list[tuple[Any, ...]] = []
-        live: dict[int, tuple[str, int]] = {}
-        for at in range(200):
-            if live and rng.random() < 0.4:
-                address = rng.choice(list(live))
-                del live[address]
-                records.append((at, 2, 3, address, 0, None))
-            else:
-                number, size, kind = rng.randrange(8), rng.choice([512, MIB, MIB + 1, 20 * MIB]), rng.choice([3, 3, 2])
-                address = rng.choice([n for n in range(50) if n not in live])
-                records.append((at, 1, kind, address, size, sources[number]))
-                if kind == 3:
-                    live[address] = names[number], size if size <= MIB else -(-size // PAGE) * PAGE
-        rng.shuffle(records)
-        expected: dict[str, int] = {}
-        for name, size in live.values():
-            expected[name] = expected.get(name, 0) + size
-        assert ledger.live_bytes(records, 1, 2, 3) == expected
 
 
 def found(**us: float) -> allocation.Found:

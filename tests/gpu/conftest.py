@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 from gpus_here import environment
+
 from bench.child import Sampler
 
 

@@ -2,9 +2,9 @@
 
     python tests/support/broken.py [--only NAME] [-j 4] [--sound]
 
-For each, the tree is copied to a temporary folder, one text of one file is changed, and the gate runs there. Exit code:
-0 every gate noticed, 1 one did not, 2 a text is not there exactly once, or a gate could not run (its tests were skipped).
-`--sound` runs the same gates on a copy without a change, where they must pass: else noticing shows nothing.
+For each, the tree is copied to a temporary folder, one text of one file is changed, and the gate runs there. Exit
+code: 0 every gate noticed, 1 one did not, 2 a text is not there exactly once, or a gate could not run (its tests were
+skipped). `--sound` runs the same gates on a copy without a change, where they must pass: else noticing shows nothing.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def tried(name: str, sound: bool) -> int:
     one = BROKEN[name]
     with tempfile.TemporaryDirectory(prefix="memguard-broken-", ignore_cleanup_errors=True) as made:
         folder = Path(made) / "tree"
-        shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns("__pycache__", ".*", "benchmarks"))
+        shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns("__pycache__", ".*"))
         path = folder / "memguard" / one.file
         text = path.read_text(encoding="utf-8")
         if text.count(one.text) != 1:

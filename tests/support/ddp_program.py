@@ -9,11 +9,7 @@ from typing import Any
 
 from support.ranks_program import filled
 
-BUDGET = {
-    "version": 1,
-    "device": {"limit": "16GiB"},
-    "frameworks": {"torch": {"share": "100%", "nccl": 2}},
-}
+BUDGET = {"version": 1, "device": {"limit": "16GiB"}, "frameworks": {"torch": {"share": "100%", "nccl": 2}}}
 
 
 def by_nvml(uuid: str) -> int:

@@ -5,10 +5,9 @@ Nothing here judges. Sizes are bytes.
 
 from __future__ import annotations
 
-import random
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from bench.programs import six
@@ -21,6 +20,7 @@ __all__ = ["COUNTED", "GIB", "MIB", "NAMES", "SIX", "WORK", "all_live", "allocat
 SEED = 20261121
 MAIN = {"tensorflow": "30%", "torch": "50%", "pycuda": "20%"}
 """The main job's."""
+
 
 def budget_of_six(**tensorflow: Any) -> dict[str, Any]:
     return six.budget("40GiB", **tensorflow)
@@ -110,12 +110,12 @@ def together(shares: dict[str, str], again: bool) -> dict[str, Any]:
     guard, readings = all_live(six.budget("40GiB", shares), shares)
     caps = dict(guard.plan.devices[0].caps)
     driven = {name: Driven(name, caps[name], SEED + i) for i, name in enumerate(shares)}
-    for name, one in driven.items():
+    for one in driven.values():
         one.fill()
         readings.append(reading())
     time.sleep(1)  # all full: a sampler of 20 ms sees it
     churned = churn([driven[name] for name in ("torch", "pycuda")], 0 if again else 6)
-    for name, one in driven.items() if again else ():
+    for one in driven.values() if again else ():
         one.free()
         one.fill()
         readings.append(reading())

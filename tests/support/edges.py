@@ -186,11 +186,7 @@ def _jax(source: str, square: Any) -> dict[str, Callable[[], tuple[Any, Any]]]:
         gone.delete()
         return gone, None
 
-    return {
-        "rows": lambda: (whole[8:24], square[8:24]),
-        "transposed": lambda: (whole.T, square.T),
-        "deleted": deleted,
-    }
+    return {"rows": lambda: (whole[8:24], square[8:24]), "transposed": lambda: (whole.T, square.T), "deleted": deleted}
 
 
 def _pycuda(source: str, square: Any) -> dict[str, Callable[[], tuple[Any, Any]]]:

@@ -30,7 +30,6 @@ ROOMY = 0.6
 """There is room for a request of theirs if no more of their cap is live with it: their pools have holes."""
 
 
-
 class Most:
     """The most that this process has on the card while the block runs, by NVML every 20 ms, from a thread."""
 

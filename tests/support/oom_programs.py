@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from support.moment import Arranged, Ran, alarms, follow, got_past, judge, with_call
 from bench.child import Sampler
+from support.moment import Arranged, Ran, alarms, follow, got_past, judge, with_call
 
 TESTS = Path(__file__).resolve().parents[1]
 PROGRAMS = TESTS / "gpu" / "programs"

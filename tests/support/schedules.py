@@ -84,11 +84,7 @@ def terms(seed: int, limit: int, reserve: int) -> Terms:
 def budget(agreed: Terms) -> dict[str, Any]:
     """The budget file of these terms."""
     shares = {name: {"min": least, "max": most} for name, (least, most) in agreed.shares.items()}
-    return {
-        "version": 1,
-        "device": {"limit": agreed.limit, "reserve": agreed.reserve},
-        "frameworks": shares,
-    }
+    return {"version": 1, "device": {"limit": agreed.limit, "reserve": agreed.reserve}, "frameworks": shares}
 
 
 def schedule(seed: int, agreed: Terms, length: int = LENGTH) -> list[Step]:

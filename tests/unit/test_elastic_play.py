@@ -6,8 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from bench.programs import patterned
 from support import elastic_play, oracle, schedules
+
+from bench.programs import patterned
 
 pytestmark = pytest.mark.long  # no version of what is installed changes what only developers run
 

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench import sampler
 from support import independent
+
+from bench import sampler
+from bench.programs import cupti
 
 pytestmark = pytest.mark.long  # no version of what is installed changes what this code does
 
@@ -236,4 +238,4 @@ def test_what_cupti_saw_is_summed_by_library() -> None:
         expected: dict[str, int] = {}
         for name, size in live.values():
             expected[name] = expected.get(name, 0) + size
-        assert independent.live_bytes(records, 1, 2, 3) == expected
+        assert cupti.live_bytes(records, 1, 2, 3) == expected
