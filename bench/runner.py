@@ -62,14 +62,8 @@ def rows(one: Measure, found: Mapping[str, Any], about: Mapping[str, Any]) -> li
         except (Failed, ValueError, TypeError) as error:
             empty = dict.fromkeys(("median", "low", "high"))
             row |= {
-                "unit": unit or "",
-                **empty,
-                "n": 0,
-                "bar": bar,
-                "ok": False,
-                **tail,
-                "error": shortened(str(error)),
-            }
+                "unit": unit or "", **empty, "n": 0, "bar": bar, "ok": False, **tail, "error": shortened(str(error)),
+            }  # fmt: skip
         made.append(row)
     return made
 

@@ -27,13 +27,10 @@ def summary(samples: list[tuple[float, int]], interval: float, failed: int = 0) 
     """
     gaps = [after[0] - before[0] for before, after in itertools.pairwise(samples)]
     return {
-        "samples": len(samples),
-        "interval_ms": interval * 1e3,
-        "longest_gap_ms": round(max(gaps, default=0) * 1e3, 1),
-        "seconds": round(samples[-1][0] - samples[0][0], 1) if samples else 0.0,
-        "failed": failed,
+        "samples": len(samples), "interval_ms": interval * 1e3, "longest_gap_ms": round(max(gaps, default=0) * 1e3, 1),
+        "seconds": round(samples[-1][0] - samples[0][0], 1) if samples else 0.0, "failed": failed,
         "max_bytes": max((size for _, size in samples), default=0),
-    }
+    }  # fmt: skip
 
 
 def looking() -> Callable[[int], int | None] | None:

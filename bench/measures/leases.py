@@ -13,11 +13,9 @@ from bench.measure import Failed, Run, measure
 from bench.programs.patterned import GIB, MIB, Arrays, Card, serve
 
 JOBS: dict[str, dict[str, str]] = {
-    "torch": {"torch": "100%"},
-    "tensorflow": {"tensorflow": "100%"},
-    "jax": {"jax": "100%"},
+    "torch": {"torch": "100%"}, "tensorflow": {"tensorflow": "100%"}, "jax": {"jax": "100%"},
     "cupy and pycuda": {"cupy": "60%", "pycuda": "40%"},
-}
+}  # fmt: skip
 """The frameworks of each process that holds a lease at first, with their shares. Then PyTorch's end, one by one."""
 WAITERS = 5
 PIECE = 512 * MIB

@@ -16,11 +16,9 @@ from memguard._specs import CONTEXT, OVERHEADS, SECOND_CONTEXT, SPECS
 SECOND = "second context"
 AT_ONCE = 3
 FIRST_USES = {
-    "torch": ("cublas", "cudnn", "backward", "cusolver", "cufft"),
-    "tensorflow": ("cublas", "cudnn"),
-    "cupy": ("cublas", "cufft", "cusolver"),
-    "jax": ("cublas", "cufft", "cusolver"),
-}
+    "torch": ("cublas", "cudnn", "backward", "cusolver", "cufft"), "tensorflow": ("cublas", "cudnn"),
+    "cupy": ("cublas", "cufft", "cusolver"), "jax": ("cublas", "cufft", "cusolver"),
+}  # fmt: skip
 """In the order in which they are used. `backward` uses cuBLAS on a second thread."""
 
 
@@ -31,11 +29,9 @@ def _first_use(name: str, library: str) -> int:
 
 
 _WHOLE: dict[str, int] = {
-    "context": CONTEXT,
-    SECOND: OVERHEADS[SECOND_CONTEXT].workspace,
-    **{name: SPECS[name].workspace for name in NAMES},
+    "context": CONTEXT, SECOND: OVERHEADS[SECOND_CONTEXT].workspace, **{name: SPECS[name].workspace for name in NAMES},
     "six": auto_reserve("hopper", NAMES),
-}
+}  # fmt: skip
 """Bytes that `reserve: auto` keeps."""
 _PARTS = {f"{name}.{library}": _first_use(name, library) * 5 // 4 for name, uses in FIRST_USES.items()
           for library in uses}  # fmt: skip
@@ -120,13 +116,10 @@ def _torch() -> list[tuple[str, Callable[[], Any]]]:
         return w
 
     return [
-        ("first tensor", lambda: a),
-        ("cublas", lambda: a @ a),
-        ("cudnn", lambda: torch.nn.functional.conv2d(images, filters)),
-        ("backward", backward),
-        ("cusolver", lambda: torch.linalg.svd(torch.rand((64, 64), **on))),
-        ("cufft", lambda: torch.fft.fft(a)),
-    ]
+        ("first tensor", lambda: a), ("cublas", lambda: a @ a),
+        ("cudnn", lambda: torch.nn.functional.conv2d(images, filters)), ("backward", backward),
+        ("cusolver", lambda: torch.linalg.svd(torch.rand((64, 64), **on))), ("cufft", lambda: torch.fft.fft(a)),
+    ]  # fmt: skip
 
 
 def _tensorflow() -> list[tuple[str, Callable[[], Any]]]:
@@ -153,12 +146,9 @@ def _cupy() -> list[tuple[str, Callable[[], Any]]]:
     b = cupy.ones((512, 512), cupy.float32)
     c = b[:64, :64] + cupy.eye(64, dtype=cupy.float32)
     return [
-        ("first tensor", lambda: c),
-        ("cublas", lambda: b @ b),
-        ("cufft", lambda: cupy.fft.fft(b)),
-        ("cusolver", lambda: cupy.linalg.svd(c)),
-        ("kernels", lambda: [cupy.sin(b), cupy.sort(b), b.sum()]),
-    ]
+        ("first tensor", lambda: c), ("cublas", lambda: b @ b), ("cufft", lambda: cupy.fft.fft(b)),
+        ("cusolver", lambda: cupy.linalg.svd(c)), ("kernels", lambda: [cupy.sin(b), cupy.sort(b), b.sum()]),
+    ]  # fmt: skip
 
 
 def _jax() -> list[tuple[str, Callable[[], Any]]]:

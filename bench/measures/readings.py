@@ -136,12 +136,9 @@ def _counters() -> dict[str, Callable[[], Any]]:
         getattr(theirs, "active_bytes", None)
 
     return {
-        "tensorflow": lambda: info("GPU:0"),
-        "torch": lambda: statistics_of(0),
-        "jax": local.memory_stats,
-        "cupy": of_cupy,
-        "pycuda": of_pycuda,
-    }
+        "tensorflow": lambda: info("GPU:0"), "torch": lambda: statistics_of(0), "jax": local.memory_stats,
+        "cupy": of_cupy, "pycuda": of_pycuda,
+    }  # fmt: skip
 
 
 def live(config: dict[str, Any]) -> tuple[Any, dict[str, Callable[[int], Any]], list[Any]]:
@@ -183,11 +180,9 @@ def program_readings(rounds: str) -> dict[str, list[float]]:
             pass
 
     calls: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-        "ledger": (memguard.ledger, bare.ledger),
-        "sample": (guard.sample, bare.sample),
-        "require": (lambda: memguard.require(REQUESTER, MIB), bare.require),
-        "workload": (workload, bare.workload),
-    }
+        "ledger": (memguard.ledger, bare.ledger), "sample": (guard.sample, bare.sample),
+        "require": (lambda: memguard.require(REQUESTER, MIB), bare.require), "workload": (workload, bare.workload),
+    }  # fmt: skip
     steps: list[tuple[str, str, Callable[[], Any]]] = []
     for name, (reading, probes) in calls.items():
         steps += [(name, "whole", reading), (name, "probes", probes), (name, "again", probes)]

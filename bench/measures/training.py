@@ -33,11 +33,9 @@ WARM = 25
 RATE = (8, 12)
 """Samples a second, at least and at most: fewer would be cheap, and more were miscounted."""
 BUDGET = {
-    "version": 1,
-    "device": {"limit": "48GiB"},
-    "frameworks": {"torch": {"limit": "40GiB"}},
+    "version": 1, "device": {"limit": "48GiB"}, "frameworks": {"torch": {"limit": "40GiB"}},
     "monitor": {"interval": "100ms"},
-}
+}  # fmt: skip
 BAR = "<= 1.005"
 
 
@@ -233,12 +231,10 @@ def compared(step: Callable[[], Any], wait: Callable[[], None], blocks: int) -> 
         gc.unfreeze()
     return {
         "ratio": [one["watched"] / math.sqrt(one["without"] * one["again"]) for one in taken],
-        "again": [one["again"] / one["without"] for one in taken],
-        "watched_s": segments.watched,
-        "samples": segments.samples,
-        "empty": segments.empty,
+        "again": [one["again"] / one["without"] for one in taken], "watched_s": segments.watched,
+        "samples": segments.samples, "empty": segments.empty,
         "active": {name: sorted(states) for name, states in segments.states.items()},
-    }
+    }  # fmt: skip
 
 
 def program(make: Callable[[], Callable[[], Any]]) -> Callable[[str], dict[str, Any]]:

@@ -213,11 +213,9 @@ def _ways(source: str, target: str) -> Iterator[tuple[str, Callable[[Any], Any]]
         from pycuda.gpuarray import GPUArray
 
         places: dict[str, Callable[[Any], Any]] = {
-            "torch": lambda x: x.data_ptr(),
-            "jax": lambda x: x.unsafe_buffer_pointer(),
-            "cupy": lambda x: x.data.ptr,
+            "torch": lambda x: x.data_ptr(), "jax": lambda x: x.unsafe_buffer_pointer(), "cupy": lambda x: x.data.ptr,
             "numba": lambda x: x.__cuda_array_interface__["data"][0],
-        }
+        }  # fmt: skip
         yield (
             "pycuda.gpuarray.GPUArray(gpudata=address)",
             lambda x: GPUArray(tuple(x.shape), "float32", gpudata=places[source](x), base=x),

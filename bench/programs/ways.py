@@ -52,12 +52,9 @@ def under_memguard(library: FrameworkName, found: Allocator) -> Allocator:
         memguard.trim(library)
 
     return Allocator(
-        found.take,
-        lambda: int(framework.usage(device).held),
-        lambda size: max(found.adds(size), framework.footprint(size)),
-        trim,
-        found.asks,
-    )
+        found.take, lambda: int(framework.usage(device).held),
+        lambda size: max(found.adds(size), framework.footprint(size)), trim, found.asks,
+    )  # fmt: skip
 
 
 def rmm_pool(cap: int) -> None:

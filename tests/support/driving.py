@@ -199,16 +199,14 @@ def loop(limit: str, seconds: float) -> dict[str, Any]:
     unaccounted = [r["unaccounted"] for r in series]
     outside = [r["unaccounted"] + r["overhead"] for r in series]  # a leak may hide in either
     return {
-        "seconds": time.monotonic() - started,
-        "refused": refused,
+        "seconds": time.monotonic() - started, "refused": refused,
         "not_native": [r for one in driven.values() for r in one.refusals if not r["native"]],
         "fitted": [r for r in driven["jax"].refusals if r["would_have_fitted"]],
-        "held": {name: (max(one.most, one.held()), one.cap) for name, one in driven.items()},
-        "readings": len(series),
+        "held": {name: (max(one.most, one.held()), one.cap) for name, one in driven.items()}, "readings": len(series),
         "sum_minus_total": max(abs(r["sum_minus_total"]) for r in series),
         "unaccounted_drift": max(abs(value - unaccounted[0]) for value in unaccounted),
         "outside_drift": max(abs(value - outside[0]) for value in outside),
-    }
+    }  # fmt: skip
 
 
 def in_order(names: Iterable[str], cap: int = GIB) -> dict[str, Any]:
@@ -227,11 +225,9 @@ def in_order(names: Iterable[str], cap: int = GIB) -> dict[str, Any]:
         WORK[name]()
     part = memguard.ledger().devices[0]
     return {
-        "found": found,
-        "enforcement": {name: part.row(name).enforcement for name in names},
-        **reading(),
+        "found": found, "enforcement": {name: part.row(name).enforcement for name in names}, **reading(),
         "reserve": guard.plan.devices[0].reserve,
-    }
+    }  # fmt: skip
 
 
 def circumstance(name: str, when: str) -> dict[str, Any]:

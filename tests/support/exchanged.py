@@ -374,13 +374,9 @@ def leak(hand_overs: int) -> dict[str, Any]:
     after = still_open()
     arrays.wait()
     return {
-        "hand_overs": each * len(PAIRS),
-        "nvml_before": bytes_before,
-        "nvml_after": nvml_bytes(),
-        "rss_growth_kib": _rss() - rss_before,
-        "open_before": first,
-        "open": after,
-    }
+        "hand_overs": each * len(PAIRS), "nvml_before": bytes_before, "nvml_after": nvml_bytes(),
+        "rss_growth_kib": _rss() - rss_before, "open_before": first, "open": after,
+    }  # fmt: skip
 
 
 def _rss() -> int:

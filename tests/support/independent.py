@@ -102,11 +102,9 @@ def counted(take: Callable[[int], Any], row: Callable[[], Mapping[str, Any]], em
         asked += sum(sizes)
         after = row(), bytes_now()
         found[label] = {
-            "held": [after[0]["held"], before[0]["held"]],
-            "nvml": [after[1], before[1]],
-            "in_use": after[0]["in_use"],
+            "held": [after[0]["held"], before[0]["held"]], "nvml": [after[1], before[1]], "in_use": after[0]["in_use"],
             "asked": asked if live else None,
-        }
+        }  # fmt: skip
         before = after
     return found
 

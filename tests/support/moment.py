@@ -108,11 +108,9 @@ ARRANGED: dict[str, Arranged] = {
 """Each is a file of that name in `tests/gpu/programs/`."""
 
 QUIET: dict[str, dict[str, Any]] = {
-    "quiet_images": _budget("11GiB", torch="9GiB"),
-    "quiet_generate": _budget("7GiB", torch="5GiB"),
-    "quiet_data_set": _budget("8GiB", torch="6GiB"),
-    "quiet_jax": _budget("5GiB", jax="3GiB"),
-}
+    "quiet_images": _budget("11GiB", torch="9GiB"), "quiet_generate": _budget("7GiB", torch="5GiB"),
+    "quiet_data_set": _budget("8GiB", torch="6GiB"), "quiet_jax": _budget("5GiB", jax="3GiB"),
+}  # fmt: skip
 """Programs that are in order. None gives a reason for an alarm."""
 ALARMS = ("pressure", "forecast", "leak", "oom")
 
@@ -256,16 +254,13 @@ def torch_reason(stderr: str) -> tuple[str, ...] | None:
 
 
 _KINDS = (
-    ("device.limit", r"raise device\.limit"),
-    ("lower", r"more than the budget has left: lower frameworks\.\w+"),
+    ("device.limit", r"raise device\.limit"), ("lower", r"more than the budget has left: lower frameworks\.\w+"),
     ("cap", r"raise frameworks\.\w+\.(share|limit|max)"),
     ("trim", r"memguard\.trim\('\w+'\)|\bfrees it\b|\bempty_cache\(\)|\bfree_all_blocks\(\)"),
-    ("process", r"process \d+ holds .*\bend it\b"),
-    ("expandable", r"expandable_segments:True"),
+    ("process", r"process \d+ holds .*\bend it\b"), ("expandable", r"expandable_segments:True"),
     ("reserve", r"raise device\.reserve"),
-    ("smaller", r"make the batch smaller|smaller requests|largest arrays first"),
-    ("pinned", r"page-locked"),
-)
+    ("smaller", r"make the batch smaller|smaller requests|largest arrays first"), ("pinned", r"page-locked"),
+)  # fmt: skip
 
 
 def kind_of(text: str) -> str:

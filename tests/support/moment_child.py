@@ -40,11 +40,9 @@ class Said:
         if report is not None:
             plain = {name: value for name, value in report.as_dict().items() if name != "samples"}
         line = {
-            "pid": os.getpid(),
-            "report": plain,
-            "printed": None if report is None else str(report),
+            "pid": os.getpid(), "report": plain, "printed": None if report is None else str(report),
             "events": self.events,
-        }
+        }  # fmt: skip
         with open(self.where, "a", encoding="utf-8") as file:
             file.write(json.dumps(line, default=str) + "\n")
 

@@ -298,13 +298,9 @@ class Consumer:
 
 
 PRODUCERS: dict[str, Callable[[], Producer]] = {
-    "torch": TorchProducer,
-    "tensorflow": TensorFlowProducer,
-    "cupy": CuPyProducer,
-    "jax": JaxProducer,
-    "pycuda": PyCUDAProducer,
-    "numba": NumbaProducer,
-}
+    "torch": TorchProducer, "tensorflow": TensorFlowProducer, "cupy": CuPyProducer, "jax": JaxProducer,
+    "pycuda": PyCUDAProducer, "numba": NumbaProducer,
+}  # fmt: skip
 
 
 def rounds(
@@ -332,12 +328,9 @@ def rounds(
         if before >= count or time.monotonic() > ends:
             break
     return {
-        "rounds": done,
-        "stale": stale,
-        "running_before": before,
-        "running_after": after,
+        "rounds": done, "stale": stale, "running_before": before, "running_after": after,
         "hand_over_us": round(statistics.median(took) * 1e6, 1),
-    }
+    }  # fmt: skip
 
 
 def sleep(seconds: float) -> None:

@@ -140,29 +140,17 @@ def simulated_hour(seed: int, seconds: float = SECONDS) -> dict[str, Any]:
         )}  # fmt: skip
         first = readings.unaccounted[0]
         return {
-            "simulated": True,
-            "seed": seed,
-            "seconds": seconds,
-            "real_seconds": round(time.perf_counter() - started, 1),
-            "limit": part.limit,
-            "reserve": part.reserve,
-            "caps": dict(part.caps),
-            "steps": steps,
-            **{key.replace(" ", "_"): value for key, value in counts.items()},
-            "trims": trims,
-            "trimmed": returned,
-            "readings": len(readings.unaccounted),
-            "unaccounted_first": first,
+            "simulated": True, "seed": seed, "seconds": seconds,
+            "real_seconds": round(time.perf_counter() - started, 1), "limit": part.limit, "reserve": part.reserve,
+            "caps": dict(part.caps), "steps": steps, **{key.replace(" ", "_"): value for key, value in counts.items()},
+            "trims": trims, "trimmed": returned, "readings": len(readings.unaccounted), "unaccounted_first": first,
             "unaccounted_drift": max(abs(value - first) for value in readings.unaccounted),
             "unaccounted_range": [min(readings.unaccounted), max(readings.unaccounted)],
-            "sum_minus_total": readings.sum_minus_total,
-            "most_held": dict(readings.most),
-            "readings_over_cap": readings.over_cap,
-            "most_process": readings.process,
-            "readings_over_limit": readings.over_limit,
-            "overhead": readings.overhead,
+            "sum_minus_total": readings.sum_minus_total, "most_held": dict(readings.most),
+            "readings_over_cap": readings.over_cap, "most_process": readings.process,
+            "readings_over_limit": readings.over_limit, "overhead": readings.overhead,
             "notes": list(memguard.ledger().notes),
-        }
+        }  # fmt: skip
     finally:
         memguard.shutdown()
 

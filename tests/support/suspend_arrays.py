@@ -116,25 +116,17 @@ class Torch(Library):
             "device synchronize, taken by name before": lambda: taken(),
             "stream synchronize": lambda: stream.synchronize(),
             "default stream synchronize": lambda: torch.cuda.default_stream().synchronize(),
-            "stream query": lambda: stream.query(),
-            "event synchronize": lambda: last.synchronize(),
-            "event query": lambda: last.query(),
-            "event elapsed_time": lambda: first.elapsed_time(last),
-            "event record": event_ends,
-            "item": lambda: x[0].item(),
-            "copy to host": lambda: x.cpu(),
+            "stream query": lambda: stream.query(), "event synchronize": lambda: last.synchronize(),
+            "event query": lambda: last.query(), "event elapsed_time": lambda: first.elapsed_time(last),
+            "event record": event_ends, "item": lambda: x[0].item(), "copy to host": lambda: x.cpu(),
             "copy to device": lambda: torch.ones(SMALL).cuda(),
             "copy, non_blocking": lambda: x.copy_(host, non_blocking=True),
-            "allocation": lambda: torch.empty(SMALL, device="cuda"),
-            "kernel": lambda: x + 1,
-            "matmul": lambda: square @ square,
-            "graph replay": lambda: graph.replay(),
-            "empty_cache": lambda: torch.cuda.empty_cache(),
-            "mem_get_info": lambda: torch.cuda.mem_get_info(),
-            "pin_memory": lambda: torch.ones(SMALL).pin_memory(),
-            "stream created": lambda: torch.cuda.Stream(),
+            "allocation": lambda: torch.empty(SMALL, device="cuda"), "kernel": lambda: x + 1,
+            "matmul": lambda: square @ square, "graph replay": lambda: graph.replay(),
+            "empty_cache": lambda: torch.cuda.empty_cache(), "mem_get_info": lambda: torch.cuda.mem_get_info(),
+            "pin_memory": lambda: torch.ones(SMALL).pin_memory(), "stream created": lambda: torch.cuda.Stream(),
             "print": lambda: str(x[:4]),
-        }
+        }  # fmt: skip
 
 
 class TensorFlow(Library):
@@ -186,16 +178,12 @@ class TensorFlow(Library):
 
         compiled(x)
         found: Calls = {
-            "numpy": on_gpu(lambda: (x + 1).numpy()),
-            "numpy of what is there": lambda: x.numpy(),
-            "kernel": on_gpu(lambda: x + 1),
-            "matmul": on_gpu(lambda: tf.matmul(square, square)),
+            "numpy": on_gpu(lambda: (x + 1).numpy()), "numpy of what is there": lambda: x.numpy(),
+            "kernel": on_gpu(lambda: x + 1), "matmul": on_gpu(lambda: tf.matmul(square, square)),
             "constant to device": on_gpu(lambda: tf.identity(tf.constant(host))),
-            "compiled function": lambda: compiled(x),
-            "reduce to int": on_gpu(lambda: int(tf.reduce_sum(x))),
-            "allocation": on_gpu(lambda: tf.zeros([SMALL])),
-            "print": lambda: str(x[:4]),
-        }
+            "compiled function": lambda: compiled(x), "reduce to int": on_gpu(lambda: int(tf.reduce_sum(x))),
+            "allocation": on_gpu(lambda: tf.zeros([SMALL])), "print": lambda: str(x[:4]),
+        }  # fmt: skip
         if hasattr(tf.test.experimental, "sync_devices"):
             found["sync_devices"] = lambda: tf.test.experimental.sync_devices()
         return found
@@ -246,17 +234,11 @@ class Jax(Library):
         return {
             "block_until_ready": lambda: (x + 1).block_until_ready(),
             "block_until_ready of what is there": lambda: x.block_until_ready(),
-            "compiled function": lambda: compiled(x),
-            "compiled function, read": lambda: np.asarray(compiled(x)),
-            "compilation": compiles,
-            "operator": lambda: x + 1,
-            "matmul": lambda: jnp.dot(square, square),
-            "device_put": lambda: jax.device_put(host),
-            "device_get": lambda: jax.device_get(x + 2),
-            "item": lambda: (x[0] + 1).item(),
-            "allocation": lambda: jnp.zeros(SMALL),
-            "print": lambda: str(x[:4]),
-        }
+            "compiled function": lambda: compiled(x), "compiled function, read": lambda: np.asarray(compiled(x)),
+            "compilation": compiles, "operator": lambda: x + 1, "matmul": lambda: jnp.dot(square, square),
+            "device_put": lambda: jax.device_put(host), "device_get": lambda: jax.device_get(x + 2),
+            "item": lambda: (x[0] + 1).item(), "allocation": lambda: jnp.zeros(SMALL), "print": lambda: str(x[:4]),
+        }  # fmt: skip
 
 
 class Cupy(Library):
@@ -309,27 +291,18 @@ class Cupy(Library):
             "device synchronize": lambda: cupy.cuda.Device().synchronize(),
             "runtime.deviceSynchronize": lambda: cupy.cuda.runtime.deviceSynchronize(),
             "stream synchronize": lambda: stream.synchronize(),
-            "null stream synchronize": lambda: cupy.cuda.Stream.null.synchronize(),
-            "stream done": lambda: stream.done,
-            "event synchronize": lambda: last.synchronize(),
-            "event done": lambda: last.done,
+            "null stream synchronize": lambda: cupy.cuda.Stream.null.synchronize(), "stream done": lambda: stream.done,
+            "event synchronize": lambda: last.synchronize(), "event done": lambda: last.done,
             "event elapsed time": lambda: cupy.cuda.get_elapsed_time(first, last),
-            "event record": lambda: cupy.cuda.Event().record(stream),
-            "copy to host": lambda: x.get(),
-            "copy to device": lambda: cupy.asarray(host),
-            "item": lambda: x[0].item(),
-            "allocation": lambda: cupy.empty(SMALL),
-            "allocation in order of a stream": through_pool,
-            "kernel": lambda: x + 1,
-            "matmul": lambda: square @ square,
-            "raw kernel": lambda: raw((1,), (32,), (x,)),
-            "module loaded and unloaded": compiles,
-            "free_all_blocks": lambda: self.trim(),
+            "event record": lambda: cupy.cuda.Event().record(stream), "copy to host": lambda: x.get(),
+            "copy to device": lambda: cupy.asarray(host), "item": lambda: x[0].item(),
+            "allocation": lambda: cupy.empty(SMALL), "allocation in order of a stream": through_pool,
+            "kernel": lambda: x + 1, "matmul": lambda: square @ square, "raw kernel": lambda: raw((1,), (32,), (x,)),
+            "module loaded and unloaded": compiles, "free_all_blocks": lambda: self.trim(),
             "mem_info": lambda: cupy.cuda.Device().mem_info,
             "pinned memory": lambda: cupy.cuda.alloc_pinned_memory(SMALL),
-            "stream created": lambda: cupy.cuda.Stream(non_blocking=True),
-            "print": lambda: str(x[:4]),
-        }
+            "stream created": lambda: cupy.cuda.Stream(non_blocking=True), "print": lambda: str(x[:4]),
+        }  # fmt: skip
 
 
 class Pycuda(Library):
@@ -385,21 +358,14 @@ class Pycuda(Library):
 
         return {
             "context synchronize": lambda: drv.Context.synchronize(),
-            "stream synchronize": lambda: stream.synchronize(),
-            "stream is_done": lambda: stream.is_done(),
-            "event synchronize": lambda: last.synchronize(),
-            "event query": lambda: last.query(),
-            "event time_since": lambda: last.time_since(first),
-            "event record": lambda: drv.Event().record(stream),
-            "copy to host": lambda: drv.memcpy_dtoh(out, x),
-            "copy to device": lambda: drv.memcpy_htod(x, data),
-            "memset": lambda: drv.memset_d8(x, 1, 4096),
-            "allocation": lambda: drv.mem_alloc(SMALL),
-            "allocation and free": frees,
-            "pinned memory": lambda: drv.pagelocked_empty(SMALL, np.uint8),
-            "mem_get_info": lambda: drv.mem_get_info(),
-            "stream created": lambda: drv.Stream(),
-        }
+            "stream synchronize": lambda: stream.synchronize(), "stream is_done": lambda: stream.is_done(),
+            "event synchronize": lambda: last.synchronize(), "event query": lambda: last.query(),
+            "event time_since": lambda: last.time_since(first), "event record": lambda: drv.Event().record(stream),
+            "copy to host": lambda: drv.memcpy_dtoh(out, x), "copy to device": lambda: drv.memcpy_htod(x, data),
+            "memset": lambda: drv.memset_d8(x, 1, 4096), "allocation": lambda: drv.mem_alloc(SMALL),
+            "allocation and free": frees, "pinned memory": lambda: drv.pagelocked_empty(SMALL, np.uint8),
+            "mem_get_info": lambda: drv.mem_get_info(), "stream created": lambda: drv.Stream(),
+        }  # fmt: skip
 
 
 class Numba(Library):
@@ -446,31 +412,23 @@ class Numba(Library):
         cuda = self.cuda
         data = np.ones(SMALL, np.float32)
         x, counts, total = (
-            cuda.to_device(data),
-            cuda.to_device(np.ones(1024, np.uint8)),
-            cuda.to_device(np.zeros(1, np.uint64)),
-        )
+            cuda.to_device(data), cuda.to_device(np.ones(1024, np.uint8)), cuda.to_device(np.zeros(1, np.uint64)),
+        )  # fmt: skip
         stream, first, last = cuda.stream(), cuda.event(), cuda.event()
         first.record()
         last.record()
         self._sum[4, 256](counts, total)
         cuda.synchronize()
         return {
-            "synchronize": lambda: cuda.synchronize(),
-            "stream synchronize": lambda: stream.synchronize(),
-            "event synchronize": lambda: last.synchronize(),
-            "event query": lambda: last.query(),
+            "synchronize": lambda: cuda.synchronize(), "stream synchronize": lambda: stream.synchronize(),
+            "event synchronize": lambda: last.synchronize(), "event query": lambda: last.query(),
             "event elapsed time": lambda: cuda.event_elapsed_time(first, last),
-            "event record": lambda: cuda.event().record(stream),
-            "copy to host": lambda: x.copy_to_host(),
-            "copy to device": lambda: cuda.to_device(data),
-            "allocation": lambda: cuda.device_array(SMALL, np.uint8),
-            "kernel": lambda: self._sum[4, 256](counts, total),
-            "deallocations": lambda: self.trim(),
+            "event record": lambda: cuda.event().record(stream), "copy to host": lambda: x.copy_to_host(),
+            "copy to device": lambda: cuda.to_device(data), "allocation": lambda: cuda.device_array(SMALL, np.uint8),
+            "kernel": lambda: self._sum[4, 256](counts, total), "deallocations": lambda: self.trim(),
             "get_memory_info": lambda: cuda.current_context().get_memory_info(),
-            "pinned memory": lambda: cuda.pinned_array(SMALL, np.uint8),
-            "stream created": lambda: cuda.stream(),
-        }
+            "pinned memory": lambda: cuda.pinned_array(SMALL, np.uint8), "stream created": lambda: cuda.stream(),
+        }  # fmt: skip
 
 
 def _float_of(value: int) -> float:

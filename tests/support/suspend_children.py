@@ -62,11 +62,9 @@ class Child:
 
     def __init__(self, script: str, *words: str, env: dict[str, str] | None = None) -> None:
         ours = {
-            "PYTHONFAULTHANDLER": "1",
-            "TF_CPP_MIN_LOG_LEVEL": "2",
-            "TF_FORCE_GPU_ALLOW_GROWTH": "true",
+            "PYTHONFAULTHANDLER": "1", "TF_CPP_MIN_LOG_LEVEL": "2", "TF_FORCE_GPU_ALLOW_GROWTH": "true",
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-        }
+        }  # fmt: skip
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (a pipe that nobody reads fills up)
         self.words = words
         self.process = subprocess.Popen(

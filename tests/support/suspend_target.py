@@ -121,11 +121,9 @@ class Target:
             monitor = {"interval": "100ms", **({"timeline": timeline} if timeline else {})}
             share = f"{100 // len(names)}%"
             budget: dict[str, Any] = {
-                "version": 1,
-                "device": {"limit": limit},
-                "frameworks": {name: {"share": share} for name in names},
+                "version": 1, "device": {"limit": limit}, "frameworks": {name: {"share": share} for name in names},
                 "monitor": monitor,
-            }
+            }  # fmt: skip
             if by_others:
                 budget["suspend"] = {"by_others": True}
             memguard.init(budget)
@@ -142,11 +140,9 @@ class Target:
         begun = time.monotonic()
         found = self.api.suspend(timeout, host_memory)
         return {
-            "seconds": time.monotonic() - begun,
-            "parts": dict(found.parts),
-            "bytes": sum(found.bytes.values()),
+            "seconds": time.monotonic() - begun, "parts": dict(found.parts), "bytes": sum(found.bytes.values()),
             "host": found.host,
-        }
+        }  # fmt: skip
 
     def on(self, timeout: float | None = None) -> dict[str, Any]:
         waits: list[dict[str, Any]] = []
