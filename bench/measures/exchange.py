@@ -63,7 +63,7 @@ def program_hand_overs(quick: str = "") -> dict[str, Any]:
     values: Any = np.ones((16 * MIB if quick else GIB) // 4, np.float32)
     sources = {name: arrays.make(name, values) for name in NAMES}
     for source, target in PAIRS:  # what is compiled and started once
-        for call in (_ours(target), *arrays.by_hand(source, target).values()):
+        for call in (_ours(target), *arrays.by_hand(source, target)):
             with contextlib.suppress(Exception):  # told of below
                 call(sources[source])
     arrays.wait()
@@ -89,25 +89,25 @@ def _pair(x: Any, source: str, target: FrameworkName, rounds: int) -> dict[str, 
     """
     from bench.programs import arrays
 
-    calls, failed = {"ours": _ours(target)}, {}
-    for way, call in arrays.by_hand(source, target).items():
+    calls, failed = [_ours(target)], []
+    for way, call in enumerate(arrays.by_hand(source, target)):
         try:
             assert arrays.address(call(x)) == arrays.address(x), "it copies"
-            calls[way] = call
+            calls.append(call)
         except Exception as error:
-            failed[way] = f"{type(error).__name__}: {error}"[:200]
-    assert arrays.address(calls["ours"](x)) == arrays.address(x), f"{source} to {target} copies"
-    for call in calls.values():
+            failed.append(f"{way}: {type(error).__name__}: {error}"[:200])
+    assert arrays.address(calls[0](x)) == arrays.address(x), f"{source} to {target} copies"
+    for call in calls:
         for _ in range(10):
             _once(call, x)
     arrays.wait()
-    times: dict[str, list[float]] = {way: [] for way in calls}
+    times: list[list[float]] = [[] for _ in calls]
     with _no_collection():
         for _ in range(rounds):
-            for way, call in calls.items():
-                times[way].append(_once(call, x))
-    ours = times.pop("ours")
-    best = min(times.values(), key=statistics.median, default=[])
+            for taken, call in zip(times, calls, strict=True):
+                taken.append(_once(call, x))
+    ours = times.pop(0)
+    best = min(times, key=statistics.median, default=[])
     return {
         "ours": [round(one, 3) for one in ours],
         "extra": [round(one - other, 3) for one, other in zip(ours, best, strict=bool(best))],

@@ -5,8 +5,6 @@ round; its row is the difference within a round, and its control the difference 
 probe is what must be asked whatever memguard does: NVML's figures (twice for a ledger), the counters of each framework,
 and whether there is a context; `Bare` calls them with nothing around them. What memguard counts itself, as for Numba,
 has no probe.
-
-With MEMGUARD_STUB_UUID the frameworks and the driver are stand-ins (tests/faults/six_live.py): for tests without a GPU.
 """
 
 from __future__ import annotations
@@ -22,13 +20,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.child import ROOT, main
+from bench.child import main
 from bench.measure import Failed, Run, Values, measure
 from bench.programs import six
 
 MIB = 1 << 20
 LIMIT = 40 << 30
-STUB = "MEMGUARD_STUB_UUID"
 REQUESTER = "torch"
 """What `require` and `workload` are asked for."""
 READINGS = ("ledger", "sample", "require", "workload")
@@ -143,22 +140,10 @@ def _counters() -> dict[str, Callable[[], Any]]:
 
 def live(config: dict[str, Any]) -> tuple[Any, dict[str, Callable[[int], Any]], list[Any]]:
     """A budget under which all six are live and hold arrays: the guard, how each allocates, and the arrays."""
-    uuid = os.environ.get(STUB)
-    if uuid is None:
-        guard, _ = six.all_live(config)
-        takes = {name: six.allocator(name)[0] for name in guard.frameworks}
-        time.sleep(5)  # what compiles in the background has to be over
-        return guard, takes, [take(64 * MIB) for take in takes.values()]
-    sys.path.insert(0, str(ROOT / "tests" / "faults"))
-    import six_live
-
-    import memguard
-
-    six_live.this_process()
-    makers = six_live.bring(uuid)
-    guard = memguard.init(config)
-    kept = [make() for make in makers]
-    return guard, six_live.allocators(), kept
+    guard, _ = six.all_live(config)
+    takes = {name: six.allocator(name)[0] for name in guard.frameworks}
+    time.sleep(5)  # what compiles in the background has to be over
+    return guard, takes, [take(64 * MIB) for take in takes.values()]
 
 
 def timed(call: Callable[[], Any]) -> float:
