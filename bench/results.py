@@ -44,9 +44,6 @@ SHARED = ("seconds", "covers", "bench", "commit", "date")
 MEASURE = {"title": (str,), "ran": (str,), "covers": (str,), "bench": (str,)}
 
 
-# Statistics
-
-
 def interval(groups: Sequence[Sequence[float]], seed: int = 11) -> tuple[float, float, float]:
     """The median of all values, and the bounds that 95 % of the medians of 1,000 resamples lie between.
 
@@ -104,9 +101,6 @@ def short(value: float) -> float:
     return float(f"{value:.5g}")
 
 
-# What ran
-
-
 def file_of(name: str) -> Path | None:
     """The file of a module of this checkout, or of a path relative to it; None if there is none."""
     if name in ("_memguard_child", "_memguard_environment"):
@@ -131,9 +125,6 @@ def hashes(names: Iterable[str]) -> dict[str, str]:
     """Of the modules of memguard that ran, and of those of bench that measured."""
     bench = {name for name in names if name.startswith("bench.")}
     return {"covers": hash_of(set(names) - bench), "bench": hash_of(bench)}
-
-
-# The file
 
 
 def version() -> str:
@@ -312,9 +303,6 @@ def check(found: Any) -> None:
     ids = [row["id"] for row in found["rows"]]
     if len(set(ids)) != len(ids):
         raise ValueError("two rows have the same id")
-
-
-# Rows
 
 
 def measure_of(row: Mapping[str, Any]) -> str:

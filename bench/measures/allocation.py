@@ -241,9 +241,6 @@ def _answer(child: Child, what: dict[str, Any] | None = None) -> dict[str, Any]:
         return {"failed": str(error)[-300:]}
 
 
-# The child
-
-
 PIECES = (64 * MIB, 10 * MIB, MIB)
 """What fills: torch takes its segments of such sizes from the driver without rest."""
 PARTS = 5

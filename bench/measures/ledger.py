@@ -60,9 +60,6 @@ def _by_cupti(seen: dict[str, Any] | Failed) -> dict[str, Any]:
     return found
 
 
-# By NVML
-
-
 def program_counted(quick: str = "") -> dict[str, Any]:
     """Arrays of each framework that returns memory, by the ledger and NVML, and memory past every framework.
 
@@ -135,9 +132,6 @@ def _raw() -> int:
         raw.give(address)
         off.append(abs(six.reading()["unaccounted"] - before))
     return int(max(off))
-
-
-# By CUPTI
 
 
 def program_cupti(quick: str = "") -> dict[str, Any]:

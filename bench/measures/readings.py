@@ -10,7 +10,6 @@ has no probe.
 from __future__ import annotations
 
 import ctypes
-import os
 import random
 import sys
 import tempfile
@@ -64,12 +63,7 @@ class Bare:
     """The probes, each called as a program would call it."""
 
     def __init__(self) -> None:
-        import pynvml
-
-        pynvml.nvmlInit()
-        shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        by_uuid = shown.startswith("GPU-") and "," not in shown
-        handle = pynvml.nvmlDeviceGetHandleByUUID(shown) if by_uuid else pynvml.nvmlDeviceGetHandleByIndex(0)
+        pynvml, handle = six.first_gpu()
         memory, version = pynvml.nvmlDeviceGetMemoryInfo, pynvml.nvmlMemory_v2
         listed = pynvml._nvmlGetFunctionPointer("nvmlDeviceGetComputeRunningProcesses_v3")
         count, room = ctypes.c_uint(), (pynvml.c_nvmlProcessInfo_t * 32)()

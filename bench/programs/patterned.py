@@ -6,11 +6,9 @@ owners at once shows.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import gc
 import json
-import os
 import random
 import sys
 import time
@@ -18,8 +16,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from bench.child import emit
-from bench.measure import Failed
-from bench.programs.six import GIB, MIB, Raw, allocator, put_row_stack_back
+from bench.programs.arrays import primary_of_pycuda
+from bench.programs.six import GIB, MIB, Card, Raw, allocator, put_row_stack_back
 
 __all__ = ["GIB", "MIB", "Arrays", "Card", "percentile", "serve", "torch_first"]
 XLA = ("tensorflow", "jax")
@@ -98,12 +96,7 @@ class Arrays:
     def begin(self) -> None:
         """Make it live, in the primary context, with the kernels that its arrays need."""
         if self.name == "pycuda":
-            import pycuda.driver as drv
-
-            drv.init()
-            context = drv.Device(0).retain_primary_context()
-            context.push()
-            atexit.register(context.pop)
+            primary_of_pycuda()
         elif self.name == "numba":
             from numba import cuda
 
@@ -202,40 +195,6 @@ _made: Any = None
 def torch_first(names: Any) -> list[str]:
     """PyTorch before TensorFlow: the other order breaks it."""
     return sorted(names, key=lambda name: name != "torch")
-
-
-class Card:
-    """NVML's figures of the first GPU, in bytes. Raises bench.measure.Failed where there is none."""
-
-    def __init__(self) -> None:
-        import pynvml
-
-        try:
-            pynvml.nvmlInit()
-        except pynvml.NVMLError as error:
-            raise Failed(f"no GPU: {error}") from error
-        shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        by_uuid = shown.startswith("GPU-") and "," not in shown
-        self._nvml = pynvml
-        self._handle = pynvml.nvmlDeviceGetHandleByUUID(shown) if by_uuid else pynvml.nvmlDeviceGetHandleByIndex(0)
-
-    def free(self) -> int:
-        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).free)
-
-    def total(self) -> int:
-        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).total)
-
-    def listed(self) -> dict[int, int]:
-        """Bytes by the PID of each process on the GPU."""
-        running = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
-        return {one.pid: int(one.usedGpuMemory or 0) for one in running}
-
-    def own(self) -> int:
-        """This process's. RuntimeError if NVML does not tell."""
-        found = self.listed().get(os.getpid())
-        if not found:
-            raise RuntimeError("NVML does not tell this process's bytes")
-        return found
 
 
 def percentile(values: list[float], part: float) -> float:

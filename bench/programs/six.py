@@ -52,9 +52,6 @@ def load(name: str) -> None:
         __import__(name)
 
 
-# Work of each
-
-
 def _torch() -> None:
     import torch
 
@@ -138,9 +135,6 @@ def all_live(config: dict[str, Any], names: Iterable[Any] = NAMES) -> tuple[Any,
     return guard, readings
 
 
-# What the ledger says
-
-
 def reading() -> dict[str, Any]:
     """One reading of the ledger. Its rows add up to the total whatever they say: `unaccounted` is the remainder."""
     import memguard
@@ -170,21 +164,44 @@ def worst(readings: list[dict[str, Any]]) -> int:
     return int(max(abs(one["unaccounted"]) for one in readings))
 
 
-# What the driver says
-
-
-def bytes_now() -> int:
-    """Bytes of the first GPU that this process holds, by NVML. RuntimeError if NVML does not list it."""
+def first_gpu() -> tuple[Any, Any]:
+    """NVML's module and its handle of the first GPU. Raises what NVML raises where there is none."""
     import pynvml
 
     pynvml.nvmlInit()
     shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     by_uuid = shown.startswith("GPU-") and "," not in shown
-    handle = pynvml.nvmlDeviceGetHandleByUUID(shown) if by_uuid else pynvml.nvmlDeviceGetHandleByIndex(0)
-    for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
-        if process.pid == os.getpid() and process.usedGpuMemory is not None:
-            return int(process.usedGpuMemory)
-    raise RuntimeError("NVML does not tell this process's bytes")
+    return pynvml, pynvml.nvmlDeviceGetHandleByUUID(shown) if by_uuid else pynvml.nvmlDeviceGetHandleByIndex(0)
+
+
+class Card:
+    """NVML's figures of the first GPU, in bytes."""
+
+    def __init__(self) -> None:
+        self._nvml, self._handle = first_gpu()
+
+    def free(self) -> int:
+        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).free)
+
+    def total(self) -> int:
+        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).total)
+
+    def listed(self) -> dict[int, int]:
+        """Bytes by the PID of each process on the GPU."""
+        running = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
+        return {one.pid: int(one.usedGpuMemory or 0) for one in running}
+
+    def own(self) -> int:
+        """This process's. RuntimeError if NVML does not tell."""
+        found = self.listed().get(os.getpid())
+        if not found:
+            raise RuntimeError("NVML does not tell this process's bytes")
+        return found
+
+
+def bytes_now() -> int:
+    """Bytes of the first GPU that this process holds, by NVML. RuntimeError if NVML does not list it."""
+    return Card().own()
 
 
 class Raw:
@@ -227,9 +244,6 @@ class Raw:
             self.call(name, *arguments)
         finally:
             self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
-
-
-# Filled
 
 
 def allocator(name: str) -> tuple[Callable[[int], Any], type[BaseException]]:

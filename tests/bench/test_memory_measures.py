@@ -8,18 +8,11 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from bench.measure import Failed, discover
+from bench.measure import Failed
 from bench.measures import allocation
 from bench.programs.quiet import NEAR, Quiet
 from bench.programs.six import MIB, PAGE
-from bench.programs.ways import AGAIN, CONTROL, WAYS, Allocator
-
-
-@pytest.mark.parametrize("name", ["caps", "ledger", "overheads", "exchange", "allocation"])
-def test_each_row_with_a_bar_has_a_unit(name: str) -> None:
-    one = discover()[name]
-    assert isinstance(one.bar, dict) and one.bar
-    assert isinstance(one.unit, str) or set(one.bar) <= set(one.unit)
+from bench.programs.ways import WAYS, Allocator
 
 
 def found(**us: float) -> allocation.Found:
@@ -61,18 +54,6 @@ def test_the_worst_size_counts_and_a_way_without_rounds_says_why() -> None:
     made.keep(("numba", "rmm", "1 MiB", "10%"), (0, 0), {"us": 1.0, "below": 9 * MIB})
     with pytest.raises(Failed, match="bytes below its part"):
         made.worst("numba", "10%")
-
-
-def test_near_the_cap_numba_counts_where_its_pool_serves() -> None:
-    made = found(numba_memguard=2.0)
-    made.asks["numba", "memguard", "64 MiB", "99.9%"] = made.asks["numba", "memguard", "64 MiB", "10%"] = [1.0] * 3
-    made.us["numba", "memguard", "64 MiB", "99.9%"] = made.us["numba", "memguard", "64 MiB", "10%"] = {(0, 0): 9.0}
-    assert made.worst("numba", "99.9%")[0][0] == 2 and made.worst("numba", "10%") == [[9.0]]
-
-
-def test_two_processes_that_do_the_same_show_what_may_be_chance() -> None:
-    assert found(**{f"torch_plain{AGAIN}": 0.8}).control("torch") == [pytest.approx(1.25)]
-    assert set(CONTROL) == set(WAYS)
 
 
 @pytest.mark.parametrize("counts", [True, False])

@@ -12,23 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench.measure import Failed
 from bench.measures import suggest, training
-from bench.programs.patterned import percentile, windows
 
 pytestmark = pytest.mark.long  # no version of what is installed changes what these do
-
-
-def test_percentiles_are_values_that_were_seen() -> None:
-    assert percentile([float(n) for n in range(100, 0, -1)], 0.99) == 99
-    assert percentile([3.0, 1.0, 2.0], 0.99) == 3
-    assert percentile([3.0, 1.0, 2.0], 0.5) == 2
-
-
-@pytest.mark.parametrize("size", [8, 1024, 8 << 20])
-def test_read_back_places_lie_within_the_array(size: int) -> None:
-    places = windows(size, seed=3, step=8)
-    assert places[0][0] == 0
-    assert places[1][0] + places[1][1] == size
-    assert all(start % 8 == 0 and start >= 0 and start + length <= size for start, length in places)
 
 
 def test_a_watched_segment_ends_one_block_and_begins_the_next(monkeypatch: pytest.MonkeyPatch) -> None:

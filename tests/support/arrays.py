@@ -10,7 +10,7 @@ import os
 from typing import Any, NamedTuple
 
 from bench.programs.arrays import owner, primary_of_pycuda
-from bench.programs.six import put_row_stack_back
+from bench.programs.six import Card, put_row_stack_back
 
 ON_CPU = os.environ.get("MEMGUARD_EXCHANGE_CPU") == "1"
 NAMES = ("torch", "tensorflow", "jax") if ON_CPU else ("torch", "tensorflow", "cupy", "jax", "pycuda", "numba")
@@ -342,18 +342,9 @@ class ReadOnly:
 def nvml_bytes() -> int:
     """What this process holds of the GPU, by NVML; -1 where that is not told."""
     try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        by_uuid = shown.startswith("GPU-") and "," not in shown
-        handle = pynvml.nvmlDeviceGetHandleByUUID(shown) if by_uuid else pynvml.nvmlDeviceGetHandleByIndex(0)
-        for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
-            if process.pid == os.getpid():
-                return int(process.usedGpuMemory or 0)
+        return Card().listed().get(os.getpid(), 0)
     except Exception:
         return -1
-    return 0
 
 
 def nvml_bytes_of(gpu: int) -> int:

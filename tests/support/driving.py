@@ -30,9 +30,6 @@ def capped(cap: str | int, *names: str, limit: str | int = "40GiB") -> dict[str,
     return {"version": 1, "device": {"limit": limit}, "frameworks": {name: {"limit": cap} for name in names}}
 
 
-# Driven to the caps
-
-
 class Driven(six.Driven):
     """`six.Driven` that keeps what each refusal said, whatever it was."""
 
@@ -270,9 +267,6 @@ def circumstance(name: str, when: str) -> dict[str, Any]:
         **summary, "enforcement": enforcement, "notes": guard.notes, "stays": stays, "taken": len(one.live) * 64 * MIB,
         "before": len(before) * 64 * MIB, "undone": len(beyond) == 40,
     }  # fmt: skip
-
-
-# What a framework's own texts say
 
 
 def bfc_refusals(log: str) -> list[dict[str, Any]]:

@@ -25,9 +25,6 @@ def bytes_now() -> int:
     return found
 
 
-# Memory that no framework took
-
-
 def raw_memory(unaccounted: Callable[[], int], sizes: Iterable[int] = (16 * MIB, 100 * MIB, 300 * MIB)) -> list[Any]:
     """For each size: `unaccounted` before, with so much raw memory, and after its free; and NVML's figure of each."""
     raw, found = Raw(), []
@@ -53,9 +50,6 @@ def raw_is_unaccounted(found: list[dict[str, Any]]) -> tuple[bool, str]:
         if not good:
             wrong.append(said[-1])
     return len(found) >= 3 and not wrong, "; ".join(said) or "none was taken"
-
-
-# Emptied in turn
 
 
 def emptied(
@@ -114,9 +108,6 @@ def in_use_is_live(one: Mapping[str, Any]) -> tuple[bool, str]:
     asked, said = one["asked"], one["in_use"]
     good = said is not None and asked <= said <= asked + asked // 16 + 4 * MIB
     return good, f"{(said or 0) / MIB:,.1f} MiB in use, {asked / MIB:,.1f} asked for"
-
-
-# A refusal, tried
 
 
 def refusals(name: str, cap: int = GIB, rounds: int = 40, beside: bool = False) -> dict[str, Any]:
@@ -217,9 +208,6 @@ def refused_rightly(found: Mapping[str, Any]) -> tuple[bool, str]:
         f"{len(tried) - len(wrong)} of {len(tried)} right {said} {found['foreign'][:2] or ''}"
         f"{f' {len(over)} times above the cap already' if over else ''}"
     ).strip()
-
-
-# CUPTI
 
 
 def seen_by_cupti(found: Mapping[str, Any], name: str) -> tuple[bool, str]:

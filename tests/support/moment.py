@@ -250,9 +250,6 @@ def torch_reason(stderr: str) -> tuple[str, ...] | None:
     return ("cap",) if over > 0 else ("fragmented",)
 
 
-# Advice
-
-
 _KINDS = (
     ("device.limit", r"raise device\.limit"), ("lower", r"more than the budget has left: lower frameworks\.\w+"),
     ("cap", r"raise frameworks\.\w+\.(share|limit|max)"),

@@ -401,9 +401,6 @@ def _long_enough(chain: Callable[[int], Any], once: Callable[[Any], Any]) -> tup
     return call, took
 
 
-# Without memguard
-
-
 def controls(count: int) -> dict[str, Any]:
     """Imports by hand that order nothing: stale, or the rounds with memguard prove nothing."""
     start("torch", "tensorflow", "cupy", "numba")

@@ -204,9 +204,6 @@ def away_again(pid: int) -> bool:
     return done.end in (End.SUSPENDED, End.ENDED, End.LOST)
 
 
-# NVML, for a process that is never suspended
-
-
 class Card:
     """The first GPU."""
 
