@@ -45,8 +45,8 @@ class Measure:
     id: str
     function: Callable[[Run], Any]
     unit: str | Mapping[str, str]
-    bar: str | Mapping[str, str | None] | None
     seconds: float
+    bar: str | Mapping[str, str | None] | None = None
     by: str | Mapping[str, str] = "median"
     whole_card: bool = False
     gpus: int = 1
@@ -66,24 +66,13 @@ class Measure:
 REGISTRY: dict[str, Measure] = {}
 
 
-def measure(
-    id: str,  # noqa: A002
-    *,
-    unit: str | Mapping[str, str],
-    bar: str | Mapping[str, str | None] | None = None,
-    seconds: float,
-    by: str | Mapping[str, str] = "median",
-    whole_card: bool = False,
-    gpus: int = 1,
-    needs: Sequence[str] = (),
-    beside: bool = False,
-) -> Callable[[Callable[[Run], Any]], Callable[[Run], Any]]:
-    """Register a measurement. Raises ValueError if its id is taken."""
+def measure(id: str, **settings: Any) -> Callable[[Callable[[Run], Any]], Callable[[Run], Any]]:  # noqa: A002
+    """Register a `Measure` with these fields. Raises ValueError if its id is taken."""
 
     def register(function: Callable[[Run], Any]) -> Callable[[Run], Any]:
         if id in REGISTRY:
             raise ValueError(f"two measurements are called {id!r}")
-        REGISTRY[id] = Measure(id, function, unit, bar, seconds, by, whole_card, gpus, tuple(needs), beside)
+        REGISTRY[id] = Measure(id, function, **settings)
         return function
 
     return register
@@ -128,12 +117,9 @@ class Run:
         self._children.append(started)
         return started
 
-    def program(
-        self, name: str, *args: object, env: Mapping[str, str | None] | None = None, timeout: float = 120,
-        sampled: bool = False,
-    ) -> dict[str, Any]:  # fmt: skip
-        """Run a program to its end; what it emitted last. Raises Failed if it fails or takes too long."""
-        return self.start(name, *args, env=env, timeout=timeout, sampled=sampled).end()
+    def program(self, name: str, *args: object, **settings: Any) -> dict[str, Any]:
+        """`start` a program and run it to its end; what it emitted last. Raises Failed if it fails or takes long."""
+        return self.start(name, *args, **settings).end()
 
     def covers(self, path: Path) -> None:
         """Note a file of memguard that is no module, such as `memguard.pth`, among what this measurement covers."""

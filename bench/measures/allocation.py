@@ -29,6 +29,7 @@ from bench.measure import Failed, Run, measure
 from bench.programs.quiet import Quiet, quietest, siblings
 from bench.programs.six import GIB, MIB
 from bench.programs.ways import AGAIN, CONTROL, WAYS, Allocator
+from bench.results import interval
 
 SIZES = {"1 KiB": 1 << 10, "1 MiB": MIB, "64 MiB": 64 * MIB}
 SHARES = {"10%": 0.10, "90%": 0.90, "99.9%": 0.999}
@@ -110,15 +111,10 @@ def _grouped(values: dict[Any, float]) -> list[list[float]]:
 def chance(ratios: Values) -> float:
     """Up to this ratio a difference may be chance, by the ratios of two processes that do the same.
 
-    The farther bound of the 95 % interval of their median: which of the two is the divisor is arbitrary. Generations
-    are drawn first, and then values within each.
+    The farther bound of the 95 % interval of their median: which of the two is the divisor is arbitrary.
     """
-    draw, groups = random.Random(11), _grouped(ratios)
-    medians = sorted(
-        statistics.median([v for g in draw.choices(groups, k=len(groups)) for v in draw.choices(g, k=len(g))])
-        for _ in range(1000)
-    )
-    return max(medians[974], 1 / medians[25])
+    _, low, high = interval(_grouped(ratios))
+    return max(high, 1 / low)
 
 
 class Found:

@@ -1,4 +1,4 @@
-"""Hand-overs of 1 GiB between six frameworks: against the best way by hand, against the host, and what they leave."""
+"""Hand-overs of 1 GiB between six frameworks, against the best way by hand."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.child import main
 from bench.measure import Failed, Run, measure
+from bench.programs import arrays
 from bench.programs.arrays import NAMES, PAIRS
 from bench.programs.six import GIB, MIB
 
 if TYPE_CHECKING:
     from memguard.types import FrameworkName
 
-TIMED, ENOUGH = 200, 10_000
-"""Hand-overs of each pair that are timed, and hand-overs in all after which nothing may be left."""
+TIMED = 200
+"""Hand-overs of each pair."""
 SETTLING = 8
 """Seconds before anything is timed: what JAX and TensorFlow compile in the background takes the first pairs 1.5 times
 as long (measured), and those by hand too."""
@@ -27,14 +27,8 @@ EXTRA = [f"{source}-{target}" for source, target in PAIRS]
 
 
 @measure(
-    "exchange",
-    unit={
-        **dict.fromkeys(EXTRA, "µs over by hand"), **{f"to.{name}": "µs" for name in NAMES},
-        "host": "ms", "over_host": "times as quick", "leak.gpu": "MiB", "leak.host": "MiB", "leak.open": "views",
-    },
-    bar={**dict.fromkeys(EXTRA, "<= 50"), "over_host": ">= 1", "leak.gpu": "<= 0", "leak.host": "<= 16",
-         "leak.open": "<= 0"},
-    seconds=40,
+    "exchange", unit={**dict.fromkeys(EXTRA, "µs over by hand"), **{f"to.{name}": "µs" for name in NAMES}},
+    bar=dict.fromkeys(EXTRA, "<= 50"), seconds=25,
 )  # fmt: skip
 def exchange(run: Run) -> dict[str, Any]:
     """A hand-over of 1 GiB on idle streams, beyond the best way by hand in the same run, for each pair."""
@@ -44,20 +38,12 @@ def exchange(run: Run) -> dict[str, Any]:
         found[pair] = one["extra"] or Failed(f"no way by hand worked: {one['failed']}")
     for target in NAMES:
         found[f"to.{target}"] = [one["ours"] for pair, one in out["pairs"].items() if pair.endswith(f"-{target}")]
-    down, up = out["host"]["down"], out["host"]["up"]
-    host = {f"{source}-{target}": down[source] + up[target] for source, target in PAIRS}
-    found["host"] = list(host.values())
-    found["over_host"] = [min(ms * 1e3 / statistics.median(out["pairs"][pair]["ours"]) for pair, ms in host.items())]
-    for name, value in out["leak"].items():
-        found[f"leak.{name}"] = [value]
     return found
 
 
 def program_hand_overs(quick: str = "") -> dict[str, Any]:
-    """Every figure. Microseconds, but milliseconds where a copy is made."""
+    """Microseconds of each pair."""
     import numpy as np
-
-    from bench.programs import arrays
 
     arrays.start(*NAMES)
     values: Any = np.ones((16 * MIB if quick else GIB) // 4, np.float32)
@@ -70,9 +56,7 @@ def program_hand_overs(quick: str = "") -> dict[str, Any]:
     time.sleep(0 if quick else SETTLING)
     timed = 5 if quick else TIMED
     pairs = {f"{source}-{target}": _pair(sources[source], source, target, timed) for source, target in PAIRS}
-    leak = _leak(sources, 2 if quick else -(-ENOUGH // len(PAIRS)))
-    del sources
-    return {"pairs": pairs, "leak": leak, "host": _host(values, 1 if quick else 2)}
+    return {"pairs": pairs}
 
 
 def _ours(target: FrameworkName) -> Callable[[Any], Any]:
@@ -87,8 +71,6 @@ def _pair(x: Any, source: str, target: FrameworkName, rounds: int) -> dict[str, 
 
     ours, extra   microseconds of each round: memguard's, and beyond the way by hand with the smallest median
     """
-    from bench.programs import arrays
-
     calls, failed = [_ours(target)], []
     for way, call in enumerate(arrays.by_hand(source, target)):
         try:
@@ -130,61 +112,6 @@ def _no_collection() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-
-
-def _leak(sources: dict[FrameworkName, Any], each: int) -> dict[str, float]:
-    """What so many hand-overs of each pair leave: MiB of the GPU and of the host, and views that have not ended."""
-    from bench.programs import arrays, six
-    from memguard.exchange import to
-
-    def hand_over(times: int) -> tuple[int, int, int]:
-        for _ in range(times):
-            for source, target in PAIRS:
-                to(sources[source], target)
-        left = _still_open()
-        arrays.wait()
-        status = Path("/proc/self/status").read_text()
-        return six.bytes_now(), int(status.partition("VmRSS:")[2].split()[0]) << 10, left
-
-    before, after = hand_over(min(each, 20)), hand_over(each)
-    return {"gpu": abs(after[0] - before[0]) / MIB, "host": (after[1] - before[1]) / MIB, "open": after[2]}
-
-
-def _still_open() -> int:
-    """Hand-overs that have not ended a moment after the last view was freed."""
-    from memguard.exchange import lifetimes
-
-    gc.collect()
-    for _ in range(200):
-        lifetimes.sweep()
-        if not lifetimes._open and not lifetimes._parked:
-            return 0
-        time.sleep(0.005)
-    return len(lifetimes._open) + len(lifetimes._parked)
-
-
-def _host(values: Any, rounds: int) -> dict[str, dict[str, float]]:
-    """Milliseconds from each framework to host memory, and from there to each: any pair's route is one of each."""
-    from bench.programs import arrays
-
-    downs: dict[str, list[float]] = {name: [] for name in NAMES}
-    ups: dict[str, list[float]] = {name: [] for name in NAMES}
-    for _ in range(rounds):
-        for name in NAMES:
-            arrays.wait()
-            begun = time.perf_counter()
-            x = arrays.make(name, values)
-            arrays.wait()
-            ups[name].append((time.perf_counter() - begun) * 1e3)
-            begun = time.perf_counter()
-            fetched = arrays.read(x)
-            downs[name].append((time.perf_counter() - begun) * 1e3)
-            assert fetched[0] == values[0]
-            del x, fetched
-    return {
-        way: {name: statistics.median(one) for name, one in taken.items()}
-        for way, taken in (("down", downs), ("up", ups))
-    }
 
 
 if __name__ == "__main__":

@@ -34,12 +34,10 @@ def program_leak(cap_gib: str, below_gib: str) -> dict[str, Any]:
     cap, below = int(cap_gib) * GIB, int(below_gib) * GIB
     memguard.init(
         {
-            "version": 1,
-            "device": {"limit": f"{int(cap_gib) + 8}GiB"},
-            "frameworks": {"torch": {"limit": f"{cap_gib}GiB"}},
-            "monitor": {"interval": "100ms"},
+            "version": 1, "device": {"limit": f"{int(cap_gib) + 8}GiB"},
+            "frameworks": {"torch": {"limit": f"{cap_gib}GiB"}}, "monitor": {"interval": "100ms"},
         }
-    )
+    )  # fmt: skip
     forecasts: list[tuple[float, float | None]] = []
 
     def event(event: Any) -> None:

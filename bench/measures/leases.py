@@ -25,14 +25,10 @@ QUICK = {"torch": JOBS["torch"]}
 
 
 @measure(
-    "leases",
-    unit={"turn": "s", "told": "s", "over": "MiB"},
-    bar={"turn": "<= 1", "over": "<= 0"},
-    by={"turn": "high", "over": "high"},
-    seconds=50,
-    whole_card=True,
+    "leases", unit={"turn": "s", "told": "s", "over": "MiB"}, bar={"turn": "<= 1", "over": "<= 0"},
+    by={"turn": "high", "over": "high"}, seconds=50, whole_card=True,
     needs=("torch", "tensorflow", "jax", "cupy", "pycuda"),
-)
+)  # fmt: skip
 def leases(run: Run) -> dict[str, list[float]]:
     """Seconds from the end of a process with a lease to the lease of the next waiter.
 

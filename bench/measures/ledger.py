@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.child import main
 from bench.measure import Failed, Run, measure
+from bench.programs import cupti, six
 from bench.programs.six import GIB, MIB, NAMES, PAGE, RETURNING
 
 if TYPE_CHECKING:
@@ -24,11 +25,9 @@ EVERY = {**ROWS, **CUPTI, **MORE}
 
 
 @measure(
-    "ledger",
-    unit={name: unit for name, (unit, _) in EVERY.items()},
-    bar={name: bar for name, (_, bar) in EVERY.items()},
-    seconds=35,
-)
+    "ledger", unit={name: unit for name, (unit, _) in EVERY.items()},
+    bar={name: bar for name, (_, bar) in EVERY.items()}, seconds=35,
+)  # fmt: skip
 def ledger(run: Run) -> dict[str, Any]:
     """What the ledger says of six frameworks' memory, held to NVML's figures and CUPTI's."""
 
@@ -65,8 +64,6 @@ def program_counted(quick: str = "") -> dict[str, Any]:
 
     TensorFlow without growth: then it says what it holds, and nothing of its pool is unaccounted.
     """
-    from bench.programs import six
-
     _, readings = six.all_live(six.budget((16 if quick else 40) * GIB, growth=False))
     counts = (4, 40) if quick else (24, 400)
     counted = {}
@@ -84,7 +81,6 @@ def _counted(name: FrameworkName, large: int, small: int) -> dict[str, float]:
     in_use           percent of `in_use` beyond what the live arrays were asked for with
     """
     import memguard
-    from bench.programs import six
 
     take, rng = six.allocator(name)[0], random.Random(SEED)
     memguard.trim(name)
@@ -122,8 +118,6 @@ def _counted(name: FrameworkName, large: int, small: int) -> dict[str, float]:
 
 def _raw() -> int:
     """The most bytes by which `unaccounted` differs from memory that no framework took, and after its free from 0."""
-    from bench.programs import six
-
     raw, off = six.Raw(), []
     for size in (16 * MIB, 100 * MIB, 300 * MIB):
         before = six.reading()["unaccounted"]
@@ -136,8 +130,6 @@ def _raw() -> int:
 
 def program_cupti(quick: str = "") -> dict[str, Any]:
     """What each of six holds by the ledger, and what CUPTI saw its library take. `jax`: see `by_cupti`."""
-    from bench.programs import cupti, six
-
     found = cupti.by_cupti(six.budget((16 if quick else 40) * GIB, growth=False))
     said, true = (found["pool"][who][0] - found["pool"][who][1] for who in ("held", "nvml"))
     if true < 256 * MIB:

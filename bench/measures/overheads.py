@@ -9,6 +9,7 @@ from typing import Any
 
 from bench.child import main
 from bench.measure import Run, measure
+from bench.programs import six
 from bench.programs.six import GIB, MIB, NAMES
 from memguard._policy import auto_reserve
 from memguard._specs import CONTEXT, OVERHEADS, SECOND_CONTEXT, SPECS
@@ -39,12 +40,9 @@ _PARTS = {f"{name}.{library}": _first_use(name, library) * 5 // 4 for name, uses
 
 
 @measure(
-    "overheads",
-    unit="MiB",
-    bar={name: f"<= {size / MIB:g}" for name, size in {**_WHOLE, **_PARTS}.items()},
-    seconds=35,
-    beside=True,
-)
+    "overheads", unit="MiB", bar={name: f"<= {size / MIB:g}" for name, size in {**_WHOLE, **_PARTS}.items()},
+    seconds=35, beside=True,
+)  # fmt: skip
 def overheads(run: Run) -> dict[str, list[float]]:
     """Memory outside every cap: the CUDA context, each framework alone, the first uses of libraries, and all six."""
     with ThreadPoolExecutor(AT_ONCE) as threads:  # each has its own process's figures only
@@ -67,7 +65,6 @@ def program_alone(name: str) -> dict[str, Any]:
     The context comes first, from the driver itself, as frameworks share it. Steps are labels with bytes.
     """
     import memguard
-    from bench.programs import six
 
     more = {"growth": False} if name == "tensorflow" else {}
     memguard.init({"version": 1, "device": {"limit": 8 * GIB}, "frameworks": {name: {"limit": 4 * GIB, **more}}})
@@ -85,8 +82,6 @@ def program_alone(name: str) -> dict[str, Any]:
 
 def program_six() -> dict[str, Any]:
     """All six live and used: what NVML says of the process beyond what they hold by the ledger."""
-    from bench.programs import six
-
     _, readings = six.all_live(six.budget(40 * GIB, growth=False))
     rows = readings[-1]["frameworks"]
     return {"outside": six.bytes_now() - sum(row["held"] for row in rows.values())}
@@ -177,8 +172,6 @@ def _pycuda() -> list[tuple[str, Callable[[], Any]]]:
 
 def _numba() -> list[tuple[str, Callable[[], Any]]]:
     from numba import cuda
-
-    from bench.programs import six
 
     array = cuda.device_array(1)
     return [("first tensor", lambda: array), ("kernels", six.WORK["numba"])]

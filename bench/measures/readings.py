@@ -35,10 +35,10 @@ TICKS = ("tick", "tick_p90", "tick.idle")
     "readings",
     unit={
         **{f"{name}{what}": "µs" for name in READINGS for what in ("", ".whole", ".probes", ".control")},
-        **dict.fromkeys(TICKS, "µs"), "missed": "of 300 arrays",
+        **dict.fromkeys(TICKS, "µs"),
     },
     bar={
-        "ledger": "<= 40", "sample": "<= 15", "require": "<= 10", "workload": "<= 20", "missed": "<= 0",
+        "ledger": "<= 40", "sample": "<= 15", "require": "<= 10", "workload": "<= 20",
         "tick": "<= 120", "tick_p90": "<= 180",
     },
     by={**dict.fromkeys(READINGS, "high"), "tick_p90": "p90"},
@@ -48,7 +48,7 @@ def readings(run: Run) -> dict[str, Values | Failed]:
     """Readings above their bare probes, and monitor ticks of a program at work (CPU)."""
     found: dict[str, Values | Failed] = {}
     parts: list[tuple[str, tuple[Any, ...], tuple[str, ...]]] = [
-        ("readings", (run.rounds(1000, 20),), (*READINGS, "missed")),
+        ("readings", (run.rounds(1000, 20),), READINGS),
         ("ticking", (run.rounds(25, 3), run.rounds(3, 1)), TICKS),
     ]
     for program, words, names in parts:  # one after another: nothing else may take time meanwhile
@@ -181,29 +181,7 @@ def program_readings(rounds: str) -> dict[str, list[float]]:
         found[f"{name}.whole"], found[f"{name}.probes"] = whole, bare_us
         found[f"{name}.control"] = [a - b for a, b in zip(again, bare_us, strict=True)]
     del kept
-    return {**found, "missed": [missed(guard, takes)]}
-
-
-def missed(guard: Any, takes: dict[str, Callable[[int], Any]], times: int = 50) -> int:
-    """How many arrays the very next reading does not show: a figure that comes fast must be new."""
-    import memguard
-
-    uuid = guard.plan.devices[0].device.uuid
-    count = 0
-
-    def in_use(name: str, number: int) -> int:
-        if number % 2:
-            return int(memguard.ledger().devices[0].row(name).in_use or 0)
-        (device,) = [one for one in guard.sample().devices if one.uuid == uuid]
-        return int(device.frameworks[name].in_use or 0)
-
-    for name, take in takes.items():
-        kept = []  # to the end: when a framework gives back is its own affair
-        for number in range(times):
-            before = in_use(name, number)
-            kept.append(take(4 * MIB))
-            count += in_use(name, number) - before < 4 * MIB
-    return count
+    return found
 
 
 def program_ticking(seconds: str, idle_seconds: str) -> dict[str, list[float]]:

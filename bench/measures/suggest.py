@@ -39,13 +39,9 @@ MONITOR = "monitor: {interval: 50ms, timeline: %s, warn: 98%%, critical: 99%%}\n
 
 
 @measure(
-    "suggest",
-    unit="%",
-    bar=dict.fromkeys(FRAMEWORKS, "<= 20"),
-    seconds=100,
-    beside=True,
+    "suggest", unit="%", bar=dict.fromkeys(FRAMEWORKS, "<= 20"), seconds=100, beside=True,
     needs=("torch", "tensorflow", "jax", "cupy", "pycuda"),
-)
+)  # fmt: skip
 def suggest(run: Run) -> dict[str, list[float] | Failed]:
     """What the suggested budget takes beyond the smallest that passes, in percent of that.
 

@@ -27,11 +27,9 @@ LEAVES = 60.0
 @measure(
     "suspend",
     unit={"out_1_gib": "s", "in_1_gib": "s", "out_16_gib": "s", "in_16_gib": "s", "left": "MiB", "grown": "MiB"},
-    bar={"left": "<= 0", "grown": "<= 2"},
-    by={"left": "high", "grown": "high"},
-    seconds=100,
+    bar={"left": "<= 0", "grown": "<= 2"}, by={"left": "high", "grown": "high"}, seconds=100,
     needs=("torch", "cupy", "tensorflow", "jax", "numba", "pycuda"),
-)
+)  # fmt: skip
 def suspend(run: Run) -> dict[str, list[float] | list[list[float]]]:
     """Seconds of a process to leave the GPU and to come back, twice each, grouped by process.
 

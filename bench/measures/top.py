@@ -36,13 +36,10 @@ DRAWN = {f"{name}.drawn": ">= 1.5" for name in SCREENS}
 
 
 @measure(
-    "top",
-    unit={**dict.fromkeys(SCREENS, "% of a core"), **dict.fromkeys(DRAWN, "times/s")},
-    bar={"follows": "<= 2", "attached": "<= 2", **DRAWN},
-    by=dict.fromkeys(("follows", "attached"), "p95"),
-    seconds=35,
+    "top", unit={**dict.fromkeys(SCREENS, "% of a core"), **dict.fromkeys(DRAWN, "times/s")},
+    bar={"follows": "<= 2", "attached": "<= 2", **DRAWN}, by=dict.fromkeys(("follows", "attached"), "p95"), seconds=35,
     needs=("textual",),
-)
+)  # fmt: skip
 def top(run: Run) -> dict[str, Values]:
     """The share of a core that `memguard top` takes at 2 Hz, in both halves of the time; `control`: textual alone."""
     seconds, kind = 2.0 if run.quick else SECONDS, "real" if gpu_here() else "simulated"

@@ -40,13 +40,9 @@ BAR = "<= 1.005"
 
 
 @measure(
-    "training",
-    unit="ratio",
-    bar={"resnet50": BAR, "gpt2": BAR},
-    by={"resnet50": "high", "gpt2": "high"},
-    seconds=110,
+    "training", unit="ratio", bar={"resnet50": BAR, "gpt2": BAR}, by={"resnet50": "high", "gpt2": "high"}, seconds=110,
     needs=("torch",),
-)
+)  # fmt: skip
 def training(run: Run) -> dict[str, list[float] | Failed]:
     """Time of training steps with a budget and its monitor at 10 Hz, over that of the same steps without.
 

@@ -25,30 +25,35 @@ def start(*names: str) -> None:
     os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     for name in sorted(names, key=lambda name: name != "torch"):
-        if name == "torch":
-            import torch
+        begin(name)
 
-            torch.zeros(1, device="cuda")
-        elif name == "tensorflow":
-            import tensorflow as tf
 
-            with tf.device("/GPU:0"):
-                tf.identity(tf.constant([1.0]))
-        elif name == "jax":
-            import jax.numpy as jnp
+def begin(name: str) -> None:
+    """Make one framework live, in the primary context."""
+    if name == "torch":
+        import torch
 
-            jnp.zeros(1).block_until_ready()
-        elif name == "cupy":
-            import cupy
+        torch.zeros(1, device="cuda")
+    elif name == "tensorflow":
+        import tensorflow as tf
 
-            cupy.zeros(1)
-        elif name == "pycuda":
-            primary_of_pycuda()
-        else:
-            put_row_stack_back()
-            from numba import cuda
+        with tf.device("/GPU:0"):
+            tf.identity(tf.constant([1.0]))
+    elif name == "jax":
+        import jax.numpy as jnp
 
-            cuda.current_context()
+        jnp.zeros(1).block_until_ready()
+    elif name == "cupy":
+        import cupy
+
+        cupy.zeros(1)
+    elif name == "pycuda":
+        primary_of_pycuda()
+    else:
+        put_row_stack_back()
+        from numba import cuda
+
+        cuda.current_context()
 
 
 def primary_of_pycuda() -> Any:
@@ -110,22 +115,6 @@ def address(x: Any) -> int:
     if name == "cupy":
         return int(x.data.ptr)
     return int(x.__cuda_array_interface__["data"][0] or 0)
-
-
-def read(x: Any) -> Any:
-    """The values in host memory, by the framework's own way."""
-    import numpy as np
-
-    name = owner(x)
-    if name == "torch":
-        return x.cpu().numpy()
-    if name == "tensorflow":
-        return x.numpy()
-    if name == "jax":
-        return np.asarray(x)
-    if name == "numba":
-        return x.copy_to_host()
-    return x.get()  # CuPy and PyCUDA
 
 
 def wait() -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from bench.child import emit
-from bench.programs.arrays import primary_of_pycuda
+from bench.programs.arrays import begin
 from bench.programs.six import GIB, MIB, Card, Raw, allocator, put_row_stack_back
 
 __all__ = ["GIB", "MIB", "Arrays", "Card", "percentile", "serve", "torch_first"]
@@ -95,12 +95,8 @@ class Arrays:
 
     def begin(self) -> None:
         """Make it live, in the primary context, with the kernels that its arrays need."""
-        if self.name == "pycuda":
-            primary_of_pycuda()
-        elif self.name == "numba":
-            from numba import cuda
-
-            cuda.current_context()
+        if self.name in ("pycuda", "numba"):
+            begin(self.name)
         one = self.take(8 * MIB)
         self.write(one, 8 * MIB, 1)
         assert self.right(one, 8 * MIB, 1), f"{self.name} does not read what it wrote"

@@ -33,13 +33,11 @@ def found(**us: float) -> allocation.Found:
     [
         ("torch", {"torch_memguard": 1.05}, 1.05),
         ("torch", {"torch_memguard": 1.05, "torch_plain, again": 1.1}, 1.05 / 1.1),
-        ("cupy", {"cupy_memguard": 1.2}, 1.2),
-        ("pycuda", {"pycuda_memguard": 3.0}, 1.2),
+        ("cupy", {"cupy_memguard": 1.2}, 1.2), ("pycuda", {"pycuda_memguard": 3.0}, 1.2),
         ("pycuda", {"pycuda_memguard": 1.9, "pycuda_own pool": 0.4}, 0.95),
-        ("pycuda_pool", {"pycuda_memguard, pool": 5.0}, 2.0),
-        ("numba", {"numba_rmm": 2.0}, 0.5),
+        ("pycuda_pool", {"pycuda_memguard, pool": 5.0}, 2.0), ("numba", {"numba_rmm": 2.0}, 0.5),
     ],
-)
+)  # fmt: skip
 def test_an_allocation_is_held_to_what_it_is_compared_with(row: str, slow: dict[str, float], figure: float) -> None:
     groups = found(**slow).worst(row, "90%")
     assert [len(group) for group in groups] == [4, 4, 4]

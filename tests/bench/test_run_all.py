@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from conftest import Tree
+if TYPE_CHECKING:
+    from conftest import Tree
 
 
 def test_the_whole_of_a_run(tree: Tree) -> None:

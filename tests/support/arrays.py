@@ -9,8 +9,8 @@ import ctypes
 import os
 from typing import Any, NamedTuple
 
-from bench.programs.arrays import owner, primary_of_pycuda
-from bench.programs.six import Card, put_row_stack_back
+from bench.programs.arrays import begin, owner
+from bench.programs.six import Card
 
 ON_CPU = os.environ.get("MEMGUARD_EXCHANGE_CPU") == "1"
 NAMES = ("torch", "tensorflow", "jax") if ON_CPU else ("torch", "tensorflow", "cupy", "jax", "pycuda", "numba")
@@ -48,23 +48,10 @@ def start(*names: str, settings: bool = True) -> None:
 
             with on_gpu():
                 tf.identity(tf.constant([1.0]))
-        elif name == "jax":
-            import jax.numpy as jnp
-
-            jnp.zeros(1).block_until_ready()
-        elif name == "cupy":
-            import cupy
-
-            cupy.zeros(1)
-        elif name == "pycuda":
-            primary_of_pycuda()
-        elif name == "numba":
-            put_row_stack_back()
-            from numba import cuda
-
-            cuda.current_context()
-        else:
+        elif name in BUFFERS:
             __import__(name)
+        else:
+            begin(name)
 
 
 def device() -> str:

@@ -76,18 +76,10 @@ def played(seed: int, lends: bool = True) -> dict[str, Any]:
         log = schedules.play(steps, runner, agreed)
     found = judge(log, agreed)
     return {
-        "seed": seed,
-        "limit": agreed.limit,
-        "steps": len(steps),
-        "requests": found.requests,
-        "refused": sum(entry.refused is not None for entry in log),
-        "infeasible": found.infeasible,
-        "blocked": found.blocked,
-        "fragments": dict(found.fragments),
-        "avoidable": len(found.avoidable),
-        "above_limit": len(found.above_limit),
-        "minima": len(found.minima),
-        "wrong": len(found.wrong),
+        "seed": seed, "limit": agreed.limit, "steps": len(steps), "requests": found.requests,
+        "refused": sum(entry.refused is not None for entry in log), "infeasible": found.infeasible,
+        "blocked": found.blocked, "fragments": dict(found.fragments), "avoidable": len(found.avoidable),
+        "above_limit": len(found.above_limit), "minima": len(found.minima), "wrong": len(found.wrong),
         "faults": [fault.what[:600] for fault in found.faults[:6]],
         "most_process": max(most.bytes, *(entry.process for entry in log)),
         "by_framework": {name: sum(entry.op == "allocate" and entry.framework == name for entry in log)

@@ -472,9 +472,6 @@ def _second_current(target: str) -> Any:
     return exchange().pycuda_context(1) if target == "pycuda" else contextlib.nullcontext()
 
 
-X64 = {"JAX_ENABLE_X64": "1"}
-
-
 def main() -> None:
     what, *arguments = sys.argv[1:]
     if what == "edges":

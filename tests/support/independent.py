@@ -165,13 +165,9 @@ def refusals(name: str, cap: int = GIB, rounds: int = 40, beside: bool = False) 
 
 
 def trial(
-    size: int,
-    cap: int,
-    held: Callable[[], int],
-    take: Callable[[int], Any],
-    native: type[BaseException],
+    size: int, cap: int, held: Callable[[], int], take: Callable[[int], Any], native: type[BaseException],
     resize: Callable[[int], Any],
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Take what was refused under the smallest cap that allows it, and what `held` grows by."""
     before, more, one = held(), 0, None
     try:

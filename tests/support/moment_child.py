@@ -54,7 +54,7 @@ class Said:
 
 def main() -> None:
     program, where = sys.argv[1:]
-    from support.arrays import put_row_stack_back
+    from bench.programs.six import put_row_stack_back
 
     put_row_stack_back()
     import memguard

@@ -5,13 +5,13 @@ Nothing here asks memguard.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from bench.programs import six
 from bench.programs.six import MIB, put_row_stack_back
 
 Calls = dict[str, Callable[[], Any]]
@@ -489,29 +489,19 @@ class Kept:
         self.library.trim()
 
 
-class Raw:
-    """Memory from the driver itself, in the primary context of the first GPU: of no framework, never suspended."""
+class Raw(six.Raw):
+    """Of no framework, never suspended. Its context is current on the thread that makes it."""
 
     def __init__(self) -> None:
-        self.cuda = ctypes.CDLL("libcuda.so.1")
-        self.context = ctypes.c_void_p()
-        for name, arguments in (
-            ("cuInit", (0,)),
-            ("cuDevicePrimaryCtxRetain", (ctypes.byref(self.context), 0)),
-            ("cuCtxPushCurrent_v2", (self.context,)),
-        ):
-            code = getattr(self.cuda, name)(*arguments)
-            if code:
-                raise RuntimeError(f"{name} returned {code}")
+        super().__init__()
+        self.call("cuCtxPushCurrent_v2", self.context)
 
-    def take(self, size: int) -> int | None:
+    def take(self, size: int) -> int | None:  # type: ignore[override]
         """Its address; None if there is no room."""
-        address = ctypes.c_uint64()
-        code = self.cuda.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size))
-        return None if code else int(address.value)
-
-    def give(self, address: int) -> None:
-        self.cuda.cuMemFree_v2(ctypes.c_uint64(address))
+        try:
+            return super().take(size)
+        except RuntimeError:
+            return None
 
 
 PIECES = (1 << 30, 64 * MIB, 2 * MIB)

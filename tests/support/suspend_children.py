@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bench.programs import six
+
 TESTS = Path(__file__).resolve().parents[1]
 ORDERLY = 20.0
 """Seconds in which a process must end by itself."""
@@ -204,27 +206,12 @@ def away_again(pid: int) -> bool:
     return done.end in (End.SUSPENDED, End.ENDED, End.LOST)
 
 
-class Card:
+class Card(six.Card):
     """The first GPU."""
-
-    def __init__(self) -> None:
-        import pynvml
-
-        pynvml.nvmlInit()
-        self._nvml, self._handle = pynvml, pynvml.nvmlDeviceGetHandleByIndex(0)
-
-    def free(self) -> int:
-        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).free)
-
-    def total(self) -> int:
-        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).total)
 
     def of(self, pid: int) -> int | None:
         """Bytes that NVML lists for a process; None if it is not in the list."""
-        for one in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle):
-            if one.pid == pid:
-                return int(one.usedGpuMemory or 0)
-        return None
+        return self.listed().get(pid)
 
 
 def host_bytes(pid: int) -> int:

@@ -105,15 +105,9 @@ class Target:
         self.provoked: contextlib.ExitStack = contextlib.ExitStack()
 
     def begin(
-        self,
-        names: list[str],
-        size: int = 0,
-        large: int = 0,
-        seed: int = 1,
-        limit: str | None = None,
-        timeline: str | None = None,
-        by_others: bool = False,
-    ) -> dict[str, Any]:
+        self, names: list[str], size: int = 0, large: int = 0, seed: int = 1, limit: str | None = None,
+        timeline: str | None = None, by_others: bool = False,
+    ) -> dict[str, Any]:  # fmt: skip
         """Arrays of each framework; with `limit` under a budget whose monitor looks every 100 ms."""
         if limit is not None:
             import memguard
