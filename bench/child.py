@@ -19,8 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 COVERS = Path(__file__).resolve().parent / "covers"
 """A `sitecustomize` that records which modules of memguard and bench a process imports."""
-TOKEN = "BENCH_RUN"
-"""In the environment of every process of a run; finds those that left their group."""
+TOKEN = "BENCH_RUN"  # In the environment of every process of a run; finds those that left their group.
 _MARK = "BENCH-RESULT "
 
 
@@ -60,8 +59,7 @@ class Child:
     ) -> None:  # fmt: skip
         self.name = name or " ".join(words)
         self.timeout = timeout
-        self.last: dict[str, Any] | None = None
-        """What it emitted last, of what was read."""
+        self.last: dict[str, Any] | None = None  # What it emitted last, of what was read.
         self._until = time.monotonic() + timeout
         self._sampler = Sampler() if sampled else None
         self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115

@@ -92,8 +92,7 @@ class Run:
 
     def __init__(self, module: str, quick: bool = False) -> None:
         self.module = module
-        self.quick = quick
-        """The untimed pass: the same code paths, the fewest rounds, little memory."""
+        self.quick = quick  # The untimed pass: the same code paths, the fewest rounds, little memory.
         self.folder = Path(tempfile.mkdtemp(prefix="bench-"))
         self._children: list[child.Child] = []
 

@@ -21,8 +21,7 @@ README = (
     ("readings.ledger", "A ledger of six live frameworks, above the bare calls that it needs"),
     ("readings.tick", "A monitor tick of a program at work, CPU time"),
     ("top.attached", "`memguard top`, watching a GPU and a process: share of a core"),
-)
-"""Rows of README's table, with what they are in its words."""
+)  # Rows of README's table, with what they are in its words.
 HEADING = "## Measured"
 
 

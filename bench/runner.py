@@ -16,13 +16,10 @@ from bench import results
 from bench.child import TOKEN, Child, kill_run
 from bench.measure import Failed, Measure
 
-QUICK_SECONDS = 150.0
-"""After which an untimed pass is stopped."""
-QUICK_ROOM = 60.0
-"""Seconds that must be left of `--until` for an untimed pass to start."""
+QUICK_SECONDS = 150.0  # After which an untimed pass is stopped.
+QUICK_ROOM = 60.0  # Seconds that must be left of `--until` for an untimed pass to start.
 AT_ONCE = 4
-CONTINUE = 3
-"""Exit code: there is more to measure, and no time for it."""
+CONTINUE = 3  # Exit code: there is more to measure, and no time for it.
 
 
 def run_one(one: Measure, quick: bool, timeout: float, record: bool = False) -> dict[str, Any]:

@@ -37,26 +37,21 @@ SHARES = {"10%": 0.10, "90%": 0.90, "99.9%": 0.999}
 GENERATIONS, ROUNDS = 3, 4
 AT_MOST = 92.0
 """Seconds, for the whole: no round begins that would end later, but each library has one in each generation."""
-FEW = 1
-"""A cell has no figure with fewer rounds than this in each generation, on average."""
-SLACK = 8 * MIB
-"""So far below its part of the cap a library's memory may stay: blocks do not fill every gap."""
-SERVED = 0.1
-"""A pool serves if no more of its allocations ask the driver. Near the cap nothing may be kept idle."""
+FEW = 1  # A cell has no figure with fewer rounds than this in each generation, on average.
+SLACK = 8 * MIB  # So far below its part of the cap a library's memory may stay: blocks do not fill every gap.
+SERVED = 0.1  # A pool serves if no more of its allocations ask the driver. Near the cap nothing may be kept idle.
 JUDGED = {
     "torch": ("torch", "memguard", "x the control"),
     "cupy": ("cupy", "memguard", "x plain"),
     "pycuda": ("pycuda", "memguard", "of 2.5 x its own pool or 2 µs"),
     "pycuda_pool": ("pycuda", "memguard, pool", "of 2.5 x its own pool or 2 µs"),
     "numba": ("numba", "memguard", "x RMM's pool"),
-}
-"""Row: library, way, unit. `torch`: at most 1 is within what two plain processes differ by."""
+}  # Row: library, way, unit. `torch`: at most 1 is within what two plain processes differ by.
 BARS = {**dict.fromkeys(JUDGED, "<= 1"), "cupy": "<= 1.1"}
 COSTS = {f"{library}.{way.replace(', ', ' ')}": (library, way) for library, ways in WAYS.items() for way in ways
          if not way.endswith(AGAIN)}  # fmt: skip
 
-Values = dict[tuple[int, int], float]
-"""By generation and round."""
+Values = dict[tuple[int, int], float]  # By generation and round.
 
 
 @measure(
@@ -237,10 +232,8 @@ def _answer(child: Child, what: dict[str, Any] | None = None) -> dict[str, Any]:
         return {"failed": str(error)[-300:]}
 
 
-PIECES = (64 * MIB, 10 * MIB, MIB)
-"""What fills: torch takes its segments of such sizes from the driver without rest."""
-PARTS = 5
-"""In which a block of work is divided. The median of them counts, so that one interruption does not."""
+PIECES = (64 * MIB, 10 * MIB, MIB)  # What fills: torch takes its segments of such sizes from the driver without rest.
+PARTS = 5  # In which a block of work is divided. The median of them counts, so that one interruption does not.
 NEARLY_FULL = 0.95
 """Of the cap. Beyond it memory is filled anew for each size: between blocks that stay, the room that is left is in
 holes, and RMM's pool has none of 64 MiB in one piece (seen at 99.9 % on an H200)."""

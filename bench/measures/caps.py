@@ -12,8 +12,7 @@ from bench.programs.six import GIB, MIB, NAMES
 
 LIMIT = 40 * GIB
 SEED = 20261121
-INTERVAL = 0.02
-"""Seconds between two samples: with 0.05 they were up to 109 ms apart on a busy machine."""
+INTERVAL = 0.02  # Seconds between two samples: with 0.05 they were up to 109 ms apart on a busy machine.
 
 
 @measure(

@@ -15,20 +15,15 @@ GIVERS: tuple[Any, ...] = ("torch", "cupy", "numba", "pycuda")
 TAKERS = ("cupy", "pycuda", "numba")
 """Those whose allocators are memguard's: they ask within the allocation that would fail."""
 PAIRS = [(giver, taker) for giver in GIVERS for taker in TAKERS if giver != taker]
-BLOCK = 64 * MIB
-"""Of the giver's cache."""
-MOVES = 40
-"""Of each pair."""
-LEAST = 16 * MIB
-"""The min of each framework."""
-SPARE = 64 * MIB
-"""For the pages that a giver's allocator keeps beside its blocks."""
+BLOCK = 64 * MIB  # Of the giver's cache.
+MOVES = 40  # Of each pair.
+LEAST = 16 * MIB  # The min of each framework.
+SPARE = 64 * MIB  # For the pages that a giver's allocator keeps beside its blocks.
 GROWN = 256 * MIB
 """What a process may grow by in a move: what the giver keeps, and what the taker's allocator rounds up."""
 IN_TURN = ("torch", "cupy", "pycuda", "numba", "jax")
 PIECE = 256 * MIB
-HELD = 0.3
-"""Seconds that each peak stays, so that the sampler sees it."""
+HELD = 0.3  # Seconds that each peak stays, so that the sampler sees it.
 
 
 @measure(

@@ -18,8 +18,7 @@ from bench.programs.six import GIB, MIB
 if TYPE_CHECKING:
     from memguard.types import FrameworkName
 
-TIMED = 200
-"""Hand-overs of each pair."""
+TIMED = 200  # Hand-overs of each pair.
 SETTLING = 8
 """Seconds before anything is timed: what JAX and TensorFlow compile in the background takes the first pairs 1.5 times
 as long (measured), and those by hand too."""

@@ -9,8 +9,7 @@ from bench.child import main
 from bench.measure import Failed, Run, Values, measure
 
 MIB, GIB = 1 << 20, 1 << 30
-RATE = GIB
-"""Bytes a second."""
+RATE = GIB  # Bytes a second.
 STEP = 64 * MIB
 
 

@@ -19,8 +19,7 @@ JOBS: dict[str, dict[str, str]] = {
 """The frameworks of each process that holds a lease at first, with their shares. Then PyTorch's end, one by one."""
 WAITERS = 5
 PIECE = 512 * MIB
-WAITS = 0.5
-"""Seconds in which a waiter shows that it waits."""
+WAITS = 0.5  # Seconds in which a waiter shows that it waits.
 QUICK = {"torch": JOBS["torch"]}
 
 

@@ -25,8 +25,7 @@ from bench.programs import six
 
 MIB = 1 << 20
 LIMIT = 40 << 30
-REQUESTER = "torch"
-"""What `require` and `workload` are asked for."""
+REQUESTER = "torch"  # What `require` and `workload` are asked for.
 READINGS = ("ledger", "sample", "require", "workload")
 TICKS = ("tick", "tick_p90", "tick.idle")
 

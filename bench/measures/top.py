@@ -100,8 +100,7 @@ class Screen:
         )
         os.close(slave)
         self.text = ""
-        self.drawn: list[float] = []
-        """When something was drawn: the beginning of each burst of output."""
+        self.drawn: list[float] = []  # When something was drawn: the beginning of each burst of output.
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 

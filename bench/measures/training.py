@@ -22,16 +22,12 @@ from typing import Any
 from bench.child import main
 from bench.measure import Failed, Run, measure
 
-BLOCKS, AT_MOST = 95, 38.0
-"""Of each program, or as many as begin within so many seconds."""
-SEGMENT = 0.14
-"""Seconds of a segment: more than the monitor's interval."""
+BLOCKS, AT_MOST = 95, 38.0  # Of each program, or as many as begin within so many seconds.
+SEGMENT = 0.14  # Seconds of a segment: more than the monitor's interval.
 SETTLED, PATIENCE = 2, 1.5
 """Samples after `init` before anything is timed, and the seconds after which it is timed without them."""
-WARM = 25
-"""Steps before anything is timed: cuDNN chooses its kernels, torch's cache grows."""
-RATE = (8, 12)
-"""Samples a second, at least and at most: fewer would be cheap, and more were miscounted."""
+WARM = 25  # Steps before anything is timed: cuDNN chooses its kernels, torch's cache grows.
+RATE = (8, 12)  # Samples a second, at least and at most: fewer would be cheap, and more were miscounted.
 BUDGET = {
     "version": 1, "device": {"limit": "48GiB"}, "frameworks": {"torch": {"limit": "40GiB"}},
     "monitor": {"interval": "100ms"},
@@ -117,10 +113,8 @@ class Segments:
 
     def __init__(self, step: Callable[[], Any], wait: Callable[[], None]) -> None:
         self.step, self.wait = step, wait
-        self.count = 1
-        """Steps of a segment."""
-        self.monitor: Any = None
-        """The monitor of the budget that is active; None between budgets."""
+        self.count = 1  # Steps of a segment.
+        self.monitor: Any = None  # The monitor of the budget that is active; None between budgets.
         self.forget()
 
     def forget(self) -> None:

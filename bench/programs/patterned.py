@@ -20,10 +20,8 @@ from bench.programs.arrays import begin
 from bench.programs.six import GIB, MIB, Card, Raw, allocator, put_row_stack_back
 
 __all__ = ["GIB", "MIB", "Arrays", "Card", "percentile", "serve", "torch_first"]
-XLA = ("tensorflow", "jax")
-"""Their arrays cannot be written: each is made with its value."""
-WINDOW = 1 << 10
-"""Bytes that are read back at one place."""
+XLA = ("tensorflow", "jax")  # Their arrays cannot be written: each is made with its value.
+WINDOW = 1 << 10  # Bytes that are read back at one place.
 
 
 def serve(actions: Mapping[str, Callable[..., Mapping[str, Any] | None]]) -> None:

@@ -13,14 +13,10 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-STEPS = 1500
-"""Of the yardstick: some 50 µs."""
-NEAR = 1.08
-"""A yardstick of up to so many times the shortest is that of a quiet core."""
-APART = 1.2
-"""The shortest yardsticks of two processes may differ so far, by where their memory lies."""
-TIMES = 4
-"""A part that was disturbed is done again, until there were so many times as many as are needed."""
+STEPS = 1500  # Of the yardstick: some 50 µs.
+NEAR = 1.08  # A yardstick of up to so many times the shortest is that of a quiet core.
+APART = 1.2  # The shortest yardsticks of two processes may differ so far, by where their memory lies.
+TIMES = 4  # A part that was disturbed is done again, until there were so many times as many as are needed.
 
 
 def yardstick() -> float:

@@ -15,16 +15,14 @@ if TYPE_CHECKING:
     from memguard.types import FrameworkName
 
 MIB, GIB = 1 << 20, 1 << 30
-PAGE = 2 * MIB
-"""What the driver gives out, and caps are multiples of."""
+PAGE = 2 * MIB  # What the driver gives out, and caps are multiples of.
 SHARES: dict[FrameworkName, str] = {
     "tensorflow": "20%", "torch": "25%", "jax": "20%", "cupy": "15%", "pycuda": "10%", "numba": "10%",
 }  # fmt: skip
 NAMES = tuple(SHARES)
 RETURNING: tuple[FrameworkName, ...] = ("torch", "cupy", "pycuda", "numba")
 """The frameworks that give freed memory back, so that the driver's figure without them says what they held."""
-SLOW = ("tensorflow", "jax")
-"""A refusal takes each of these ten seconds of retries."""
+SLOW = ("tensorflow", "jax")  # A refusal takes each of these ten seconds of retries.
 
 
 def budget(limit: int | str, shares: Mapping[Any, str] = SHARES, **tensorflow: Any) -> dict[str, Any]:

@@ -149,8 +149,7 @@ def numba_rmm(cap: int) -> Allocator:
     return _numba()
 
 
-AGAIN = ", again"
-"""The same way in another process: the control."""
+AGAIN = ", again"  # The same way in another process: the control.
 WAYS: dict[str, dict[str, Callable[[int], Allocator]]] = {
     "torch": {
         "plain": lambda cap: _torch(), "memguard": lambda cap: under_memguard("torch", cap, _torch), "rmm": torch_rmm,

@@ -14,8 +14,7 @@ from bench.programs.six import Card
 
 ON_CPU = os.environ.get("MEMGUARD_EXCHANGE_CPU") == "1"
 NAMES = ("torch", "tensorflow", "jax") if ON_CPU else ("torch", "tensorflow", "cupy", "jax", "pycuda", "numba")
-BUFFERS = () if ON_CPU else ("rmm", "cuda.core")
-"""Libraries that are producers only."""
+BUFFERS = () if ON_CPU else ("rmm", "cuda.core")  # Libraries that are producers only.
 PAIRS = tuple((source, target) for source in NAMES for target in NAMES if source != target)
 DTYPES = (
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
@@ -29,8 +28,7 @@ TAKES = {
     "cupy": frozenset(name for name in DTYPES if not name.startswith("float8")),
     "pycuda": frozenset(name for name in DTYPES if not name.startswith(("float8", "bfloat16"))),
     "numba": frozenset(name for name in DTYPES if not name.startswith(("float8", "bfloat16"))),
-}
-"""The dtypes that each framework is documented to take (docs/exchange.md)."""
+}  # The dtypes that each framework is documented to take (docs/exchange.md).
 
 
 def start(*names: str, settings: bool = True) -> None:

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 240.0
-"""For one gate. It is killed with its children then, and has not noticed."""
+SECONDS = 240.0  # For one gate. It is killed with its children then, and has not noticed.
 
 
 class Broken(NamedTuple):

@@ -18,8 +18,7 @@ from support.independent import emptied, raw_memory
 
 __all__ = ["COUNTED", "GIB", "MIB", "NAMES", "SIX", "WORK", "all_live", "allocator", "load", "reading", "row_of"]
 SEED = 20261121
-MAIN = {"tensorflow": "30%", "torch": "50%", "pycuda": "20%"}
-"""The main job's."""
+MAIN = {"tensorflow": "30%", "torch": "50%", "pycuda": "20%"}  # The main job's.
 
 
 def budget_of_six(**tensorflow: Any) -> dict[str, Any]:

@@ -12,10 +12,8 @@ NEVER = (
     "conjugated", "sparse", "quantised", "ragged", "string", "deleted", "tracer",
 )  # fmt: skip
 """What not even a copy is made of."""
-FORWARD = ("torch", "cupy", "pycuda", "numba")
-"""They take any strides that are not negative."""
-WRITE = FORWARD
-"""Their arrays can be written through."""
+FORWARD = ("torch", "cupy", "pycuda", "numba")  # They take any strides that are not negative.
+WRITE = FORWARD  # Their arrays can be written through.
 
 
 def expected(case: str, x: Facts | None, target: str) -> tuple[str, str]:

@@ -13,8 +13,7 @@ BLOCK = 256 * MIB
 LIMIT, ROOM = 19 * GIB, 16 * GIB
 MIN, MAX = ROOM // 4, ROOM // 4 * 3
 SEED = 41
-PATIENCE = 5.0
-"""Seconds for which the max is asked for again and again: some ticks of the monitor."""
+PATIENCE = 5.0  # Seconds for which the max is asked for again and again: some ticks of the monitor.
 
 
 def budget(elastic: bool) -> dict[str, Any]:

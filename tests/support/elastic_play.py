@@ -20,14 +20,10 @@ from support.schedules import FRAMEWORKS, Step
 
 LIMIT, RESERVE = 12 * GIB, 3 * GIB
 """Of one schedule: several are played at the same time, each in a process of its own."""
-ASKS = ("cupy", "pycuda", "numba")
-"""Their allocators are memguard's: they ask for room within a request."""
-TICK = 0.1
-"""Seconds of the monitor."""
-WAITS = 1
-"""Requests of TensorFlow and of JAX without room for them, in a schedule: each waits 10 s before it fails."""
-ROOMY = 0.6
-"""There is room for a request of theirs if no more of their cap is live with it: their pools have holes."""
+ASKS = ("cupy", "pycuda", "numba")  # Their allocators are memguard's: they ask for room within a request.
+TICK = 0.1  # Seconds of the monitor.
+WAITS = 1  # Requests of TensorFlow and of JAX without room for them, in a schedule: each waits 10 s before it fails.
+ROOMY = 0.6  # There is room for a request of theirs if no more of their cap is live with it: their pools have holes.
 
 
 class Most:

@@ -13,11 +13,9 @@ from typing import Any
 
 MIB = 1 << 20
 GIB = 1 << 30
-TEXT = "text"
-"""For `requested` and `reason`: what the library's own text says."""
+TEXT = "text"  # For `requested` and `reason`: what the library's own text says.
 STRANGER = "the other process"
-ADVICE_FOR = {"cap": ("cap",), "fragmented": ("expandable",)}
-"""The advice that a reason of torch's text asks for."""
+ADVICE_FOR = {"cap": ("cap",), "fragmented": ("expandable",)}  # The advice that a reason of torch's text asks for.
 NEAR = 32 * MIB
 """How near to the cap a request may come for both reasons to be right: torch's text has two decimals of a GiB."""
 
@@ -141,8 +139,7 @@ class Ran:
         return max((int(found) for found in re.findall(r"^step (\d+)", self.stdout, re.MULTILINE)), default=-1)
 
 
-Field = tuple[bool, str]
-"""Right or wrong, and what was said and what was expected."""
+Field = tuple[bool, str]  # Right or wrong, and what was said and what was expected.
 
 
 def judge(arranged: Arranged, ran: Ran) -> dict[str, Field]:

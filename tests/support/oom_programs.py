@@ -27,8 +27,7 @@ while (free := runtime.memGetInfo()[0]) > leave + (2 << 20):
     kept.append(runtime.malloc(min(1 << 30, (free - leave) >> 21 << 21)))
 print("held", flush=True)
 sys.stdin.read()
-"""
-"""Another process that takes the card but for so many bytes."""
+"""  # Another process that takes the card but for so many bytes.
 
 
 class Folder:

@@ -26,12 +26,9 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 MIB = 1 << 20
-PAGE = 2 * MIB
-"""The page in which the driver hands out memory, and of which caps are multiples."""
-SMALL = MIB
-"""The driver packs allocations of up to this size into pages."""
-FIXED = ("tensorflow", "jax")
-"""Their pools never shrink, and their caps never change: their min is all that they have."""
+PAGE = 2 * MIB  # The page in which the driver hands out memory, and of which caps are multiples.
+SMALL = MIB  # The driver packs allocations of up to this size into pages.
+FIXED = ("tensorflow", "jax")  # Their pools never shrink, and their caps never change: their min is all that they have.
 
 
 class Terms(NamedTuple):

@@ -17,8 +17,7 @@ from typing import Any
 from support.arrays import ON_CPU, device, driver, on_gpu, start, wait
 
 SIZE = 65_536
-SECONDS = 0.001
-"""How long a producer works."""
+SECONDS = 0.001  # How long a producer works.
 _EYE = 256 if ON_CPU else 2048
 
 
@@ -491,8 +490,7 @@ class LateReader:
             return not bool((out == float(number)).all())
 
 
-AGAIN = 8
-"""Arrays that are made at once after the lender's is gone: one of them takes its memory, if it is free."""
+AGAIN = 8  # Arrays that are made at once after the lender's is gone: one of them takes its memory, if it is free.
 
 
 class Bare:

@@ -19,8 +19,7 @@ from memguard._frameworks.simulated.adapter import oom_type
 
 MIB = 1 << 20
 SECONDS = 3600.0
-DRIFT = 64 * MIB
-"""What `unaccounted` may move by."""
+DRIFT = 64 * MIB  # What `unaccounted` may move by.
 _EVERY = {"step": 0.1, "ledger": 1.0, "trim": 45.0}
 """Simulated seconds: between two steps of one framework and between two trims on the average, between two ledgers."""
 

@@ -20,14 +20,10 @@ from support.their_tests import CRASHED, HUNG, Outcome, Read, differing, file_of
 TESTS = Path(__file__).resolve().parents[1]
 CAP, LIMIT = 16 << 30, 20 << 30
 """Of the framework, and of the GPU. Several processes at once have them: a cap is no reservation."""
-PART_SECONDS = 20.0
-"""About what one part takes. A process takes about 6 s before its first test."""
-SILENT = 90
-"""Seconds without any news of a test: then it hangs."""
-AGAIN = 3
-"""Further runs of a test that differs, each way."""
-INI = "[pytest]\nconsider_namespace_packages = true\n"
-"""As numba-cuda's own: its modules lie in a namespace package."""
+PART_SECONDS = 20.0  # About what one part takes. A process takes about 6 s before its first test.
+SILENT = 90  # Seconds without any news of a test: then it hangs.
+AGAIN = 3  # Further runs of a test that differs, each way.
+INI = "[pytest]\nconsider_namespace_packages = true\n"  # As numba-cuda's own: its modules lie in a namespace package.
 
 
 class Suite:

@@ -15,10 +15,8 @@ from bench.programs import six
 from bench.programs.six import MIB, put_row_stack_back
 
 Calls = dict[str, Callable[[], Any]]
-BLOCK = 1 << 30
-"""A large array is made of such blocks."""
-SMALL = 1 << 20
-"""Elements of the arrays that the kinds of calls work on."""
+BLOCK = 1 << 30  # A large array is made of such blocks.
+SMALL = 1 << 20  # Elements of the arrays that the kinds of calls work on.
 
 
 def random_bytes(size: int, seed: int) -> Any:
@@ -504,5 +502,4 @@ class Raw(six.Raw):
             return None
 
 
-PIECES = (1 << 30, 64 * MIB, 2 * MIB)
-"""What fills a card."""
+PIECES = (1 << 30, 64 * MIB, 2 * MIB)  # What fills a card.

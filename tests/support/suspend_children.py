@@ -23,10 +23,8 @@ from typing import Any
 from bench.programs import six
 
 TESTS = Path(__file__).resolve().parents[1]
-ORDERLY = 20.0
-"""Seconds in which a process must end by itself."""
-harsh: list[str] = []
-"""Processes that had to be killed although they were restored and could not be suspended again."""
+ORDERLY = 20.0  # Seconds in which a process must end by itself.
+harsh: list[str] = []  # Processes that had to be killed although they were restored and could not be suspended again.
 
 
 _runtime: contextvars.ContextVar[str | None] = contextvars.ContextVar("runtime", default=None)
@@ -74,8 +72,7 @@ class Child:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True,
             env=surroundings(**{**ours, **(env or {})}),
         )  # fmt: skip
-        self.touched = False
-        """Whether anybody has begun to suspend it."""
+        self.touched = False  # Whether anybody has begun to suspend it.
         self.lost = False
         """Whether a restore of it has failed: then it can neither be suspended again nor end by itself."""
         self._lines: queue.Queue[str | None] = queue.Queue()

@@ -19,8 +19,7 @@ from typing import Any
 
 from support.suspend_arrays import Kept
 
-HUNG = 40.0
-"""Seconds after which every thread's stack is written: somebody waits in the driver with the GIL."""
+HUNG = 40.0  # Seconds after which every thread's stack is written: somebody waits in the driver with the GIL.
 
 
 class Api:
