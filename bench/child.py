@@ -55,13 +55,13 @@ class Child:
 
     def __init__(
         self, words: Sequence[str], *, name: str = "", env: Mapping[str, str | None] | None = None,
-        timeout: float = 120, sampled: bool = False,
+        timeout: float = 120, sampled: float = 0,
     ) -> None:  # fmt: skip
         self.name = name or " ".join(words)
         self.timeout = timeout
         self.last: dict[str, Any] | None = None  # What it emitted last, of what was read.
         self._until = time.monotonic() + timeout
-        self._sampler = Sampler() if sampled else None
+        self._sampler = Sampler(sampled) if sampled else None
         self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self.process = subprocess.Popen(
             [sys.executable, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, text=True,

@@ -102,13 +102,13 @@ class Run:
 
     def start(
         self, name: str, *args: object, env: Mapping[str, str | None] | None = None, timeout: float = 120,
-        sampled: bool = False,
+        sampled: float = 0,
     ) -> child.Child:  # fmt: skip
         """Start a program of the measurement's module, or of another as "bench.programs.x:name".
 
         env       more environment; None removes a variable
         timeout   seconds after which the process and its children are killed
-        sampled   sample its bytes with NVML from another process: `Child.end()["nvml"]`
+        sampled   seconds between two samples of its bytes by NVML, from another process: `Child.end()["nvml"]`
         """
         module, _, program = name.rpartition(":")
         words = ["-m", module or self.module, program, *map(str, args)]

@@ -1,13 +1,10 @@
 """What an allocation costs in torch, CuPy, PyCUDA and Numba: plain, under memguard, on RMM's pool and on its own pool.
 
-Each way of each library (`bench/programs/ways.py`) is a process of its own. All start together. Then the parent asks
-one after the other, in an order that changes, for a few milliseconds of work: so the ways that are compared run within
-a fraction of a second, on one core, which nothing else of this measurement uses, and while it is quiet
-(`bench/programs/quiet.py`). After some rounds new processes replace them all, because a process has its luck: where its
-memory lies. The way that memguard's is compared with runs in two processes: what differs between those is chance.
-
-Before it is timed, live blocks fill the library's memory so far that, with the block that is timed, it stands at a part
-of the cap. A way without a cap is filled with as many bytes.
+Each way of each library (`bench/programs/ways.py`) is a process of its own. The parent asks one after the other, in an
+order that changes, for a few milliseconds of work on one core while it is quiet (`bench/programs/quiet.py`). After some
+rounds new processes replace them all, because a process has its luck: where its memory lies. The way that memguard's is
+compared with runs in two processes: what differs between those is chance. Before it is timed, live blocks fill the
+library's memory so far that, with the block that is timed, it stands at a part of the cap, or has as many bytes.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from bench.child import Sampler, main
+from bench.child import main
 from bench.measure import Failed, Run, measure
 from bench.programs import six
 from bench.programs.six import GIB, MIB, NAMES
@@ -29,13 +29,8 @@ INTERVAL = 0.02  # Seconds between two samples: with 0.05 they were up to 109 ms
 )  # fmt: skip
 def caps(run: Run) -> dict[str, list[float]]:
     """Memory of six frameworks under one budget of 40 GiB, each driven to its refusal while the others are full."""
-    sampler = Sampler(INTERVAL)
-    try:
-        child = run.start("caps", *(["quick"] if run.quick else []), timeout=190)
-        sampler.start(child.pid)
-        out = child.end()
-    finally:
-        nvml = sampler.stop()
+    out = run.program("caps", *(["quick"] if run.quick else []), timeout=190, sampled=INTERVAL)
+    nvml = out["nvml"]
     if not nvml["max_bytes"]:
         raise Failed("the sampler saw no memory of the process")
     held = {name: 100 * out["most"][name] / out["caps"][name] for name in NAMES}

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from bench.child import main
@@ -83,10 +83,12 @@ def _pair(x: Any, source: str, target: FrameworkName, rounds: int) -> dict[str, 
             _once(call, x)
     arrays.wait()
     times: list[list[float]] = [[] for _ in calls]
-    with _no_collection():
-        for _ in range(rounds):
-            for taken, call in zip(times, calls, strict=True):
-                taken.append(_once(call, x))
+    gc.collect()
+    gc.disable()
+    for _ in range(rounds):
+        for taken, call in zip(times, calls, strict=True):
+            taken.append(_once(call, x))
+    gc.enable()
     ours = times.pop(0)
     best = min(times, key=statistics.median, default=[])
     return {
@@ -101,16 +103,6 @@ def _once(call: Callable[[Any], Any], x: Any) -> float:
     y = call(x)
     del y
     return (time.perf_counter() - begun) * 1e6
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 if __name__ == "__main__":

@@ -2,9 +2,7 @@
 
 All six frameworks are live and hold arrays. Each reading takes turns with its bare probes, in an order drawn anew each
 round; its row is the difference within a round, and its control the difference of the probes to themselves. A bare
-probe is what must be asked whatever memguard does: NVML's figures (twice for a ledger), the counters of each framework,
-and whether there is a context; `Bare` calls them with nothing around them. What memguard counts itself, as for Numba,
-has no probe.
+probe is what must be asked whatever memguard does. What memguard counts itself, as for Numba, has no probe.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ MIB = 1 << 20
 LIMIT = 40 << 30
 REQUESTER = "torch"  # What `require` and `workload` are asked for.
 READINGS = ("ledger", "sample", "require", "workload")
-TICKS = ("tick", "tick_p90", "tick.idle")
+TICKS = ("tick", "tick_p90")
 
 
 @measure(
@@ -48,7 +46,7 @@ def readings(run: Run) -> dict[str, Values | Failed]:
     found: dict[str, Values | Failed] = {}
     parts: list[tuple[str, tuple[Any, ...], tuple[str, ...]]] = [
         ("readings", (run.rounds(1000, 20),), READINGS),
-        ("ticking", (run.rounds(25, 3), run.rounds(3, 1)), TICKS),
+        ("ticking", (run.rounds(25, 3),), TICKS),
     ]
     for program, words, names in parts:  # one after another: nothing else may take time meanwhile
         try:
@@ -183,12 +181,11 @@ def program_readings(rounds: str) -> dict[str, list[float]]:
     return found
 
 
-def program_ticking(seconds: str, idle_seconds: str) -> dict[str, list[float]]:
+def program_ticking(seconds: str) -> dict[str, list[float]]:
     """What the monitor's thread spends on a tick while all six are live and three of them allocate, in microseconds.
 
     A tick is the whole of it: sample, decision, ring, timeline and actions; counted is the thread's own CPU time. The
     sawtooth of torch passes the thresholds of its cap, so that some ticks have something to say and to do.
-    `idle`: of a program that sleeps.
     """
     import memguard
     from memguard import _api
@@ -216,18 +213,13 @@ def program_ticking(seconds: str, idle_seconds: str) -> dict[str, list[float]]:
         while len(cpu) <= 5 and time.monotonic() < enough:  # on a busy machine
             work(guard, takes, 1)
         busy = cpu[5:]
-        cpu.clear()
-        time.sleep(float(idle_seconds))
-        while not cpu and time.monotonic() < enough:
-            time.sleep(1)
-        idle = [*cpu]
         memguard.shutdown()
         lines = [line for path in Path(folder).glob("*.jsonl") for line in path.read_text().splitlines()]
     del kept
     samples = sum('"sample":' in line[:60] for line in lines)
     assert samples >= len(busy), f"{samples} samples were written in {len(busy)} ticks"
     assert events["pressure"] or float(seconds) < 5, f"no event of pressure came: {events}"
-    return {"tick": busy, "tick_p90": busy, "tick.idle": idle}
+    return {"tick": busy, "tick_p90": busy}
 
 
 def work(guard: Any, takes: dict[str, Callable[[int], Any]], seconds: float) -> None:

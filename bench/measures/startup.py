@@ -1,9 +1,7 @@
-"""What memguard costs before any work: its import, `init`, a plan, and `memguard.pth` at the start of every Python.
+"""What memguard costs before any work: its import, `init`, and `memguard.pth` at the start of every Python.
 
-Each way runs in processes of its own, in an order that changes with each round. Beside those with a bar runs the same
-way once more: what the two differ by is what the measurement resolves. `nvmlInit` is timed apart and taken off, but for
-the rows `.whole`. memguard lies in a folder with bytecode, as pip installs it. Without a GPU, `init` sees a simulated
-one.
+Each way runs in processes of its own, in an order that changes with each round. `nvmlInit` is timed apart and taken
+off, but for the rows `.whole`. memguard lies in a folder with bytecode, as pip installs it.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.child import COVERS, ROOT, main
+from bench.child import COVERS, ROOT
 from bench.measure import Failed, Run, Values, measure
 from bench.measures.top import gpu_here
 from bench.programs.six import SHARES
@@ -103,27 +101,26 @@ print('RESULT', values)
 @measure(
     "startup",
     unit={
-        "import": "times", "import.control": "times", "plan": "ms", "init": "ms", "init.whole": "ms",
+        "import": "times", "import.control": "times", "init": "ms", "init.whole": "ms",
         "init.imported": "ms", "fresh": "ms", "fresh.control": "ms", "fresh.whole": "ms", "start": "ms",
         "start.control": "ms", "pth": "ms",
     },
     bar={
-        "import": "<= 1.5", "plan": "<= 1", "init": "<= 50", "init.whole": "<= 50", "init.imported": "<= 50",
+        "import": "<= 1.5", "init": "<= 50", "init.whole": "<= 50", "init.imported": "<= 50",
         "fresh": "<= 60", "fresh.whole": "<= 50", "start": "<= 1", "pth": "<= 1",
     },
     by={
-        **dict.fromkeys(("import", "plan", "init", "init.whole", "init.imported", "fresh.whole", "pth"), "p95"),
+        **dict.fromkeys(("import", "init", "init.whole", "init.imported", "fresh.whole", "pth"), "p95"),
         "fresh": "high", "start": "high",
     },
     seconds=65,
 )  # fmt: skip
 def startup(run: Run) -> dict[str, Values | Failed]:
-    """Import against `import pydantic, yaml`; a plan of 6 × 8; `init` of six; a Python's start with `memguard.pth`."""
+    """Import against `import pydantic, yaml`; `init` of six; a Python's start with `memguard.pth`."""
     found: dict[str, Values | Failed] = {}
     place = Place(run.folder)
     parts: list[tuple[tuple[str, ...], Callable[[], dict[str, Any]]]] = [
         (("import",), lambda: imports(run.rounds(20))),
-        (("plan",), lambda: run.program("plan", run.rounds(500, 20))),
         (("init", "init.whole", "fresh", "fresh.whole"), lambda: inits(place, run.rounds(18, 1))),
         (("init.imported",), lambda: {"init.imported": place.imported(run.rounds(4, 1))}),
         (("start", "pth"), lambda: starts(run, run.rounds(120, 2))),
@@ -172,22 +169,6 @@ def imports(rounds: int) -> dict[str, list[float]]:
         "import": [a / b for a, b in zip(ours, control, strict=True)],
         "import.control": [a / b for a, b in zip(again, control, strict=True)],
     }
-
-
-def program_plan(times: str) -> dict[str, list[float]]:
-    """A plan of six frameworks on eight GPUs."""
-    from memguard import _config, _policy
-    from memguard._devices.simulated import SimulatedHost
-
-    devices = SimulatedHost(["h200"] * 8).devices()
-    frameworks = {name: {"share": "15%"} for name in _config.FRAMEWORKS}
-    budget = _config.from_mapping({"version": 1, "frameworks": frameworks})
-    values = []
-    for _ in range(int(times)):
-        started = time.perf_counter()
-        _policy.plan(budget, devices)
-        values.append((time.perf_counter() - started) * 1e3)
-    return {"plan": values}
 
 
 class Place:
@@ -299,7 +280,3 @@ def starts(run: Run, rounds: int) -> dict[str, list[float]]:
 
     read = [1e3 * value for value in python(alone, plain)]
     return {"start": more("with"), "start.control": more("again"), "pth": read}
-
-
-if __name__ == "__main__":
-    main({"plan": program_plan})

@@ -1,12 +1,9 @@
 """What watching costs real programs: training steps with a budget and a monitor at 10 Hz, against none.
 
-One process, and not a pair of them, because two processes differ by more than what is asked for: where their memory
-lies, which kernels cuDNN chose, which cores they run on. A block is three short segments of steps: one with budget and
-monitor, and two without, which are each other's control. Every second block runs in the reverse order, so that steady
-drift cancels, and the budget of one watched segment serves for the next: it ends one block and begins the other.
-
-A monitor's first sample costs the most, and the second waits until the CPU time of the first is within the monitor's
-share. So after `memguard.init` steps go on untimed until the second sample is there.
+One process, because two differ by more than what is asked for. A block is three short segments of steps: one with
+budget and monitor, and two without, which are each other's control. Every second block runs in the reverse order, so
+that steady drift cancels, and the budget of one watched segment serves for the next. A monitor's first sample costs the
+most: after `memguard.init` steps go on untimed until the second one is there.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from typing import Any
 
 from bench.child import emit
 from bench.programs.arrays import begin
-from bench.programs.six import GIB, MIB, Card, Raw, allocator, put_row_stack_back
+from bench.programs.six import GIB, MIB, Card, Raw, allocator, load
 
 __all__ = ["GIB", "MIB", "Arrays", "Card", "percentile", "serve", "torch_first"]
 XLA = ("tensorflow", "jax")  # Their arrays cannot be written: each is made with its value.
@@ -85,11 +85,8 @@ class Arrays:
         """Import the framework. Makes no context."""
         if self.name == "pycuda":
             import pycuda.driver  # noqa: F401
-        elif self.name == "numba":
-            put_row_stack_back()
-            import numba.cuda  # noqa: F401
         else:
-            __import__(self.name)
+            load(self.name)
 
     def begin(self) -> None:
         """Make it live, in the primary context, with the kernels that its arrays need."""

@@ -1,8 +1,7 @@
 """A core that is not slowed by others, and a yardstick that tells when it is.
 
-Measured on a machine with 16 virtual cores: the same loop took 2.3 or 4.2 µs in neighbouring blocks of one process. A
-core is slow when it has just woken up, and while a neighbour uses the other half of it. A piece of Python work that is
-always the same shows both. So time is taken only where the yardstick, before and after, is near the shortest ever seen.
+A core is slow when it has just woken up, and while a neighbour uses the other half of it (2.3 or 4.2 µs for the same
+loop, measured). So time is taken only where the yardstick, before and after, is near the shortest ever seen.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench.measure import Failed
 from bench.measures import allocation
-from bench.programs.quiet import NEAR, Quiet
 from bench.programs.six import MIB, PAGE
 from bench.programs.ways import WAYS, Allocator
 
@@ -73,10 +72,3 @@ def test_memory_is_filled_to_a_part_of_the_cap_for_every_size(counts: bool) -> N
             assert 0 <= int(share * cap) - filled.to(size, share) <= allocation.SLACK
     filled.empty()
     assert live == [0]
-
-
-def test_a_disturbed_part_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    yards = iter([1.0] * 20 + [1.0, 1.0, 9.0, 1.0, *[1.0] * 20])
-    monkeypatch.setattr("bench.programs.quiet.yardstick", lambda: next(yards))
-    quiet, took = Quiet(), iter([1.0, 50.0, 40.0, 1.0, 1.0, 1.0])
-    assert quiet.limit(2.0) == NEAR and quiet.median(lambda: next(took), 1.0, 3) == 1.0
