@@ -49,9 +49,7 @@ def environment(more: Mapping[str, str | None] | None = None) -> dict[str, str]:
 
 class Child:
     """A Python process in a session of its own. `ask` and `read` exchange lines with it; `end` waits for its end.
-
-    Raises bench.measure.Failed where the process fails or takes longer than its time limit.
-    """
+    Raises bench.measure.Failed where the process fails or takes longer than its time limit."""
 
     def __init__(
         self, words: Sequence[str], *, name: str = "", env: Mapping[str, str | None] | None = None,

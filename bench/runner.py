@@ -23,10 +23,8 @@ CONTINUE = 3  # Exit code: there is more to measure, and no time for it.
 
 
 def run_one(one: Measure, quick: bool, timeout: float, record: bool = False) -> dict[str, Any]:
-    """One measurement in a process of its own, and the end of all that it started.
-
-    Returns `values` or `error`, `seconds`, and with `record` the names of the modules that `ran`.
-    """
+    """One measurement in a process of its own, and the end of all that it started. Returns `values` or `error`,
+    `seconds`, and with `record` the names of the modules that `ran`."""
     folder = Path(tempfile.mkdtemp(prefix="bench-"))
     token, covers, began = uuid.uuid4().hex, folder / "covers", time.monotonic()
     env = {TOKEN: token, "TMPDIR": str(folder), "BENCH_COVERS": str(covers) if record else None}

@@ -101,10 +101,8 @@ def _grouped(values: dict[Any, float]) -> list[list[float]]:
 
 
 def chance(ratios: Values) -> float:
-    """Up to this ratio a difference may be chance, by the ratios of two processes that do the same.
-
-    The farther bound of the 95 % interval of their median: which of the two is the divisor is arbitrary.
-    """
+    """Up to this ratio a difference may be chance, by the ratios of two processes that do the same. The farther bound
+    of the 95 % interval of their median: which of the two is the divisor is arbitrary."""
     _, low, high = interval(_grouped(ratios))
     return max(high, 1 / low)
 

@@ -47,9 +47,7 @@ def caps(run: Run) -> dict[str, list[float]]:
 
 def program_caps(quick: str = "") -> dict[str, Any]:
     """Each framework filled in turn, then each emptied and driven to its refusals while the other five are full.
-
-    Quick: with 8 GiB, and without the refusals that take ten seconds.
-    """
+    Quick: with 8 GiB, and without the refusals that take ten seconds."""
     import memguard
 
     guard, readings = six.all_live(six.budget(8 * GIB if quick else LIMIT))

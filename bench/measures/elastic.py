@@ -88,11 +88,8 @@ def program_moves(size: str, rounds: str) -> dict[str, Any]:
 
 
 def asked(name: str, size: int) -> int:
-    """What a framework is asked for, to take `size` from the driver.
-
-    A power of two is the first size of one of PyCUDA's bins, which takes a sixteenth more; 512 bytes below it is the
-    last of the bin before.
-    """
+    """What a framework is asked for, to take `size` from the driver. A power of two is the first size of one of
+    PyCUDA's bins, which takes a sixteenth more; 512 bytes below it is the last of the bin before."""
     return size - 512 if name == "pycuda" else size
 
 

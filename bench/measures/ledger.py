@@ -61,9 +61,7 @@ def _by_cupti(seen: dict[str, Any] | Failed) -> dict[str, Any]:
 
 def program_counted(quick: str = "") -> dict[str, Any]:
     """Arrays of each framework that returns memory, by the ledger and NVML, and memory past every framework.
-
-    TensorFlow without growth: then it says what it holds, and nothing of its pool is unaccounted.
-    """
+    TensorFlow without growth: then it says what it holds, and nothing of its pool is unaccounted."""
     _, readings = six.all_live(six.budget((16 if quick else 40) * GIB, growth=False))
     counts = (4, 40) if quick else (24, 400)
     counted = {}

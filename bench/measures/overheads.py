@@ -60,10 +60,8 @@ def overheads(run: Run) -> dict[str, list[float]]:
 
 
 def program_alone(name: str) -> dict[str, Any]:
-    """One framework under a budget: what NVML says of the process beyond the context and what the framework holds.
-
-    The context comes first, from the driver itself, as frameworks share it. Steps are labels with bytes.
-    """
+    """One framework under a budget: what NVML says of the process beyond the context and what the framework holds. The
+    context comes first, from the driver itself, as frameworks share it. Steps are labels with bytes."""
     import memguard
 
     more = {"growth": False} if name == "tensorflow" else {}

@@ -182,11 +182,9 @@ def program_readings(rounds: str) -> dict[str, list[float]]:
 
 
 def program_ticking(seconds: str) -> dict[str, list[float]]:
-    """What the monitor's thread spends on a tick while all six are live and three of them allocate, in microseconds.
-
-    A tick is the whole of it: sample, decision, ring, timeline and actions; counted is the thread's own CPU time. The
-    sawtooth of torch passes the thresholds of its cap, so that some ticks have something to say and to do.
-    """
+    """What the monitor's thread spends on a tick while all six are live and three of them allocate, in microseconds. A
+    tick is the whole of it: sample, decision, ring, timeline and actions; counted is the thread's own CPU time. The
+    sawtooth of torch passes the thresholds of its cap, so that some ticks have something to say and to do."""
     import memguard
     from memguard import _api
 

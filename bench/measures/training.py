@@ -134,10 +134,8 @@ class Segments:
         return time.perf_counter() - begun
 
     def segment(self, name: str, warm: int) -> float:
-        """Seconds for its steps. Only the one called `watched` has a budget and a monitor.
-
-        `warm` other steps come before, if the segment before was of the other kind.
-        """
+        """Seconds for its steps. Only the one called `watched` has a budget and a monitor. `warm` other steps come
+        before, if the segment before was of the other kind."""
         if (name == "watched") != (self.monitor is not None):
             if name == "watched":
                 self.begin()

@@ -15,16 +15,12 @@ LIBRARIES = (
     ("cupy", "runtime.cpython"), ("pycuda", "_driver.cpython"), ("numba", "cydriver"),
 )  # fmt: skip
 """The beginning of the file name of the library that takes memory for each framework (seen by CUPTI on an H200).
-
-PyTorch alone takes memory through the shared CUDA runtime, which CUPTI names if TensorFlow is in the process too.
-"""
+PyTorch alone takes memory through the shared CUDA runtime, which CUPTI names if TensorFlow is in the process too."""
 
 
 class Cupti:
     """The device memory that each library has taken from the driver and not given back, as CUPTI's records tell it.
-
-    Made before CUDA starts. CUPTI serves one subscriber, so nothing else in the process may use it.
-    """
+    Made before CUDA starts. CUPTI serves one subscriber, so nothing else in the process may use it."""
 
     def __init__(self) -> None:
         from cupti import cupti  # type: ignore[import-not-found]
@@ -70,12 +66,10 @@ def framework_of(source: str | None) -> str:
 
 
 def by_cupti(config: dict[str, Any]) -> dict[str, Any]:
-    """All six live and with arrays: what each holds by the ledger, and what CUPTI saw its library take.
-
-    Of JAX's pool CUPTI's records have a part only (260 of 518 MiB on an H200, of which the driver's figure has all). So
-    that pool grows once more, and `pool` is what the ledger and the driver say after that and before. CUPTI is asked
-    before: it has named Numba's library for 512 MiB of that growth.
-    """
+    """All six live and with arrays: what each holds by the ledger, and what CUPTI saw its library take. Of JAX's pool
+    CUPTI's records have a part only (260 of 518 MiB on an H200, of which the driver's figure has all). So that pool
+    grows once more, and `pool` is what the ledger and the driver say after that and before. CUPTI is asked before: it
+    has named Numba's library for 512 MiB of that growth."""
     seen = Cupti()
     guard, _ = six.all_live(config)
     caps = guard.plan.devices[0].caps

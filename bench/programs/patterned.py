@@ -26,9 +26,7 @@ WINDOW = 1 << 10  # Bytes that are read back at one place.
 
 def serve(actions: Mapping[str, Callable[..., Mapping[str, Any] | None]]) -> None:
     """In a child: answer each line of stdin, `NAME {"argument": …}`, with what that action returns and when it ended.
-
-    `at` is CLOCK_MONOTONIC, which all processes of a machine share. An exception ends the process.
-    """
+    `at` is CLOCK_MONOTONIC, which all processes of a machine share. An exception ends the process."""
     for line in sys.stdin:
         name, _, arguments = line.strip().partition(" ")
         found = actions[name](**json.loads(arguments or "{}"))
@@ -64,10 +62,8 @@ def value_of(seed: int) -> float:
 
 
 def windows(size: int, seed: int, step: int) -> list[tuple[int, int]]:
-    """Offset and length in bytes of the places that are read back: the beginning, the end, and six between.
-
-    Both are multiples of `step`, of which `size` is one.
-    """
+    """Offset and length in bytes of the places that are read back: the beginning, the end, and six between. Both are
+    multiples of `step`, of which `size` is one."""
     draw, length = random.Random(seed), min(WINDOW, size)
     starts = [0, size - length, *(draw.randint(0, size - length) // step * step for _ in range(6))]
     return [(start, length) for start in starts]

@@ -153,10 +153,8 @@ def churn(driven: list[Driven], seconds: float) -> dict[str, int]:
 
 
 def loop(limit: str, seconds: float) -> dict[str, Any]:
-    """All six at their caps, freeing and asking in turn, refusals included; a ledger each second.
-
-    TensorFlow without growth: then it says what it holds, and nothing of its pool is in `unaccounted`.
-    """
+    """All six at their caps, freeing and asking in turn, refusals included; a ledger each second. TensorFlow without
+    growth: then it says what it holds, and nothing of its pool is in `unaccounted`."""
     guard, _ = all_live(six.budget(limit, growth=False))
     caps = guard.plan.devices[0].caps
     driven = {name: Driven(name, caps[name], SEED + 100 + i) for i, name in enumerate(NAMES)}

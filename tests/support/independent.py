@@ -55,12 +55,10 @@ def raw_is_unaccounted(found: list[dict[str, Any]]) -> tuple[bool, str]:
 def emptied(
     name: str, held: Callable[[], int | None], empty: Callable[[], Any], overhead: Callable[[], int] | None = None
 ) -> dict[str, Any]:
-    """What the ledger says that a framework holds, and what the driver says of the process, before and after.
-
-    Small pieces of several frameworks lie in the same slabs: a slab goes back with its last piece, whoever has it. The
-    ledger has what is free in slabs in `overhead`, of which nothing else goes back meanwhile: it is given if others are
-    there too.
-    """
+    """What the ledger says that a framework holds, and what the driver says of the process, before and after. Small
+    pieces of several frameworks lie in the same slabs: a slab goes back with its last piece, whoever has it. The
+    ledger has what is free in slabs in `overhead`, of which nothing else goes back meanwhile: it is given if others
+    are there too."""
     before = held(), bytes_now(), overhead and overhead()
     empty()
     after = held(), bytes_now(), overhead and overhead()
@@ -81,9 +79,7 @@ def agrees(one: Mapping[str, Any], bound: int, least: int) -> tuple[bool, str]:
 
 def counted(take: Callable[[int], Any], row: Callable[[], Mapping[str, Any]], empty: Callable[[], Any]) -> Any:
     """One framework's large arrays, small arrays and end: the ledger's row and the driver's figure around each.
-
-    `asked` is what all live arrays were asked for with, which `in_use` of the row is held to.
-    """
+    `asked` is what all live arrays were asked for with, which `in_use` of the row is held to."""
     rng = random.Random(SEED)
     empty()
     before, found, live, asked = (row(), bytes_now()), {}, [], row()["in_use"] or 0
@@ -111,14 +107,11 @@ def in_use_is_live(one: Mapping[str, Any]) -> tuple[bool, str]:
 
 
 def refusals(name: str, cap: int = GIB, rounds: int = 40, beside: bool = False) -> dict[str, Any]:
-    """Random requests until each is refused, and then the same request under a cap that is raised page by page.
-
-    If what the driver then gives leaves the framework within the old cap, the refusal was wrong: no account of pages is
+    """Random requests until each is refused, and then the same request under a cap that is raised page by page. If
+    what the driver then gives leaves the framework within the old cap, the refusal was wrong: no account of pages is
     asked, neither memguard's nor another model. The framework is alone: what the process's figure grows by is its own.
-
-    `beside`: there are slabs of others with holes, as other frameworks leave them. The framework's pieces in those cost
-    the driver nothing, so what counts is `held` of the ledger once the request was granted.
-    """
+    `beside`: there are slabs of others with holes, as other frameworks leave them. The framework's pieces in those
+    cost the driver nothing, so what counts is `held` of the ledger once the request was granted."""
     import memguard
     from memguard import _api
 

@@ -274,10 +274,8 @@ class Deed:
 
 
 def follow(arranged: Arranged, ran: Ran) -> tuple[Deed | None, list[str]]:
-    """The first advice that promises a gain and can be followed without a person, and why others before it cannot.
-
-    If none promises bytes, as where the request's size is unknown, the first that names a setting is followed.
-    """
+    """The first advice that promises a gain and can be followed without a person, and why others before it cannot. If
+    none promises bytes, as where the request's size is unknown, the first that names a setting is followed."""
     skipped = []
     found = (ran.report or {}).get("remedies", ())
     promise = any(remedy.get("bytes") is not None for remedy in found)

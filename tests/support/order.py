@@ -37,10 +37,9 @@ class Producer:
 
 
 class Busy:
-    """Whether the current context has work under way, by the driver: an event that covers all its streams, and a query.
-
-    For TensorFlow, whose stream nobody is told of: in a round it is the only one at work before the hand-over.
-    """
+    """Whether the current context has work under way, by the driver: an event that covers all its streams, and a
+    query. For TensorFlow, whose stream nobody is told of: in a round it is the only one at work before the
+    hand-over."""
 
     _NOT_READY = 600
     _DISABLE_TIMING = 2
@@ -305,11 +304,9 @@ PRODUCERS: dict[str, Callable[[], Producer]] = {
 def rounds(
     producer: Producer, consumer: Consumer, hand: Callable[[Any], Any], count: int, within: float = 1e9
 ) -> dict[str, Any]:
-    """Hand-overs of work under way: how many were stale, and what the host waited.
-
-    Goes on until the kernel was seen running just before `count` hand-overs: of another one nothing follows. At most
-    half as many rounds more, and `within` seconds.
-    """
+    """Hand-overs of work under way: how many were stale, and what the host waited. Goes on until the kernel was seen
+    running just before `count` hand-overs: of another one nothing follows. At most half as many rounds more, and
+    `within` seconds."""
     stale, before, after, took, done = 0, 0, 0, [], 0
     ends = time.monotonic() + within
     for number in range(1, count + count // 2 + 1):
@@ -342,10 +339,8 @@ def sleep(seconds: float) -> None:
 
 class Edge:
     """Lengths of work that ends about when it is looked at, whatever lies between: after `told`, the next is nearer.
-
     Each length is drawn from half to one and a half times the middle, which grows while the work had ended and shrinks
-    while it had not. So both come about equally often on any card, and most lengths are near the edge.
-    """
+    while it had not. So both come about equally often on any card, and most lengths are near the edge."""
 
     SHORTEST, LONGEST, STEP = 1.0, 1e8, 1.15
 
@@ -364,10 +359,8 @@ class Edge:
 
 
 def _cycles() -> float:
-    """Cycles of `torch.cuda._sleep` in a second, at the GPU's highest clock: at a lower one it sleeps longer.
-
-    Not by measuring: other processes have the GPU at the same time, in turns.
-    """
+    """Cycles of `torch.cuda._sleep` in a second, at the GPU's highest clock: at a lower one it sleeps longer. Not by
+    measuring: other processes have the GPU at the same time, in turns."""
     global _rate
     if not _rate:
         try:

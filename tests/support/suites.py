@@ -103,8 +103,7 @@ class Suite:
 
     def ends_alike(self, paths: Sequence[str], at_once: int) -> dict[str, tuple[str, str]]:
         """How each test ended without memguard and under it. AssertionError if a test did not run both ways, no budget
-        was active under memguard, or a test differs without a reason.
-        """
+        was active under memguard, or a test differs without a reason."""
         collected = self.process(paths, False, "--collect-only")
         assert collected.collected and not collected.not_collected, collected.not_collected
         # cudadrv resets devices and sets memory managers: no file of it runs in another's process.

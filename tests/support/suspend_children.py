@@ -32,10 +32,8 @@ _runtime: contextvars.ContextVar[str | None] = contextvars.ContextVar("runtime",
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """Processes that are started within the block take their turns among themselves alone.
-
-    Else one that hangs with the turn would keep those of every other scenario waiting, until their time is up.
-    """
+    """Processes that are started within the block take their turns among themselves alone. Else one that hangs with
+    the turn would keep those of every other scenario waiting, until their time is up."""
     with tempfile.TemporaryDirectory(prefix="memguard-", ignore_cleanup_errors=True) as folder:
         token = _runtime.set(folder)
         try:
