@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -31,27 +32,23 @@ EVERY = {**ROWS, **CUPTI, **MORE}
 def ledger(run: Run) -> dict[str, Any]:
     """What the ledger says of six frameworks' memory, held to NVML's figures and CUPTI's."""
 
-    def program(name: str) -> dict[str, Any] | Failed:
+    def rows(name: str, read: Callable[[dict[str, Any]], dict[str, Any]], names: Iterable[str]) -> dict[str, Any]:
         try:
-            return run.program(name, *(["quick"] if run.quick else []), timeout=120)
+            return read(run.program(name, *(["quick"] if run.quick else []), timeout=120))
         except Failed as error:  # the other one's rows count
-            return error
+            return dict.fromkeys(names, error)
 
     with ThreadPoolExecutor(2) as both:  # each has its own process's figures only
-        told, seen = both.map(program, ("counted", "cupti"))
-    return {**_by_nvml(told), **_by_cupti(seen)}
+        told = both.submit(rows, "counted", _by_nvml, ("raw", "unaccounted", *ROWS))
+        return {**rows("cupti", _by_cupti, ("large.jax", *CUPTI)), **told.result()}
 
 
-def _by_nvml(told: dict[str, Any] | Failed) -> dict[str, Any]:
-    if isinstance(told, Failed):
-        return dict.fromkeys(("raw", "unaccounted", *ROWS), told)
+def _by_nvml(told: dict[str, Any]) -> dict[str, Any]:
     counted = {f"{part}.{name}": [figure] for name, one in told["counted"].items() for part, figure in one.items()}
     return {"raw": [told["raw"] / MIB], "unaccounted": [told["unaccounted"] / MIB], **counted}
 
 
-def _by_cupti(seen: dict[str, Any] | Failed) -> dict[str, Any]:
-    if isinstance(seen, Failed):
-        return dict.fromkeys(("large.jax", *CUPTI), seen)
+def _by_cupti(seen: dict[str, Any]) -> dict[str, Any]:
     found = {"large.jax": [seen["jax"] / MIB]}
     for name in SEEN:
         held, taken = seen["held"][name], seen["cupti"].get(name, 0)

@@ -70,7 +70,7 @@ def program_alone(name: str) -> dict[str, Any]:
     context = six.bytes_now()
     six.load(name)
     steps = []
-    for label, work in _steps(name):
+    for label, work in globals()[f"_{name}"]():  # its uses that take memory outside its cap, in order
         kept.append(work())
         raw.wait()
         steps.append((label, six.bytes_now() - six.held(name) - context))
@@ -87,13 +87,6 @@ def program_six() -> dict[str, Any]:
 
 kept: list[Any] = []
 """What the steps made: freed memory would leave the caches as they are, but a handle may go with its array."""
-
-
-def _steps(name: str) -> list[tuple[str, Callable[[], Any]]]:
-    """The uses of a framework that take memory outside its cap, in order."""
-    return {"torch": _torch, "tensorflow": _tensorflow, "cupy": _cupy, "jax": _jax, "pycuda": _pycuda, "numba": _numba}[
-        name
-    ]()
 
 
 def _torch() -> list[tuple[str, Callable[[], Any]]]:

@@ -25,10 +25,10 @@ from typing import Any
 
 from bench.child import emit, environment, kill_group, main
 from bench.measure import Failed, Run, Values, measure
+from bench.programs.six import NAMES, first_gpu
 
 SECONDS = 16.0
 SCREENS = ("follows", "attached", "control")
-NAMES = ("tensorflow", "torch", "jax", "cupy", "pycuda", "numba")
 DRAWN = {f"{name}.drawn": ">= 1.5" for name in SCREENS}
 """Times a second that figures have to reach the screen: they change twice."""
 
@@ -78,10 +78,7 @@ def top(run: Run) -> dict[str, Values]:
 
 def gpu_here() -> bool:
     try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        return bool(pynvml.nvmlDeviceGetCount())
+        return bool(first_gpu())
     except Exception:
         return False
 

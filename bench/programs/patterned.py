@@ -19,7 +19,7 @@ from bench.child import emit
 from bench.programs.arrays import begin
 from bench.programs.six import GIB, MIB, Card, Raw, allocator, load
 
-__all__ = ["GIB", "MIB", "Arrays", "Card", "percentile", "serve", "torch_first"]
+__all__ = ["GIB", "MIB", "Arrays", "Card", "serve", "torch_first"]
 XLA = ("tensorflow", "jax")  # Their arrays cannot be written: each is made with its value.
 WINDOW = 1 << 10  # Bytes that are read back at one place.
 
@@ -182,8 +182,3 @@ _made: Any = None
 def torch_first(names: Any) -> list[str]:
     """PyTorch before TensorFlow: the other order breaks it."""
     return sorted(names, key=lambda name: name != "torch")
-
-
-def percentile(values: list[float], part: float) -> float:
-    """The smallest value that so great a part of all do not exceed."""
-    return sorted(values)[max(-int(-part * len(values) // 1), 1) - 1]
