@@ -28,7 +28,8 @@ SLOW = ("tensorflow", "jax")  # A refusal takes each of these ten seconds of ret
 def budget(limit: int | str, shares: Mapping[Any, str] = SHARES, **tensorflow: Any) -> dict[str, Any]:
     """Shares of `limit`, with more settings for TensorFlow (`growth=False`: it takes its whole cap at once)."""
     frameworks: dict[FrameworkName, dict[str, Any]] = {name: {"share": share} for name, share in shares.items()}
-    frameworks["tensorflow"].update(tensorflow)
+    if tensorflow:
+        frameworks["tensorflow"].update(tensorflow)
     return {"version": 1, "device": {"limit": limit}, "frameworks": frameworks}
 
 

@@ -21,6 +21,10 @@ SEED = 20261121
 MAIN = {"tensorflow": "30%", "torch": "50%", "pycuda": "20%"}  # The main job's.
 
 
+def budget(shares: dict[str, str], limit: str = "40GiB") -> dict[str, Any]:
+    return six.budget(limit, shares)
+
+
 def budget_of_six(**tensorflow: Any) -> dict[str, Any]:
     return six.budget("40GiB", **tensorflow)
 
