@@ -5,7 +5,7 @@ rows. How a framework is capped is in its adapter, which the row names. Adding a
 `_frameworks/`, a row and the name (`FrameworkName`) here, and a fragment in `changes/`.
 
 Figures are bytes, measured on one NVIDIA H200 (driver 580.159, CUDA 13). Those of what no framework owns, the CUDA
-context and NCCL, are in `OVERHEADS`.
+context and NCCL, are in `OVERHEADS`. `python -m bench run overheads` holds all but NCCL's to a GPU again.
 """
 
 # Without `from __future__ import annotations`, which makes typing compile the annotation of each field of a NamedTuple.
