@@ -45,8 +45,8 @@ class Measure:
     id: str
     function: Callable[[Run], Any]
     unit: str | Mapping[str, str]
-    bar: str | Mapping[str, str | None] | None
     seconds: float
+    bar: str | Mapping[str, str | None] | None = None
     by: str | Mapping[str, str] = "median"
     whole_card: bool = False
     gpus: int = 1
@@ -70,20 +70,16 @@ def measure(
     id: str,  # noqa: A002
     *,
     unit: str | Mapping[str, str],
-    bar: str | Mapping[str, str | None] | None = None,
     seconds: float,
-    by: str | Mapping[str, str] = "median",
-    whole_card: bool = False,
-    gpus: int = 1,
     needs: Sequence[str] = (),
-    beside: bool = False,
+    **more: Any,
 ) -> Callable[[Callable[[Run], Any]], Callable[[Run], Any]]:
-    """Register a measurement. Raises ValueError if its id is taken."""
+    """Register a measurement; `more` are other fields of `Measure`. Raises ValueError if its id is taken."""
 
     def register(function: Callable[[Run], Any]) -> Callable[[Run], Any]:
         if id in REGISTRY:
             raise ValueError(f"two measurements are called {id!r}")
-        REGISTRY[id] = Measure(id, function, unit, bar, seconds, by, whole_card, gpus, tuple(needs), beside)
+        REGISTRY[id] = Measure(id, function, unit=unit, seconds=seconds, needs=tuple(needs), **more)
         return function
 
     return register
@@ -162,3 +158,14 @@ def measured(module: str, name: str, quick: bool) -> dict[str, Any]:
     finally:
         run.close()
     return dict(values) if isinstance(values, Mapping) else {"": values}
+
+
+def gpu_here() -> bool:
+    """Whether NVML finds a GPU."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return bool(pynvml.nvmlDeviceGetCount())
+    except Exception:
+        return False

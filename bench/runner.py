@@ -74,7 +74,7 @@ def rows(one: Measure, found: Mapping[str, Any], about: Mapping[str, Any]) -> li
     return made
 
 
-def shortened(text: str, characters: int = 400) -> str:
+def shortened(text: str, characters: int = 300) -> str:
     """Its begin and its end: stderr says at its end what went wrong."""
     return text if len(text) <= characters else f"{text[:100]} … {text[103 - characters :]}"
 

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.child import COVERS, ROOT, main
-from bench.measure import Failed, Run, Values, measure
-from bench.measures.top import gpu_here
+from bench.measure import Failed, Run, Values, gpu_here, measure
 from bench.programs.six import SHARES
 
 IMPORTS = ("tensorflow", "torch", "jax", "cupy", "pycuda.driver", "numba.cuda")

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.child import emit, environment, kill_group, main
-from bench.measure import Failed, Run, Values, measure
+from bench.measure import Failed, Run, Values, gpu_here, measure
 
 SECONDS = 16.0
 SCREENS = ("follows", "attached", "control")
@@ -81,16 +81,6 @@ def top(run: Run) -> dict[str, Values]:
             if (code := screen.end()) != 0:
                 raise Failed(f"the screen {name} did not end with q: {code}")
     return {**{name: [100 * one for one in values] for name, values in taken.items()}, **drawn}
-
-
-def gpu_here() -> bool:
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        return bool(pynvml.nvmlDeviceGetCount())
-    except Exception:
-        return False
 
 
 class Screen:
