@@ -123,23 +123,6 @@ def _split(tests: Sequence[str], seconds: Callable[[str], float], most: float) -
     return [piece for piece in pieces if piece]
 
 
-def times(
-    plain: Mapping[str, Outcome], under: Mapping[str, Outcome], before: Mapping[str, Sequence[float]]
-) -> dict[str, list[float]]:
-    """For each file: how many of its tests ran both ways, and their seconds without memguard and under it.
-
-    `before` has the same of the tests that another run ran. A test without seconds was not run now.
-    """
-    found = {name: list(row) for name, row in before.items()}
-    for test in plain:
-        if test in under and plain[test].seconds and under[test].seconds:
-            row = found.setdefault(file_of(test), [0, 0.0, 0.0])
-            row[0] += 1
-            row[1] = round(row[1] + plain[test].seconds, 2)
-            row[2] = round(row[2] + under[test].seconds, 2)
-    return found
-
-
 def differing(plain: Mapping[str, Outcome], under: Mapping[str, Outcome]) -> list[str]:
     """The tests that ran both ways and ended differently."""
     return [one for one in plain if one in under and plain[one].outcome != under[one].outcome]
@@ -186,21 +169,3 @@ def _over_cap(one: Outcome, cap: int) -> str | None:
 def _counted(outcomes: Sequence[Outcome]) -> str:
     counts = Counter(one.outcome for one in outcomes)
     return ", ".join(f"{number} {name}" for name, number in counts.items()) or "not run"
-
-
-def summary(collected: Sequence[str], plain: Mapping[str, Outcome], under: Mapping[str, Outcome]) -> dict[str, Any]:
-    """Counts of both ways, the tests that were not run both ways, and every outcome that is not `passed` twice."""
-    both = [one for one in collected if one in plain and one in under]
-    return {
-        "collected": len(collected),
-        "run": len(both),
-        "plain": dict(Counter(plain[one].outcome for one in both)),
-        "under": dict(Counter(under[one].outcome for one in both)),
-        "not_run": [one for one in collected if one not in plain or one not in under],
-        "passed": [one for one in both if plain[one].outcome == under[one].outcome == "passed"],
-        "others": {
-            one: [plain[one].outcome, under[one].outcome]
-            for one in both
-            if not plain[one].outcome == under[one].outcome == "passed"
-        },
-    }

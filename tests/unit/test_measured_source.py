@@ -39,7 +39,7 @@ guard = memguard.init(
     },
     simulate="h200",
 )
-memguard.on_pressure(lambda event: None)
+memguard.on_event(lambda event: None)
 with memguard.workload("train", framework="torch", needs="1GiB"):
     str(memguard.ledger()), memguard.ledger().as_dict()
 try:

@@ -154,7 +154,7 @@ def test_the_monitor_says_it_at_its_default_interval_within_10_s() -> None:
         {"version": 1, "frameworks": {name: {"share": "10%"} for name in SIX}, "monitor": {}}, simulate="h200"
     )
     seen: list[Event] = []
-    memguard.on_pressure(seen.append)
+    memguard.on_event(seen.append)
     for framework in guard.frameworks.values():
         assert isinstance(framework, SimulatedFramework)
         framework.allocate(MIB)
