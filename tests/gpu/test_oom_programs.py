@@ -54,7 +54,7 @@ CAP, UNIT = 4 * GIB, 32 * MIB
 memguard.init({"version": 1, "device": {"limit": "12GiB"}, "monitor": {"interval": "100ms"},
                "frameworks": {"torch": {"limit": CAP}, "cupy": {"limit": CAP}}})
 said = []
-memguard.on_pressure(lambda event: said.append([event.kind, event.text]))
+memguard.on_event(lambda event: said.append([event.kind, event.text]))
 import cupy, torch
 takes = {"torch": lambda: torch.empty(UNIT, dtype=torch.uint8, device="cuda"),
          "cupy": lambda: cupy.empty(UNIT, cupy.uint8)}

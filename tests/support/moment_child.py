@@ -63,7 +63,7 @@ def main() -> None:
 
     said = Said(where)
     memguard.init("budget.yaml")
-    memguard.on_pressure(said.note)
+    memguard.on_event(said.note)
     atexit.register(said.write)
     multiprocessing.util.register_after_fork(said, Said.in_worker)
     sys.argv = [program]
