@@ -70,12 +70,12 @@ BROKEN: dict[str, Broken] = {
         "_frameworks/base.py",
         "            record = self.on_refusal(moment)\n",
         "            record = None\n",
-        "tests/gpu/test_elastic_gpu.py::test_what_a_sibling_has_live_is_named",
+        "tests/gpu/test_moment.py::test_memguards_own_refusals_caught_and_retried[pycuda]",
     ),
-    "a trim reports what was asked of it": Broken(
+    "a trim reports more than came back": Broken(
         "_reclaim/reclaimer.py",
         "        got = max(self.available(device) - before, 0)\n",
-        "        got = size\n",
+        "        got = 2 * max(self.available(device) - before, 0)\n",
         "tests/gpu/test_elastic_gpu.py::test_cupys_cache_goes_to_torch_when_room_is_made",
     ),
     "the import order is not cured": Broken(
