@@ -40,7 +40,7 @@ def main() -> int:
     try:
         exchange.to(matrix.T, "tensorflow")
         refused = False
-    except memguard.CannotShare as error:
+    except exchange.CannotShare as error:
         print(error)
         refused = True
     columns = exchange.to(matrix.T, "tensorflow", copy=True)

@@ -73,7 +73,7 @@ def main(for_real: bool) -> int:
     except Exception as error:
         print(f"  {type(error).__name__}")
     print("with it:")
-    print(f"  {memguard.call(step, free // 2)}")
+    print(f"  {memguard.retry.call(step, free // 2)}")
     print("a batch that fits nowhere, halved until it does:")
     print(f"  {fitting(free * 2)}")
     print(memguard.ledger())

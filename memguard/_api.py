@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from memguard._devices.host import Host
     from memguard._leases.lease import Lease
     from memguard._ledger.types import Ledger
-    from memguard._monitor.samples import Watch
+    from memguard._monitor.watches import Watch
     from memguard._reclaim.figures import Reclaimable
-    from memguard._specs import FrameworkName
+    from memguard._specs import CacheName, FrameworkName
 
 
 BudgetLike = Union["str | os.PathLike[str] | Mapping[str, Any] | Budget"]
@@ -411,7 +411,7 @@ def shutdown() -> list[str]:
 
     If it is interrupted (Ctrl-C), the budget is no longer in effect, and the next `shutdown`, `init` or `guard` does
     what is left. Called by a signal handler while `init` runs on that thread, it takes effect at the end of `init`.
-    A function of `on_pressure` that still runs for a budget that is over does not end a later one.
+    A function of `on_event` that still runs for a budget that is over does not end a later one.
     """
     global _active, _idle, _stand_in, _unwanted
     if _claiming:  # another thread's `init`, or one that this call interrupted: it waits no longer
@@ -472,7 +472,7 @@ def resize(framework: FrameworkName, size: int | str) -> None:
     current().resize(framework, size)
 
 
-def trim(framework: FrameworkName | None = None) -> int:
+def trim(framework: CacheName | None = None) -> int:
     """Give idle caches back to the driver, of one framework or all. Returns the bytes returned."""
     return current().trim(framework)
 
@@ -486,28 +486,24 @@ def reclaimable() -> Reclaimable:
 
 
 def checkpoint() -> None:
-    """Do now what `on_pressure` says: trim, or raise UnderPressure. For loops that have no `workload` in them."""
+    """Do now what `on_pressure` in the budget says: trim, or raise UnderPressure. For loops without a `workload`."""
     if not _is_idle():
         current_session().checkpoint()
 
 
-def on_pressure(callback: Callable[[Event], None]) -> Callable[[], None]:
-    """Call `callback` with every event, until the returned call takes that back.
+def on_event(callback: Callable[[Event], object]) -> Watch:
+    """Call `callback` with every event, until the returned `Watch` is removed.
 
     What the monitor notices comes on its thread; out-of-memory errors, leaks and trims on the user's; a cap that no
-    longer holds on the thread that found it.
+    longer holds on the thread that found it. The function belongs to the process: it outlives a budget. What it raises
+    is logged once.
     """
     if not callable(callback):
-        raise TypeError(f"memguard.on_pressure takes a function, found {callback!r}")
-    callbacks.append(callback)
+        raise TypeError(f"memguard.on_event takes a function, found {callback!r}")
+    from memguard._monitor.watches import Watch
 
-    def forget() -> None:
-        for position, one in enumerate(callbacks):
-            if one is callback:  # not `==`, which may be code of the program
-                del callbacks[position]
-                return
-
-    return forget
+    callbacks.append(watch := Watch(callback, callbacks))
+    return watch
 
 
 def on_sample(callback: Callable[[Sample], object]) -> Watch:
@@ -520,9 +516,9 @@ def on_sample(callback: Callable[[Sample], object]) -> Watch:
     """
     if not callable(callback):
         raise TypeError(f"memguard.on_sample takes a function, found {callback!r}")
-    from memguard._monitor.samples import Watch
+    from memguard._monitor.watches import Watch
 
-    watches.append(watch := Watch(callback))
+    watches.append(watch := Watch(callback, watches))
     if (found := _active) is not None and found.active and found.guard.budget.monitor is None:
         _log.warning("%s", WITHOUT_MONITOR)
     return watch

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from memguard._config import Budget
     from memguard._devices.host import Host
     from memguard._frameworks.base import Framework
-    from memguard._specs import FrameworkName
+    from memguard._specs import CacheName, FrameworkName
 
 own_thread = threading.local()
 """`mine`, on a thread that memguard has started: what runs there is the background, also a function of the program."""
@@ -42,7 +42,7 @@ class Shares(Caps):
         self.trims: Counter[tuple[str, str]] = Counter()
         """How often each framework was trimmed on each GPU (UUID). Counted with the guard's lock."""
 
-    def make_room(self, framework: FrameworkName, needed: int, device: Device | None = None) -> Room:
+    def make_room(self, framework: str, needed: int, device: Device | None = None) -> Room:
         """Have siblings give back what `framework` needs to take `needed` bytes from the driver, and raise its cap.
 
         On this thread: the least that serves, most reclaimable first. Where nothing may be freed, nothing is. Never
@@ -152,7 +152,7 @@ class Shares(Caps):
                 break
         return _policy.resized(self.plan, framework, size, short)
 
-    def trim(self, framework: FrameworkName | None = None) -> int:
+    def trim(self, framework: CacheName | None = None) -> int:
         """Give idle caches back to the driver, of one framework or all, on this thread. Returns the bytes freed."""
         not_for_ever(self._lock)
         with self._lock:
@@ -235,7 +235,7 @@ class Shares(Caps):
     def _frozen(self) -> str:
         """Why nothing may be freed on this thread now, as a sentence; "" if it may.
 
-        In the background (a function of `on_pressure` or `on_sample` that trims) nothing is freed while communicators
+        In the background (a function of `on_event` or `on_sample` that trims) nothing is freed while communicators
         live. Giving memory back waits for all work on the GPU, among it collectives that wait for other ranks, and
         holds the allocator for which the thread that launches the next collective may be waiting. On a thread of the
         program it is the program that asks, or a request of its own that would fail: there PyTorch frees its cache in

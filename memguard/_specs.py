@@ -2,10 +2,10 @@
 
 The budget, its schema, the plan, the ledger, the reports, the monitor, the doctor and the simulation all read these
 rows. How a framework is capped is in its adapter, which the row names. Adding a framework takes an adapter file under
-`_frameworks/`, a row and the name (`Known`) here, and a line in CHANGELOG.md.
+`_frameworks/`, a row and the name (`FrameworkName`) here, and a fragment in `changes/`.
 
 Figures are bytes, measured on one NVIDIA H200 (driver 580.159, CUDA 13). Those of what no framework owns, the CUDA
-context and NCCL, are in `OVERHEADS`.
+context and NCCL, are in `OVERHEADS`. `python -m bench run overheads` holds all but NCCL's to a GPU again.
 """
 
 # Without `from __future__ import annotations`, which makes typing compile the annotation of each field of a NamedTuple.
@@ -14,16 +14,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from types import MappingProxyType
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from memguard._units import MIB
 
-Known = Literal["torch", "tensorflow", "cupy", "jax", "pycuda", "numba"]
-"""The names of the rows below, for type checkers and editors, which cannot read those."""
-FrameworkName: TypeAlias = Known | str
-"""A framework, in signatures: editors offer the names that are known, and any other is accepted as well."""
-ArraysName: TypeAlias = Known | Literal["numpy"] | str
-"""The same of what has arrays."""
+FrameworkName: TypeAlias = Literal["torch", "tensorflow", "cupy", "jax", "pycuda", "numba"]
+"""The names of the rows below, for type checkers and editors, which cannot read those. For a name that is only known at
+run time: `framework_name`."""
+ArraysName: TypeAlias = FrameworkName | Literal["numpy"]
+"""What `exchange` can make arrays of."""
+CacheName: TypeAlias = FrameworkName | Literal["shared pool"]
+"""What `trim` can empty: the second is the pool of `strategy: pool`, which several frameworks draw from."""
 CONTEXT = 544 * MIB
 """What `reserve: auto` keeps for a CUDA context: 518 MiB, and room for its growth. Contexts are shared: kept once."""
 SLACK = 64 * MIB
@@ -547,3 +548,16 @@ def setting(option: str) -> str:
     """The place in the budget of an option that one framework has: `frameworks.torch.nccl` for `nccl`."""
     owner = next(row.name for row in _ROWS if any(own.name == option for own in row.options))
     return f"frameworks.{owner}.{option}"
+
+
+def framework_name(text: str) -> FrameworkName:
+    """The name, checked, for a type checker: of a framework that is only known at run time. ValueError for another."""
+    for name in get_args(FrameworkName):
+        if name == text:
+            known: FrameworkName = name
+            return known
+    import difflib
+
+    near = difflib.get_close_matches(str(text), get_args(FrameworkName), 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"{text!r} is no framework that a budget may name: {', '.join(get_args(FrameworkName))}{hint}")

@@ -1,4 +1,4 @@
-"""Every exception memguard raises.
+"""Every exception memguard raises. What a program may have to catch is a name of `memguard` itself, too.
 
 ::
 

@@ -20,12 +20,13 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType, TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from memguard import _api
 from memguard._devices import suspension
 from memguard._oom import hooks
 from memguard._oom.report import Report
+from memguard._specs import CacheName
 from memguard._suspend import cells
 from memguard._types import WorkloadReport
 from memguard._units import format_duration, format_size
@@ -240,7 +241,7 @@ def _line(words: list[str], shell: Any) -> Any:
     if words == ["plan"]:
         print(_api.current())
     elif words[0] == "trim" and len(words) <= 2:
-        print(f"{format_size(_api.trim(*words[1:]))} given back to the driver")
+        print(f"{format_size(_api.trim(*cast('list[CacheName]', words[1:])))} given back to the driver")
     elif words[0] == "suspend" and len(words) in (1, 3) and words[1:2] in ([], ["--when-idle"]):
         print(_suspended(shell, words[2] if len(words) == 3 else None))
     elif words == ["resume"]:

@@ -4,7 +4,7 @@ Adding a framework takes three things:
 
 1. A file here with its adapter: a subclass of `Framework` whose `spec` is its row.
 2. That row in `memguard/_specs.py`: the budget, the plan, the reports and the simulation read everything from it.
-3. A line in CHANGELOG.md.
+3. A fragment in `changes/`.
 
 The row makes `tests/contract` test the adapter. Also add its module to the import contract `frameworks` in
 pyproject.toml, and what to import first to `MODULES` in `memguard/_activation/_memguard_environment.py`: both are

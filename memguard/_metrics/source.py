@@ -14,6 +14,7 @@ from memguard._config.values import JOB, MAX_JOB
 from memguard._devices import suspension
 from memguard._metrics.figures import KINDS, Scene
 from memguard._monitor.session import callbacks
+from memguard._monitor.watches import Watch
 from memguard._ranks import rank_of
 from memguard._types import Event
 
@@ -31,19 +32,16 @@ class Source:
         self._session: Session | None = session
         self._events: Counter[str] = Counter()
         self._lock = threading.RLock()  # reentrant, for a signal handler, and held for one line
-        self._count = self._counted
+        self._watch = Watch(self._counted, callbacks)
         self.constant = constant(job, session.guard.host.simulated)
 
     def begin(self) -> None:
-        callbacks.append(self._count)
+        callbacks.append(self._watch)
 
     def end(self) -> None:
         """Nothing is known from now on. May be called again."""
         self._session = None
-        for position, one in enumerate(callbacks):
-            if one is self._count:
-                del callbacks[position]
-                return
+        self._watch.remove()
 
     def scene(self) -> Scene | None:
         """What is known now; None if the budget is over, and in a forked child."""

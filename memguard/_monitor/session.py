@@ -11,8 +11,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 from memguard._devices import contexts, suspension
 from memguard._logs import log as _log
@@ -33,13 +32,14 @@ if TYPE_CHECKING:
     from memguard._monitor import pressure
     from memguard._monitor.beside import Beside
     from memguard._monitor.sampler import Monitor
-    from memguard._monitor.samples import Watch
+    from memguard._monitor.watches import Watch
     from memguard._oom.report import Report
+    from memguard._specs import CacheName
     from memguard._timeline import Writer
 
 
-callbacks: list[Callable[[Event], None]] = []
-"""Registered with `memguard.on_pressure`. They belong to the process, and outlive a budget."""
+callbacks: list[Watch] = []
+"""Registered with `memguard.on_event`. They belong to the process, and outlive a budget."""
 watches: list[Watch] = []
 """Registered with `memguard.on_sample`. They too; a forked child has none."""
 WITHOUT_MONITOR = (
@@ -58,7 +58,7 @@ def outlived(active: Session | None) -> bool:
 
 
 def on_monitor() -> bool:
-    """Whether this thread is a monitor's, as that of a function of `on_pressure` may be."""
+    """Whether this thread is a monitor's, which also runs functions of `on_event`."""
     return getattr(_thread, "session", None) is not None
 
 
@@ -93,7 +93,6 @@ class Session:
         self._workloads = Workloads()
         self._refusals = Refusals()
         self._beside: Beside | None = None  # with a timeline
-        self._failed: list[Callable[[Event], None]] = []
         self._here = threading.local()  # per thread: whether it is the monitor's, or in a checkpoint already
 
     @property
@@ -286,7 +285,7 @@ class Session:
 
     def _trim(self, event: Event) -> None:
         try:
-            returned = self.guard.trim(event.framework)
+            returned = self.guard.trim(cast("CacheName | None", event.framework))
         except MemguardError as error:
             _log.debug("nothing was trimmed under pressure: %s", str(error))
             return
@@ -413,14 +412,11 @@ class Session:
         self._call(event)
 
     def _call(self, event: Event) -> None:
-        for callback in list(callbacks):
+        for watch in list(callbacks):
             try:
-                callback(event)
-            except (Exception, SystemExit) as error:
-                if any(one is callback for one in self._failed):
-                    continue  # warned once for each: it is called again at the next event
-                self._failed.append(callback)
-                _log.warning("memguard.on_pressure: %s failed: %s", name_of(callback), text_of(error))
+                watch.callback(event)
+            except (Exception, SystemExit) as error:  # logged once: it is called again at the next event
+                watch.failed("memguard.on_event", error)
 
 
 def name_of(callback: object) -> str:

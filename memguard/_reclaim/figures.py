@@ -18,7 +18,7 @@ _HEAD = ("framework", "held", "cached", "reclaimable", "how")
 
 
 @dataclass(frozen=True)
-class Returnable:
+class FrameworkReclaimable:
     """What one framework could give back of one GPU, in bytes; None if it is not known.
 
     `reclaimable` is the part of `cached` that a trim would really return. `how`: "memguard.trim" on any thread; "own
@@ -34,12 +34,12 @@ class Returnable:
 
 
 @dataclass(frozen=True)
-class OnDevice:
+class DeviceReclaimable:
     """The frameworks that work on one GPU."""
 
     uuid: str
     name: str
-    frameworks: tuple[Returnable, ...]
+    frameworks: tuple[FrameworkReclaimable, ...]
 
     @property
     def reclaimable(self) -> int:
@@ -52,7 +52,7 @@ class Reclaimable:
     """What could be given back to each GPU at one moment. `print` it, or use `as_dict()`. Nothing is trimmed by it."""
 
     time: float
-    devices: tuple[OnDevice, ...]
+    devices: tuple[DeviceReclaimable, ...]
     simulated: bool = False
 
     def as_dict(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class Reclaimable:
         printer.text(str(self))
 
 
-def _total(part: OnDevice) -> str:
+def _total(part: DeviceReclaimable) -> str:
     unknown = any(one.reclaimable is None for one in part.frameworks)
     return ("at least " if unknown else "") + format_size(part.reclaimable)
 
@@ -100,19 +100,20 @@ def of_sample(sample: Sample, plan: Plan, simulated: bool) -> Reclaimable:
     """The figures of a sample of the monitor's, or of a timeline. `plan` names the GPUs."""
     names = {part.device.uuid: part.device.name for part in plan.devices}
     devices = [
-        OnDevice(one.uuid, names.get(one.uuid, one.uuid), _of_frameworks(one.frameworks)) for one in sample.devices
+        DeviceReclaimable(one.uuid, names.get(one.uuid, one.uuid), _of_frameworks(one.frameworks))
+        for one in sample.devices
     ]
     return Reclaimable(sample.time, tuple(devices), simulated)
 
 
-def _of_frameworks(found: Mapping[str, FrameworkSample]) -> tuple[Returnable, ...]:
+def _of_frameworks(found: Mapping[str, FrameworkSample]) -> tuple[FrameworkReclaimable, ...]:
     """Those that have something first. Other rows, as that of the exchange, are of no framework that could be asked."""
     asked = {*SPECS, POOL}
     lines = [_of(name, usage) for name, usage in found.items() if name in asked or usage.cap is not None]
     return tuple(sorted(lines, key=lambda one: (one.reclaimable is None, -(one.reclaimable or 0), one.framework)))
 
 
-def _of(name: str, usage: FrameworkSample) -> Returnable:
+def _of(name: str, usage: FrameworkSample) -> FrameworkReclaimable:
     row = SPECS.get(name)
     never = row is not None and row.never_gives_back
     known = usage.held is not None and usage.in_use is not None
@@ -124,10 +125,10 @@ def _of(name: str, usage: FrameworkSample) -> Returnable:
         how = "own call"
     elif row is not None and row.trims_on_own_thread:
         how = "own thread"
-    return Returnable(name, usage.held, cached, 0 if never else usage.reclaimable, how)
+    return FrameworkReclaimable(name, usage.held, cached, 0 if never else usage.reclaimable, how)
 
 
-def _row(one: Returnable) -> tuple[str, ...]:
+def _row(one: FrameworkReclaimable) -> tuple[str, ...]:
     """A line of the table."""
     own = SPECS[one.framework].own_trim if one.framework in SPECS else None
     hows = {

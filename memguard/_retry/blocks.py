@@ -1,4 +1,4 @@
-"""`for attempt in memguard.attempts():` with a `with attempt:` block, for code that is no function of its own."""
+"""`for attempt in memguard.retry.attempts():` with a `with attempt:` block, for code that is no function of its own."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ class Attempts:
                 raise StopIteration
             if last.state != "failed":
                 raise RuntimeError(
-                    "this attempt had no block\n    fix: for attempt in memguard.attempts():\n        with attempt: ..."
+                    "this attempt had no block\n"
+                    "    fix: for attempt in memguard.retry.attempts():\n        with attempt: ..."
                 )
             self._run.prepare()
             number = last.number + 1

@@ -32,7 +32,7 @@ def checked(function: Callable[..., Any]) -> None:
                 f"{_name(function)} is {kind}: when it fails, its caller has taken a part of what it yields, and "
                 "another run would yield that again\n"
                 "    fix: put @memguard.retry() on the function that makes one item, or "
-                "`for attempt in memguard.attempts():` into the generator, around that step"
+                "`for attempt in memguard.retry.attempts():` into the generator, around that step"
             )
 
 

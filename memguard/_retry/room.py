@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from memguard import _api
 from memguard._devices import contexts, suspension
@@ -26,6 +26,7 @@ _ASKED = 4
 
 if TYPE_CHECKING:
     from memguard._guard import Guard
+    from memguard._specs import CacheName
     from memguard._types import Device
 
 
@@ -77,7 +78,7 @@ def make(failure: Failure) -> Done:
     returned: dict[str, int] = {}
     pool = [POOL] if any(part.joined for part in guard.plan.devices) else []
     for name in (*pool, *guard.frameworks):
-        _add(returned, {name: guard.trim(name)})
+        _add(returned, {name: guard.trim(cast("CacheName", name))})
     device, who = _device(guard, failure), failure.who
     uuid = None if device is None else device.uuid
     if device is None or who is None or who not in guard.frameworks:  # a library: its memory lies outside every cap
@@ -110,7 +111,7 @@ def _raise(guard: Guard, failure: Failure, who: str, device: Device, returned: d
 
 
 def announce(failure: Failure, done: Done, text: str) -> None:
-    """Into the timeline, and to the callbacks of `on_pressure`."""
+    """Into the timeline, and to the functions of `on_event`."""
     session = _api._active
     if session is not None and session.active:
         size = sum(done.returned.values())

@@ -350,7 +350,7 @@ def _refuse_twice() -> None:
 def _refuse_here() -> None:
     """What only memguard knows against it."""
     if on_monitor():
-        raise CannotSuspend([("monitor", "a function of on_pressure runs on the monitor's thread", _NOT_THERE)])
+        raise CannotSuspend([("monitor", "a function of on_event runs on the monitor's thread", _NOT_THERE)])
     recorder = sys.modules.get("memguard._simulation.recorder")
     recording = getattr(recorder, "_recording", None)
     if recording is not None and recording.pid == os.getpid():

@@ -20,13 +20,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from memguard._devices import contexts, suspension
 from memguard._ledger.types import DeviceLedger, Row
 from memguard._logs import log as _log
 from memguard._logs import text_of
 from memguard._monitor.session import callbacks, on_monitor
+from memguard._monitor.watches import Watch
 from memguard._processes.identity import this_process
 from memguard._processes.place import folder
 from memguard._suspend import sockets
@@ -41,6 +42,7 @@ from memguard.exchange.ipc import wire
 
 if TYPE_CHECKING:
     from memguard._guard import Guard
+    from memguard._specs import CacheName, FrameworkName
 
 VERSION = 1
 KIND = "top"
@@ -67,7 +69,7 @@ class Served:
     ) -> None:
         self._guard, self._process, self._pid = guard, this_process(), os.getpid()
         self._story = Story(guard.plan, whole=whole and guard.budget.monitor is not None)
-        self._hear = self._story.add
+        self._watch = Watch(self._story.add, callbacks)
         self._requests, self._undo, self._wake = Requests(), Undo(), asked
         self._name = os.path.basename(sys.argv[0] if sys.argv else "") or "python"
         self._live: float | None = time.time()
@@ -78,8 +80,8 @@ class Served:
         """Raises OSError."""
         listening = sockets.Listening(self._serve, self.path, "memguard-top")
         try:
-            self._undo.add("the events for memguard top", self._hear_no_more)
-            callbacks.append(self._hear)
+            self._undo.add("the events for memguard top", self._watch.remove)
+            callbacks.append(self._watch)
             self._undo.add("the socket that was to be the one for memguard top", self._forget_new)
             self._undo.add("the listener for memguard top", listening.end)
             listening.begin()
@@ -90,12 +92,6 @@ class Served:
     def end(self) -> None:
         """Nobody is served from now on. May be called again, and in a forked child."""
         self._undo.run()
-
-    def _hear_no_more(self) -> None:
-        for position, one in enumerate(callbacks):
-            if one is self._hear:  # not `==`, which may be code of the program
-                del callbacks[position]
-                return
 
     def _forget_new(self) -> None:
         """What `Listening.begin` leaves if it is interrupted before its socket has its name."""
@@ -201,7 +197,7 @@ class Served:
     # the program's threads
 
     def _trim(self, framework: str | None, pid: int) -> str:
-        returned = self._guard.trim(framework)
+        returned = self._guard.trim(cast("CacheName | None", framework))
         text = f"{format_size(returned)} went back to the driver"
         self._tell(
             "trim", f"trimmed {framework or 'all frameworks'}, as process {pid} asked: {text}", framework, returned
@@ -209,7 +205,7 @@ class Served:
         return text
 
     def _resize(self, framework: str, cap: int, pid: int) -> str:
-        self._guard.resize(framework, cap)
+        self._guard.resize(cast("FrameworkName", framework), cap)
         text = f"its cap is {format_size(cap)}"
         self._tell("note", f"{framework}: {text}, as process {pid} asked", framework, cap)
         return text

@@ -12,7 +12,7 @@ from memguard import _config
 from memguard._devices import pools
 from memguard._guard import Guard
 from memguard._joint import POOL
-from memguard._reclaim.figures import Returnable
+from memguard._reclaim.figures import FrameworkReclaimable
 from memguard._types import MemoryInfo
 from memguard._units import MIB
 from memguard.errors import BudgetExceeded
@@ -119,7 +119,9 @@ def test_it_is_a_row_of_what_could_come_back_and_a_trim_gives_it_back(scene: Sce
     live = cached(scene)
     (part,) = scene.guard.reclaimable().devices
     row = next(one for one in part.frameworks if one.framework == POOL)
-    assert row == Returnable(POOL, 224 * MIB, 224 * MIB, None, "memguard.trim"), "pieces with a live block stay"
+    assert row == FrameworkReclaimable(POOL, 224 * MIB, 224 * MIB, None, "memguard.trim"), (
+        "pieces with a live block stay"
+    )
     assert str(scene.guard.reclaimable()).splitlines()[-1].endswith("unknown  memguard.trim()")
     live.clear()
     (part,) = scene.guard.reclaimable().devices

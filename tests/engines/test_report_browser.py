@@ -38,7 +38,7 @@ def one(tmp_path_factory: pytest.TempPathFactory, timelines: tuple[Path, Path]) 
 @pytest.fixture(scope="session")
 def h200(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a run on an H200: PyTorch, JAX and CuPy, with two out-of-memory errors that the program caught."""
-    recording = Path(__file__).parents[2] / "benchmarks" / "results" / "h200-recording.jsonl"
+    recording = Path(__file__).parents[2] / "docs" / "pictures" / "recording.jsonl"
     return report(tmp_path_factory.mktemp("h200"), recording)
 
 

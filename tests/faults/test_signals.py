@@ -48,7 +48,7 @@ CALLS = {
     "resize": lambda: memguard.resize("torch", random.choice(["512MiB", "1GiB"])),
     "checkpoint": memguard.checkpoint,
     "workload": work,
-    "on_pressure": lambda: memguard.on_pressure(print)(),
+    "on_event": lambda: memguard.on_event(print).remove(),
     "allocate": allocate,
     "shutdown": lambda: (memguard.shutdown(), begin()),
     "init": begin,
@@ -150,7 +150,7 @@ result["finders"] = [type(one).__name__ for one in sys.meta_path if "memguard" i
 result["threads"] = [one.name for one in threading.enumerate() if one.name.startswith("memguard")]
 faulthandler.cancel_dump_traceback_later()
 """
-READING = ["ledger", "sample", "print", "last_oom", "checkpoint", "on_pressure"]
+READING = ["ledger", "sample", "print", "last_oom", "checkpoint", "on_event"]
 ACTING = ["trim", "require", "workload", "resize"]
 
 

@@ -19,7 +19,7 @@ import ctypes, time
 guard = memguard.init({"version": 1, "device": {"limit": "16GiB"}, "monitor": MONITOR,
     "frameworks": {"torch": {"limit": "3GiB"}, "cupy": {"limit": "3GiB"}, "numba": {"limit": "1GiB"}}})
 said = []
-memguard.on_pressure(lambda event: said.append([time.monotonic(), event.kind, event.framework, event.text]))
+memguard.on_event(lambda event: said.append([time.monotonic(), event.kind, event.framework, event.text]))
 import cupy, numpy, torch
 from numba import cuda
 libcuda = ctypes.CDLL("libcuda.so.1")

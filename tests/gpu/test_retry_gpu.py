@@ -49,7 +49,7 @@ except torch.OutOfMemoryError:
 memguard.trim("torch")
 idle()
 result["cached"] = cupy.get_default_memory_pool().total_bytes()
-result["again"] = memguard.call(step)
+result["again"] = memguard.retry.call(step)
 result["lines"] = retried()
 """
     )  # fmt: skip
@@ -77,7 +77,7 @@ try:
     result["plain"] = "served"
 except Exception as error:
     result["plain"] = type(error).__name__
-held = memguard.call(step)
+held = memguard.retry.call(step)
 result["ran"], result["lines"] = len(ran), retried()
 result["cached"] = cupy.get_default_memory_pool().free_bytes()
 del held
@@ -123,7 +123,7 @@ def step():
         caught.append(error)  # the program keeps it, as a logger may
         raise RuntimeError("the batch failed") from error
     return len(kept)
-result["kept"] = memguard.call(step)
+result["kept"] = memguard.retry.call(step)
 result["begun"], result["nvml"] = begun, nvml
 """
     )  # fmt: skip
@@ -141,7 +141,7 @@ def step():
     begun.append(torch.cuda.memory_allocated())
     kept = of_torch(GIB)
     return len(of_torch((1 << 50) if len(begun) == 1 else GIB))
-result["length"], result["begun"] = memguard.call(step), begun
+result["length"], result["begun"] = memguard.retry.call(step), begun
 """
     )  # fmt: skip
     assert found["length"] == 1 << 30 and found["begun"] == [0, 0]
@@ -182,7 +182,7 @@ def step():
     return of_torch(8 * GIB)
 try:
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        memguard.call(step)
+        memguard.retry.call(step)
 except Exception as error:
     result["notes"] = getattr(error, "__notes__", []) + getattr(error.__context__, "__notes__", [])
 result["ran"] = len(ran)

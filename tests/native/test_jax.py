@@ -696,7 +696,7 @@ def test_nothing_of_a_failed_run_is_alive_in_the_next(with_jax: Run) -> None:
             begin()
             x = know(jax.numpy.ones(3))
             return float(jax.jit(lambda v: inner(v).sum())(x))
-        result["found"], result["left"] = memguard.call(step), left
+        result["found"], result["left"] = memguard.retry.call(step), left
         """
     )
     assert found["found"] == 24.0 and found["left"] == [0, 0]

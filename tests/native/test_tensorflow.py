@@ -745,7 +745,7 @@ def test_nothing_of_a_failed_run_is_alive_in_the_next(with_tensorflow: Run) -> N
             begin()
             x = know(tf.ones([3]))
             return float(tf.reduce_sum(Layer()(x)))
-        result["found"], result["left"] = memguard.call(step), left
+        result["found"], result["left"] = memguard.retry.call(step), left
         """
     )
     assert found["found"] == 24.0 and found["left"] == [0, 0]

@@ -1361,7 +1361,7 @@ def test_nothing_of_a_failed_run_is_alive_in_the_next(with_torch: Run) -> None:
             y = know(model(x))
             y.sum().backward()
             return "fine"
-        result["found"], result["left"] = memguard.call(step), left
+        result["found"], result["left"] = memguard.retry.call(step), left
         """
     )
     assert found["found"] == "fine" and found["left"] == [0, 0]

@@ -8,12 +8,31 @@ from pathlib import Path
 from typing import assert_type
 
 import memguard
-from memguard import Budget, Event, Guard, Ledger, Suspension, WorkloadReport, exchange
-from memguard._doctor import DoctorReport, Finding
-from memguard._monitor.samples import Watch
-from memguard._types import Device, Plan
-from memguard.errors import Problem
+from memguard import Budget, Guard, exchange
+from memguard.errors import FactsError, Problem, TimelineError, TraceError
 from memguard.exchange import Route
+from memguard.types import (
+    Attempt,
+    Attempts,
+    Device,
+    DeviceLedger,
+    DoctorReport,
+    Event,
+    Finding,
+    FrameworkName,
+    Ledger,
+    Plan,
+    Reclaimable,
+    Report,
+    Row,
+    Sample,
+    Suspension,
+    Timeline,
+    Wait,
+    Watch,
+    WorkloadReport,
+    framework_name,
+)
 
 
 def applying(path: os.PathLike[str]) -> None:
@@ -37,10 +56,14 @@ def annotating(budget: Budget, guard: Guard, event: Event) -> tuple[Ledger, str]
     assert_type(memguard.init(budget), Guard)
     assert_type(guard.budget, Budget)
     assert_type(event.framework, str | None)
-    memguard.on_pressure(lambda event: None)
-    with memguard.on_sample(lambda sample: assert_type(sample, memguard.Sample)) as watch:
+    with memguard.on_event(lambda event: assert_type(event, Event)) as watch:
+        assert_type(watch, Watch)
+    with memguard.on_sample(lambda sample: assert_type(sample, Sample)) as watch:
         assert_type(watch, Watch)
     watch.remove()
+    seen: list[Event] = []
+    memguard.on_event(seen.append)
+    memguard.on_event(lambda: None)  # type: ignore[misc, arg-type]
     memguard.on_sample(lambda: None)  # type: ignore[misc, arg-type]
     return guard.ledger(), event.text
 
@@ -52,17 +75,64 @@ def asking() -> None:
     memguard.require("torch", "4GiB")
     memguard.require("torch", 4 << 30)
     memguard.require("torch", 0.5)  # type: ignore[arg-type]
-    memguard.require("an extension", "4GiB")  # editors offer the names that are known; others are accepted
     memguard.require(None, "4GiB")  # type: ignore[arg-type]
     memguard.resize("torch", "12GiB")
-    name: str = input()
-    memguard.trim(name)
+    memguard.trim("shared pool")  # that of `strategy: pool`
     memguard.trim(["torch"])  # type: ignore[arg-type]
-    exchange.to(object(), name)
     exchange.to(object(), 3)  # type: ignore[arg-type]
-    memguard.doctor(frameworks=[name])
     assert_type(memguard.trim(), int)
     assert_type(memguard.trim("torch"), int)
+
+
+def naming(given: str, name: FrameworkName, guard: Guard) -> None:
+    """A misspelt framework is found without running anything. One that is known at run time only is checked there."""
+    memguard.require("torhc", "4GiB")  # type: ignore[arg-type]
+    memguard.resize("torhc", "4GiB")  # type: ignore[arg-type]
+    memguard.trim("torhc")  # type: ignore[arg-type]
+    memguard.workload("train", framework="torhc")  # type: ignore[arg-type]
+    memguard.doctor(frameworks="torhc")  # type: ignore[arg-type]
+    memguard.doctor(frameworks=["torch", "torhc"])  # type: ignore[list-item]
+    exchange.to(object(), "torhc")  # type: ignore[arg-type]
+    exchange.attach("a handle", "torhc")  # type: ignore[arg-type]
+    guard.require("torhc", "4GiB")  # type: ignore[arg-type]
+    misspelt: FrameworkName = "torhc"  # type: ignore[assignment]
+    memguard.require(given, "4GiB")  # type: ignore[arg-type]
+    assert_type(framework_name(given), FrameworkName)
+    memguard.require(framework_name(given), "4GiB")
+    for one in (name, misspelt, framework_name(given)):
+        memguard.trim(one)
+        memguard.workload("train", framework=one)
+        exchange.to(object(), one)
+    memguard.doctor(frameworks=[name, framework_name(given)])
+    exchange.to(object(), "numpy")  # has arrays, and no GPU memory to budget:
+    memguard.require("numpy", "4GiB")  # type: ignore[arg-type]
+
+
+def annotated(
+    plan: Plan, device: Device, report: DoctorReport, watch: Watch, oom: Report, timeline: Timeline, wait: Wait
+) -> tuple[DeviceLedger, Row, Finding]:
+    """The types that are returned have public names: what a program writes about them passes `mypy --strict`."""
+    assert_type(memguard.init("budget.yaml").plan, Plan)
+    assert_type(plan.devices[0].device, Device)
+    assert_type(memguard.last_oom(), Report | None)
+    assert_type(memguard.load_timeline("run.jsonl"), Timeline)
+    assert_type(timeline.plan, Plan)
+    assert_type(memguard.errors.TraceError, type[TraceError])
+    assert_type(memguard.types.Ledger, type[Ledger])
+    assert_type(oom.ledger, Ledger | None)
+    memguard.resume(progress=lambda found: print(assert_type(found, Wait).holders))
+    print(device.uuid, watch, wait.needs)
+    part = memguard.ledger().devices[0]
+    assert_type(part.rows, tuple[Row, ...])
+    return part, part.row("free"), report.findings[0]
+
+
+def gone() -> None:
+    """Names that live elsewhere."""
+    memguard.on_pressure(print)  # type: ignore[attr-defined]
+    memguard.call(print)  # type: ignore[attr-defined]
+    memguard.attempts()  # type: ignore[attr-defined]
+    memguard.Ledger  # type: ignore[attr-defined]  # noqa: B018
 
 
 def examining() -> None:
@@ -111,7 +181,7 @@ def exchanging(x: object) -> None:
         assert_type((error.producer, error.reason, error.remedy), tuple[str, str, str])
         assert_type((error.source, error.target), tuple[str, str | None])  # the older names
         error.source = "torch"  # type: ignore[misc]
-    except memguard.CannotShare:  # the same
+    except memguard.errors.CannotShare:  # the same
         pass
 
 
@@ -167,7 +237,7 @@ async def running() -> None:
 
 def reclaiming() -> None:
     found = memguard.reclaimable()
-    assert_type(found, memguard.Reclaimable)
+    assert_type(found, Reclaimable)
     for part in found.devices:
         for one in part.frameworks:
             assert_type(one.reclaimable, int | None)
@@ -212,20 +282,22 @@ async def retrying(model: Model) -> None:
     Model.fit(model, 3)
     model.fit.forget()
     assert_type(await model.later(3), str)
-    assert_type(memguard.call(trained, [1], epochs=2), float)
-    assert_type(await memguard.call(model.later, 3), str)
-    memguard.call(trained, 3)  # type: ignore[arg-type]
-    for attempt in memguard.attempts(times=2, size=64, floor=4):
+    assert_type(memguard.retry.call(trained, [1], epochs=2), float)
+    assert_type(await memguard.retry.call(model.later, 3), str)
+    memguard.retry.call(trained, 3)  # type: ignore[arg-type]
+    assert_type(memguard.retry.attempts(), Attempts)
+    for attempt in memguard.retry.attempts(times=2, size=64, floor=4):
+        assert_type(attempt, Attempt)
         with attempt:
             assert_type(attempt.size, int | None)
             assert_type(attempt.number, int)
     memguard.retry(3, ranks="alone")  # type: ignore[call-overload]
     memguard.retry(floor=3)  # type: ignore[call-overload]
-    memguard.attempts(size="64")  # type: ignore[arg-type]
+    memguard.retry.attempts(size="64")  # type: ignore[arg-type]
 
 
 def caught() -> int:
-    for attempt in memguard.attempts():
+    for attempt in memguard.retry.attempts():
         with attempt:
             return 1
     raise AssertionError
@@ -241,7 +313,9 @@ def failing() -> None:
         assert_type(error.available, int)
     except memguard.CapNotApplied as error:
         assert_type(error.remedy, str)
-    except (memguard.DeviceError, memguard.NotActive, memguard.AlreadyActive, memguard.TraceError):
+    except (memguard.DeviceError, memguard.NotActive, memguard.AlreadyActive):
+        pass
+    except (TraceError, TimelineError, FactsError):
         pass
     except memguard.MemguardError as error:
         assert_type(error.exit_code, int)

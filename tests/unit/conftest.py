@@ -15,7 +15,7 @@ from memguard._frameworks.simulated.adapter import SimulatedFramework
 
 @pytest.fixture(autouse=True)
 def no_callback_of_another_test() -> Iterator[None]:
-    """`on_pressure` keeps a function for every later budget of the process."""
+    """`on_event` keeps a function for every later budget of the process."""
     yield
     session = sys.modules.get("memguard._monitor.session")
     if session is not None:

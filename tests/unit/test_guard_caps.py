@@ -428,14 +428,14 @@ def test_the_timeline_and_an_out_of_memory_report_agree_about_drift(
 
 def test_the_monitor_finds_drift_and_tells_the_callbacks(drifting: dict[str, Drifting]) -> None:
     found = threading.Event()
-    forget = memguard.on_pressure(lambda event: found.set() if event.kind == "note" else None)
+    watch = memguard.on_event(lambda event: found.set() if event.kind == "note" else None)
     try:
         guard = start({**TORCH, "monitor": {"interval": "50ms"}})
         drifting["torch"].allocate(MIB)
         drifting["torch"].lost = (RAISED,)
         assert found.wait(60) and "watched" in str(guard)
     finally:
-        forget()
+        watch.remove()
 
 
 @pytest.mark.parametrize(
@@ -450,14 +450,14 @@ def test_the_monitor_finds_drift_and_tells_the_callbacks(drifting: dict[str, Dri
 )
 def test_the_event_says_once_that_the_cap_no_longer_holds(drifting: dict[str, Drifting], tail: str) -> None:
     events: list[str] = []
-    forget = memguard.on_pressure(lambda event: events.append(event.text))
+    watch = memguard.on_event(lambda event: events.append(event.text))
     try:
         start(TORCH)
         drifting["torch"].allocate(MIB)
         drifting["torch"].lost = (f"{RAISED}{tail}",)
         assert f"{RAISED}{tail}" in memguard.ledger().notes
     finally:
-        forget()
+        watch.remove()
     assert events == ["torch: its cap no longer holds: its fraction was raised"]
 
 
@@ -512,7 +512,7 @@ def test_a_later_setting_that_met_the_cap_is_a_warning_a_note_and_an_event_once(
     drifting: dict[str, Drifting], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     seen = list[Event]()
-    forget = memguard.on_pressure(seen.append)
+    watch = memguard.on_event(seen.append)
     try:
         start({**TORCH, "monitor": {"interval": "1h", "timeline": str(tmp_path / "run.jsonl")}})
         sentence = "torch: it asks for more than its cap: the cap holds"
@@ -523,7 +523,7 @@ def test_a_later_setting_that_met_the_cap_is_a_warning_a_note_and_an_event_once(
         assert sentence in str(_api.current())
         memguard.shutdown()
     finally:
-        forget()
+        watch.remove()
     assert [event.text for event in seen if event.kind == "note"] == [sentence]
     (path,) = tmp_path.iterdir()
     notes = [event for event in memguard.load_timeline(path).events() if event.kind == "note"]

@@ -155,8 +155,8 @@ def test_init_names_them_and_the_monitor_those_that_come_later(
     monkeypatch.setattr(SimulatedHost, "processes", lambda self, device: {**real(self, device), **listed})
     monkeypatch.setattr(leases, "pids_mean_the_same", lambda here: True)
     monkeypatch.setattr(leases, "AGAIN", 0.1)
-    events: list[memguard.Event] = []
-    memguard.on_pressure(events.append)
+    events: list[memguard.types.Event] = []
+    memguard.on_event(events.append)
     budget = {
         "version": 1, "device": {"limit": "60GiB", "lease": True}, "frameworks": {"torch": {"share": "50%"}},
         "monitor": {"interval": "50ms", "timeline": str(tmp_path / "run.jsonl")},

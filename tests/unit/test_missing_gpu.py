@@ -70,7 +70,7 @@ def uses_everything() -> None:
     assert ledger.devices == () and ledger.notes and not ledger.simulated
     assert ledger.as_dict()["devices"] == [] and "nothing caps this program" in str(ledger)
     assert "nothing caps this program" in ledger._repr_html_()
-    memguard.on_pressure(print)()
+    memguard.on_event(print).remove()
     assert memguard.last_oom() is before
 
 

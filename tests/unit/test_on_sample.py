@@ -1,4 +1,4 @@
-"""memguard.on_sample: each sample of the monitor, given to a function of the program."""
+"""memguard.on_sample and on_event: each sample and event, given to a function of the program."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import waiting
 import memguard
 from memguard import _api
 from memguard._devices import suspension
-from memguard._monitor import samples, session
+from memguard._monitor import session, watches
 from memguard._types import DeviceSample, Sample
 from memguard._units import GIB
 
@@ -31,9 +31,16 @@ def nothing_left() -> Iterator[None]:
     yield
     memguard.shutdown()
     session.watches.clear()
+    session.callbacks.clear()
 
 
 until = functools.partial(waiting.until, seconds=60.0)
+
+
+def another_sample(monitor: Any) -> None:
+    """One that is begun from now on has been given."""
+    taken = len(monitor._ring)
+    until(lambda: len(monitor._ring) > taken + 2)
 
 
 def of(free: int | None = 1) -> Sample:
@@ -54,25 +61,30 @@ def test_each_sample_is_given_on_the_monitors_thread_until_it_is_removed() -> No
         assert monitor is not None and {id(one) for one in seen[:2]} <= {id(one) for one in monitor.last(60)}, "as read"
         watch.remove()
         watch.remove()
-        time.sleep(0.05)  # one may be under way
+        another_sample(monitor)  # one may be under way
         count = len(seen)
-        time.sleep(0.15)
+        another_sample(monitor)
         assert len(seen) == count
     assert threads == {"memguard-monitor"}
     assert seen[-1].devices[0].frameworks["torch"].in_use == GIB
     assert session.watches == []
 
 
-def test_what_is_returned_is_called_or_a_block_too() -> None:
-    with memguard.on_sample(print) as watch:
-        assert session.watches == [watch]
-        again = memguard.on_sample(print)
-        assert session.watches == [watch, again], "registered twice, given twice"
-    assert session.watches == [again]
-    again()
-    assert session.watches == []
-    with pytest.raises(TypeError, match="takes a function"):
-        memguard.on_sample(3)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("register", "registered"), [(memguard.on_sample, session.watches), (memguard.on_event, session.callbacks)]
+)
+def test_what_is_returned_is_a_block_too(register: Any, registered: list[watches.Watch]) -> None:
+    with register(print) as watch:
+        assert type(watch) is watches.Watch and registered == [watch]
+        again = register(print)
+        assert registered == [watch, again], "registered twice, given twice"
+    assert registered == [again]
+    watch.remove()
+    assert registered == [again], "each takes back its own registration, once"
+    again.remove()
+    assert registered == []
+    with pytest.raises(TypeError, match=rf"memguard.{register.__name__} takes a function"):
+        register(3)
 
 
 def test_it_outlives_a_budget_and_is_called_under_the_next() -> None:
@@ -140,7 +152,7 @@ def test_nothing_while_suspended_and_nothing_of_a_reading_that_failed(monkeypatc
     assert seen == []
     running._record(of(), [])
     assert seen == [of()]
-    session.watches.insert(0, samples.Watch(suspend))  # what comes after it in the same turn, too
+    session.watches.insert(0, watches.Watch(suspend, session.watches))  # what comes after it in the same turn, too
     running._record(of(2), [])
     running._record(of(3), [])
     assert seen == [of()]
@@ -168,7 +180,7 @@ def test_a_forked_child_gives_no_samples() -> None:
 def test_a_function_that_forks_calls_no_other_in_the_child() -> None:
     code = (
         "import os, sys, time, memguard\n"
-        "from memguard._monitor import samples, session\n"
+        "from memguard._monitor import samples\n"
         "parent = os.getpid()\n"
         "memguard.on_sample(lambda sample: os.fork())\n"
         "memguard.on_sample(lambda sample: print('child' if os.getpid() != parent else 'parent'))\n"
@@ -194,7 +206,7 @@ def test_without_one_nothing_is_loaded_and_nothing_is_called() -> None:
     code = (
         "import sys, time, memguard\n"
         f"memguard.init({WATCHED!r}, simulate='h200'); time.sleep(0.2); memguard.shutdown()\n"
-        "assert 'memguard._monitor.samples' not in sys.modules\n"
+        "assert not {'memguard._monitor.samples', 'memguard._monitor.watches'} & set(sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -731,7 +731,7 @@ def test_ten_thousand_caught_errors_stay_cheap(guard: memguard.Guard, tmp_path: 
         for _ in range(times):
             with contextlib.suppress(FrameworkOutOfMemory):
                 framework.allocate(4 * GIB)
-        return (time.perf_counter() - begun) / times
+        return time.perf_counter() - begun
 
     tracemalloc.start()
     probe(200)
@@ -741,8 +741,9 @@ def test_ten_thousand_caught_errors_stay_cheap(guard: memguard.Guard, tmp_path: 
     gc.collect()
     grown = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
-    each = min(probe(3000) for _ in range(3))
-    assert grown < 100_000 and each < 1e-3
+    seconds = min(probe(3000) for _ in range(3))
+    print(f"{seconds / 3000 * 1e6:.0f} µs each")
+    assert grown < 100_000 and seconds < 3, "a millisecond each"
     assert guard.ledger().devices[0].row("torch").refused == 9700
     memguard.shutdown()
     events = ooms_of(tmp_path)

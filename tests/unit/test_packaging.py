@@ -12,12 +12,18 @@ import tomllib
 import zipfile
 from pathlib import Path
 
+import inner_pytest
 import pytest
 
 import memguard
 
 PACKAGE = Path(memguard.__file__).parent
 ROOT = Path(__file__).parents[2]
+THEIRS = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]),
+}
+"""An environment in which a copy of tests/conftest.py finds what it imports."""
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
@@ -174,20 +180,7 @@ def test_no_skips(tmp_path: Path, options: list[str], folder: str, code: int, wh
         "@pytest.mark.xfail\ndef test_known(): assert False\n"
     )
     (tmp_path / folder / "test_other.py").write_text("def test_runs(): pass\n")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "-c",
-        os.devnull,
-        "--rootdir",
-        ".",
-        *options,
-        ".",
-    ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    done = inner_pytest.run(tmp_path, *options, ".", env=THEIRS)
     assert (done.returncode != 0) == bool(code), done.stdout
     assert ("--no-skips forbids: " in done.stdout) == bool(code)
     assert ("passed" in done.stdout) == (not (code and whole)), done.stdout
@@ -220,8 +213,7 @@ def test_counts():
 def test_the_edges_have_ten_examples_of_each_property_and_state_machine(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
     (tmp_path / "test_some.py").write_text(PROPERTIES)
-    options = ["-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", ".", "--hypothesis-profile=edges"]
-    done = subprocess.run([sys.executable, "-m", "pytest", *options, "."], cwd=tmp_path, capture_output=True, text=True)
+    done = inner_pytest.run(tmp_path, "--hypothesis-profile=edges", ".", env=THEIRS)
     assert done.returncode == 0, done.stdout
     plain, own, machine = map(int, (tmp_path / "seen").read_text().split())
     assert plain == own == 10 and 10 <= machine <= 12
@@ -246,9 +238,7 @@ def test_the_edges_have_each_row_of_each_parametrize(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(CASES)
 
     def ran(*more: str) -> list[str]:
-        options = ["-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", ".", "-vv", *more]
-        command = [sys.executable, "-m", "pytest", *options, "."]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        done = inner_pytest.run(tmp_path, "-vv", *more, ".", env=THEIRS)
         assert done.returncode == 0, done.stdout
         return sorted(re.findall(r"::test_(\S+) PASSED", done.stdout))
 

@@ -17,7 +17,7 @@ PICTURES = ROOT / "docs" / "pictures"
 
 def test_they_are_of_the_recording() -> None:
     made_of = json.loads((PICTURES / "made-of.json").read_text())
-    recording = ROOT / "benchmarks" / "results" / made_of["recording"]
+    recording = PICTURES / made_of["recording"]
     assert hashlib.sha256(recording.read_bytes()).hexdigest() == made_of["sha256"], "draw them anew: scripts/pictures"
 
 
@@ -26,7 +26,7 @@ def test_readme_shows_each_and_says_what_it_is() -> None:
     for name in ("top.svg", "report.png"):
         said = readme.partition(f"](docs/pictures/{name})")[0].rpartition("![")[2]
         assert len(said.split()) >= 10, "for who cannot see it"
-    assert "benchmarks/results/h200-recording.jsonl" in readme
+    assert "docs/pictures/recording.jsonl" in readme
 
 
 def test_the_screen_shows_every_framework_and_the_error() -> None:

@@ -105,7 +105,7 @@ def handler(error: BaseException) -> Plug:
 
 
 def callback(error: BaseException) -> Plug:
-    return lambda patch: memguard.on_pressure(Callback(error))
+    return lambda patch: memguard.on_event(Callback(error))
 
 
 def raises(error: BaseException) -> Callable[..., Any]:

@@ -8,9 +8,11 @@ import inspect
 import json
 import logging
 import pickle
+import re
 import subprocess
 import sys
 import types
+import typing
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,11 @@ from memguard.errors import (
 
 MODULES = {"exchange"}
 """The public names that are modules with public names of their own."""
+SUBMODULES = {"errors", "types"}
+"""Reached as `memguard.errors`, too, but not given out by `import *`: one would hide the standard library's `types`."""
+HOOKS = {"load_ipython_extension", "unload_ipython_extension"}
+"""What IPython calls for `%load_ext memguard`. No name for a program."""
+REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 HEAVY = ("torch", "tensorflow", "pycuda", "numpy", "pynvml", "cuda", "rich", "click", "pydantic", "yaml")
 
 
@@ -116,10 +123,79 @@ def test_the_public_names() -> None:
         assert isinstance(value, types.ModuleType) == (name in MODULES)
         assert name in MODULES or callable(value)
         assert home(value).startswith("memguard.")
-    assert dir(memguard) == sorted([*memguard.__all__, "__version__"])
+    assert dir(memguard) == sorted([*memguard.__all__, *SUBMODULES, "__version__"])
+    assert len(memguard.__all__) < 40, "what a program calls, and what it may have to catch"
+    for name in (*SUBMODULES, *HOOKS):
+        assert name not in memguard.__all__ and getattr(memguard, name)
     namespace: dict[str, object] = {}
     exec("from memguard import *", namespace)
     assert set(memguard.__all__) == set(namespace) - {"__builtins__"}
+
+
+def test_the_types_of_what_is_returned() -> None:
+    """Each has a public name and is what the functions return; importing the module loads none of them."""
+    types_ = memguard.types
+    assert types_.__all__ == sorted(types_.__all__) == dir(types_)
+    for name in types_.__all__:
+        value = getattr(types_, name)
+        assert value is getattr(types_, name)
+        assert name == "FrameworkName" or (value.__doc__ or "").strip(), f"{name} says nothing about itself"
+        assert name == "FrameworkName" or (value.__name__ == name and home(value).startswith("memguard."))
+    with pytest.raises(AttributeError, match=r"module 'memguard\.types' has no attribute 'ledger'"):
+        _ = types_.ledger  # type: ignore[attr-defined]
+    found = loaded_by("from memguard import types\nimport memguard.types")
+    assert {name for name in found if name.startswith("memguard")} == {"memguard", "memguard.types"}
+
+
+def test_what_public_functions_return_has_a_public_name() -> None:
+    """So that it can be written in an annotation: of the functions, and of the fields of what they return."""
+    public = {*memguard.__all__, *memguard.types.__all__, *memguard.exchange.__all__, *vars(errors)}
+    others = {"Any", "Callable", "Iterator", "Literal", "Mapping", "Sequence", "TypeVar", "None"}
+    functions = {name: getattr(memguard, name) for name in memguard.__all__}
+    functions |= {f"retry.{name}": getattr(memguard.retry, name) for name in ("call", "attempts")}
+    seen = set()
+    for name, function in functions.items():
+        if inspect.isfunction(function):
+            said = str(inspect.signature(function).return_annotation)
+            named = set(re.findall(r"\b[A-Z]\w+", said))
+            assert named <= public | others, f"{name} returns {said}"
+            seen |= named
+    assert {"Attempts", "Block", "DoctorReport", "Guard", "Ledger", "Report", "Suspension", "Timeline", "Watch"} <= seen
+    fields = {
+        "Ledger": ("devices",), "DeviceLedger": ("device", "rows"), "Plan": ("devices",),
+        "DevicePlan": ("device",), "Sample": ("devices",), "DeviceSample": ("frameworks",), "Event": ("level",),
+        "Reclaimable": ("devices",), "DeviceReclaimable": ("frameworks",), "DoctorReport": ("findings",),
+        "Finding": ("severity",), "Report": ("ledger", "samples"),
+    }  # fmt: skip
+    for owner, names in fields.items():
+        cls = getattr(memguard.types, owner, None) or getattr(memguard, owner)
+        for field in names:
+            said = str(cls.__annotations__.get(field) or typing.get_type_hints(cls)[field])
+            assert set(re.findall(r"\b[A-Z]\w+", said)) <= public | others, f"{owner}.{field} is {said}"
+
+
+def test_a_framework_that_is_known_at_run_time_only_is_checked_then() -> None:
+    for name in typing.get_args(memguard.types.FrameworkName):
+        assert memguard.types.framework_name(name) == name
+    with pytest.raises(ValueError, match=r"'torhc' is no framework that a budget may name: torch, .*'torch'\?$"):
+        memguard.types.framework_name("torhc")
+    with pytest.raises(ValueError, match="shared pool"):
+        memguard.types.framework_name("shared pool")
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    text = "".join(path.read_text(encoding="utf-8") for path in REFERENCE.glob("*.md"))
+    shown = set(re.findall(r"^\.\. auto\w+:: (memguard[\w.]*)$", text, re.MULTILINE))
+    for name in memguard.__all__:
+        value = getattr(memguard, name)
+        of_errors = inspect.isclass(value) and issubclass(value, MemguardError)  # `automodule:: memguard.errors`
+        assert of_errors or f"memguard.{name}" in shown, name
+    for name in memguard.types.__all__:
+        assert f"memguard.types.{name}" in shown, name
+    for name in memguard.exchange.__all__:
+        assert name == "CannotShare" or f"memguard.exchange.{name}" in shown, name
+    assert {"memguard.errors", "memguard.retry.call", "memguard.retry.attempts"} <= shown
+    assert "memguard._" not in text, "a private module"
 
 
 def test_the_public_names_of_the_exchange() -> None:
@@ -130,11 +206,11 @@ def test_the_public_names_of_the_exchange() -> None:
         value = getattr(exchange, name)
         assert callable(value) and value.__module__.startswith("memguard.")
         assert (value.__doc__ or "").strip(), f"{name} says nothing about itself"
-    assert exchange.CannotShare is memguard.CannotShare
+    assert exchange.CannotShare is errors.CannotShare
 
 
 def test_the_exchange_is_loaded_when_first_used_and_loads_no_framework() -> None:
-    found = loaded_by("import memguard; memguard.CannotShare")
+    found = loaded_by("import memguard; memguard.errors.CannotShare")
     assert not {name for name in found if name.startswith("memguard.exchange")}
     found = loaded_by("import memguard; memguard.exchange.to")
     assert "memguard.exchange.transfer" in found
@@ -145,16 +221,18 @@ def test_the_exchange_is_loaded_when_first_used_and_loads_no_framework() -> None
 def test_type_checkers_see_the_names_that_exist() -> None:
     tree = ast.parse(Path(memguard.__file__).read_text(encoding="utf-8"))
     block = next(node for node in tree.body if isinstance(node, ast.If))
+    modules = MODULES | SUBMODULES
     declared = {}
     for node in block.body:
         assert isinstance(node, ast.ImportFrom)
         for name in node.names:
             assert name.asname == name.name, "an explicit re-export"
             declared[name.name] = node.module
-    assert sorted(declared) == memguard.__all__
+    assert sorted(declared.keys() - SUBMODULES - HOOKS) == memguard.__all__
+    assert declared.keys() >= SUBMODULES | HOOKS
     for name, module in declared.items():
         found = home(getattr(memguard, name))
-        expected = f"{module}.{name}" if name in MODULES else module
+        expected = f"{module}.{name}" if name in modules else module
         assert found == expected or found.startswith(f"{module}."), "or in a module of that package"
 
 
@@ -178,31 +256,30 @@ def test_arguments_of_the_public_functions() -> None:
         if inspect.isfunction(getattr(memguard, name))
     }
     assert given == {
-        "attempts": ["times", "size", "floor", "multiple", "ranks"],
-        "call": ["function", "args", "kwargs"],
         "checkpoint": [],
         "doctor": ["budget", "frameworks", "ignore", "timeout"],
         "guard": ["budget", "replace", "simulate", "missing_gpu"],
         "init": ["budget", "replace", "simulate", "missing_gpu"],
         "last_oom": [],
         "ledger": [],
-        "load_ipython_extension": ["shell"],
         "load_timeline": ["path"],
-        "on_pressure": ["callback"],
+        "on_event": ["callback"],
         "on_sample": ["callback"],
         "reclaimable": [],
         "record_trace": ["path", "interval"],
         "require": ["framework", "size"],
         "resize": ["framework", "size"],
         "resume": ["timeout", "progress"],
-        "retry": ["times", "shrink", "floor", "multiple", "ranks"],
         "shutdown": [],
         "suspend": ["timeout", "why", "host_memory"],
         "suspended": ["timeout", "host_memory"],
         "trim": ["framework"],
-        "unload_ipython_extension": ["shell"],
         "workload": ["name", "framework", "needs", "wait"],
     }
+    retry = memguard.retry
+    assert list(inspect.signature(retry).parameters) == ["times", "shrink", "floor", "multiple", "ranks"]
+    assert list(inspect.signature(retry.attempts).parameters) == ["times", "size", "floor", "multiple", "ranks"]
+    assert list(inspect.signature(retry.call).parameters) == ["function", "args", "kwargs"]
     to = inspect.signature(memguard.exchange.to).parameters
     assert list(to) == ["x", "framework", "copy", "stream", "device"]
     assert {name for name, one in to.items() if one.kind is one.KEYWORD_ONLY} == {"copy", "stream", "device"}
@@ -215,10 +292,11 @@ PUBLIC_ERRORS = [
 
 
 def test_every_error_is_public_and_in_the_tree_of_the_docstring() -> None:
-    names = {error.__name__ for error in PUBLIC_ERRORS if error is not errors.ProblemsError}  # nobody catches that one
-    public = {name for name in memguard.__all__ if inspect.isclass(getattr(memguard, name))}
-    others = {"Budget", "Event", "Guard", "Ledger", "Reclaimable", "Sample", "Suspension", "WorkloadReport"}
-    assert names == public - others
+    """A program's own errors are names of the package; those of tools and of `exchange` have a home of their own."""
+    names = {error.__name__ for error in PUBLIC_ERRORS}
+    public = {name for name in memguard.__all__ if inspect.isclass(getattr(memguard, name))} - {"Budget", "Guard"}
+    elsewhere = {"ProblemsError", "CannotShare", "FactsError", "TraceError", "TimelineError"}
+    assert names - elsewhere == public and elsewhere <= names
     for name in names:
         assert name in (errors.__doc__ or "")
 

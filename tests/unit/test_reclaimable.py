@@ -11,7 +11,7 @@ from test_cli import call
 from timelines import START, plan_of, sample_of
 
 import memguard
-from memguard._reclaim.figures import Returnable, of_sample
+from memguard._reclaim.figures import FrameworkReclaimable, of_sample
 from memguard._timeline.writer import Writer
 from memguard._types import FrameworkSample, Sample
 from memguard._units import GIB, MIB
@@ -30,15 +30,15 @@ FIGURES = {
 def test_the_figures_of_each_framework() -> None:
     (part,) = of_sample(sample_of(plan_of(), START, **FIGURES), plan_of(), True).devices
     assert part.frameworks == (
-        Returnable("torch", 8 * GIB, 6 * GIB, 5 * GIB, "memguard.trim"),
-        Returnable("pycuda", GIB, GIB, GIB, "own thread"),
-        Returnable("jax", 4 * GIB, 3 * GIB, 0, "never"),
-        Returnable("numba", 2 * GIB, GIB, 0, "own call"),
-        Returnable("cupy", 6 * GIB, 5 * GIB, None, "memguard.trim"),
+        FrameworkReclaimable("torch", 8 * GIB, 6 * GIB, 5 * GIB, "memguard.trim"),
+        FrameworkReclaimable("pycuda", GIB, GIB, GIB, "own thread"),
+        FrameworkReclaimable("jax", 4 * GIB, 3 * GIB, 0, "never"),
+        FrameworkReclaimable("numba", 2 * GIB, GIB, 0, "own call"),
+        FrameworkReclaimable("cupy", 6 * GIB, 5 * GIB, None, "memguard.trim"),
     )
     assert part.reclaimable == 6 * GIB
     silent = of_sample(sample_of(plan_of(), START, tensorflow=FrameworkSample(None, GIB, 0, GIB)), plan_of(), True)
-    assert silent.devices[0].frameworks == (Returnable("tensorflow", None, None, 0, "never"),)
+    assert silent.devices[0].frameworks == (FrameworkReclaimable("tensorflow", None, None, 0, "never"),)
 
 
 def test_it_says_what_a_trim_then_gives_back() -> None:

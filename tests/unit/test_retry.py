@@ -19,11 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import memguard
-from memguard import Event
 from memguard._retry import room, sizes
 from memguard._retry.recognised import first_sentences
 from memguard._types import Room
 from memguard._units import GIB
+from memguard.types import Event
 
 
 class OutOfMemoryError(RuntimeError):
@@ -66,14 +66,14 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_once_if_nothing_else_is_said(caplog: pytest.LogCaptureFixture) -> None:
     step = Fails(1)
-    assert memguard.call(step, 5) == 5 and step.ran == 2
+    assert memguard.retry.call(step, 5) == 5 and step.ran == 2
     (said,) = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert said.name == "memguard"
     assert said.getMessage().startswith("torch ran out of GPU memory (2.00 GiB asked for): ")
     assert said.getMessage().endswith("; running again (1 of 1)")
     step = Fails(2)
     with pytest.raises(OutOfMemoryError) as caught:
-        memguard.call(step)
+        memguard.retry.call(step)
     assert step.ran == 2
     note = note_of(caught.value)
     assert note.startswith(
@@ -92,7 +92,7 @@ def test_as_often_as_is_said(times: int) -> None:
     assert step.ran == times + 1
     numbers = []
     with pytest.raises(OutOfMemoryError):
-        for attempt in memguard.attempts(times):
+        for attempt in memguard.retry.attempts(times):
             with attempt:
                 numbers.append(attempt.number)
                 raise out_of_memory()
@@ -102,7 +102,7 @@ def test_as_often_as_is_said(times: int) -> None:
 def test_another_error_in_the_second_run_is_not_hidden() -> None:
     errors = iter([out_of_memory(), ValueError("half written")])
     with pytest.raises(ValueError, match="half written") as caught:
-        memguard.call(Fails(2, lambda: next(errors)))
+        memguard.retry.call(Fails(2, lambda: next(errors)))
     note = note_of(caught.value)
     assert note.startswith("memguard ran it 2 times. It failed in another way.\n  run 1: OutOfMemoryError")
     assert caught.value.__context__ is None
@@ -167,7 +167,7 @@ def test_async_functions_are_awaited_again() -> None:
     ran.clear()
     assert asyncio.run(memguard.retry()(Model())(8)) == 8
     ran[:] = ["run"]
-    assert asyncio.run(memguard.call(functools.partial(step, 9))) == 9
+    assert asyncio.run(memguard.retry.call(functools.partial(step, 9))) == 9
 
 
 def test_a_cancelled_task_stays_cancelled() -> None:
@@ -204,8 +204,8 @@ class Items:
 
 @pytest.mark.parametrize("function", [items, later, Items(), functools.partial(items)])
 def test_generators_are_refused(function: Callable[[], object]) -> None:
-    for use in (memguard.retry(), memguard.call):
-        with pytest.raises(TypeError, match=r"is an? (async )?generator: .*\n    fix: .*memguard\.attempts"):
+    for use in (memguard.retry(), memguard.retry.call):
+        with pytest.raises(TypeError, match=r"is an? (async )?generator: .*\n    fix: .*memguard\.retry\.attempts"):
             use(function)
 
 
@@ -239,19 +239,19 @@ def test_the_call_that_is_easily_forgotten() -> None:
 
 def test_a_loop_without_its_block() -> None:
     with pytest.raises(RuntimeError, match="this attempt had no block\n    fix: for attempt"):
-        for _ in memguard.attempts():
+        for _ in memguard.retry.attempts():
             pass
     ran = 0
-    for attempt in memguard.attempts():
+    for attempt in memguard.retry.attempts():
         with attempt:
             ran += 1
         with pytest.raises(RuntimeError, match="has begun already"), attempt:
             pass
     assert ran == 1
-    for attempt in memguard.attempts():
+    for attempt in memguard.retry.attempts():
         with attempt:
             break  # leaving the loop is no failure
-    every = memguard.attempts()
+    every = memguard.retry.attempts()
     assert [
         attempt.number for attempt in every if attempt.__enter__() is attempt and not attempt.__exit__(None, None, None)
     ] == [1]
@@ -384,20 +384,20 @@ def test_sizes_of_methods_and_coroutines() -> None:
 
 def test_sizes_of_attempts() -> None:
     given = []
-    for attempt in memguard.attempts(size=32, floor=4):
+    for attempt in memguard.retry.attempts(size=32, floor=4):
         with attempt:
             given.append(attempt.size)
             if attempt.size is None or attempt.size > 8:
                 raise out_of_memory()
     assert given == [32, 16, 8]
-    for attempt in memguard.attempts():
+    for attempt in memguard.retry.attempts():
         with attempt:
             assert attempt.size is None
     for wrong in (0, "8", True):
         with pytest.raises(ValueError, match="size is a whole number above 0"):
-            memguard.attempts(size=wrong)  # type: ignore[arg-type]
+            memguard.retry.attempts(size=wrong)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="give the first one: size=64"):
-        memguard.attempts(floor=2)
+        memguard.retry.attempts(floor=2)
 
 
 # under a budget
@@ -430,7 +430,7 @@ def guard(nothing_stays: None) -> memguard.Guard:
 def test_a_siblings_cache_serves_the_second_run(guard: memguard.Guard, caplog: pytest.LogCaptureFixture) -> None:
     """What the failed run held counts: 48 GiB of torch's own are taken again, and the 4 GiB that failed besides."""
     torch, events, runs = simulated(guard, "torch"), list[Event](), []
-    memguard.on_pressure(events.append)
+    memguard.on_event(events.append)
 
     @memguard.retry()
     def step() -> int:
@@ -480,7 +480,7 @@ def test_what_is_asked_of_the_guard(
     """Everything idle, and room for the request beside what the run will take again."""
     torch, uuid = simulated(guard, "torch"), guard.plan.devices[0].device.uuid
     asked = Asked(monkeypatch, guard, lambda needed: 0)
-    assert len(memguard.call(lambda: [Array(torch, 4 * GIB) for _ in range(14)])) == 14
+    assert len(memguard.retry.call(lambda: [Array(torch, 4 * GIB) for _ in range(14)])) == 14
     assert asked.asked == [("torch", 52 * GIB, uuid)]
     assert asked.trimmed == ["torch", "cupy"]
     assert "; cupy holds 1.00 GiB more in live arrays than its min; running again" in caplog.messages[-1]
@@ -505,7 +505,7 @@ def test_an_elastic_cap_rises_as_far_as_it_goes(
     found.host.take(found.host.devices()[0], 80 * GIB)  # type: ignore[attr-defined]
     torch, guard = simulated(found, "torch"), Asked(monkeypatch, found, missing)
     with pytest.raises(Exception, match="out of memory"):
-        memguard.call(lambda: [Array(torch, 4 * GIB) for _ in range(50)])
+        memguard.retry.call(lambda: [Array(torch, 4 * GIB) for _ in range(50)])
     assert [round(needed / GIB) for _, needed, _ in guard.asked] == asked, "at least the 56 GiB that it had, and 4"
 
 
@@ -526,7 +526,7 @@ def test_an_elastic_program_that_fails_without_it(nothing_stays: None, caplog: p
         step()
     memguard.trim("torch")
     idle()
-    assert memguard.call(step) == 70
+    assert memguard.retry.call(step) == 70
     assert re.search(r"; cupy gave back \d+\.00 GiB by NVML; torch's cap went from .* GiB to .* GiB; ", caplog.text)
 
 
@@ -537,10 +537,10 @@ def test_room_is_made_on_the_gpu_of_the_request(monkeypatch: pytest.MonkeyPatch,
     guard, torch = Asked(monkeypatch, found, lambda needed: 0), simulated(found, "torch")
     for device, uuid in ((1, second), (0, first)):
         with pytest.raises(Exception, match="cap is reached"):
-            memguard.call(torch.allocate, 30 * GIB, device)
+            memguard.retry.call(torch.allocate, 30 * GIB, device)
         assert guard.asked.pop()[2] == uuid
     on_gpu_1 = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 139.80 GiB"
-    memguard.call(Fails(1, lambda: OutOfMemoryError(on_gpu_1)))
+    memguard.retry.call(Fails(1, lambda: OutOfMemoryError(on_gpu_1)))
     assert guard.asked.pop()[2] == second
 
 
@@ -563,13 +563,13 @@ def test_a_librarys_error_and_one_without_a_size(
     guard: memguard.Guard, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     asked = Asked(monkeypatch, guard, lambda needed: 0)
-    assert memguard.call(Fails(1, no_workspace)) == "fine"
+    assert memguard.retry.call(Fails(1, no_workspace)) == "fine"
     assert (asked.asked, asked.trimmed) == ([], ["torch", "cupy"]), "a workspace lies outside the caps"
     assert caplog.messages[-1].startswith(
         "cublas ran out of GPU memory: cupy gave back 60.00 GiB by NVML; running again"
     )
     asked.trimmed.clear()
-    assert memguard.call(Fails(1, of_no_size)) == "fine"
+    assert memguard.retry.call(Fails(1, of_no_size)) == "fine"
     assert ([who for who, _, _ in asked.asked], asked.trimmed) == (["torch"], ["torch", "cupy"])
 
 
@@ -577,11 +577,11 @@ def test_what_fails_in_making_room_stops_nothing(guard: memguard.Guard, monkeypa
     for name in ("make_room", "trim", "sample", "_capturing"):
         with monkeypatch.context() as patch:
             patch.setattr(guard, name, Fails(99, lambda: RuntimeError("a driver is lost")))
-            assert memguard.call(Fails(1)) == "fine"
+            assert memguard.retry.call(Fails(1)) == "fine"
     with monkeypatch.context() as patch:
         patch.setattr(room, "with_figures", Fails(99, lambda: RuntimeError("a driver is lost")))
         with pytest.raises(OutOfMemoryError):
-            memguard.call(Fails(1))
+            memguard.retry.call(Fails(1))
 
 
 def test_a_budget_that_ends_in_the_run(guard: memguard.Guard) -> None:
@@ -591,14 +591,14 @@ def test_a_budget_that_ends_in_the_run(guard: memguard.Guard) -> None:
         memguard.shutdown()
         return step()
 
-    assert memguard.call(ends) == "fine"
+    assert memguard.retry.call(ends) == "fine"
 
 
 def test_nothing_runs_again_within_a_capture(guard: memguard.Guard, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulated(guard, "torch"), "capturing", lambda: True)
     step = Fails(1)
     with pytest.raises(OutOfMemoryError) as caught:
-        memguard.call(step)
+        memguard.retry.call(step)
     assert step.ran == 1
     assert note_of(caught.value).startswith(
         "memguard did not run it again: this thread captures a CUDA graph, which another run would spoil\n  fix: "
@@ -608,7 +608,7 @@ def test_nothing_runs_again_within_a_capture(guard: memguard.Guard, monkeypatch:
 def test_the_report_of_a_block_stands_beside_it(guard: memguard.Guard, capsys: pytest.CaptureFixture[str]) -> None:
     torch = simulated(guard, "torch")
     with pytest.raises(Exception, match="cap is reached") as caught, memguard.workload("w", framework="torch"):
-        memguard.call(lambda: [Array(torch, 4 * GIB) for _ in range(17)])
+        memguard.retry.call(lambda: [Array(torch, 4 * GIB) for _ in range(17)])
     report = memguard.last_oom()
     assert report is not None and report.verdict.requester == "torch" and not report.caught
     assert capsys.readouterr().err.count("torch ran out of GPU memory") == 1
@@ -617,7 +617,7 @@ def test_the_report_of_a_block_stands_beside_it(guard: memguard.Guard, capsys: p
 
 def test_the_timeline_has_it(tmp_path: Any, nothing_stays: None) -> None:
     found = start({**BUDGET, "monitor": {"interval": "10s", "timeline": str(tmp_path / "run.jsonl")}})
-    assert found.active and memguard.call(Fails(1)) == "fine"
+    assert found.active and memguard.retry.call(Fails(1)) == "fine"
     memguard.shutdown()
     (path,) = tmp_path.glob("run*.jsonl")
     events = [event for event in memguard.load_timeline(path).events() if event.kind == "retry"]

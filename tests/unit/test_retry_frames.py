@@ -190,11 +190,11 @@ def decorated(body: Callable[[Runs], None], runs: Runs) -> None:
 
 
 def called(body: Callable[[Runs], None], runs: Runs) -> None:
-    memguard.call(body, runs)
+    memguard.retry.call(body, runs)
 
 
 def attempted(body: Callable[[Runs], None], runs: Runs) -> None:
-    for attempt in memguard.attempts():
+    for attempt in memguard.retry.attempts():
         with attempt:
             body(runs)
 
@@ -226,7 +226,7 @@ def attempted_awaiting(body: Callable[[Runs], None], runs: Runs) -> None:
         body(runs)
 
     async def step() -> None:
-        for attempt in memguard.attempts():
+        for attempt in memguard.retry.attempts():
             with attempt:
                 await inner()
 
@@ -236,7 +236,7 @@ def attempted_awaiting(body: Callable[[Runs], None], runs: Runs) -> None:
 def in_a_guard(body: Callable[[Runs], None], runs: Runs) -> None:
     budget = {"version": 1, "frameworks": {"torch": {"limit": "4GiB"}}}
     with memguard.guard(budget, simulate="h200"), memguard.workload("w", framework="torch"):
-        memguard.call(body, runs)
+        memguard.retry.call(body, runs)
 
 
 WAYS = [decorated, called, attempted, in_a_method, awaited, attempted_awaiting, in_a_guard]
@@ -268,7 +268,7 @@ def test_nothing_of_the_failed_run_is_alive_in_the_next(
 @pytest.mark.usefixtures("without_collector")
 def test_in_nested_calls_only_what_still_runs_is_alive() -> None:
     runs = Runs()
-    memguard.call(within_itself, runs)
+    memguard.retry.call(within_itself, runs)
     assert runs.left == [0, 1, 1, 0], "the outer run's own array, while it runs"
 
 
@@ -299,7 +299,7 @@ def test_an_error_that_the_program_keeps_holds_no_arrays() -> None:
             raise error
         assert held
 
-    memguard.call(step)
+    memguard.retry.call(step)
     assert runs.left == [0, 0]
     assert isinstance(kept[0].__traceback__, TracebackType), "it is whole but for the variables"
 
@@ -326,7 +326,7 @@ def test_a_generator_that_is_suspended_goes_on() -> None:
             raise caught[0]
         return next(items)
 
-    assert memguard.call(step) == "kept"
+    assert memguard.retry.call(step) == "kept"
 
 
 def test_a_coroutine_that_is_suspended_goes_on() -> None:
@@ -367,8 +367,8 @@ def test_what_the_caller_is_handling_stays_whole() -> None:
     try:
         first()
     except KeyError as outer:
-        memguard.call(plain, runs)
-        for attempt in memguard.attempts():
+        memguard.retry.call(plain, runs)
+        for attempt in memguard.retry.attempts():
             with attempt:
                 if attempt.number == 1:
                     raise OutOfMemoryError(TEXT)  # noqa: B904
@@ -386,7 +386,7 @@ def test_other_errors_pass_as_they_are(error: BaseException) -> None:
         ran.append(local)
         raise error
 
-    for way in (lambda: memguard.call(step), lambda: attempted(lambda _: step(), Runs())):
+    for way in (lambda: memguard.retry.call(step), lambda: attempted(lambda _: step(), Runs())):
         ran.clear()
         with pytest.raises(type(error)) as caught:
             way()
@@ -409,7 +409,7 @@ def test_the_last_error_is_the_programs_own() -> None:
         raise error from (KeyError(held) if held is None else None)
 
     with pytest.raises(OutOfMemoryError) as caught:
-        memguard.call(step)
+        memguard.retry.call(step)
     assert caught.value is raised[0] and type(caught.value) is OutOfMemoryError and str(caught.value) == TEXT
     assert caught.value.__context__ is None and runs.left == [0, 0]
     (note,) = caught.value.__notes__

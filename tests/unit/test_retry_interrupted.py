@@ -61,10 +61,10 @@ class Program:
         return len([Array(self.torch, 8 * GIB) for _ in range(arrays)])
 
     def call(self) -> object:
-        return memguard.call(self.step)
+        return memguard.retry.call(self.step)
 
     def attempts(self) -> object:
-        for attempt in memguard.attempts():
+        for attempt in memguard.retry.attempts():
             with attempt:
                 return self.step()
         raise AssertionError
@@ -101,7 +101,7 @@ def interrupted(name: str, at: int | None) -> tuple[Points, list[str]]:
 
     def take() -> None:
         lock = program.guard._lock
-        free.append(lock.acquire(timeout=1))
+        free.append(lock.acquire(timeout=10))
         if free[0]:
             lock.release()
 

@@ -149,12 +149,12 @@ def test_the_error_comes_out_at_once_with_the_reason(nobody_else: pytest.MonkeyP
     with pytest.raises(OutOfMemoryError):
         memguard.retry(2, ranks="independent")(step)()
     assert len(ran) == 1 + 3
-    for attempt in memguard.attempts(ranks="independent"):
+    for attempt in memguard.retry.attempts(ranks="independent"):
         with attempt:
             if attempt.number == 1:
                 step()
     with pytest.raises(OutOfMemoryError):
-        memguard.call(step)
+        memguard.retry.call(step)
 
 
 def test_nothing_is_imported_to_find_out() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import gpu_clocks
 import pytest
 from suspending import Doors, FakeWay, way_of
+from waiting import until
 
 import memguard
 from memguard import _api, exchange
@@ -132,23 +133,23 @@ REFUSED: dict[str, Callable[[], object]] = {
 
 
 def attempting() -> None:
-    for attempt in memguard.attempts(times=1):
+    for attempt in memguard.retry.attempts(times=1):
         with attempt:
             pass
 
 
 def no_timeline() -> None:
-    with pytest.raises(memguard.TimelineError):
+    with pytest.raises(memguard.errors.TimelineError):
         memguard.load_timeline("nothing.jsonl")
 
 
 ANSWERED: dict[str, Callable[[], object]] = {
     "ledger": lambda: str(memguard.ledger()) + memguard.ledger().to_json() + memguard.ledger()._repr_html_(),
     "checkpoint": lambda: memguard.checkpoint(),
-    "on_pressure": lambda: memguard.on_pressure(print)(),
+    "on_event": lambda: memguard.on_event(print).remove(),
     "on_sample": lambda: memguard.on_sample(lambda sample: None).remove(),
     "last_oom": lambda: memguard.last_oom(),
-    "call": lambda: memguard.call(lambda: 1),
+    "call": lambda: memguard.retry.call(lambda: 1),
     "retry": lambda: memguard.retry()(lambda: 1)(),
     "attempts": attempting,
     "exchange.last_route": lambda: exchange.last_route(),
@@ -226,14 +227,14 @@ def test_trims_and_errors_that_are_due_wait(guard: Guard) -> None:
     uuid = guard.plan.devices[0].device.uuid
     event = Event(time.time(), "pressure", "torch is critical", Pressure.CRITICAL, uuid, "torch")
     trimmed: list[Event] = []
-    forget = memguard.on_pressure(trimmed.append)
+    watch = memguard.on_event(trimmed.append)
     with memguard.suspended():
         session._due.append(event)
         session._raises[uuid, "torch"] = event
         memguard.checkpoint()
         assert session._due and session._raises
     memguard.checkpoint()
-    forget()
+    watch.remove()
     assert "trim" in [one.kind for one in trimmed] and not session._due and not session._raises
 
 
@@ -266,10 +267,11 @@ def test_a_workload_that_waits_for_room_goes_on_waiting(guard: Guard) -> None:
             went_on.set()
 
     first, second = threading.Thread(target=holding), threading.Thread(target=waiting)
+    turns = guard._admission.turns
     first.start()
-    time.sleep(0.2)
+    until(lambda: turns.settled().active)
     second.start()
-    time.sleep(0.3)
+    until(lambda: turns.settled().waiting)
     with memguard.suspended():
         hold.set()
         first.join(10)

@@ -371,7 +371,7 @@ def test_with_figures_of_another_process_the_ledger_adds_up(way: FakeWay, budget
 
 def test_the_timeline_keeps_it_and_no_sample_comes_meanwhile(way: FakeWay, tmp_path: Path) -> None:
     events: list[Event] = []
-    forget = memguard.on_pressure(events.append)
+    watch = memguard.on_event(events.append)
     memguard.init(
         {**BUDGET, "monitor": {"interval": "50ms", "timeline": str(tmp_path / "run-{pid}.jsonl")}}, simulate="h200"
     )
@@ -388,7 +388,7 @@ def test_the_timeline_keeps_it_and_no_sample_comes_meanwhile(way: FakeWay, tmp_p
         assert len(monitor.last(1e9)) > taken
     finally:
         memguard.shutdown()
-        forget()
+        watch.remove()
     (path,) = tmp_path.iterdir()
     kinds = [line["event"]["kind"] for line in map(json.loads, path.read_text().splitlines()) if "event" in line]
     assert [kind for kind in kinds if kind in ("suspended", "resumed")] == ["suspended", "resumed"]
@@ -459,12 +459,12 @@ def test_a_callback_on_the_monitors_thread_cannot_suspend(way: FakeWay, budget: 
             found.append(error)
 
     session = _api.current_session()
-    forget = memguard.on_pressure(callback)
+    watch = memguard.on_event(callback)
     session.guard._reclaimer.events.append(Event(time.time(), "reclaim", "given back"))
     until = time.monotonic() + 10
     while not found and time.monotonic() < until:
         time.sleep(0.01)
-    forget()
+    watch.remove()
     assert isinstance(found[0], CannotSuspend) and "on the monitor's thread" in str(found[0])
 
 

@@ -204,7 +204,9 @@ def program(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
                   "monitor": {"interval": "1h", "timeline": "run.jsonl"}}
         guard = memguard.init(budget, simulate="h200")
         torch = guard.frameworks["torch"]
-        time.sleep(0.3)  # the monitor's only sample
+        from memguard import _api
+        while not _api.current_session().monitor.last(1):
+            time.sleep(0.01)  # the monitor's only sample
     """
     text = textwrap.dedent(start) + textwrap.dedent(code)
     return subprocess.run(
@@ -235,7 +237,9 @@ def test_a_process_of_multiprocessing_runs_no_exit_functions_and_has_it_too(tmp_
         "    budget = {'version': 1, 'frameworks': {'torch': {'limit': '10GiB'}},\n"
         "              'monitor': {'interval': '1h', 'timeline': 'run.jsonl'}}\n"
         "    guard = memguard.init(budget, simulate='h200')\n"
-        "    time.sleep(0.3)\n"
+        "    from memguard import _api\n"
+        "    while not _api.current_session().monitor.last(1):\n"
+        "        time.sleep(0.01)\n"
         "    guard.frameworks['torch'].allocate(3 << 30)\n"
         "if __name__ == '__main__':\n"
         "    import multiprocessing\n"
@@ -332,7 +336,7 @@ def test_workloads_are_events_of_the_timeline(tmp_path: Path) -> None:
 def test_short_workloads_in_a_row_are_one_event_and_long_ones_each() -> None:
     now = [100.0]
     spans = Spans(lambda: now[0])
-    report = memguard.WorkloadReport("step", "torch", peak=GIB)
+    report = memguard.types.WorkloadReport("step", "torch", peak=GIB)
     assert spans.ended(report, 2.0, None) == [
         Event(100.0, "workload", "step", framework="torch", seconds=2.0, bytes=GIB)
     ]
@@ -340,8 +344,8 @@ def test_short_workloads_in_a_row_are_one_event_and_long_ones_each() -> None:
     found = []
     for at in range(25):
         now[0] = 200.0 + at * 0.1
-        found += spans.ended(memguard.WorkloadReport("step", "torch", peak=at or None), 0.05, None)
-        found += spans.ended(memguard.WorkloadReport("other", "jax"), 0.01, None)
+        found += spans.ended(memguard.types.WorkloadReport("step", "torch", peak=at or None), 0.05, None)
+        found += spans.ended(memguard.types.WorkloadReport("other", "jax"), 0.01, None)
     found += spans.due(everything=True)
     of_step = [event for event in found if event.text == "step"]
     assert sum(event.times or 1 for event in of_step) == 25 and 2 < len(of_step) < 5, "about one each second"
@@ -355,7 +359,7 @@ def test_numbered_workloads_are_few_events_and_none_is_lost() -> None:
     found = []
     for at in range(3000):
         now[0] += 0.001
-        found += spans.ended(memguard.WorkloadReport(f"step {at}", "torch"), 0.001, None)
+        found += spans.ended(memguard.types.WorkloadReport(f"step {at}", "torch"), 0.001, None)
     found += spans.due(everything=True)
     assert sum(event.times or 1 for event in found) == 3000 and len(found) < 4 * (MOST + 2)
     assert {event.text for event in found} >= {"step 0", OTHERS}
@@ -364,7 +368,7 @@ def test_numbered_workloads_are_few_events_and_none_is_lost() -> None:
 
 def test_an_error_ends_the_row_before_it() -> None:
     spans = Spans(lambda: 50.0)
-    report = memguard.WorkloadReport("step", "torch")
+    report = memguard.types.WorkloadReport("step", "torch")
     assert spans.ended(report, 0.1, None) == []
     assert [event.text for event in spans.ended(report, 0.1, "ValueError")] == ["step", "step: ended with ValueError"]
 

@@ -234,7 +234,7 @@ def test_the_next_budget_is_watched_in_its_place() -> None:
 
 def test_a_start_that_fails_leaves_nothing(tmp_path: Path, folder: Path) -> None:
     before = start({**BUDGET, "device": {"limit": "20GiB"}})
-    with pytest.raises(memguard.TimelineError):
+    with pytest.raises(memguard.errors.TimelineError):
         late = tmp_path / "run.jsonl"
         late.mkdir()
         start({**WATCHED, "monitor": {"top": True, "timeline": str(late / "no" / "run.jsonl")}}, replace=True)

@@ -242,7 +242,7 @@ def called_again(error: BaseException) -> None:
 
 
 def attempted_again(error: BaseException) -> None:
-    for attempt in memguard.attempts(ranks="independent"):
+    for attempt in memguard.retry.attempts(ranks="independent"):
         with attempt:
             fail(error)
 

@@ -52,10 +52,8 @@ class Attached:
             if self._pause is not None:
                 self._pause.begin(undo)
             task_errors.begin(self._reported, undo)
-            forget = memguard.on_pressure(self._on_event)
-            undo.add("the events", forget)
-            watch = memguard.on_sample(self._on_sample)
-            undo.add("the samples", watch.remove)
+            undo.add("the events", memguard.on_event(self._on_event).remove)
+            undo.add("the samples", memguard.on_sample(self._on_sample).remove)
         metrics: dict[str, Any] = {
             tables.METRIC: self._ledger,
             tables.HELD: self._held,

@@ -1,0 +1,1 @@
+"""Programs that measurements run as a user would: under `memguard run`, or under a budget of their own."""
