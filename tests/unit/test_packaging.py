@@ -39,7 +39,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_every_error_that_a_program_may_have_to_catch_is_public() -> None:
-    """The others are raised by tools, which read their files, and by `memguard.exchange`: those are in memguard.errors."""
+    """The others are in memguard.errors: of tools, which read their files, and of `memguard.exchange`."""
     from memguard import errors
 
     found = [value for value in vars(errors).values() if isinstance(value, type)]
