@@ -210,7 +210,7 @@ def notes(found: Mapping[str, str]) -> list[str]:
 
 
 def now() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def begun(path: Path | None, commit: str | None, there: Mapping[str, Any]) -> dict[str, Any]:

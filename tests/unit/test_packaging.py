@@ -50,7 +50,8 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         _ = memguard.initialise
 
 
-def test_every_error_that_is_raised_is_public() -> None:
+def test_every_error_that_a_program_may_have_to_catch_is_public() -> None:
+    """The others are in memguard.errors: of tools, which read their files, and of `memguard.exchange`."""
     from memguard import errors
 
     found = [value for value in vars(errors).values() if isinstance(value, type)]
