@@ -150,7 +150,7 @@ class Runner:
                 if self.lends and framework not in ASKS:
                     import memguard
 
-                    array = memguard.call(one.take, size, self._number)
+                    array = memguard.retry.call(one.take, size, self._number)
                 else:
                     array = one.take(size, self._number)
             except Exception as error:
