@@ -34,7 +34,6 @@ def main() -> int:
     commands.add_parser("status").add_argument("file", nargs="?", type=Path)
     commands.add_parser("render").add_argument("--check", action="store_true", help="fail if a page would change")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what it started is ended as well
     if arguments.command == "render":
         from bench import render
 
@@ -47,6 +46,9 @@ def main() -> int:
 def measure(arguments: argparse.Namespace) -> int:
     from bench import runner
 
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as in the background of a shell, or under nohup
+            signal.signal(number, runner.end)
     known = discover()
     ids = getattr(arguments, "ids", [*known])
     if unknown := [name for name in ids if name not in known]:

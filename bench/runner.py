@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
 import time
 import uuid
@@ -20,6 +21,8 @@ QUICK_SECONDS = 150.0
 QUICK_ROOM = 60.0
 """Seconds that must be left of `--until` for an untimed pass to start."""
 AT_ONCE = 4
+RUNNING: set[str] = set()
+"""The tokens of what runs."""
 CONTINUE = 3
 """Exit code: there is more to measure, and no time for it."""
 
@@ -33,6 +36,7 @@ def run_one(one: Measure, quick: bool, timeout: float, record: bool = False) -> 
     token, covers, began = uuid.uuid4().hex, folder / "covers", time.monotonic()
     env = {TOKEN: token, "TMPDIR": str(folder), "BENCH_COVERS": str(covers) if record else None}
     words = ["-m", "bench.one", one.function.__module__, one.id, *(["--quick"] if quick else [])]
+    RUNNING.add(token)
     process = Child(words, name=one.id, env=env, timeout=timeout)
     try:
         found = process.end()
@@ -41,9 +45,17 @@ def run_one(one: Measure, quick: bool, timeout: float, record: bool = False) -> 
     finally:
         process.kill()
         kill_run(token)
+        RUNNING.discard(token)
         names = set(covers.read_text().split()) - results.RUNNER if covers.exists() else set()
         shutil.rmtree(folder, ignore_errors=True)
     return {**found, "ran": sorted(name for name in names if results.file_of(name) is not None)}
+
+
+def end(number: int, _frame: object = None) -> None:
+    """A signal's handler: end what runs, and this process."""
+    for token in [*RUNNING]:
+        kill_run(token)
+    sys.exit(128 + number)
 
 
 def rows(one: Measure, found: Mapping[str, Any], about: Mapping[str, Any]) -> list[dict[str, Any]]:
