@@ -60,7 +60,7 @@ def measure(arguments: argparse.Namespace) -> int:
             about = {"covers": "", "bench": "", "commit": "", "date": ""}
             made = runner.rows(one, found, about)
             bad += any("error" in row for row in made)
-            print("\n".join(runner.line(row) for row in made), flush=True)
+            print("\n".join([*runner.errors(found), *map(runner.line, made)]), flush=True)
             print(f"        {one.id}: {found['seconds']:.1f} s", flush=True)
         return 1 if bad else 0
     path = arguments.output or results.default_path(results.device()["gpu"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
@@ -85,6 +86,13 @@ def rows(one: Measure, found: Mapping[str, Any], about: Mapping[str, Any]) -> li
     return made
 
 
+def errors(found: Mapping[str, Any]) -> list[str]:
+    """What went wrong, whole and each once: rows say it shortened."""
+    if "error" in found:
+        return [found["error"]]
+    return list(dict.fromkeys(one["error"] for one in found["values"].values() if isinstance(one, Mapping)))
+
+
 def shortened(text: str, characters: int = 300) -> str:
     """Its begin and its end: stderr says at its end what went wrong."""
     return text if len(text) <= characters else f"{text[:100]} … {text[103 - characters :]}"
@@ -133,7 +141,7 @@ class Runner:
             if name not in asked or (resume and results.state(self.result, name) == "measured"):
                 continue
             if results.state(self.result, name) == "failed":  # so may have what said which modules run
-                self.result["measures"].pop(name)
+                self.result["measures"].pop(name, None)
             if one.gpus > max(self.there["gpus"], 1):
                 self.say(f"skipped {name}: it needs {one.gpus} GPUs, and {self.there['gpus']} are here")
                 continue
@@ -143,27 +151,30 @@ class Runner:
     def record(self, wanted: Iterable[Measure]) -> dict[str, str]:
         """The untimed pass: which modules each runs. Returns the errors of those that failed, by id."""
         need = [one for one in wanted if not self._recorded(one.id)]
-        errors: dict[str, str] = {}
+        failed: dict[str, str] = {}
+        one_at_a_time = threading.Lock()
 
         def quick(one: Measure) -> None:
             if self.left() < QUICK_ROOM:
                 return
             found = run_one(one, True, min(QUICK_SECONDS, self.left()), record=True)
-            self.say(f"quick   {one.id}: {found['seconds']:.1f} s" + (", failed" if "error" in found else ""))
+            said = f"quick   {one.id}: {found['seconds']:.1f} s"
+            self.say("\n".join([said, *errors(found)]))
             if "error" in found:  # what it covers is not known
-                errors[one.id] = found["error"]
+                failed[one.id] = found["error"]
                 return
-            errors.pop(one.id, None)
+            failed.pop(one.id, None)
             ran = found["ran"]
-            self.result["measures"][one.id] = {"title": one.title, "ran": ran, **results.hashes(ran)}
+            with one_at_a_time:
+                self.result["measures"][one.id] = {"title": one.title, "ran": ran, **results.hashes(ran)}
+                self._save()
 
         with ThreadPoolExecutor(AT_ONCE) as pool:
             list(pool.map(quick, [one for one in need if not one.whole_card]))
         for one in need:
-            if one.whole_card or one.id in errors:  # once more alone: it may have lacked room beside the others
+            if one.whole_card or one.id in failed:  # once more alone: it may have lacked room beside the others
                 quick(one)
-        self._save()
-        return errors
+        return failed
 
     def _recorded(self, name: str) -> bool:
         one = self.result["measures"].get(name)
@@ -173,12 +184,12 @@ class Runner:
         """Measure and say the verdict. Returns 0, 1 if a bar was missed or a figure is missing, 3 if time ran out."""
         asked = [*ids]
         wanted = self.wanted(asked, resume)
-        errors = self.record(wanted)
+        failed = self.record(wanted)
         later = []
         for one in wanted:
             hashed = {"covers": "", "bench": ""}
-            if one.id in errors:
-                found: dict[str, Any] = {"error": f"its untimed pass failed: {errors[one.id]}", "seconds": 0.0}
+            if one.id in failed:
+                found: dict[str, Any] = {"error": f"its untimed pass failed: {failed[one.id]}", "seconds": 0.0}
             elif self.left() < one.seconds or not self._recorded(one.id):
                 later.append(one.id)
                 continue
@@ -189,8 +200,8 @@ class Runner:
             about = {**hashed, "commit": self.result["commit"][:12], "date": results.now()}
             results.put(self.result, one.id, rows(one, found, about), [*self.measures])
             self._save()
-            for row in results.rows_of(self.result, one.id):
-                self.say(line(row))
+            told = [*errors(found), *map(line, results.rows_of(self.result, one.id))]
+            self.say("\n".join(told))
         return self._verdict(asked, later)
 
     def _verdict(self, asked: Iterable[str], later: list[str]) -> int:
