@@ -30,7 +30,7 @@ def main() -> int:
     for one in (run, everything):
         one.add_argument("--quick", action="store_true", help="the untimed pass alone; nothing is written")
         one.add_argument("-o", "--output", type=Path, metavar="FILE")
-        one.add_argument("--commit", metavar="SHA", help="of this tree, where there is no git repository")
+        one.add_argument("--commit", metavar="SHA", help="of this tree, if it is a copy of a commit")
     commands.add_parser("status").add_argument("file", nargs="?", type=Path)
     commands.add_parser("render").add_argument("--check", action="store_true", help="fail if a page would change")
     arguments = parser.parse_args()

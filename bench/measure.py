@@ -39,6 +39,7 @@ class Measure:
     whole_card      no other process may use the GPU meanwhile
     gpus            that it needs
     needs           modules that must be installed
+    beside          no figure of it is a time that other processes change: such measurements run at the same time
     """
 
     id: str
@@ -50,6 +51,7 @@ class Measure:
     whole_card: bool = False
     gpus: int = 1
     needs: tuple[str, ...] = ()
+    beside: bool = False
 
     @property
     def title(self) -> str:
@@ -84,12 +86,12 @@ def measure(
 
 
 def discover(package: str = "bench.measures") -> dict[str, Measure]:
-    """Every measurement by its id, in the order of a full run: those that need the whole card last."""
+    """Every measurement by its id, in the order of a full run: those that run beside others first, whole card last."""
     found = importlib.import_module(package)
     for module in sorted(pkgutil.iter_modules(found.__path__), key=lambda one: one.name):
         if not module.name.startswith("_"):
             importlib.import_module(f"{package}.{module.name}")
-    return dict(sorted(REGISTRY.items(), key=lambda one: (one[1].whole_card, one[0])))
+    return dict(sorted(REGISTRY.items(), key=lambda one: (one[1].whole_card, not one[1].beside, one[0])))
 
 
 class Run:

@@ -174,13 +174,13 @@ def _git(*words: str) -> str:
 
 
 def commit_here(given: str | None) -> tuple[str, bool]:
-    """The commit of this tree and whether it has changes. `given` where there is no repository; else SystemExit."""
+    """The commit of this tree and whether it has changes. `given` is for a copy of a commit's tree, and is believed."""
+    if given is not None:
+        return given, False
     if (ROOT / ".git").exists():
         changed = [line for line in _git("status", "--porcelain").splitlines() if "bench/results/" not in line]
         return _git("rev-parse", "HEAD"), bool(changed)
-    if given is None:
-        raise SystemExit("there is no git repository here: --commit SHA says which commit this tree is")
-    return given, False
+    raise SystemExit("there is no git repository here: --commit SHA says which commit this tree is")
 
 
 def released(name: str) -> bool:
@@ -210,7 +210,7 @@ def notes(found: Mapping[str, str]) -> list[str]:
 
 
 def now() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def begun(path: Path | None, commit: str | None, there: Mapping[str, Any]) -> dict[str, Any]:

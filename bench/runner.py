@@ -121,7 +121,7 @@ class Runner:
         until: float | None = None, say: Callable[[str], None] = lambda text: print(text, flush=True),
     ) -> None:  # fmt: skip
         self._began, self.until, self.say = time.monotonic(), until, say
-        self.measures, self.path = measures, path
+        self.measures, self.path, self._lock = measures, path, threading.Lock()
         self.there = results.device()
         self.result = results.begun(path, commit, self.there)
         self._save()
@@ -152,7 +152,6 @@ class Runner:
         """The untimed pass: which modules each runs. Returns the errors of those that failed, by id."""
         need = [one for one in wanted if not self._recorded(one.id)]
         failed: dict[str, str] = {}
-        one_at_a_time = threading.Lock()
 
         def quick(one: Measure) -> None:
             if self.left() < QUICK_ROOM:
@@ -165,7 +164,7 @@ class Runner:
                 return
             failed.pop(one.id, None)
             ran = found["ran"]
-            with one_at_a_time:
+            with self._lock:
                 self.result["measures"][one.id] = {"title": one.title, "ran": ran, **results.hashes(ran)}
                 self._save()
 
@@ -176,6 +175,24 @@ class Runner:
                 quick(one)
         return failed
 
+    def _measure(self, one: Measure, failed: Mapping[str, str], later: list[str]) -> None:
+        """One measurement into the result; into `later` if the time left does not suffice for it."""
+        hashed = {"covers": "", "bench": ""}
+        if one.id in failed:
+            found: dict[str, Any] = {"error": f"its untimed pass failed: {failed[one.id]}", "seconds": 0.0}
+        elif self.left() < one.seconds or not self._recorded(one.id):
+            later.append(one.id)
+            return
+        else:
+            hashed = {what: self.result["measures"][one.id][what] for what in hashed}
+            limit = max(2 * one.seconds, one.seconds + 60)
+            found = run_one(one, False, min(limit, max(self.left(), one.seconds) + 20))
+        about = {**hashed, "commit": self.result["commit"][:12], "date": results.now()}
+        with self._lock:
+            results.put(self.result, one.id, rows(one, found, about), [*self.measures])
+            self._save()
+            self.say("\n".join([*errors(found), *map(line, results.rows_of(self.result, one.id))]))
+
     def _recorded(self, name: str) -> bool:
         one = self.result["measures"].get(name)
         return one is not None and results.hashes(one["ran"]) == {what: one[what] for what in ("covers", "bench")}
@@ -185,23 +202,13 @@ class Runner:
         asked = [*ids]
         wanted = self.wanted(asked, resume)
         failed = self.record(wanted)
-        later = []
+        later: list[str] = []
+        together = [one for one in wanted if one.beside]
+        with ThreadPoolExecutor(max(len(together), 1)) as pool:
+            list(pool.map(lambda one: self._measure(one, failed, later), together))
         for one in wanted:
-            hashed = {"covers": "", "bench": ""}
-            if one.id in failed:
-                found: dict[str, Any] = {"error": f"its untimed pass failed: {failed[one.id]}", "seconds": 0.0}
-            elif self.left() < one.seconds or not self._recorded(one.id):
-                later.append(one.id)
-                continue
-            else:
-                hashed = {what: self.result["measures"][one.id][what] for what in hashed}
-                limit = max(2 * one.seconds, one.seconds + 60)
-                found = run_one(one, False, min(limit, max(self.left(), one.seconds) + 20))
-            about = {**hashed, "commit": self.result["commit"][:12], "date": results.now()}
-            results.put(self.result, one.id, rows(one, found, about), [*self.measures])
-            self._save()
-            told = [*errors(found), *map(line, results.rows_of(self.result, one.id))]
-            self.say("\n".join(told))
+            if not one.beside:
+                self._measure(one, failed, later)
         return self._verdict(asked, later)
 
     def _verdict(self, asked: Iterable[str], later: list[str]) -> int:

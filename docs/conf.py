@@ -37,8 +37,3 @@ html_static_path = ["extension/static"]
 html_css_files = ["memguard.css"]
 html_copy_source = False
 html_show_sphinx = False
-html_theme_options = {
-    "source_repository": "https://github.com/memguard-gpu/memguard/",
-    "source_branch": "main",
-    "source_directory": "docs/",
-}

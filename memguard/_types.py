@@ -8,7 +8,7 @@ imported, 0.4 ms for each class; a NamedTuple takes 0.06. So what only memguard 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -258,15 +258,12 @@ class WorkloadReport:
         return f"<WorkloadReport {self}>"
 
 
-class Pressure(str, Enum):
+class Pressure(StrEnum):
     """How close a framework is to its cap, or the process to its limit on a GPU. Equal to its name as text."""
 
     OK = "ok"
     WARN = "warn"
     CRITICAL = "critical"
-
-    def __str__(self) -> str:
-        return str(self.value)
 
     @property
     def rank(self) -> int:

@@ -1,7 +1,10 @@
-# Sourced by the scripts: a Python that is new enough, and a virtual environment with memguard in it.
+# Sourced by the scripts: a Python that is new enough, and a virtual environment with memguard in it, in which every other
+# package has the version that requirements/constraints.txt says (scripts/lock).
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 VENV="$ROOT/.venv"
+LOCK="$ROOT/requirements/constraints.txt"
+LOCKED=(--constraint "$LOCK" --build-constraint "$LOCK")
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 # Where it is set, as in many container images, each of the tests' interpreters compiles all of its framework again:
 # `import tensorflow` then takes 11 s of a core instead of 4. The compiled files lie in our environments and __pycache__.
@@ -9,11 +12,11 @@ unset PYTHONDONTWRITEBYTECODE
 
 say() { printf '%s\n' "$*" >&2; }
 
-# The first Python of at least 3.10 that can make virtual environments; PYTHON=... names one.
+# The first Python of at least 3.11 that can make virtual environments; PYTHON=... names one.
 find_python() {
     local candidate found=""
-    for candidate in ${PYTHON:-python3 python3.14 python3.13 python3.12 python3.11 python3.10}; do
-        "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1 || continue
+    for candidate in ${PYTHON:-python3 python3.14 python3.13 python3.12 python3.11}; do
+        "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 || continue
         found=$candidate
         "$candidate" -c 'import ensurepip, venv' >/dev/null 2>&1 || continue
         printf '%s\n' "$candidate"
@@ -23,29 +26,36 @@ find_python() {
         say "memguard: $found cannot make virtual environments (it has no venv or no ensurepip)"
         say "    fix: install its venv package, on Debian and Ubuntu: apt-get install python3-venv"
     else
-        say "memguard: Python 3.10 or newer is needed; ${PYTHON:-python3} is $("${PYTHON:-python3}" --version 2>/dev/null || echo missing)"
+        say "memguard: Python 3.11 or newer is needed; ${PYTHON:-python3} is $("${PYTHON:-python3}" --version 2>/dev/null || echo missing)"
         say "    fix: install a newer Python, or name one: PYTHON=/path/to/python3.12 $0"
     fi
     return 1
 }
 
-# What an installation depends on: pyproject.toml and the Python that it was made with.
+# What an installation depends on: pyproject.toml, the lock, and the Python that it was made with.
 fingerprint() {
-    "$VENV/bin/python" - "$ROOT/pyproject.toml" <<'PY'
+    "$VENV/bin/python" - "$ROOT/pyproject.toml" "$LOCK" <<'PY'
 import hashlib, sys
-print(hashlib.sha256(open(sys.argv[1], "rb").read() + sys.version.encode()).hexdigest())
+read = b"".join(open(path, "rb").read() for path in sys.argv[1:])
+print(hashlib.sha256(read + sys.version.encode()).hexdigest())
 PY
 }
 
-# Have the virtual environment $VENV.
+# Have the virtual environment $VENV, with a pip that knows dependency groups and --build-constraint.
 # (This and the next two are also called in conditions, where `set -e` does not apply: hence the returns.)
 have_python() {
     local python
-    if ! "$VENV/bin/python" -c 'import pip, sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; then
+    if ! "$VENV/bin/python" -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
         python=$(find_python) || return
         say "making a virtual environment in $VENV"
         "$python" -m venv --clear "$VENV" || return
     fi
+    have_pip
+}
+
+have_pip() {
+    "$VENV/bin/python" -c 'import pip, sys; sys.exit(tuple(map(int, pip.__version__.split(".")[:2])) < (25, 3))' ||
+        "$VENV/bin/python" -m pip install --quiet --constraint "$LOCK" --upgrade pip >&2
 }
 
 # have_packages NAME ARGUMENT...: have in $VENV what `pip install ARGUMENT...` installs; done once per NAME.
@@ -55,7 +65,7 @@ have_packages() {
     shift
     if [ "$(cat "$stamp" 2>/dev/null || true)" != "$(fingerprint)" ]; then
         say "installing into $VENV: $*"
-        "$VENV/bin/python" -m pip install --quiet --no-compile "$@" >&2 || return
+        "$VENV/bin/python" -m pip install --quiet --no-compile "${LOCKED[@]}" "$@" >&2 || return
         fingerprint >"$stamp"
     fi
 }
@@ -68,15 +78,14 @@ make_venv() {
 # PyCUDA is built from its sdist: there are no wheels, and a machine without CUDA has neither its headers, which are taken
 # from wheels, nor libcuda, for which a library of one function is linked. Needs g++. The compiler optimises little and
 # leaves out what debuggers read: that takes half of the time, and no test measures PyCUDA's own speed.
-PYCUDA='pycuda==2026.1'
-CUDA_HEADERS=('nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-profiler-api==13.0.*')
+CUDA_HEADERS=(nvidia-cuda-runtime nvidia-cuda-profiler-api)
 
 # build_pycuda FOLDER: make PyCUDA's wheel in the folder, if $VENV is without. Needs no package of $VENV but pip, so that
 # others can be installed meanwhile. have_pycuda FOLDER: install it.
 build_pycuda() {
     local folder=$1
     ! has_pycuda || return 0
-    say "building $PYCUDA for $VENV: about a minute"
+    say "building PyCUDA for $VENV: about a minute"
     mkdir "$folder" || return
     compile_pycuda "$folder" && return
     say "memguard: PyCUDA could not be built, and its tests need it"
@@ -86,7 +95,7 @@ build_pycuda() {
 
 have_pycuda() {
     ! has_pycuda || return 0
-    "$VENV/bin/python" -m pip install --quiet --no-compile "$1"/wheel/pycuda-*.whl >&2 || return
+    "$VENV/bin/python" -m pip install --quiet --no-compile "${LOCKED[@]}" "$1"/wheel/pycuda-*.whl >&2 || return
     fingerprint >"$VENV/.memguard-pycuda"
 }
 
@@ -96,8 +105,10 @@ has_pycuda() {
 
 compile_pycuda() {
     local folder=$1 source
-    "$VENV/bin/python" -m pip install --quiet --no-deps --target "$folder/cuda" "${CUDA_HEADERS[@]}" >&2 || return
-    "$VENV/bin/python" -m pip download --quiet --no-deps --no-binary pycuda --dest "$folder" "$PYCUDA" >&2 || return
+    "$VENV/bin/python" -m pip install --quiet --no-deps --target "$folder/cuda" "${LOCKED[@]}" \
+        "${CUDA_HEADERS[@]}" >&2 || return
+    "$VENV/bin/python" -m pip download --quiet --no-deps --no-binary pycuda --dest "$folder" "${LOCKED[@]}" \
+        pycuda >&2 || return
     tar xzf "$folder"/pycuda-*.tar.gz -C "$folder" || return
     source=$(dirname "$folder"/pycuda-*/setup.py)
     # One function is in it: a linker leaves a library out that has nothing of what is needed.
@@ -105,7 +116,7 @@ compile_pycuda() {
     "${CC:-cc}" -shared -fPIC -Wl,-soname,libcuda.so.1 -o "$folder/libcuda.so" "$folder/cuda.c" || return
     printf '%s\n' "CUDA_INC_DIR = ['$folder/cuda/nvidia/cu13/include']" "CUDADRV_LIB_DIR = ['$folder']" \
         "CUDA_ENABLE_CURAND = False" "CXXFLAGS = ['-O1', '-g0']" >"$source/siteconf.py" || return
-    "$VENV/bin/python" -m pip wheel --quiet --no-deps --wheel-dir "$folder/wheel" "$source" >&2
+    "$VENV/bin/python" -m pip wheel --quiet --no-deps --wheel-dir "$folder/wheel" "${LOCKED[@]}" "$source" >&2
 }
 
 # have_chromium: have Debian's chromium with its driver on this machine: for the tests of what a browser shows.

@@ -1,15 +1,22 @@
-"""What every test directory shares: Hypothesis's profiles, who runs which test, fewer cases of some, `--no-skips`."""
+"""What every test directory shares: Hypothesis's profiles, who runs which test, fewer cases of some, `--no-skips`.
+
+And a time limit for each test, and independence of how the run was started: signals ignored, settings for pytest.
+"""
 
 from __future__ import annotations
 
 import gc
+import math
+import os
+import signal
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
+from time_limits import Keeper, limit, monotonic
 
 GPU = Path(__file__).parent / "gpu"
 
@@ -27,6 +34,51 @@ EXAMPLES: dict[str, Callable[[int], int]] = {
     "fuzz": lambda own: own * 5,
 }
 """What a profile makes of the number of examples that a test asks for itself, which would else hide the profile's."""
+
+
+def _as_from_a_terminal() -> None:
+    """Undo that signals are ignored, as in the background of a shell.
+
+    Python would raise no KeyboardInterrupt, here and in the processes that tests start. Under nohup this process still
+    outlives its terminal: its handler of SIGHUP does nothing, and a new program begins with the default.
+    """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)
+    for number in (signal.SIGQUIT, signal.SIGTERM):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+
+
+_as_from_a_terminal()
+for _name in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTHONSTARTUP"):  # meant for this run, not for those in tests
+    os.environ.pop(_name, None)
+KEEPER = pytest.StashKey[Keeper]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "time_limit(seconds): ends this test; tests/time_limits.py has the others' limits"
+    )
+    if not config.getoption("usepdb") and not config.getoption("trace"):
+        config.stash[KEEPER] = Keeper()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    if (keeper := item.config.stash.get(KEEPER, None)) is None:
+        return (yield)
+    times = 5.0 if item.config.getoption("--hypothesis-profile", default=None) == "fuzz" else 1.0
+    with keeper.keeping(item.nodeid, limit(item.path, item.get_closest_marker("time_limit"), times)):
+        return (yield)
+
+
+@pytest.fixture
+def pytester(pytester: pytest.Pytester) -> pytest.Pytester:
+    """With a file of settings in its folder: else pytest goes up, to that of someone else."""
+    pytester.makeini("[pytest]\n")
+    return pytester
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -95,6 +147,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                 del assigned[scope]
             super()._reschedule(node)
 
+        def remove_node(self, node: Any) -> str | None:
+            """Do not run the test again at which a process crashed: pytest-xdist 3.8 does, in one after another."""
+            units = [unit for unit in self.assigned_work.pop(node).values() if not all(unit.values())]
+            if not units:
+                return None
+            crashed = next(test for test, done in units[0].items() if not done)
+            units[0][crashed] = True
+            for unit in units:
+                if not all(unit.values()):
+                    self.workqueue[self._split_scope(next(iter(unit)))] = unit
+            for other in self.assigned_work:
+                self._reschedule(other)
+            return str(crashed)
+
     return ByFramework(config, log)
 
 
@@ -116,9 +182,14 @@ def only_own_objects_are_collected() -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> object:
+def pytest_runtest_makereport(item: pytest.Item) -> Any:
     report = yield
     _refuse_skip(report, item)
+    keeper = item.config.stash.get(KEEPER, None)
+    if keeper is not None and monotonic() > keeper.ends:
+        keeper.ends = math.inf
+        if report.passed:  # it has lost processes, and did not notice
+            report.outcome, report.longrepr = "failed", "over its limit of time: what it had started was killed"
     return report
 
 

@@ -68,7 +68,7 @@ Values = dict[tuple[int, int], float]
         **{f"{row}.{share}": BARS[row] for row in JUDGED for share in SHARES},
         **{f"control.{library}": "<= 1.1" for library in WAYS}, "deaths": "<= 0",
     },
-    seconds=105,
+    seconds=100,
 )  # fmt: skip
 def allocation(run: Run) -> dict[str, Any]:
     """An allocation and its free under a cap, against the plain library, RMM's pool and its own pool."""

@@ -37,7 +37,7 @@ EXTRA = [f"{source}-{target}" for source, target in PAIRS]
     },
     bar={**dict.fromkeys(EXTRA, "<= 50"), "over_host": ">= 1", "leak.gpu": "<= 0", "leak.host": "<= 16",
          "leak.open": "<= 0"},
-    seconds=55,
+    seconds=50,
 )  # fmt: skip
 def exchange(run: Run) -> dict[str, Any]:
     """A hand-over of 1 GiB on idle streams, beyond the best way by hand in the same run, for each pair."""

@@ -16,7 +16,7 @@ STEP = 64 * MIB
 
 @measure(
     "leak", unit={"before": "s", "forecast": "times"}, bar={"before": ">= 5", "forecast": "<= 2"}, seconds=40,
-    needs=("torch",),
+    needs=("torch",), beside=True,
 )  # fmt: skip
 def leak(run: Run) -> dict[str, Values | Failed]:
     """A leak of 1 GiB/s: seconds from its announcement to the out-of-memory error, and how far off the forecast was."""

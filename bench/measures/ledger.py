@@ -38,7 +38,7 @@ EVERY = {**ROWS, **CUPTI, **MORE}
     "ledger",
     unit={name: unit for name, (unit, _) in EVERY.items()},
     bar={name: bar for name, (_, bar) in EVERY.items()},
-    seconds=45,
+    seconds=35,
 )
 def ledger(run: Run) -> dict[str, Any]:
     """What the ledger says of six frameworks' memory, held to NVML's figures and CUPTI's."""

@@ -47,6 +47,7 @@ _PARTS = {f"{name}.{library}": _first_use(name, library) * 5 // 4 for name, uses
     unit="MiB",
     bar={name: f"<= {size / MIB:g}" for name, size in {**_WHOLE, **_PARTS}.items()},
     seconds=35,
+    beside=True,
 )
 def overheads(run: Run) -> dict[str, list[float]]:
     """Memory outside every cap: the CUDA context, each framework alone, the first uses of libraries, and all six."""

@@ -43,6 +43,7 @@ MONITOR = "monitor: {interval: 50ms, timeline: %s, warn: 98%%, critical: 99%%}\n
     unit="%",
     bar=dict.fromkeys(FRAMEWORKS, "<= 20"),
     seconds=100,
+    beside=True,
     needs=("torch", "tensorflow", "jax", "cupy", "pycuda"),
 )
 def suggest(run: Run) -> dict[str, list[float] | Failed]:

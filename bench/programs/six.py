@@ -258,7 +258,7 @@ def allocator(name: str) -> tuple[Callable[[int], Any], type[BaseException]]:
     if name == "pycuda":
         import pycuda.driver as drv
 
-        return (lambda n: drv.mem_alloc(n)), drv.MemoryError  # noqa: PLW0108 (memguard replaces it)
+        return (lambda n: drv.mem_alloc(n)), drv.MemoryError
     import numpy as np
     from numba import cuda
     from numba.cuda.cudadrv.driver import CudaAPIError

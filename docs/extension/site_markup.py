@@ -10,7 +10,6 @@ import re
 
 from memguard import errors
 
-REPOSITORY = "https://github.com/memguard-gpu/memguard"
 _CODE = re.compile(r"^```.*?^```[ ]*$", re.DOTALL | re.MULTILINE)
 _LITERAL = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 _EMPHASIS = re.compile(r"(?<![*\w])(\*\*[^\s*](?:[^*]*[^\s*])?\*\*|\*[^\s*](?:[^*]*[^\s*])?\*)(?![*\w])")
@@ -82,7 +81,7 @@ def prose(text: str) -> str:
 
 
 def page(text: str, folder: str) -> str:
-    """A page's Markdown for the site: without comments, and links out of `docs/` to the repository.
+    """A page's Markdown for the site: without comments, and in place of each link out of `docs/` its text and the path.
 
     `folder`: where the page lies, relative to the repository: `docs` or `docs/doctor`.
     """
@@ -90,15 +89,13 @@ def page(text: str, folder: str) -> str:
     def shown(part: str) -> str:
         part = re.sub(r"<!--.*?-->", lambda found: "\n" * found[0].count("\n"), part, flags=re.DOTALL)
         part = re.sub(r"\[[\w/-]+\.md\]\((?!\.\./)", "[](", part)  # the title says more than the file's name
-        return re.sub(r"\]\(((?:\.\./)+)([^)\s]*)\)", whole, part)
+        return re.sub(r"\[([^\]]*)\]\(((?:\.\./)+)([^)\s]*)\)", outside, part)
 
-    def whole(link: re.Match[str]) -> str:
-        up = link[1].count("../")
-        parts = folder.split("/")
-        if up < len(parts):
+    def outside(link: re.Match[str]) -> str:
+        if link[2].count("../") < len(folder.split("/")):
             return link[0]
-        target = link[2] or ""
-        return f"]({REPOSITORY}/blob/main/{target})"
+        target = link[3].partition("#")[0]
+        return link[1] if target in link[1] else f"{link[1]} (`{target}`)"
 
     result, end = [], 0
     for block in _CODE.finditer(text):

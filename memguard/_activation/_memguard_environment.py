@@ -3,9 +3,10 @@
 MEMGUARD_WHEN_IDLE (`memguard run --when-idle`) is for notebooks: the process leaves its GPUs when it is idle. That is
 watched from the first framework on too, and nothing happens in other programs.
 
-If one of these variables is set, `memguard.pth` loads this file while Python starts and calls `arm`, which puts a
-finder for each into `sys.meta_path`. Nothing of memguard is imported until one of `MODULES` is imported or a function
-of memguard is called. So this file uses only the standard library, and repeats a few names of `memguard._workers`.
+If one of these variables is set, `memguard.pth` or `memguard.start` loads this file while Python starts and calls
+`arm`, which puts a finder for each into `sys.meta_path`. Nothing of memguard is imported until one of `MODULES` is
+imported or a function of memguard is called. So this file uses only the standard library, and repeats a few names of
+`memguard._workers`.
 
 If a budget cannot be applied, there is one message and the program runs without it: the variable reaches every Python
 that is started with it, and most of these do not use a GPU. `memguard run` and `memguard.init` are stricter.

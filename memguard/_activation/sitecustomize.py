@@ -7,9 +7,9 @@ here ends the process. The file must parse under Pythons that memguard does not 
 import os
 import sys
 
-if sys.version_info < (3, 10):
+if sys.version_info < (3, 11):
     try:
-        sys.stderr.write("memguard: Python 3.10 or newer is needed, and %s is older\n" % sys.executable)
+        sys.stderr.write("memguard: Python 3.11 or newer is needed, and %s is older\n" % sys.executable)
         sys.stderr.flush()
     finally:
         os._exit(1)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from memguard._findings import Name
 
 
-class Severity(str, Enum):
+class Severity(StrEnum):
     """error: something does not work. warning: it works now and will cause trouble. info: nothing to do."""
 
     ERROR = "error"
     WARNING = "warning"
     INFO = "info"
-
-    def __str__(self) -> str:
-        return str(self.value)
 
     @property
     def rank(self) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from memguard._text import fitting, shown
@@ -162,7 +162,7 @@ class Ledger:
         """Plain data; sizes in bytes, unknown as null. The keys are stable within `memguard_ledger` 1."""
         return {
             "memguard_ledger": 1,
-            "time": datetime.fromtimestamp(self.time, timezone.utc).isoformat(),
+            "time": datetime.fromtimestamp(self.time, UTC).isoformat(),
             "simulated": self.simulated,
             "notes": list(self.notes),
             "devices": [

@@ -256,8 +256,7 @@ def _report(error: BaseException, facts: ErrorFacts, verdict: Verdict, installed
     _reports[number] = report
     for old in sorted(dict(_reports))[:-_KEPT]:
         _reports.pop(old, None)
-    if hasattr(BaseException, "add_note"):  # Python 3.11
-        _quietly("no note on the error", add_note, error, report.note)
+    _quietly("no note on the error", add_note, error, report.note)
     for sink in installed.sinks:
         _quietly("an out-of-memory error was not recorded", sink, report)
     return report, number

@@ -11,7 +11,7 @@ import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal
 
 from memguard._ledger.types import DeviceLedger, Ledger
@@ -95,7 +95,7 @@ class Report:
         """Plain data; sizes in bytes, unknown as null. The keys are stable within `memguard_oom` 1."""
         return {
             "memguard_oom": 1,
-            "time": datetime.fromtimestamp(self.time, timezone.utc).isoformat(),
+            "time": datetime.fromtimestamp(self.time, UTC).isoformat(),
             "simulated": self.simulated,
             **{name: getattr(self.verdict, name) for name in ("memory", "requester", "requested", "certain")},
             "error": self.error,
@@ -466,7 +466,7 @@ def _moment(moment: Moment | None) -> dict[str, Any] | None:
     if moment is None:
         return None
     names = ("source", "requested", "held", "in_use", "cached", "reclaimable", "free", "cap")
-    when = datetime.fromtimestamp(moment.time, timezone.utc).isoformat()
+    when = datetime.fromtimestamp(moment.time, UTC).isoformat()
     return {"time": when, **{name: getattr(moment, name) for name in names}}
 
 

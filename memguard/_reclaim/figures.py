@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 from memguard._joint import POOL
@@ -59,7 +59,7 @@ class Reclaimable:
         """Plain data; sizes in bytes, unknown as null."""
         return {
             "memguard_reclaimable": 1,
-            "time": datetime.fromtimestamp(self.time, timezone.utc).isoformat(),
+            "time": datetime.fromtimestamp(self.time, UTC).isoformat(),
             "simulated": self.simulated,
             "devices": [
                 {"uuid": part.uuid, "name": part.name, "frameworks": [dict(vars(one)) for one in part.frameworks]}

@@ -57,7 +57,7 @@ class Ticket:
         try:
             if self._woken.empty():  # else it was woken before this
                 await asyncio.wait_for(event.wait(), seconds)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             pass
         finally:
             self._wake = before

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import NamedTuple
 
 from memguard._report.diagnosis import clean
@@ -24,7 +24,7 @@ def esc(text: object) -> str:
 
 def clock(time: float, digits: bool = True) -> str:
     """`2025-11-21 15:00:01.500`, in UTC."""
-    text = datetime.fromtimestamp(time, timezone.utc).strftime("%Y-%m-%d %H:%M:%S.%f")
+    text = datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")
     return text[:-3] if digits else text[:-7]
 
 

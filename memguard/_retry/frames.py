@@ -6,7 +6,7 @@ import contextlib
 import gc
 import inspect
 import sys
-from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType, TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 from memguard._oom import hooks
@@ -49,7 +49,5 @@ def _is_over(frame: FrameType) -> bool:
     """False for the frame of a generator or coroutine that somebody may resume: until Python 3.12 `clear` ends it."""
     if not frame.f_code.co_flags & _SUSPENDS or sys.version_info >= (3, 13):
         return True
-    if sys.version_info >= (3, 11):  # a frame has its code and its variables only once its generator let go of it
-        return any(one is frame.f_code for one in gc.get_referents(frame))
-    owners = (GeneratorType, CoroutineType, AsyncGeneratorType)
-    return not any(isinstance(one, owners) for one in gc.get_referrers(frame))
+    # A frame has its code and its variables only once its generator let go of it.
+    return any(one is frame.f_code for one in gc.get_referents(frame))

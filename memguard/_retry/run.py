@@ -128,8 +128,4 @@ class Run:
         return words.history(self._runs, f"{end}.") if self._runs else words.not_again(end)
 
     def _note(self, error: BaseException, text: str) -> None:
-        text = shown(text)
-        if sys.version_info >= (3, 11):
-            hooks.add_note(error, text)
-        else:  # an exception has no notes
-            _log.warning("%s", text)
+        hooks.add_note(error, shown(text))

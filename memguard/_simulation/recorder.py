@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 
 from memguard import _api
 from memguard._blocks import Block, End
@@ -220,7 +220,7 @@ def _header(
 ) -> trace.TraceHeader:
     devices = (part.device for part in guard.plan.devices)
     return trace.TraceHeader(
-        datetime.fromtimestamp(started, timezone.utc).isoformat(timespec="seconds"),
+        datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
         tuple(trace.TraceDevice(d.name, d.total, d.reserved, d.architecture, d.unified) for d in devices),
         {
             name: {"version": _version(f.module), **guard.plan.options.get(name, {}), **f.about()}

@@ -179,7 +179,7 @@ class _Reader:
             self.fail(f"trace version {_show(version)}; this memguard reads {VERSION}", "record again, or upgrade")
         recorded = record.pop("recorded", None)
         try:
-            datetime.fromisoformat(str(recorded).replace("Z", "+00:00"))
+            datetime.fromisoformat(str(recorded))
         except ValueError:
             self.fail(f"recorded: {_show(recorded)} is not a date", "write for example '2025-01-31T12:00:00+00:00'")
         devices = record.pop("devices", None)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 
 from memguard._ledger.types import EXCHANGE
@@ -168,7 +168,7 @@ class TimelineOutcome:
 
     def _above(self, what: str, above: Above) -> str:
         assert above.first is not None
-        when = datetime.fromtimestamp(above.first, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+        when = datetime.fromtimestamp(above.first, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         times = "once" if above.times == 1 else f"{above.times:,} times"
         at = f"{_span(above.first - self.begin)} after the start ({when})"
         return f"{what} {times}, first {at}, by {format_size(above.most)} at the most"

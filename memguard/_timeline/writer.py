@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 
 from memguard._locks import Turn, awaiting
@@ -75,7 +75,7 @@ class Writer:
         self._writing = 0  # the thread that had the turn last
         self._limit, self._most = limit_bytes, limit_bytes // _PARTS
         self._columns, self._dirty = records.columns_of(plan), False
-        recorded = datetime.fromtimestamp(clock(), timezone.utc).isoformat(timespec="milliseconds")
+        recorded = datetime.fromtimestamp(clock(), UTC).isoformat(timespec="milliseconds")
         if simulated is None:
             simulated = any(part.device.simulated for part in plan.devices)
         run = os.urandom(4).hex()

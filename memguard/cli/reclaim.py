@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC
 
 import click
 
@@ -25,7 +26,7 @@ def reclaim(timeline: str, dry_run: bool, as_json: bool) -> None:
             f"`memguard reclaim --dry-run {timeline}` says what it could give back"
         )
     from collections import deque
-    from datetime import datetime, timezone
+    from datetime import datetime
 
     from memguard._reclaim import figures
     from memguard._timeline import load_timeline
@@ -41,7 +42,7 @@ def reclaim(timeline: str, dry_run: bool, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(found.as_dict(), indent=2))
         return
-    when = datetime.fromtimestamp(found.time, timezone.utc).isoformat(" ", "seconds")
+    when = datetime.fromtimestamp(found.time, UTC).isoformat(" ", "seconds")
     click.echo(f"process {recorded.header.pid}, {when}\n{found}")
     for note in recorded.notes:
         click.echo(f"note: {note}")

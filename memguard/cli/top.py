@@ -26,8 +26,8 @@ def top(timelines: tuple[str, ...], once: bool, as_json: bool, interval: str) ->
     """Watch each GPU: frameworks against their caps, other processes, pressure, forecasts, the last events.
 
     With one TIMELINE or several it follows what they say, while they are written and after. Without, it shows this
-    machine's GPUs and their processes. `?` lists the keys. The screen needs textual: install memguard-gpu[top]. --once
-    and --json do not.
+    machine's GPUs and their processes. `?` lists the keys. The screen needs textual (pip
+    install textual). --once and --json do not.
 
     Exit code 0: it was shown; 2: the command line or a timeline is invalid; 3: no NVIDIA driver or GPU.
     """
@@ -114,6 +114,6 @@ def missing() -> str:
     """What to do where textual is not installed."""
     return (
         "the screen of memguard top needs textual, which is not installed\n"
-        "    fix: pip install 'textual>=1.0' (the extra memguard-gpu[top])\n"
+        "    fix: pip install 'textual>=1.0'\n"
         "    or: memguard top --once, or --json, which need nothing more"
     )

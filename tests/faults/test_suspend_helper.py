@@ -440,9 +440,9 @@ def test_an_answer_comes_at_once_while_another_thread_waits_for_news(machine: Ma
     waiting = threading.Thread(target=client.next_event, args=(60.0,), daemon=True)
     waiting.start()
     begun = time.monotonic()
-    for _ in range(20):
+    for _ in range(200):
         assert client.state(machine.process).code == 0
-    assert time.monotonic() - begun < 1.5, "each waited for 0.2 s"
+    assert time.monotonic() - begun < 20, "each waited for 0.2 s: 40 s"
     assert waiting.is_alive()
     client.unwatch(own)
 

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """For a program that a test starts: it finds memguard and `support`."""
+    paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "MEMGUARD_ROOT": str(ROOT), "PYTHONPATH": os.pathsep.join(filter(None, paths)), **more}
 
 
 def _uuids() -> list[str]:
@@ -20,9 +31,7 @@ GPUS = _uuids()
 """Their UUIDs."""
 TWO_GPUS = pytest.mark.skipif(len(GPUS) < 2, reason="needs two GPUs")
 EXCHANGE = """
-import sys
-sys.path.insert(0, os.path.join(os.environ["MEMGUARD_ROOT"], "benchmarks"))
-import _arrays, exchange as bench
+from support import arrays, exchanged
 from memguard import exchange
 """
-"""The start of a program that uses `benchmarks/exchange.py`."""
+"""The start of a program that hands arrays over."""

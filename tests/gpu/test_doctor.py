@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import glob
+import importlib.metadata
+import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from gpus_here import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
+from memguard._doctor.examine import examine
+from memguard._doctor.facts import Facts
 
 
-def doctor(*arguments: str, **environment: str) -> tuple[int, Any]:
+def doctor(*arguments: str, **variables: str) -> tuple[int, Any]:
     done = subprocess.run(
         [sys.executable, "-m", "memguard", "doctor", *arguments],
         capture_output=True, text=True, timeout=170, stdin=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", **environment},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", **variables},
     )  # fmt: skip
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)
@@ -60,3 +68,141 @@ def test_a_framework_that_dies_is_a_finding_and_the_others_are_told_of() -> None
     named = {(finding["name"], finding["subject"]) for finding in found["findings"]}
     assert rc == 1 and ("probe-crashed", "jax") in named
     assert not [name for name, subject in named if subject == "torch" and name.startswith(("probe", "framework"))]
+
+
+# --- faults that can be provoked: each is found and named, and nothing else
+
+
+def true_of_this_machine() -> set[tuple[str, str]]:
+    """What is no provoked fault: Numba with a newer NumPy than it knows, TensorFlow and PyTorch for different CUDAs."""
+    found: set[tuple[str, str]] = set()
+    if np_version() >= (2, 5) and importlib.metadata.version("numba-cuda") == "0.30.4":
+        found.add(("numpy-abi", "numba"))
+    tensorflow = cuda_of("tensorflow", "python/platform/build_info.py", r"'cuda_version'\W+(\d+)")
+    torch = cuda_of("torch", "version.py", r"cuda: .*= '(\d+)")
+    if tensorflow != torch:
+        found |= {("library-wrong-major", "tensorflow"), ("cuda-majors-mixed", "torch, jax"), ("import-order", "torch")}
+    return found
+
+
+def np_version() -> tuple[int, ...]:
+    return tuple(int(part) for part in importlib.metadata.version("numpy").split(".")[:2])
+
+
+def cuda_of(name: str, file: str, pattern: str) -> str:
+    """The major version of CUDA that a framework was built for, by a file of its own; nothing is imported."""
+    spec = importlib.util.find_spec(name)
+    assert spec is not None and spec.origin is not None
+    found = re.search(pattern, (Path(spec.origin).parent / file).read_text())
+    assert found is not None
+    return found[1]
+
+
+def above_info(facts: Any) -> dict[tuple[str, str], str]:
+    """Findings by name and subject, with their causes, of facts that were read."""
+    found = examine(Facts.from_json(json.dumps(facts)))
+    return {(one.name, one.subject): one.cause for one in found if str(one.severity) != "info"}
+
+
+def within(code: str, framework: str) -> Any:
+    """The facts of `memguard.doctor()` in a process that has run `code` before."""
+    code += f"\nimport memguard\nreport = memguard.doctor(frameworks=[{framework!r}])\n"
+    code += "print('FACTS' + report.facts.to_json().replace('\\n', ' '))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=170, stdin=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+    )  # fmt: skip
+    lines = [line.removeprefix("FACTS") for line in done.stdout.splitlines() if line.startswith("FACTS")]
+    assert lines, done.stderr[-3000:]
+    return json.loads(lines[0])
+
+
+def found_and_nothing_else(facts: Any, expected: str) -> str:
+    """Its cause."""
+    found = above_info(facts)
+    others = {name for name, _ in found} - {name for name, _ in true_of_this_machine()} - {expected}
+    causes = [cause for (name, _), cause in found.items() if name == expected]
+    assert causes and not others, found
+    return causes[0]
+
+
+def test_all_six_on_this_machine_what_is_true_of_it_and_nothing_else() -> None:
+    _, facts = doctor("--dump-facts")
+    assert set(above_info(facts)) == true_of_this_machine()
+    probes = Facts.from_json(json.dumps(facts)).seconds
+    assert {"torch", "tensorflow", "jax", "cupy", "pycuda", "numba"} <= set(probes), "each probe's time is shown"
+
+
+SOME = ("--framework", "torch", "--framework", "cupy")
+BUDGET = "version: 1\ndevice: {limit: 8GiB}\nframeworks:\n  tensorflow: {limit: 2GiB}\n  torch: {limit: 2GiB}\n"
+FRACTIONS = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.3", "XLA_CLIENT_MEM_FRACTION": "0.3"}
+PROVOKED = {
+    "visible-devices-unknown": (SOME, {"CUDA_VISIBLE_DEVICES": "7"}),
+    "xla-fractions": (("--framework", "jax"), FRACTIONS),
+    "async-allocator": (
+        ("-c", "budget.yaml", "--framework", "tensorflow"), {"TF_GPU_ALLOCATOR": "cuda_malloc_async"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROVOKED)
+def test_a_setting_that_is_wrong(name: str, tmp_path: Path) -> None:
+    arguments, variables = PROVOKED[name]
+    (tmp_path / "budget.yaml").write_text(BUDGET)
+    arguments = tuple(str(tmp_path / one) if one.endswith(".yaml") else one for one in arguments)
+    found_and_nothing_else(doctor("--dump-facts", *arguments, **variables)[1], name)
+
+
+def test_a_second_context() -> None:
+    facts = within("import torch, pycuda.autoinit\ntorch.ones(1, device='cuda')", "torch")
+    found_and_nothing_else(facts, "second-context")
+
+
+def test_two_copies_of_a_library() -> None:
+    """CUDA in the toolkit is opened by its path, as some libraries do."""
+    major = cuda_of("torch", "version.py", r"cuda: .*= '(\d+)")
+    copies = sorted(glob.glob(f"/usr/local/cuda-{major}*/targets/*/lib/libcudart.so.{major}"))
+    if not copies:
+        pytest.skip("needs CUDA's toolkit")
+    code = f"import ctypes, torch\ntorch.ones(1, device='cuda')\nctypes.CDLL({copies[0]!r})"
+    found_and_nothing_else(within(code, "torch"), "library-twice")
+
+
+def test_a_program_that_imports_tensorflow_before_pytorch(tmp_path: Path) -> None:
+    if ("import-order", "torch") not in true_of_this_machine():
+        pytest.skip("needs TensorFlow and PyTorch for different CUDAs")
+    script = tmp_path / "train.py"
+    script.write_text("import tensorflow as tf\nimport torch\n")
+    _, facts = doctor("--dump-facts", "--script", str(script), "--framework", "torch", "--framework", "tensorflow")
+    assert "dies" in found_and_nothing_else(facts, "import-order")
+
+
+@pytest.mark.whole_card
+def test_a_full_card() -> None:
+    code = (
+        "import sys, torch\nfree, total = torch.cuda.mem_get_info()\n"
+        "kept = torch.empty(free - (320 << 20), dtype=torch.uint8, device='cuda')\n"
+        "print('full', flush=True)\nsys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        timer = threading.Timer(200, other.kill)
+        timer.start()
+        try:
+            assert other.stdout is not None and other.stdout.readline().strip() == "full"
+            facts = doctor("--dump-facts", *SOME)[1]
+        finally:
+            timer.cancel()
+            other.kill()
+    found_and_nothing_else(facts, "card-filled")
+
+
+@pytest.mark.thorough
+@pytest.mark.whole_card
+def test_six_frameworks_take_at_most_20_s() -> None:
+    times = []
+    for _ in range(3):
+        begun = time.monotonic()
+        doctor("--dump-facts")
+        times.append(time.monotonic() - begun)
+    assert max(times) <= 20, times

@@ -9,8 +9,6 @@ import pytest
 
 Run = Callable[..., dict[str, Any]]
 HELPERS = """
-import sys
-sys.path.insert(0, os.path.join(os.environ["MEMGUARD_ROOT"], "benchmarks"))
 def one(name, limit, **more):
     return {"version": 1, "device": {"limit": "16GiB"}, "frameworks": {name: {"limit": limit, **more}}}
 def refused(budget):

@@ -139,8 +139,8 @@ def test_none_is_stale_when_the_producers_work_ends_just_then(run: Run, consumer
         EXCHANGE
         + f"CONSUMER = {consumer!r}\n"
         + """
-from _order import Edge
-_arrays.start("torch", CONSUMER)
+from support.order import Edge
+arrays.start("torch", CONSUMER)
 import torch
 from memguard._devices import streams
 told, real = [], streams.quiet
@@ -156,7 +156,7 @@ while rounds < 600 or (min(told.count(True) - 100, told.count(False)) < 100 and 
         if finished:
             side.synchronize()
         y = exchange.to(x, CONSUMER)
-    stale += not bool((_arrays.read(y) == rounds).all())
+    stale += not bool((arrays.read(y) == rounds).all())
     del y
     if len(told) > asked and not finished:
         edge.told(told[-1])
@@ -181,12 +181,12 @@ def test_what_pycuda_and_numba_take_follows_on_the_stream_that_is_named(
         + """
 import ctypes
 import numpy as np
-_arrays.start("torch", PRODUCER, CONSUMER)
+arrays.start("torch", PRODUCER, CONSUMER)
 import torch
-busy, cuda = torch.cuda.Stream(), _arrays.driver()
+busy, cuda = torch.cuda.Stream(), arrays.driver()
 side = torch.cuda.Stream()
 pinned = torch.empty(1 << 20, pin_memory=True)
-x = _arrays.make(PRODUCER, np.zeros(1 << 20, np.float32))
+x = arrays.make(PRODUCER, np.zeros(1 << 20, np.float32))
 same = torch.as_tensor(x, device="cuda")  # to write to it on a stream
 torch.cuda.synchronize()
 
@@ -201,7 +201,7 @@ def go(named, number):
         else:
             y = exchange.to(x, CONSUMER, stream=side, copy=COPY) if named else x
     went_on = not busy.query()
-    address = _arrays.facts(y).address
+    address = arrays.facts(y).address
     read = cuda.cuMemcpyDtoHAsync_v2(
         ctypes.c_void_p(pinned.data_ptr()), ctypes.c_uint64(address), ctypes.c_size_t(pinned.nbytes),
         ctypes.c_void_p(side.cuda_stream),
@@ -216,7 +216,7 @@ def go(named, number):
 go(True, 1)  # loads kernels, for which CUDA waits
 result["named"] = [go(True, number) for number in range(2, 12)]
 result["by hand"] = [go(False, number) for number in range(12, 22)]
-result["open"] = bench.still_open()
+result["open"] = exchanged.still_open()
 """,
         timeout=150,
     )
@@ -235,12 +235,12 @@ def test_a_copy_into_memory_that_pycuda_hands_out_again_comes_after_its_former_w
 import ctypes
 memguard.init({"version": 1, "device": {"limit": "16GiB"},
                "frameworks": {"torch": {"limit": "1GiB"}, "pycuda": {"limit": "1GiB"}}})
-_arrays.start("torch", "pycuda")
+arrays.start("torch", "pycuda")
 import numpy as np
 import torch
 import pycuda.driver as drv
 from pycuda import gpuarray
-cuda, n, MINUS_ONE = _arrays.driver(), 1 << 20, 0xBF800000
+cuda, n, MINUS_ONE = arrays.driver(), 1 << 20, 0xBF800000
 x, side = torch.ones(n, device="cuda"), torch.cuda.Stream()
 own = None if KIND == "default" else drv.Stream(int(KIND == "non-blocking"))
 busy = torch.cuda.default_stream() if own is None else torch.cuda.ExternalStream(own.handle)
@@ -277,7 +277,7 @@ def test_numba_reads_on_the_stream_that_its_array_names(run: Run) -> None:
     found = run(
         EXCHANGE
         + """
-_arrays.start("torch", "numba")
+arrays.start("torch", "numba")
 import torch
 busy, side, wrong = torch.cuda.Stream(), torch.cuda.Stream(), 0
 x = torch.zeros(1 << 20, device="cuda")
@@ -301,13 +301,13 @@ def test_a_frameworks_own_copy_has_the_values_of_an_array_with_gaps(run: Run, na
         + f"NAME = {name!r}\n"
         + """
 import numpy as np
-_arrays.start("torch", NAME)
+arrays.start("torch", NAME)
 values = np.arange(48, dtype=np.float32).reshape(6, 8)
-x = _arrays.make(NAME, values)
+x = arrays.make(NAME, values)
 cases = {"plain": (x, values), "stepped": (x[:, ::2], values[:, ::2]), "transposed": (x.T, values.T)}
 for case, (one, wanted) in cases.items():
     y = exchange.to(one, NAME, copy=True)
-    result[case] = [bool(np.array_equal(_arrays.read(y), wanted)), str(exchange.last_route())]
+    result[case] = [bool(np.array_equal(arrays.read(y), wanted)), str(exchange.last_route())]
 """
     )
     found.pop("stderr")
@@ -320,17 +320,17 @@ def test_the_route_that_is_said_is_the_one_that_the_rate_shows(run: Run) -> None
     found = run(
         EXCHANGE
         + """
-from checks import exchange_checks
-result["peers"] = bench.peers()
-result["checks"] = exchange_checks({"peers": result["peers"]})
+result.update(exchanged.peers(1 << 30))
 """,
-        env={"MEMGUARD_EXCHANGE_BYTES": str(1 << 30)},
         timeout=240,
     )
-    raw = found["peers"]["by_route_gb_per_s"]
-    assert set(raw) == {"through the host", "peer to peer"}, raw
-    (check,) = [check for name, check in found["checks"].items() if "the route that is said" in name]
-    assert check[0], check
+    raw = found["by_route_gb_per_s"]
+    assert set(raw) == {"through the host", "peer to peer"} and raw["peer to peer"] > 2 * raw["through the host"], raw
+    assert set(found["peers"]) == {"torch", "tensorflow", "cupy", "jax", "pycuda", "numba"}
+    for name, one in found["peers"].items():
+        rate, said = one["gb_per_s"], one["route"].partition(", ")[2]
+        near = min(raw, key=lambda way: max(raw[way] / rate, rate / raw[way]))
+        assert said == near or (not said and name == "jax"), (name, one, raw)  # which does not tell how it copies
 
 
 @TWO_GPUS

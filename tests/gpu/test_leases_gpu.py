@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,7 +36,8 @@ except memguard.LeaseRefused as error:
     tell(refused=str(error))
     sys.exit(0)
 waited = time.monotonic() - began
-x = torch.arange(1 << 27, dtype=torch.int64, device="cuda")  # 1 GiB
+size = int(sys.argv[2]) << 27
+x = torch.arange(size, dtype=torch.int64, device="cuda")  # so many GiB
 torch.cuda.synchronize()
 tell(waited=waited)
 touched = False
@@ -47,7 +49,7 @@ for line in sys.stdin:
         continue
     torch.cuda.synchronize()  # waits while the process is off
     right = all(torch.equal(x[at:at + (1 << 24)], torch.arange(at, at + (1 << 24), device="cuda"))
-                for at in range(0, 1 << 27, 1 << 24))
+                for at in range(0, size, 1 << 24))
     tell(right=right)
 if touched:  # one that was restored is not to be ended as it is
     if suspension.now is None:
@@ -59,16 +61,16 @@ if touched:  # one that was restored is not to be ended as it is
 class Program:
     """One process under a budget with a lease."""
 
-    def __init__(self, folder: Path, **device: Any) -> None:
+    def __init__(self, folder: Path, size: int = 1, **device: Any) -> None:
         budget: dict[str, Any] = {
             "version": 1,
             "device": {"limit": f"{SHARE}%", "lease": True, **device},
-            "frameworks": {"torch": {"limit": "2GiB"}},
+            "frameworks": {"torch": {"limit": f"{size + 1}GiB"}},
             "suspend": {"on_demand": "2s", "by_others": True, "host_memory": "ignore"},
         }
         self.errors = (folder / f"stderr {time.monotonic_ns()}").open("w+")
         self.process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, json.dumps(budget)], text=True,
+            [sys.executable, "-c", PROGRAM, json.dumps(budget), str(size)], text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, env=environment(folder),
         )  # fmt: skip
 
@@ -110,8 +112,8 @@ Start = Callable[..., Program]
 def programs(folder: Path) -> Iterator[Start]:
     begun: list[Program] = []
 
-    def start(**device: Any) -> Program:
-        begun.append(Program(folder, **device))
+    def start(size: int = 1, **device: Any) -> Program:
+        begun.append(Program(folder, size, **device))
         return begun[-1]
 
     try:
@@ -197,17 +199,65 @@ def _flat(value: Any) -> list[dict[str, Any]]:
     return []
 
 
-def test_two_that_do_nothing_make_room_for_each_other_and_keep_their_values(start: Start, tmp_path: Path) -> None:
-    first = start(wait="1min", on_wait="suspend-idle")
+class Watch:
+    """What NVML says of some processes, twenty times a second, and what `memguard leases` does, once a second."""
+
+    def __init__(self, folder: Path, *pids: int) -> None:
+        self._folder, self._pids, self._over = folder, set(pids), threading.Event()
+        self.looks = self.both = self.off = 0
+        self.most = dict.fromkeys(pids, 0)
+        self.listings: list[Any] = []
+        self._threads = [threading.Thread(target=each, daemon=True) for each in (self._card, self._leases)]
+
+    def __enter__(self) -> Watch:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join(60)
+
+    def _card(self) -> None:
+        import pynvml
+
+        handle = pynvml.nvmlDeviceGetHandleByUUID(GPUS[0])
+        while not self._over.wait(0.05):
+            listed = {one.pid: one.usedGpuMemory for one in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+            on = self._pids & set(listed)
+            self.looks, self.both, self.off = self.looks + 1, self.both + (len(on) > 1), self.off + (not on)
+            self.most.update({pid: max(self.most[pid], listed[pid]) for pid in on})
+
+    def _leases(self) -> None:
+        while not self._over.wait(1):
+            self.listings += command(self._folder, "leases")["gpus"]
+
+
+def test_two_that_do_nothing_make_room_for_each_other_and_keep_their_values(
+    start: Start, tmp_path: Path, thorough: bool
+) -> None:
+    size, turns = (40, 3) if thorough else (1, 1)
+    first = start(size, wait="5min", on_wait="suspend-idle")
     first.heard()
-    second = start(wait="1min", on_wait="suspend-idle")
-    second.heard()  # the first has left for it
-    assert first.ask("away")["away"] and not second.ask("away")["away"]
-    assert holders(tmp_path) == [second.process.pid]
-    assert first.ask("check")["right"]  # a call that needs the GPU: the second leaves in its turn
-    assert second.ask("away")["away"] and not first.ask("away")["away"]
-    assert holders(tmp_path) == [first.process.pid]
-    assert second.ask("check")["right"] and first.ask("away")["away"]
+    second = start(size, wait="5min", on_wait="suspend-idle")
+    with Watch(tmp_path, first.process.pid, second.process.pid) as seen:
+        second.heard()  # the first has left for it
+        for _ in range(turns):
+            assert first.ask("away")["away"] and not second.ask("away")["away"]
+            assert holders(tmp_path) == [second.process.pid]
+            assert first.ask("check")["right"]  # a call that needs the GPU: the second leaves in its turn
+            assert second.ask("away")["away"] and not first.ask("away")["away"]
+            assert holders(tmp_path) == [first.process.pid]
+            assert second.ask("check")["right"]
+        assert first.ask("away")["away"]
+    assert seen.looks >= 20 and seen.both == 0 and seen.off > 0, "both lie in host memory between two turns"
+    assert all(size * GIB < most < (size + 3) * GIB for most in seen.most.values())
+    assert seen.listings
+    for gpu in seen.listings:
+        held = [claim["bytes"] for claim in gpu["claims"] if claim["state"] == "held"]
+        assert gpu["leased"] == sum(held) <= gpu["total"] and gpu["free"] == gpu["total"] - sum(held), gpu
+        assert len(held) <= 1
 
 
 def test_without_that_key_it_is_refused_when_its_time_is_up_and_nobody_leaves(start: Start) -> None:

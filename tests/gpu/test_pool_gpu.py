@@ -74,6 +74,26 @@ result["trimmed"] = pool()[0]
         assert abs(held - (2 << 30)) <= 2 << 20 and adds_up and pool_adds_up, (name, found)
 
 
+def test_with_caches_apart_the_same_peaks_add_up(run: Run) -> None:
+    """The control of the above: nobody trims, as there is room for all."""
+    caps = (
+        SETUP.replace('"strategy": "pool"', '"strategy": "caps"')
+        .replace('"1GiB"', '"3GiB"')
+        .replace('"512MiB"', '"3GiB"')
+    )
+    found = run(
+        caps
+        + """
+for ask in ASK.values():
+    live = [ask(256 * MIB) for _ in range(8)]
+    live.clear()
+    settled()
+result["process"] = device().process
+"""
+    )
+    assert found["process"] >= 0.9 * 4 * (2 << 30), found
+
+
 def test_the_joint_cap_holds_and_each_raises_its_own_error(run: Run) -> None:
     found = run(
         SETUP

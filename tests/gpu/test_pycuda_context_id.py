@@ -1,7 +1,7 @@
 """How the driver tells that a context of PyCUDA is another one than before: what `contexts.id_of_current` relies on.
 
 A reset gives the primary context another id, and until somebody retains it again there is none. The test also prints
-what a question for the id costs, and one for a block. What allocations cost is in `benchmarks/peers.py`.
+what a question for the id costs, and one for a block. What allocations cost is a measurement of bench.
 """
 
 from __future__ import annotations

@@ -12,11 +12,14 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 import memguard
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "loggers.md").read_text(encoding="utf-8")
 RECIPES = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+pytestmark = pytest.mark.time_limit(450)
 TENSORBOARD, SUMMARY, LIGHTNING, KERAS = RECIPES
 BEGIN = """
 import glob, time, memguard
@@ -37,7 +40,12 @@ def given():
     memguard.on_sample(seen.append)  # after the recipe's
     until(lambda: len(seen) > 4)
     session.watches.clear()
-    time.sleep(0.2)
+    sampled()  # one may be under way
+
+def sampled():
+    ring = memguard._api.current_session().monitor._ring
+    taken = len(ring)
+    until(lambda: len(ring) > taken + 2)
 """
 WITHOUT_TENSORFLOW = (
     "import sys\nsys.modules['tensorflow'] = None  # TensorBoard and Lightning import it if it is there"
@@ -82,7 +90,7 @@ class Model(lightning.LightningModule):
         super().__init__()
         self.layer = torch.nn.Linear(4, 1)
     def training_step(self, batch, number):
-        time.sleep(0.1)
+        sampled()
         assert number < LAST
         return self.layer(batch[0]).mean()
     def configure_optimizers(self):
@@ -116,7 +124,7 @@ assert keras.backend.backend() == "torch"
 model = keras.Sequential([keras.layers.Dense(1)])
 model.compile("sgd", "mse")
 class Slow(keras.callbacks.Callback):
-    def on_epoch_begin(self, epoch, logs=None): time.sleep(0.3)
+    def on_epoch_begin(self, epoch, logs=None): sampled()
 callbacks = [Slow(), GpuMemory(), keras.callbacks.CSVLogger("log.csv")]
 history = model.fit(numpy.ones((4, 2)), numpy.ones(4), epochs=2, verbose=0, callbacks=callbacks)
 assert history.history["torch_gib"] == [3.0, 3.0], history.history

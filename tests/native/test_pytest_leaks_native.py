@@ -66,6 +66,7 @@ def stubs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def test_leaks_are_found_by_framework_and_what_is_pooled_is_none(stubs: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(TESTS)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")  # else one above the temporary folder would count
     command = [sys.executable, "-m", "pytest", "-p", "memguard.pytest_plugin", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [*command, "-W", "ignore", "--rootdir", str(tmp_path), "--memguard-leaks", "test_it.py"],

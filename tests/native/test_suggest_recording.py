@@ -39,7 +39,9 @@ guard = memguard.init({"version": 1, "frameworks": caps, "monitor": {"interval":
 import pycuda.autoinit  # its exit function ends its context before memguard's is called
 import pycuda.driver as cuda
 from numba import cuda as numba
-time.sleep(0.5)  # the only sample of the monitor
+from memguard import _api
+while not _api.current_session().monitor.last(1):  # its only sample
+    time.sleep(0.01)
 held = cuda.mem_alloc(1 << 28)
 memory = numba.current_context().memalloc(1 << 27)
 print("over", flush=True)

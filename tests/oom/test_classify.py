@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import time
 from pathlib import Path
+from re import _parser as regex_parser
 from typing import Any
 
 import pytest
@@ -17,11 +17,6 @@ from memguard._oom import classify as rules
 from memguard._oom import hooks
 from memguard._oom.classify import RULES, Rule
 from memguard._oom.report import ErrorFacts, Verdict, classify
-
-if sys.version_info >= (3, 11):
-    from re import _parser as regex_parser  # type: ignore[attr-defined]
-else:
-    import sre_parse as regex_parser
 
 HERE = Path(__file__).parent
 CORPUS = {name: json.loads((HERE / f"{name}.json").read_text(encoding="utf-8")) for name in ("real", "lookalikes")}

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-
-from typing_extensions import assert_type
+from typing import assert_type
 
 import memguard
 from memguard import Budget, Guard, exchange

@@ -47,7 +47,7 @@ RUN = {
 
 TYPED = {
     "docs/dask.md": ("a cluster of Dask; tests/engines/test_dask.py has one", ""),
-    "docs/ddp.md": ("two GPUs and NCCL; benchmarks/ddp.py is the like, measured", ""),
+    "docs/ddp.md": ("two GPUs and NCCL; tests/gpu/test_ranks_gpu.py is the like", ""),
     "docs/doctor/README.md": ("it tries every framework, which takes long; tests/doctor does", ""),
     "docs/doctor/import-order.md": ("two frameworks", ""),
     "docs/doctor/second-context.md": ("PyCUDA and a GPU", ""),
@@ -76,7 +76,6 @@ SHOWN = {
     "docs/notebooks.md": "lines whose figures are examples; test_notebook.py holds their form",
     "docs/oom.md": "test_oom_hooks.py: the report itself",
     "docs/quickstart.md": "tests/doctor/test_doctor_docs.py",
-    "docs/results.md": "test_readme.py: made from the results",
     "docs/retry.md": "a line whose figures are examples; test_retry.py holds its form",
     "docs/top.md": "test_top_cli.py: the screen of the timeline in timeline.md",
     "docs/watching.md": "events with figures as examples; test_pressure.py and test_thresholds.py hold when they come",

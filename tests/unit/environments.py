@@ -15,7 +15,17 @@ PTH = next(p for p in (PACKAGE / "_activation" / "memguard.pth", PACKAGE.parent 
 """Its place in a checkout, else its place in an installation."""
 
 
-def make(folder: Path, *, pth: bool = True) -> Path:
+START = [PTH.with_suffix(".start"), PTH.with_name("_memguard_start.py")]
+"""What Python 3.15 and later read in its place, and what that names."""
+
+_EARLIER = (
+    "import pkgutil\nlines = open({!r}, encoding='utf-8-sig').read().splitlines()\n"
+    "for name in filter(None, (line.partition('#')[0].strip() for line in lines)): pkgutil.resolve_name(name)()\n"
+)
+"""What `site` does with a .start file from Python 3.15 on. Before, `sitecustomize` does so, which runs after it."""
+
+
+def make(folder: Path, *, pth: bool = True, start: bool = False) -> Path:
     """The interpreter of a new environment in `folder`. `_all.pth` adds folders; their .pth files are not read."""
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / "bin" / "python"
@@ -24,6 +34,11 @@ def make(folder: Path, *, pth: bool = True) -> Path:
     (packages / "_all.pth").write_text("\n".join(dict.fromkeys(seen)) + "\n")
     if pth:
         shutil.copy(PTH, packages)
+    if start:
+        for file in START:
+            shutil.copy(file, packages)
+        if sys.version_info < (3, 15):
+            (packages / "sitecustomize.py").write_text(_EARLIER.format(str(packages / START[0].name)))
     return python
 
 

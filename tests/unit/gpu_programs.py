@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TARGET = "MEMGUARD_GPU_PROGRAMS"
 BEFORE = (
     "import faulthandler, json, os\nfaulthandler.enable()\nimport memguard\nGIB, MIB = 1 << 30, 1 << 20\n"
-    "result: dict = {}\n"
+    "THOROUGH = True\nresult: dict = {}\n"
 )
 """What the fixture puts before each."""
 MISUSE = ("attr-defined", "call-arg", "call-overload", "name-defined", "used-before-def", "import-not-found", "syntax")
@@ -81,7 +81,7 @@ def found(folder: Path) -> dict[str, list[str]]:
         TARGET: str(target),
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(ROOT)]),
     }
-    for name in ("PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER", "MEMGUARD_GPU_REPORT"):
+    for name in ("PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER"):
         environment.pop(name, None)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "tests/gpu", "-q", "-s", "-p", "gpu_programs", "-p", "no:cacheprovider",
@@ -105,17 +105,17 @@ def main() -> None:
             called = re.sub(r"\W+", "_", test.removeprefix("tests/gpu/"))[:100]
             (folder / "programs" / f"{called}_{number}.py").write_text(BEFORE + code)
         paths = sorted(map(str, (folder / "programs").glob("*.py")))
-        paths += sorted(map(str, [*ROOT.glob("benchmarks/*.py"), *ROOT.glob("tests/gpu/*.py")]))
+        paths += sorted(map(str, [*ROOT.glob("tests/support/*.py"), *ROOT.glob("tests/gpu/*.py")]))
         done = subprocess.run(
             [sys.executable, "-m", "mypy", "--config-file=", "--ignore-missing-imports", "--follow-imports=silent",
              "--check-untyped-defs", "--no-error-summary", "--scripts-are-modules", "--explicit-package-bases", *paths],
-            env={**os.environ, "MYPYPATH": f"{ROOT}{os.pathsep}{ROOT / 'benchmarks'}"}, cwd=ROOT, capture_output=True,
+            env={**os.environ, "MYPYPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}, cwd=ROOT, capture_output=True,
             text=True,
         )  # fmt: skip
         wrong = [line for line in done.stdout.splitlines() if line.endswith(tuple(f"[{name}]" for name in MISUSE))]
         if done.returncode not in (0, 1) or done.stderr:
             sys.exit(done.stdout[-2000:] + done.stderr[-2000:])
-        print("\n".join(wrong) or f"{len(tests)} programs of tests/gpu, and the benchmarks: nothing is misused")
+        print("\n".join(wrong) or f"{len(tests)} programs of tests/gpu, and tests/support: nothing is misused")
         sys.exit(bool(wrong))
 
 

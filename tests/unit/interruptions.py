@@ -110,10 +110,8 @@ class Points:
 
 
 def _handlers(code: CodeType) -> frozenset[int]:
-    """Offsets at which what handles an error begins. Python 3.10 has no table of them: there each one is a block."""
-    entries = getattr(dis.Bytecode(code), "exception_entries", ())
-    blocks = [one.argval for one in dis.get_instructions(code) if one.opname in ("SETUP_FINALLY", "SETUP_WITH")]
-    return frozenset([*(entry.target for entry in entries), *blocks])
+    """Offsets at which what handles an error begins."""
+    return frozenset(entry.target for entry in dis.Bytecode(code).exception_entries)
 
 
 def _ours(code: CodeType) -> bool:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import _schedules
-from _oracle import Entry, Terms, Verdicts, judge
-from _simulated_runner import SimulatedRunner
+from support import schedules as _schedules
+from support.oracle import Entry, Terms, Verdicts, judge
+from support.simulated_runner import SimulatedRunner
 
 from memguard import Budget
 from memguard._devices.simulated import Model, SimulatedHost

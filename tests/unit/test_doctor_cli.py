@@ -376,8 +376,6 @@ def test_no_command_imports_from_the_current_folder(hostile: Path, arguments: li
     (hostile / "ran").unlink(missing_ok=True)
     places = [str(Path(memguard.__file__).parents[1]), str(hostile / "site")]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
-    if sys.version_info < (3, 11):
-        arguments = [word for word in arguments if word != "-P"]
     done = subprocess.run(
         [sys.executable, str(hostile / "bin" / "memguard"), *arguments],
         cwd=hostile, env=environ, capture_output=True, text=True, timeout=60,

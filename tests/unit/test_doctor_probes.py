@@ -46,9 +46,9 @@ def alive(pid: int) -> bool:
 
 
 def gone(path: Path) -> bool:
-    """Whether the process whose number is in the file ends within a second."""
+    """Whether the process whose number is in the file ends."""
     pid = int(path.read_text())
-    deadline = time.monotonic() + 1
+    deadline = time.monotonic() + 10
     while alive(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
     return not alive(pid)
@@ -97,8 +97,8 @@ def test_a_probe_that_hangs_is_stopped_and_told(tmp_path: Path, asked: bool) -> 
     bad = f"import mmap; f = open({str(library)!r}, 'rb'); m = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ)\n"
     started = time.monotonic()
     blocked = "set(range(1, 65)) - {signal.SIGUSR1}" if asked else "range(1, 65)"
-    found = torch(tmp_path, bad + f"signal.pthread_sigmask(signal.SIG_BLOCK, {blocked})\ntime.sleep(60)", timeout=2)
-    assert time.monotonic() - started < 10
+    found = torch(tmp_path, bad + f"signal.pthread_sigmask(signal.SIG_BLOCK, {blocked})\ntime.sleep(60)", timeout=4)
+    assert time.monotonic() - started < 30
     assert found.probe is not None
     assert (found.probe.hung, found.probe.signal) == (True, None)
     assert [stage.name for stage in found.probe.stages] == ["import", "devices"]
@@ -107,7 +107,7 @@ def test_a_probe_that_hangs_is_stopped_and_told(tmp_path: Path, asked: bool) -> 
 
 
 def test_a_hang_at_the_end_is_one_too(tmp_path: Path) -> None:
-    found = torch(tmp_path, "import atexit; atexit.register(time.sleep, 60)", timeout=1)
+    found = torch(tmp_path, "import atexit; atexit.register(time.sleep, 60)", timeout=4)
     assert found.probe is not None and found.probe.hung
     assert [stage.name for stage in found.probe.stages] == ["import", "devices", "compute"]
 
@@ -175,7 +175,7 @@ def test_at_the_time_out_children_in_sessions_of_their_own_go_too(tmp_path: Path
         "import subprocess; p = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
         f"open({str(note)!r}, 'w').write(str(p.pid)); time.sleep(60)"
     )
-    found = torch(tmp_path, bad, timeout=1.5)
+    found = torch(tmp_path, bad, timeout=4)
     assert found.probe is not None and found.probe.hung
     assert gone(note)
 
@@ -200,23 +200,24 @@ def test_stop_ends_a_probe_that_runs(tmp_path: Path) -> None:
     threading.Timer(0.5, stop.set).start()
     started = time.monotonic()
     run(environ(site), "torch", stop=stop)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
 
 
 def test_a_process_that_cannot_be_killed_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that waits in a driver that does not answer: its memory map may not be read either."""
     write(tmp_path, "torch", "import time\ntime.sleep(60)")
-    killed: list[int] = []
+    killed, over = list[int](), threading.Event()
     with monkeypatch.context() as stuck:
         stuck.setattr(processes, "_STUCK", 0.2)
         stuck.setattr(os, "killpg", lambda group, number: killed.append(group))
         stuck.setattr(processes, "_kill_marked", lambda mark: None)
         stuck.setattr(os, "kill", lambda pid, number: None)
-        stuck.setattr(processes, "libraries", lambda pid: time.sleep(5) or [])
+        stuck.setattr(processes, "libraries", lambda pid: [over.wait(60)][:0])
         started = time.monotonic()
         with pytest.warns(ResourceWarning, match="still running"):  # of subprocess, whose process is left
             ended = run(environ(tmp_path), "torch", timeout=1)
-        assert time.monotonic() - started < 4
+        assert time.monotonic() - started < 30
+    over.set()
     assert (ended.hung, ended.exit, ended.signal, ended.libraries) == (True, None, None, ())
     os.killpg(killed[0], 9)
 
@@ -465,7 +466,7 @@ def test_a_hang_in_the_middle_of_an_import_is_no_crash(tmp_path: Path) -> None:
     )
     site = write(tmp_path, "torch", bad)
     for tenth in range(3):
-        found = answers.framework({}, run(environ(site), "torch", timeout=1 + tenth / 10))
+        found = answers.framework({}, run(environ(site), "torch", timeout=3 + tenth / 10))
         assert found.probe is not None and (found.probe.hung, found.probe.signal) == (True, None)
         assert any("most recent call first" in line for line in found.probe.said)
         assert not any("Fatal Python error" in line for line in found.probe.said)

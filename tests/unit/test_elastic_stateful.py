@@ -6,19 +6,15 @@ And a million steps of the lending rule alone, over figures.
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import _schedules
-from _oracle import MIB, PAGE, Entry, in_the_way, judge
-from _simulated_runner import SimulatedRunner
 from schedules import LIMIT, RESERVE, guarded
+from support import schedules as _schedules
+from support.oracle import MIB, PAGE, Entry, in_the_way, judge
+from support.simulated_runner import SimulatedRunner
 
 from memguard._reclaim.lending import Part, ask, settle
 from memguard._specs import SPECS

@@ -33,6 +33,12 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make(tmp_path_factory.mktemp("environment"))
 
 
+@pytest.fixture(scope="module", params=[False, True], ids=["start", "both"])
+def starting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As from Python 3.15 on: `memguard.start` alone, and beside a `memguard.pth` whose line has run before."""
+    return make(tmp_path_factory.mktemp("environment"), pth=request.param, start=True)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with a budget, and frameworks that have nothing in them but print when they are imported."""
@@ -89,6 +95,22 @@ def test_until_then_nothing_of_memguard_is_imported(python: Path, folder: Path) 
     )  # fmt: skip
     assert said(done) == ["['_memguard_environment'] 1"]
     assert done.stderr == ""
+
+
+def test_a_start_file_brings_the_budget_once(starting: Path, folder: Path) -> None:
+    waiting = "sum('memguard' in str(f) for f in sys.meta_path), 'memguard' in sys.modules"
+    done = run(starting, folder, f"import sys\nprint({waiting})\nimport torch\n{APPLIED}")
+    assert said(done) == ["1 False", "(True, ['torch'])"]
+    assert done.stderr == SIMULATED
+
+
+def test_a_start_file_without_the_variable_or_without_memguard_does_nothing(starting: Path, folder: Path) -> None:
+    shown = "import sys\nprint([n for n in sys.modules if n in ('memguard', '_memguard_environment')])"
+    assert said(run(starting, folder, shown, config=None)) == ["[]"]
+    hidden = "import importlib.util, sys, os\nimportlib.util.find_spec = lambda name: None\n"
+    hidden += "sys.modules.pop('_memguard_environment', None)\nimport _memguard_start\nprint(_memguard_start.start())"
+    done = run(starting, folder, hidden)
+    assert said(done) == ["None"] and done.stderr == ""
 
 
 def test_the_first_use_of_memguard_brings_the_budget(python: Path, folder: Path) -> None:
@@ -491,4 +513,5 @@ def test_an_installation_has_the_line_at_the_top_of_its_site_packages() -> None:
     """Nothing to look at where the checkout is used without being installed."""
     for installed in metadata.distributions(name="memguard-gpu"):
         files = {str(file) for file in installed.files or []}
-        assert not files or "memguard.pth" in files  # a checkout's own metadata has none
+        top = {"memguard.pth", "memguard.start", "_memguard_start.py"}
+        assert not files or top <= files  # a checkout's own metadata has none

@@ -93,11 +93,6 @@ def test_every_claim_of_folklores_comes_with_an_example_of_what_is_right() -> No
     assert [claim for claim in claims if not re.search(r"^```(python|yaml)$", claim, re.MULTILINE)] == []
 
 
-def test_there_is_one_place_for_the_measured_table() -> None:
-    assert TEXT.count("<!-- exchange: begin -->") == TEXT.count("<!-- exchange: end -->") == 1
-    assert TEXT.index("<!-- exchange: begin -->") < TEXT.index("<!-- exchange: end -->")
-
-
 def pages() -> str:
     """This page, and the one about processes."""
     return "\n".join(path.read_text(encoding="utf-8") for path in ROOT.glob("docs/exchange*.md"))

@@ -16,6 +16,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -37,12 +38,21 @@ Start = Callable[..., "Child"]
 HOLD = "y = exchange.attach(sys.argv[1], 'cupy')\nsay(y.values.tolist())\n"
 
 
+SPEAKS = """
+def say(x): print(json.dumps(x), flush=True)
+def wait(): return sys.stdin.readline()
+def unmapped():
+    until = time.monotonic() + 20
+    while sharing_doors.mapped and time.monotonic() < until: time.sleep(0.01)
+"""
+
+
 class Child:
     """Another process. It says things line by line, and waits for a line where it reads one."""
 
     def __init__(self, code: str, *args: str, env: dict[str, str] | None = None) -> None:
         tests = Path(__file__).parent
-        code = CHILD + "def say(x): print(json.dumps(x), flush=True)\ndef wait(): return sys.stdin.readline()\n" + code
+        code = CHILD + SPEAKS + code
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, *args],
             stdin=subprocess.PIPE,
@@ -306,7 +316,7 @@ def test_the_host_waits_for_the_exported_array_and_for_nothing_else(
 def test_attaching_with_copy_unmaps_the_memory_at_once(x: Array, start: Start) -> None:
     with export(x) as handle:
         child = start(
-            "y = exchange.attach(sys.argv[1], 'numpy', copy=True)\ntime.sleep(0.1)\n"
+            "y = exchange.attach(sys.argv[1], 'numpy', copy=True)\nunmapped()\n"
             "say([type(y).__name__, y.sum().item(), sharing_doors.mapped]); wait()",
             str(handle),
         )
@@ -347,7 +357,7 @@ def test_what_cannot_be_attached(x: Array, monkeypatch: pytest.MonkeyPatch, star
         assert f"it lies on {UUID}, which CUDA does not show this process" in elsewhere.says()
         refused = start(
             "try: exchange.attach(sys.argv[1], 'numpy')\nexcept exchange.CannotShare as error: say(error.remedy)\n"
-            "time.sleep(0.1); say(sharing_doors.mapped); wait()",
+            "unmapped(); say(sharing_doors.mapped); wait()",
             str(handle),
         )
         assert "copy=True" in refused.says() and refused.says() == []
@@ -682,7 +692,8 @@ def test_many_exports_and_attachments_leave_nothing(start: Start) -> None:
         "import os, gc\nfor line in sys.stdin:\n"
         "  y = exchange.attach(line.strip(), 'cupy'); total = y.values.sum().item()\n"
         "  y = None; say(total)\n"
-        "gc.collect(); time.sleep(0.5); import threading\n"
+        "import threading\ngc.collect(); unmapped(); until = time.monotonic() + 20\n"
+        "while threading.active_count() > 1 and time.monotonic() < until: time.sleep(0.01)\n"
         "say([sharing_doors.mapped, [t.name for t in threading.enumerate()], len(os.listdir('/proc/self/fd'))])\n"
         "wait()"
     )
@@ -724,11 +735,12 @@ def test_a_destructor_may_close_a_handle_in_the_middle_of_anything(x: Array) -> 
 
 
 @pytest.fixture
-def block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Array]:
-    """An array of `nbytes` in a block of `size`, which a file stands for."""
+def block(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Array]]:
+    """An array of `nbytes` in a block of `size`, which a file with a path of at most 64 bytes stands for."""
+    folder = tempfile.TemporaryDirectory(dir="/tmp")
 
     def make(nbytes: int, size: int, *, at: int = 0, base: int = 1 << 40, handle: bool = True) -> Array:
-        path = tmp_path / "b"
+        path = Path(folder.name, "b")
         path.write_bytes(b"\0" * size)
         with open(path, "r+b") as file:
             memory = mmap.mmap(file.fileno(), size)
@@ -741,7 +753,8 @@ def block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Arra
         monkeypatch.setattr(sharing.shared_memory, "PAGE", 4096 if base else 1 << 60)
         return found
 
-    return make
+    with folder:
+        yield make
 
 
 def test_an_array_that_fills_its_block_is_shared_without_a_copy(start: Start, block: Callable[..., Array]) -> None:

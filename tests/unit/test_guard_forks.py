@@ -168,7 +168,7 @@ def test_a_guard_that_was_stopped_does_not_start_again() -> None:
 def test_init_does_not_deadlock_with_an_import_that_imports_another_framework(tmp_path: Path) -> None:
     """Another thread is importing tensorflow, which imports torch, whose hook wants what init holds."""
     (tmp_path / "torch.py").write_text("__version__ = '2'\n")
-    (tmp_path / "tensorflow.py").write_text("import time\ntime.sleep(0.5)\nimport torch\n")
+    (tmp_path / "tensorflow.py").write_text("import sys, time\nsys.importing.set()\ntime.sleep(0.5)\nimport torch\n")
     code = f"""
 import faulthandler, sys, threading, time
 sys.path.insert(0, {str(tmp_path)!r})
@@ -185,9 +185,10 @@ def importing():
         pass
     except Exception as error:
         print(type(error).__name__)
+sys.importing = threading.Event()
 thread = threading.Thread(target=importing, daemon=True)
 thread.start()
-time.sleep(0.2)
+sys.importing.wait(20)
 faulthandler.dump_traceback_later(20, exit=True)
 try:
     memguard.init({{"version": 1, "device": {{"limit": "16GiB"}},

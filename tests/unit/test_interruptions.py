@@ -95,7 +95,7 @@ def free(lock: Any) -> bool:
     taken: list[bool] = []
 
     def take() -> None:
-        taken.append(lock.acquire(timeout=1))
+        taken.append(lock.acquire(timeout=10))
         if taken[0]:
             lock.release()
 

@@ -353,7 +353,7 @@ def test_kernels_that_are_loaded_late_are_charged_little_in_all() -> None:
 
 
 def test_a_training_on_two_gpus_as_it_was_measured() -> None:
-    """Process less PyTorch's own, in MiB (benchmarks/ddp.py on two H200): cuBLAS and the first backward in one."""
+    """Process less PyTorch's own, in MiB (support/ddp_program.py, two H200): cuBLAS and the first backward in one."""
     training = frozenset({"context", "torch", "nccl 1"})
     two = training | {"nccl 2"}
     readings = [(518, frozenset({"context"})), (610, TORCH), (610, TORCH), (1454, training), (1584, training)]

@@ -743,16 +743,18 @@ def test_who_says_nothing_keeps_nobody_waiting_for_long(port: int, monkeypatch: 
         begun = time.monotonic()
         silent.sendall(b"G")
         assert "memguard_info" in get(port)
-        assert time.monotonic() - begun < 3
+        assert time.monotonic() - begun < 30
 
 
-def test_the_end_does_not_wait_for_who_says_nothing(port: int) -> None:
+def test_the_end_does_not_wait_for_who_says_nothing(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "PATIENCE", 60.0)
+    monkeypatch.setattr(server, "_JOIN", 60.0)
     start(budget(port))
     with socket.create_connection(("127.0.0.1", port)) as silent:
         until(lambda: server._live[0]._peers)
         begun = time.monotonic()
         memguard.shutdown()
-        assert time.monotonic() - begun < 1.5 and can_listen(port)
+        assert time.monotonic() - begun < 30 and can_listen(port)
         assert silent.recv(10) == b""
 
 

@@ -84,8 +84,7 @@ def test_an_out_of_memory_is_explained_once_and_goes_on_as_it_was(
     assert shown.count("ran out of GPU memory") == 1 and "torch" in shown
     report = memguard.last_oom()
     assert report is not None and report.verdict.requester == "torch" and report.verdict.requested == 11 * GIB
-    if sys.version_info >= (3, 11):
-        assert any("memguard" in note for note in caught.value.__notes__)
+    assert any("memguard" in note for note in caught.value.__notes__)
 
 
 def test_callbacks_hear_of_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,6 +37,12 @@ def nothing_left() -> Iterator[None]:
 until = functools.partial(waiting.until, seconds=60.0)
 
 
+def another_sample(monitor: Any) -> None:
+    """One that is begun from now on has been given."""
+    taken = len(monitor._ring)
+    until(lambda: len(monitor._ring) > taken + 2)
+
+
 def of(free: int | None = 1) -> Sample:
     """A sample of one GPU; None for a reading that failed."""
     parts = () if free is None else (DeviceSample("GPU-0", 9, 8, free, None, None, 0, None, {}),)
@@ -55,9 +61,9 @@ def test_each_sample_is_given_on_the_monitors_thread_until_it_is_removed() -> No
         assert monitor is not None and {id(one) for one in seen[:2]} <= {id(one) for one in monitor.last(60)}, "as read"
         watch.remove()
         watch.remove()
-        time.sleep(0.05)  # one may be under way
+        another_sample(monitor)  # one may be under way
         count = len(seen)
-        time.sleep(0.15)
+        another_sample(monitor)
         assert len(seen) == count
     assert threads == {"memguard-monitor"}
     assert seen[-1].devices[0].frameworks["torch"].in_use == GIB

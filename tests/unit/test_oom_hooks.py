@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import code
 import dataclasses
 import gc
@@ -30,7 +29,6 @@ from memguard._oom.hooks import Scene, facts_of, install, last_oom, seen
 from memguard._oom.report import Report
 
 ROOT = Path(memguard.__file__).parents[1]
-NOTES = sys.version_info >= (3, 11)
 
 
 class OutOfMemoryError(RuntimeError):
@@ -81,9 +79,8 @@ def test_an_error_is_reported_once_wherever_it_is_seen(budget: Budget, capsys: p
     err = capsys.readouterr().err
     assert err.count("memguard: torch ran out of GPU memory: 2.00 GiB asked for") == 1
     assert len(budget.recorded) == 1 and budget.recorded[0].as_dict()["memguard_oom"] == 1
-    if NOTES:
-        assert [note.splitlines()[0] for note in error.__notes__] == [f"memguard: {first.title}"]
-        assert "memguard: torch ran out" in "".join(traceback.format_exception(error))
+    assert [note.splitlines()[0] for note in error.__notes__] == [f"memguard: {first.title}"]
+    assert "memguard: torch ran out" in "".join(traceback.format_exception(error))
 
 
 def test_the_next_one_is_another_even_while_the_first_is_handled(budget: Budget) -> None:
@@ -133,11 +130,9 @@ def test_it_is_found_in_causes_contexts_and_groups(budget: Budget) -> None:
     assert len(budget.recorded) == 3
 
 
-if NOTES:  # ExceptionGroup came with notes
-
-    def test_a_real_group(budget: Budget) -> None:
-        group = vars(builtins)["ExceptionGroup"]("tasks", [KeyError("x"), oom()])
-        assert seen(group, show=False) is not None
+def test_a_real_group(budget: Budget) -> None:
+    group = ExceptionGroup("tasks", [KeyError("x"), oom()])
+    assert seen(group, show=False) is not None
 
 
 def test_a_chain_that_bites_its_tail(budget: Budget) -> None:
@@ -280,8 +275,7 @@ def test_a_loop_that_tries_again_has_one_report_in_full_a_minute(capsys: pytest.
         error = oom()
         report = seen(error)
         assert report is not None and last_oom() is report, "always the newest"
-        if NOTES:
-            assert getattr(error, "__notes__", []) == [report.note], "complete"
+        assert getattr(error, "__notes__", []) == [report.note], "complete"
         text = capsys.readouterr().err
         return text == f"{report}\n", text
 

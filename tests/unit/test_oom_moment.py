@@ -731,7 +731,7 @@ def test_ten_thousand_caught_errors_stay_cheap(guard: memguard.Guard, tmp_path: 
         for _ in range(times):
             with contextlib.suppress(FrameworkOutOfMemory):
                 framework.allocate(4 * GIB)
-        return (time.perf_counter() - begun) / times
+        return time.perf_counter() - begun
 
     tracemalloc.start()
     probe(200)
@@ -741,8 +741,9 @@ def test_ten_thousand_caught_errors_stay_cheap(guard: memguard.Guard, tmp_path: 
     gc.collect()
     grown = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
-    each = min(probe(3000) for _ in range(3))
-    assert grown < 100_000 and each < 1e-3
+    seconds = min(probe(3000) for _ in range(3))
+    print(f"{seconds / 3000 * 1e6:.0f} µs each")
+    assert grown < 100_000 and seconds < 3, "a millisecond each"
     assert guard.ledger().devices[0].row("torch").refused == 9700
     memguard.shutdown()
     events = ooms_of(tmp_path)
@@ -827,12 +828,10 @@ ONCE = {
     "of a thread": "t = threading.Thread(target=torch.allocate, args=(4 << 30,)); t.start(); t.join()",
     "raised from": "try:\n    torch.allocate(4 << 30)\nexcept Exception as error:\n    raise ValueError from error",
     "of a group": """
-        if sys.version_info >= (3, 11):
-            try:
-                torch.allocate(4 << 30)
-            except Exception as error:
-                raise ExceptionGroup("two", [KeyError(1), error])
-        torch.allocate(4 << 30)
+        try:
+            torch.allocate(4 << 30)
+        except Exception as error:
+            raise ExceptionGroup("two", [KeyError(1), error])
     """,
 }
 
@@ -860,16 +859,15 @@ def test_another_hook_gets_the_note_in_one_line_and_the_error_keeps_it_whole() -
         atexit.register(told)
         guard.frameworks["torch"].allocate(4 << 30)
     """)
-    if sys.version_info >= (3, 11):
-        sent, whole = (line for line in err.stdout.splitlines() if line.startswith(("SENT", "WHOLE")))
-        assert sent.count("\\n") == 0 and "ran out of GPU memory" in sent and whole.count("\\n") >= 2
+    sent, whole = (line for line in err.stdout.splitlines() if line.startswith(("SENT", "WHOLE")))
+    assert sent.count("\\n") == 0 and "ran out of GPU memory" in sent and whole.count("\\n") >= 2
     assert err.stderr.count("  error  ") == 1
 
 
 def test_an_error_without_notes_has_one_report_too(
     guard: memguard.Guard, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in Python 3.10."""
+    """Where the note cannot be added."""
 
     def refuse(*_: object) -> None:
         raise AttributeError("add_note")
@@ -888,8 +886,6 @@ def test_the_note_is_back_after_the_traceback(
 ) -> None:
     """Whichever hook of Python printed it, and if that was interrupted; notes of others stay in their places."""
     error = _Oom("CUDA out of memory. Tried to allocate 2.00 GiB")
-    if sys.version_info < (3, 11):
-        return
     error.add_note("first")
     report = hooks.seen(error, show=True)
     assert report is not None
@@ -923,8 +919,7 @@ def test_the_note_stays_where_only_the_exception_is_seen(guard: memguard.Guard) 
         framework.allocate(4 * GIB)
     report = memguard.last_oom()
     assert report is not None
-    if sys.version_info >= (3, 11):
-        assert caught.value.__notes__ == [report.note]
+    assert caught.value.__notes__ == [report.note]
 
 
 def test_no_line_about_another_time_comes_before_the_first_report(

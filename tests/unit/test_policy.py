@@ -96,7 +96,7 @@ def test_the_default_limit_is_nine_tenths() -> None:
 
 
 def test_the_sample_budget_on_an_h200() -> None:
-    """The figures that the README and the benchmarks give."""
+    """The figures that the documents give."""
     sample = budget({"torch": {"share": "50%"}, "tensorflow": {"share": "25%"}, "pycuda": {"limit": "1GiB"}})
     part = one(sample, SimulatedHost(["h200"]).devices()[0])
     assert part.limit == (143_771 - 615) * MIB * 9 // 10

@@ -62,12 +62,13 @@ def test_of_two_that_look_before_either_allocates_one_gets_it() -> None:
     assert sorted(found) == [False, True] and pool.most == 60
 
 
-def test_one_that_is_not_short_waits_for_nobody_and_two_that_fit_both_get_it() -> None:
+def test_one_that_is_not_short_waits_for_nobody_and_two_that_fit_both_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_cap, "_PATIENCE", 60.0)
     pool = Pool()
     cap = PoolCap(pool.used, 100)
     first = cap.take(40)  # another request is under way
     before = time.monotonic()
-    assert allocate(cap, pool, 60) and time.monotonic() - before < 1
+    assert allocate(cap, pool, 60) and time.monotonic() - before < 30
     assert first is not None
     pool.add(40)
     first.end()
@@ -89,14 +90,15 @@ def test_what_another_thread_gives_up_serves_the_one_that_waited_for_it() -> Non
     assert found == [True]
 
 
-def test_a_finalizer_within_a_request_of_its_own_thread_is_refused_at_once() -> None:
+def test_a_finalizer_within_a_request_of_its_own_thread_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_cap, "_PATIENCE", 60.0)
     pool = Pool()
     cap = PoolCap(pool.used, 100)
     inner: list[bool] = []
     pool.looked = [lambda: inner.append(allocate(cap, pool, 60))]
     before = time.monotonic()
     assert allocate(cap, pool, 60) and inner == [False]
-    assert time.monotonic() - before < 1
+    assert time.monotonic() - before < 30
 
 
 def test_one_that_never_ends_holds_nobody_up_for_long(monkeypatch: pytest.MonkeyPatch) -> None:

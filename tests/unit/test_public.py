@@ -148,7 +148,7 @@ def test_the_types_of_what_is_returned() -> None:
 
 
 def test_what_public_functions_return_has_a_public_name() -> None:
-    """So that it can be written in an annotation: of the functions, and of the methods and fields of what they return."""
+    """So that it can be written in an annotation: of the functions, and of the fields of what they return."""
     public = {*memguard.__all__, *memguard.types.__all__, *memguard.exchange.__all__, *vars(errors)}
     others = {"Any", "Callable", "Iterator", "Literal", "Mapping", "Sequence", "TypeVar", "None"}
     functions = {name: getattr(memguard, name) for name in memguard.__all__}
@@ -229,7 +229,7 @@ def test_type_checkers_see_the_names_that_exist() -> None:
             assert name.asname == name.name, "an explicit re-export"
             declared[name.name] = node.module
     assert sorted(declared.keys() - SUBMODULES - HOOKS) == memguard.__all__
-    assert SUBMODULES | HOOKS <= declared.keys()
+    assert declared.keys() >= SUBMODULES | HOOKS
     for name, module in declared.items():
         found = home(getattr(memguard, name))
         expected = f"{module}.{name}" if name in modules else module
@@ -292,7 +292,7 @@ PUBLIC_ERRORS = [
 
 
 def test_every_error_is_public_and_in_the_tree_of_the_docstring() -> None:
-    """A program's own errors are names of the package; those of its tools and of `exchange` have a home of their own."""
+    """A program's own errors are names of the package; those of tools and of `exchange` have a home of their own."""
     names = {error.__name__ for error in PUBLIC_ERRORS}
     public = {name for name in memguard.__all__ if inspect.isclass(getattr(memguard, name))} - {"Budget", "Guard"}
     elsewhere = {"ProblemsError", "CannotShare", "FactsError", "TraceError", "TimelineError"}

@@ -6,11 +6,10 @@ import importlib
 import importlib.metadata
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import inner_pytest
 import pytest
 
 import memguard
@@ -402,8 +401,5 @@ def test_nothing_is_loaded_for_tests_that_use_none_of_it(pytester: pytest.Pytest
         """
     )
     environ = {**os.environ, "PYTHONPATH": str(ROOT)} if ROOT.name != "site-packages" else dict(os.environ)
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *ON, "-p", "no:hypothesispytest", "-p", "no:xdist"],
-        cwd=pytester.path, env=environ, capture_output=True, text=True,
-    )  # fmt: skip
+    done = inner_pytest.run(pytester.path, "-q", *ON, "-p", "no:hypothesispytest", "-p", "no:xdist", env=environ)
     assert done.returncode == 0, done.stdout

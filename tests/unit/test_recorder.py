@@ -9,17 +9,18 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from interruptions import Points
+from waiting import until
 
 import memguard
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory, SimulatedFramework
 from memguard._guard import Guard
-from memguard._simulation import replay, trace
+from memguard._simulation import recorder, replay, trace
 from memguard._simulation.recorder import since
 from memguard._types import Device, TraceEvent, Usage
 from memguard._units import GIB, MIB
@@ -44,6 +45,23 @@ def nothing_stays() -> Iterator[None]:
     assert not [t for t in threading.enumerate() if t.name == "memguard-trace"]
 
 
+@pytest.fixture
+def sampled(monkeypatch: pytest.MonkeyPatch) -> Callable[[], object]:
+    """Waits for a sample of the recording that is begun from now on."""
+    taken, take = [0], recorder._Sampler._sample
+
+    def counted(sampler: Any) -> None:
+        take(sampler)
+        taken[0] += 1
+
+    def wait() -> None:
+        before = taken[0]
+        until(lambda: taken[0] > before + 1, pause=0.0005)  # one may be under way
+
+    monkeypatch.setattr(recorder._Sampler, "_sample", counted)
+    return wait
+
+
 def start(*devices: str, imported: tuple[str, ...] = NAMES) -> Guard:
     guard = memguard.init(BUDGET, simulate=devices or ("h200",))
     for name in imported:
@@ -62,7 +80,7 @@ def replayed(path: Path, guard: Guard) -> replay.SimulationOutcome:
     return replay.simulate(trace.read(path), caps=caps, options=guard.plan.options)
 
 
-def test_a_recording_replays_to_what_was_recorded(tmp_path: Path) -> None:
+def test_a_recording_replays_to_what_was_recorded(tmp_path: Path, sampled: Callable[[], object]) -> None:
     rng = random.Random(3)
     path = tmp_path / "run.jsonl"
     guard = start()
@@ -82,7 +100,7 @@ def test_a_recording_replays_to_what_was_recorded(tmp_path: Path) -> None:
                 except FrameworkOutOfMemory:
                     continue
             if name == "tensorflow":
-                time.sleep(0.003)
+                sampled()
             peaks[name] = max(peaks[name], of(guard, name).stats(gpu).peak_held)
     outcome = replayed(path, guard)
     assert outcome.refused == 0, outcome.render()
@@ -133,14 +151,14 @@ def test_events_are_in_order_from_the_start_of_the_block(tmp_path: Path) -> None
     assert all(0 <= a.time <= b.time < 60 for a, b in itertools.pairwise(events))
 
 
-def test_a_framework_imported_inside_the_block_is_sampled(tmp_path: Path) -> None:
+def test_a_framework_imported_inside_the_block_is_sampled(tmp_path: Path, sampled: Callable[[], object]) -> None:
     path = tmp_path / "run.jsonl"
     guard = start(imported=())
     with memguard.record_trace(path, interval=0.0005):
         array = of(guard, "torch").allocate(GIB)
-        time.sleep(0.02)
+        sampled()
         of(guard, "torch").free(array)
-        time.sleep(0.02)
+        sampled()
         of(guard, "torch").allocate(2 * GIB)
     events = [e for e in trace.read(path).events if e.op != "mark"]
     assert {e.op for e in events} == {"in_use"}

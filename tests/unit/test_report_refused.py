@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ def refused(folder: Path, asked: int = 10 * GIB, *, times: int = 1, moment_at: f
         at = clock.now + 0.1
         text = f"torch: a request was refused {times}"
         writer.event(Event(at, "refused", text, uuid=uuid, framework="torch", bytes=asked, times=times))
-        when = datetime.fromtimestamp(at + moment_at, timezone.utc).isoformat()
+        when = datetime.fromtimestamp(at + moment_at, UTC).isoformat()
         moment = {"time": when, "source": "refusal", "requested": asked, "held": 6 * GIB, "in_use": 6 * GIB}
         clock.now = at + 0.04
         writer.oom({"requester": "torch", "requested": asked, "uuid": uuid, "certain": True, "moment": moment})

@@ -25,8 +25,6 @@ from memguard._types import Room
 from memguard._units import GIB
 from memguard.types import Event
 
-NOTES = sys.version_info >= (3, 11)
-
 
 class OutOfMemoryError(RuntimeError):
     """As torch's, by its name."""
@@ -53,12 +51,10 @@ class Fails:
         return value
 
 
-def note_of(error: BaseException, caplog: pytest.LogCaptureFixture) -> str:
-    """The one note; without notes (Python 3.10) it is the last line of the log."""
-    if NOTES:
-        (note,) = error.__notes__
-        return str(note)
-    return caplog.messages[-1]
+def note_of(error: BaseException) -> str:
+    """The one note."""
+    (note,) = error.__notes__
+    return str(note)
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +75,7 @@ def test_once_if_nothing_else_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(OutOfMemoryError) as caught:
         memguard.retry.call(step)
     assert step.ran == 2
-    note = note_of(caught.value, caplog)
+    note = note_of(caught.value)
     assert note.startswith(
         "memguard ran it 2 times. Each time a GPU ran out of memory.\n  run 1: OutOfMemoryError: CUDA"
     )
@@ -103,11 +99,11 @@ def test_as_often_as_is_said(times: int) -> None:
     assert numbers == list(range(1, times + 2))
 
 
-def test_another_error_in_the_second_run_is_not_hidden(caplog: pytest.LogCaptureFixture) -> None:
+def test_another_error_in_the_second_run_is_not_hidden() -> None:
     errors = iter([out_of_memory(), ValueError("half written")])
     with pytest.raises(ValueError, match="half written") as caught:
         memguard.retry.call(Fails(2, lambda: next(errors)))
-    note = note_of(caught.value, caplog)
+    note = note_of(caught.value)
     assert note.startswith("memguard ran it 2 times. It failed in another way.\n  run 1: OutOfMemoryError")
     assert caught.value.__context__ is None
 
@@ -318,19 +314,19 @@ def test_a_floor_a_multiple_and_a_number_of_times(caplog: pytest.LogCaptureFixtu
         "running again with batch_size=24 (2 of 3)",
         "running again with batch_size=16 (3 of 3)",
     ]
-    note = note_of(caught.value, caplog)
+    note = note_of(caught.value)
     assert note.startswith("memguard ran it 4 times. batch_size=16 is as small as it may get (the floor is 16).\n")
     assert "\n  run 2: batch_size=48: OutOfMemoryError" in note
     fits = Fits(0, times=1)
     with pytest.raises(OutOfMemoryError) as caught:
         fits.step("x")
     assert fits.given == [64, 32]
-    assert "The last one had batch_size=32." in note_of(caught.value, caplog)
+    assert "The last one had batch_size=32." in note_of(caught.value)
     fits = Fits(0, floor=64)
     with pytest.raises(OutOfMemoryError) as caught:
         fits.step("x")
     assert fits.given == [64]
-    assert note_of(caught.value, caplog) == (
+    assert note_of(caught.value) == (
         "memguard did not run it again: batch_size=64 is as small as it may get (the floor is 64)"
     )
     fits.step.forget()
@@ -598,15 +594,13 @@ def test_a_budget_that_ends_in_the_run(guard: memguard.Guard) -> None:
     assert memguard.retry.call(ends) == "fine"
 
 
-def test_nothing_runs_again_within_a_capture(
-    guard: memguard.Guard, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_nothing_runs_again_within_a_capture(guard: memguard.Guard, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulated(guard, "torch"), "capturing", lambda: True)
     step = Fails(1)
     with pytest.raises(OutOfMemoryError) as caught:
         memguard.retry.call(step)
     assert step.ran == 1
-    assert note_of(caught.value, caplog).startswith(
+    assert note_of(caught.value).startswith(
         "memguard did not run it again: this thread captures a CUDA graph, which another run would spoil\n  fix: "
     )
 
@@ -618,8 +612,7 @@ def test_the_report_of_a_block_stands_beside_it(guard: memguard.Guard, capsys: p
     report = memguard.last_oom()
     assert report is not None and report.verdict.requester == "torch" and not report.caught
     assert capsys.readouterr().err.count("torch ran out of GPU memory") == 1
-    if NOTES:
-        assert [note.partition(" ")[0] for note in caught.value.__notes__] == ["memguard", "memguard:"]
+    assert [note.partition(" ")[0] for note in caught.value.__notes__] == ["memguard", "memguard:"]
 
 
 def test_the_timeline_has_it(tmp_path: Any, nothing_stays: None) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import builtins
 import contextlib
 import gc
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -173,9 +172,17 @@ def deep_failing(runs: Runs) -> None:
     assert held
 
 
-BODIES = [plain, comprehension, chained, while_handling, silenced, in_a_with_block, in_a_circle, in_a_generator]
-if sys.version_info >= (3, 11):
-    BODIES.append(grouped)
+BODIES = [
+    plain,
+    comprehension,
+    chained,
+    while_handling,
+    silenced,
+    in_a_with_block,
+    in_a_circle,
+    in_a_generator,
+    grouped,
+]
 
 
 def decorated(body: Callable[[Runs], None], runs: Runs) -> None:
@@ -405,9 +412,8 @@ def test_the_last_error_is_the_programs_own() -> None:
         memguard.retry.call(step)
     assert caught.value is raised[0] and type(caught.value) is OutOfMemoryError and str(caught.value) == TEXT
     assert caught.value.__context__ is None and runs.left == [0, 0]
-    if sys.version_info >= (3, 11):
-        (note,) = caught.value.__notes__
-        assert note.startswith("memguard ran it 2 times.") and "run 1: OutOfMemoryError: CUDA out of memory" in note
+    (note,) = caught.value.__notes__
+    assert note.startswith("memguard ran it 2 times.") and "run 1: OutOfMemoryError: CUDA out of memory" in note
     trace = caught.tb
     while trace.tb_next is not None:
         trace = trace.tb_next

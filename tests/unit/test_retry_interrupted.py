@@ -101,7 +101,7 @@ def interrupted(name: str, at: int | None) -> tuple[Points, list[str]]:
 
     def take() -> None:
         lock = program.guard._lock
-        free.append(lock.acquire(timeout=1))
+        free.append(lock.acquire(timeout=10))
         if free[0]:
             lock.release()
 

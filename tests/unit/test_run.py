@@ -413,10 +413,10 @@ def test_another_projects_memguard_is_told_from_this_one(folder: Path, bare: Pat
 
 
 def test_an_unsupported_python_runs_nothing(folder: Path) -> None:
-    code = f"import runpy, sys; sys.version_info = (3, 9); runpy.run_path({str(ACTIVATE / 'sitecustomize.py')!r})"
+    code = f"import runpy, sys; sys.version_info = (3, 10); runpy.run_path({str(ACTIVATE / 'sitecustomize.py')!r})"
     done = started([sys.executable, "-c", code], environ())
     assert done.returncode == 1
-    assert done.stderr.startswith("memguard: Python 3.10 or newer is needed")
+    assert done.stderr.startswith("memguard: Python 3.11 or newer is needed")
 
 
 @pytest.mark.parametrize(

@@ -1,25 +1,21 @@
 """300 seeded schedules of six simulated frameworks: no refusal that giving back idle memory could have spared.
 
-The oracle, benchmarks/_oracle.py, knows what was asked for and freed, and nothing of memguard. It can fail: the
+The oracle, tests/support/oracle.py, knows what was asked for and freed, and nothing of memguard. It can fail: the
 controls play the same schedules with what memguard does switched off or broken.
 """
 
 from __future__ import annotations
 
 import random
-import sys
 import threading
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import _schedules
-from _oracle import FIXED, MIB, PAGE, Books, Entry, Refused, Terms, judge
-from _simulated_runner import SimulatedRunner
 from schedules import LIMIT, RESERVE, guarded, played
+from support import schedules as _schedules
+from support.oracle import FIXED, MIB, PAGE, Books, Entry, Refused, Terms, judge
+from support.simulated_runner import SimulatedRunner
 
 from memguard._guard import Guard
 from memguard._reclaim import lending, reclaimer

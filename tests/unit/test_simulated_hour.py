@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import simulated_hour as hour
+from support import simulated_hour as hour
 
 import memguard
 from memguard._devices.simulated import SimulatedHost

@@ -104,12 +104,12 @@ def test_a_docstring_that_says_itself_what_is_code() -> None:
     assert markup.to_rst(tree) == [*tree, ""]
 
 
-def test_a_page_loses_comments_and_leads_to_the_repository() -> None:
+def test_a_page_loses_comments_and_links_out_of_the_documents() -> None:
     text = "9 ms<!-- = a --> [here](oom.md#x) [one](../examples/demo.py#L3)\n<!-- b: begin -->\n```\n<!-- c -->\n```\n"
-    out = f"{markup.REPOSITORY}/blob/main"
-    shown = f"9 ms [here](oom.md#x) [one]({out}/examples/demo.py#L3)\n\n```\n<!-- c -->\n```\n"
+    shown = "9 ms [here](oom.md#x) one (`examples/demo.py`)\n\n```\n<!-- c -->\n```\n"
     assert markup.page(text, "docs") == shown
-    assert markup.page("[a](../oom.md) [b](../../configs)", "docs/doctor") == f"[a](../oom.md) [b]({out}/configs)"
+    assert markup.page("[a](../oom.md) [b](../../configs)", "docs/doctor") == "[a](../oom.md) b (`configs`)"
+    assert markup.page("[`a/b.py`](../a/b.py) [x](oom.md)", "docs") == "`a/b.py` [x](oom.md)"
     assert markup.page("in [oom.md](oom.md#x)", "docs") == "in [](oom.md#x)"
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -190,7 +190,7 @@ def reported(asked: int | None, at: float, **moment: Any) -> Oom:
     """What a program did not catch. With a moment, that of its refusal, an event has counted it."""
     figures: dict[str, Any] = {
         "source": "refusal",
-        "time": datetime.fromtimestamp(START + at, timezone.utc).isoformat(),
+        "time": datetime.fromtimestamp(START + at, UTC).isoformat(),
     }
     report = {"requester": "torch", "uuid": UUID, "requested": asked}
     return Oom(START + at + 0.3, {**report, "moment": {**figures, "requested": asked, **moment} if moment else None})

@@ -16,6 +16,7 @@ from typing import Any
 import gpu_clocks
 import pytest
 from suspending import Doors, FakeWay, way_of
+from waiting import until
 
 import memguard
 from memguard import _api, exchange
@@ -266,10 +267,11 @@ def test_a_workload_that_waits_for_room_goes_on_waiting(guard: Guard) -> None:
             went_on.set()
 
     first, second = threading.Thread(target=holding), threading.Thread(target=waiting)
+    turns = guard._admission.turns
     first.start()
-    time.sleep(0.2)
+    until(lambda: turns.settled().active)
     second.start()
-    time.sleep(0.3)
+    until(lambda: turns.settled().waiting)
     with memguard.suspended():
         hold.set()
         first.join(10)

@@ -195,7 +195,9 @@ def test_only_calls_that_need_a_gpu_wait(framework: Any) -> None:
         gate.open()
 
 
-def test_a_wait_is_interrupted_at_once(framework: Any) -> None:
+def test_a_wait_is_interrupted_at_once(framework: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gates, "_SLICE", 60.0)
+
     class Stop(BaseException):
         pass
 
@@ -209,7 +211,7 @@ def test_a_wait_is_interrupted_at_once(framework: Any) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0.05)
         with pytest.raises(Stop):
             framework.synchronize()
-        assert time.monotonic() - began < 0.15
+        assert time.monotonic() - began < 30, "not after a slice of the wait"
         assert gate.inside == 0
     finally:
         gate.open()

@@ -27,7 +27,7 @@ from memguard.exchange.ipc import wire
 ROOT = Path(__file__).resolve().parents[2]
 ME = this_process()
 PROGRAM = """
-    import sys, time
+    import os, sys, time
     from memguard._suspend import listener
     from memguard._processes.identity import this_process
     from memguard._suspend.types import Suspension
@@ -36,7 +36,8 @@ PROGRAM = """
     def suspend():
         if {refuses}:
             raise MemguardError("a graph is being captured")
-        time.sleep({seconds})
+        while not os.path.exists({until!r}):
+            time.sleep(0.01)
         return Suspension(this_process(), {{"GPU-a": 1 << 30}}, None, time.time(), 0.5, "by_others")
 
     undo = listener.start(suspend, "b.yaml")
@@ -57,8 +58,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 class Program:
     """Another process that listens."""
 
-    def __init__(self, refuses: bool = False, seconds: float = 0.0, end: str = "undo.run()") -> None:
-        code = textwrap.dedent(PROGRAM.format(refuses=refuses, seconds=seconds, end=end))
+    def __init__(self, refuses: bool = False, until: str = "/", end: str = "undo.run()") -> None:
+        code = textwrap.dedent(PROGRAM.format(refuses=refuses, until=until, end=end))
         self.process = subprocess.Popen(
             [sys.executable, "-c", code],
             stdin=subprocess.PIPE,
@@ -128,13 +129,13 @@ def test_its_refusal_comes_back_in_its_words() -> None:
     assert not told.value.suspended
 
 
-def test_its_state_is_told_while_it_is_busy() -> None:
-    with Program(seconds=1.0) as process:
+def test_its_state_is_told_while_it_is_busy(tmp_path: Path) -> None:
+    with Program(until=str(tmp_path / "over")) as process:
         found: list[Any] = []
         asked = threading.Thread(target=lambda: found.append(listener.request(process)))
         asked.start()
-        started = time.monotonic()
-        assert listener.request(process, "state") == "running" and time.monotonic() - started < 0.9
+        assert listener.request(process, "state") == "running" and asked.is_alive()
+        (tmp_path / "over").touch()
         asked.join()
     assert found == [({"GPU-a": GIB}, 0.5)]
 

@@ -204,7 +204,9 @@ def program(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
                   "monitor": {"interval": "1h", "timeline": "run.jsonl"}}
         guard = memguard.init(budget, simulate="h200")
         torch = guard.frameworks["torch"]
-        time.sleep(0.3)  # the monitor's only sample
+        from memguard import _api
+        while not _api.current_session().monitor.last(1):
+            time.sleep(0.01)  # the monitor's only sample
     """
     text = textwrap.dedent(start) + textwrap.dedent(code)
     return subprocess.run(
@@ -235,7 +237,9 @@ def test_a_process_of_multiprocessing_runs_no_exit_functions_and_has_it_too(tmp_
         "    budget = {'version': 1, 'frameworks': {'torch': {'limit': '10GiB'}},\n"
         "              'monitor': {'interval': '1h', 'timeline': 'run.jsonl'}}\n"
         "    guard = memguard.init(budget, simulate='h200')\n"
-        "    time.sleep(0.3)\n"
+        "    from memguard import _api\n"
+        "    while not _api.current_session().monitor.last(1):\n"
+        "        time.sleep(0.01)\n"
         "    guard.frameworks['torch'].allocate(3 << 30)\n"
         "if __name__ == '__main__':\n"
         "    import multiprocessing\n"

@@ -82,7 +82,7 @@ def screen(
 
 
 async def until(pilot: Pilot[None], true: Callable[[], bool]) -> None:
-    for _ in range(200):
+    for _ in range(3000):
         await pilot.pause()
         if true():
             return

@@ -29,7 +29,6 @@ from memguard._units import GIB, MIB
 
 pytestmark = pytest.mark.one_case  # no version of what is installed changes it: all of it is our own code
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 BEGIN = 1_700_000_000.0
 UUID = "GPU-00000000-0000-4000-8000-000000000000"
 SIX = {"tensorflow": "20%", "torch": "25%", "jax": "20%", "cupy": "15%", "pycuda": "10%", "numba": "10%"}
@@ -176,20 +175,8 @@ def test_the_monitor_says_it_at_its_default_interval_within_10_s() -> None:
 
 def recorded() -> list[tuple[str, list[tuple[int, frozenset[str], bool]]]]:
     """By run: the bytes that no framework held, what was live, and whether all frameworks said what they held."""
-    runs = []
-    for name in ("h200-all-frameworks", "h200-main-job"):
-        scenarios = json.loads((RESULTS / f"{name}.json").read_text())["scenarios"]
-        for scenario, found in scenarios.items():
-            if not isinstance(found, dict) or not isinstance(found.get("readings"), list):
-                continue
-            series, live = [], set()
-            for reading in found["readings"]:
-                gap = reading["unaccounted"] + reading["overhead"]
-                live |= {name for name, one in reading["frameworks"].items() if one["held"] or one["in_use"]}
-                silent = any(one.get("at_least") is not None for one in reading["frameworks"].values())
-                series.append((gap, frozenset(live | ({"context"} if gap else set())), not silent))
-            runs.append((f"{name}, {scenario}", series))
-    return runs
+    runs = json.loads((Path(__file__).parent / "recorded_gaps.json").read_text())
+    return [(name, [(gap, frozenset(live), told) for gap, live, told in series]) for name, series in runs]
 
 
 RECORDED = recorded()

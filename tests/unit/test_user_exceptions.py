@@ -343,7 +343,7 @@ def test_what_is_hostile_is_reported_all_the_same(make: Make) -> None:
         report = memguard.last_oom()
         assert report is not None and report.requester == "torch" and hooks.seen(error) is report
         notes = vars(BaseException)["__dict__"].__get__(error).get("__notes__")
-        assert sys.version_info < (3, 11) or make is notes_taken or notes == [report.note]
+        assert make is notes_taken or notes == [report.note]
 
 
 def test_a_block_begins_once_at_a_time_and_decorates_any_number_of_calls() -> None:

@@ -9,6 +9,7 @@ import gc
 import inspect
 import os
 import random
+import re
 import sys
 import threading
 import time
@@ -21,7 +22,7 @@ from guards import BUDGET, host_of, simulated, start
 from interruptions import Points
 
 import memguard
-from memguard import _api
+from memguard import _admission, _api
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory
 from memguard._reclaim import reservations, turns
 from memguard._reclaim.reservations import EMPTY
@@ -143,7 +144,7 @@ def test_a_workload_within_a_workload_takes_its_bytes() -> None:
         with pytest.raises(BudgetExceeded, match="'outer', within which it is asked") as caught:
             begun = time.monotonic()
             block("3.5GiB", "inner", wait=60).__enter__()
-        assert time.monotonic() - begun < 5 and "wait for itself" in str(caught.value)
+        assert time.monotonic() - begun < 30 and "wait for itself" in str(caught.value)
         with block("1GiB", framework="pycuda"):
             pass
     assert book() is EMPTY
@@ -174,12 +175,20 @@ def test_wrong_arguments() -> None:
     begun = time.monotonic()
     with pytest.raises(BudgetExceeded, match="its cap is"):  # which it can never have
         block("5GiB", wait="60s").__enter__()
-    assert time.monotonic() - begun < 5 and book() is EMPTY
+    assert time.monotonic() - begun < 30 and book() is EMPTY
 
 
 # waiting
 
 
+@pytest.fixture
+def woken_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits does not look by itself."""
+    monkeypatch.setattr(_admission, "_FIRST", 60.0)
+    monkeypatch.setattr(_admission, "_LAST", 60.0)
+
+
+@pytest.mark.usefixtures("woken_only")
 def test_who_waits_is_admitted_when_another_ends() -> None:
     start()
     first = block()
@@ -187,17 +196,15 @@ def test_who_waits_is_admitted_when_another_ends() -> None:
     reports: list[WorkloadReport] = []
 
     def work() -> None:
-        with block(name="second", wait="20s") as report:
+        with block(name="second", wait="50s") as report:
             reports.append(report)
 
     thread = background(work)
     until(lambda: bool(book().waiting))
     time.sleep(0.1)
-    ended = time.monotonic()
     first.__exit__(None, None, None)
-    thread.join(20)
-    assert time.monotonic() - ended < 0.45  # woken, not found out by polling
-    assert 0.05 < reports[0].waited < 20 and "after it waited 0." in str(reports[0])
+    thread.join(30)
+    assert 0.05 < reports[0].waited < 40 and re.search(r"after it waited \d", str(reports[0]))
     assert book() is EMPTY
 
 
@@ -208,7 +215,7 @@ def test_who_waits_in_vain_is_told_who_holds_what() -> None:
         begun = time.monotonic()
         with pytest.raises(BudgetExceeded) as caught:
             background_call(lambda: block(name="waiter", wait=0.2).__enter__())
-        assert 0.2 <= time.monotonic() - begun < 2
+        assert 0.2 <= time.monotonic() - begun < 20
     text = str(caught.value)
     assert (
         "after 0.2 s in which it waited its turn:\n      'holder' (torch, thread MainThread) reserved 3.00 GiB" in text
@@ -421,6 +428,7 @@ def test_ctrl_c_at_any_point_leaves_nothing_reserved(wait: float | None, full: b
 # async
 
 
+@pytest.mark.usefixtures("woken_only")
 def test_waiting_in_async_code_does_not_block_the_loop() -> None:
     start()
     ticks = [0]
@@ -431,14 +439,13 @@ def test_waiting_in_async_code_does_not_block_the_loop() -> None:
             ticks[0] += 1
             await asyncio.sleep(0.005)
 
-    async def first() -> float:
+    async def first() -> None:
         async with block(name="first"):
             await free[0].wait()
-        return time.monotonic()
 
-    async def second() -> tuple[float, float]:
-        async with block(name="second", wait="20s") as report:
-            return report.waited, time.monotonic()
+    async def second() -> float:
+        async with block(name="second", wait="50s") as report:
+            return report.waited
 
     async def main() -> None:
         free.append(asyncio.Event())
@@ -448,11 +455,11 @@ def test_waiting_in_async_code_does_not_block_the_loop() -> None:
         await waits()
         assert book().waiting[0].who == "task the second"
         before = ticks[0]
-        await asyncio.sleep(0.15)
-        assert ticks[0] > before + 5
+        while ticks[0] <= before + 5:
+            await asyncio.sleep(0.005)
         free[0].set()
-        ended, (waited, began) = await holding, await waiting
-        assert waited > 0.1 and began - ended < 0.1  # woken, not found out by polling
+        await holding
+        assert 0 < await waiting < 40
         ticking.cancel()
 
     asyncio.run(main())

@@ -84,7 +84,7 @@ def facts(
     level = machine.level(environ)
     found = Facts(
         memguard=str(getattr(sys.modules["memguard"], "__version__", "")),
-        time=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        time=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         system=machine.system(environ, installed.python, installed.executable),
         environment=machine.environment(environ),
         tools=machine.tools(environ),

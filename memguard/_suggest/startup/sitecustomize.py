@@ -7,7 +7,7 @@ under Pythons that memguard does not support.
 import os
 import sys
 
-if __name__ == "sitecustomize" and sys.version_info >= (3, 10) and os.environ.get("MEMGUARD_RECORD"):
+if __name__ == "sitecustomize" and sys.version_info >= (3, 11) and os.environ.get("MEMGUARD_RECORD"):
     try:
         import importlib.util
 

@@ -1,0 +1,505 @@
+"""Arrays of each framework as a program makes, reads and hands them over by itself: what memguard.exchange is held to.
+
+Nothing here asks memguard. With MEMGUARD_EXCHANGE_CPU=1 they lie on the host, to try the programs without a GPU.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+ON_CPU = os.environ.get("MEMGUARD_EXCHANGE_CPU") == "1"
+NAMES = ("torch", "tensorflow", "jax") if ON_CPU else ("torch", "tensorflow", "cupy", "jax", "pycuda", "numba")
+BUFFERS = () if ON_CPU else ("rmm", "cuda.core")
+"""Libraries that are producers only."""
+PAIRS = tuple((source, target) for source in NAMES for target in NAMES if source != target)
+DTYPES = (
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
+    "bfloat16", "complex64", "complex128", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+)  # fmt: skip
+TAKES = {
+    "torch": frozenset(DTYPES),
+    "jax": frozenset(DTYPES),
+    "tensorflow": frozenset(name for name in DTYPES if not name.startswith("float8")),
+    "cupy": frozenset(name for name in DTYPES if not name.startswith("float8")),
+    "pycuda": frozenset(name for name in DTYPES if not name.startswith(("float8", "bfloat16"))),
+    "numba": frozenset(name for name in DTYPES if not name.startswith(("float8", "bfloat16"))),
+}
+"""The dtypes that each framework is documented to take (docs/exchange.md)."""
+
+
+def put_row_stack_back() -> None:
+    """numba-cuda 0.30 compiles with a name that NumPy 2.5 took away."""
+    import numpy as np
+
+    if not hasattr(np, "row_stack"):
+        np.row_stack = np.vstack
+
+
+def start(*names: str, settings: bool = True) -> None:
+    """Make the frameworks live, PyTorch first. `settings`: their memory grows instead of being taken at once."""
+    if settings:
+        os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    for name in sorted(names, key=lambda name: name != "torch"):
+        if name == "torch":
+            import torch
+
+            torch.zeros(1, device=device())
+        elif name == "tensorflow":
+            import tensorflow as tf
+
+            with on_gpu():
+                tf.identity(tf.constant([1.0]))
+        elif name == "jax":
+            import jax.numpy as jnp
+
+            jnp.zeros(1).block_until_ready()
+        elif name == "cupy":
+            import cupy
+
+            cupy.zeros(1)
+        elif name == "pycuda":
+            import pycuda.driver as drv
+
+            drv.init()
+            context = drv.Device(0).retain_primary_context()
+            context.push()
+            atexit.register(context.pop)
+        elif name == "numba":
+            put_row_stack_back()
+            from numba import cuda
+
+            cuda.current_context()
+        else:
+            __import__(name)
+
+
+def device() -> str:
+    return "cpu" if ON_CPU else "cuda"
+
+
+def on_gpu() -> Any:
+    import tensorflow as tf
+
+    return tf.device("/CPU:0" if ON_CPU else "/GPU:0")
+
+
+def host(dtype: str, count: int = 16) -> Any:
+    """Small whole numbers of a dtype, in host memory."""
+    import ml_dtypes
+    import numpy as np
+
+    values = np.arange(count) % 2 if dtype == "bool" else np.arange(count) % 8
+    if dtype == "float8_e8m0fnu":  # powers of two only
+        values = 2.0 ** (np.arange(count) % 8)
+    return values.astype(np.dtype(getattr(ml_dtypes, dtype, dtype) if "float8" in dtype or dtype[0] == "b" else dtype))
+
+
+def make(name: str, values: Any) -> Any:
+    """The framework's array with these values, in memory of its own. Raises what the framework raises."""
+    import numpy as np
+
+    values = np.ascontiguousarray(values).reshape(values.shape)
+    plain = values.dtype.isbuiltin == 1  # not one of ml_dtypes
+    if name == "torch":
+        import torch
+
+        if plain:
+            return torch.from_numpy(_aligned(values)).to(device())
+        whole = torch.from_numpy(_aligned(values.view(np.uint8))).to(device())
+        return whole.view(getattr(torch, values.dtype.name))
+    if name == "tensorflow":
+        return _tensorflow(values)
+    if name == "jax":
+        import jax.numpy as jnp
+
+        made = jnp.array(values)
+        if made.dtype != values.dtype:
+            raise TypeError(f"JAX made {made.dtype} of {values.dtype}")
+        return made.block_until_ready()
+    if name == "cupy":
+        import cupy
+
+        if plain:
+            return cupy.asarray(values)
+        return cupy.asarray(values.view(f"u{values.itemsize}")).view(values.dtype)
+    if name == "pycuda":
+        from pycuda import gpuarray
+
+        if not plain:
+            raise TypeError(f"PyCUDA has no {values.dtype}")
+        return gpuarray.to_gpu(values)
+    if name == "numba":
+        from numba import cuda
+
+        if not plain:
+            raise TypeError(f"Numba has no {values.dtype}")
+        return cuda.to_device(values)
+    if name == "rmm":
+        import rmm
+
+        return rmm.DeviceBuffer.to_device(values.tobytes())
+    if name == "cuda.core":
+        made = _buffer(values.nbytes)
+        copied = driver().cuMemcpyHtoD_v2(
+            ctypes.c_uint64(int(made.handle)), ctypes.c_void_p(values.ctypes.data), ctypes.c_size_t(values.nbytes)
+        )
+        assert copied == 0, copied
+        return made
+    raise ValueError(name)
+
+
+def _aligned(values: Any) -> Any:
+    """On the host a copy at a multiple of 64 bytes, as every GPU's allocator gives by itself."""
+    import numpy as np
+
+    if not ON_CPU:
+        return values
+    room = np.empty(values.nbytes + 64, np.uint8)
+    first = -room.ctypes.data % 64
+    made = room[first : first + values.nbytes].view(values.dtype).reshape(values.shape)
+    made[...] = values
+    return made
+
+
+def _tensorflow(values: Any) -> Any:
+    """On the GPU whatever the dtype: TensorFlow itself keeps int32 in host memory, so it is made of bytes there."""
+    import numpy as np
+    import tensorflow as tf
+
+    with on_gpu():
+        if values.dtype == np.float32:
+            return tf.identity(tf.constant(values))
+        if values.dtype == np.bool_:
+            return tf.cast(tf.identity(tf.constant(values.view(np.uint8))), tf.bool)
+        size = values.dtype.itemsize
+        flat = values.view(np.uint8).reshape(*values.shape, size) if size > 1 else values.view(np.uint8)
+        return tf.bitcast(tf.identity(tf.constant(flat)), tf.as_dtype(values.dtype.name))
+
+
+def _buffer(nbytes: int) -> Any:
+    from cuda.core import Device
+
+    device = Device(0)
+    device.set_current()
+    stream = device.create_stream()
+    _streams.append(stream)  # the buffers go back on it
+    made = device.memory_resource.allocate(nbytes, stream=stream)
+    stream.sync()
+    return made
+
+
+_streams: list[Any] = []
+
+
+def owner(x: Any) -> str:
+    """The framework that an array is of."""
+    root = type(x).__module__.partition(".")[0]
+    return {"jaxlib": "jax", "numba_cuda": "numba"}.get(root, root)
+
+
+class Facts(NamedTuple):
+    """Address in bytes, strides in bytes and shape of an array, as its framework tells them, and its dtype."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    dtype: str
+    readonly: bool = False
+
+
+def facts(x: Any) -> Facts:
+    name = owner(x)
+    if name == "torch":
+        item = x.element_size()
+        return Facts(
+            x.data_ptr(), tuple(x.shape), tuple(s * item for s in x.stride()), str(x.dtype).removeprefix("torch.")
+        )
+    if name == "tensorflow":
+        import tensorflow as tf
+        import torch
+
+        x = x.value() if isinstance(x, tf.Variable) else x
+        seen = torch.utils.dlpack.from_dlpack(tf.experimental.dlpack.to_dlpack(x))
+        return Facts(seen.data_ptr(), tuple(x.shape), None, x.dtype.name)
+    if name == "jax":
+        return Facts(x.unsafe_buffer_pointer(), tuple(x.shape), None, str(x.dtype))
+    if name == "cupy":
+        return Facts(x.data.ptr, tuple(x.shape), tuple(x.strides), str(x.dtype))
+    if name == "cuda":
+        return Facts(int(x.handle), (x.size,), None, "uint8")
+    import numpy as np
+
+    shown = x.__cuda_array_interface__
+    address, readonly = shown["data"]
+    return Facts(
+        int(address or 0), tuple(shown["shape"]), shown.get("strides"), np.dtype(shown["typestr"]).name, bool(readonly)
+    )
+
+
+def read(x: Any) -> Any:
+    """The values in host memory, by the framework's own way where it has one for this layout."""
+    import numpy as np
+
+    name = owner(x)
+    if name == "torch":
+        return x.detach().cpu().numpy()
+    if name == "tensorflow":
+        return x.numpy()
+    if name == "jax":
+        return np.asarray(x)
+    if name == "pycuda" and x.flags.c_contiguous:
+        return x.get()
+    if name == "numba" and x.is_c_contiguous():
+        return x.copy_to_host()
+    import cupy
+
+    return cupy.asnumpy(cupy.asarray(x))
+
+
+def raw(address: int, nbytes: int) -> bytes:
+    """Bytes of memory as they are, when all work is done: the same for every framework and dtype."""
+    if ON_CPU:
+        return ctypes.string_at(address, nbytes)
+    block = ctypes.create_string_buffer(max(nbytes, 1))
+    cuda = driver()
+    assert cuda.cuCtxSynchronize() == 0
+    if nbytes:
+        assert cuda.cuMemcpyDtoH_v2(block, ctypes.c_uint64(address), ctypes.c_size_t(nbytes)) == 0
+    return block.raw[:nbytes]
+
+
+def use(x: Any) -> None:
+    """Work on float32 values: a wrong permission of what was handed over ends the process here, if anywhere."""
+    name = owner(x)
+    if name == "torch":
+        float((x * 2).sum())
+        if x.ndim == 2 and x.numel():
+            float((x @ x.t()).sum())
+    elif name == "tensorflow":
+        import tensorflow as tf
+
+        float(tf.reduce_sum(x * 2))
+        if x.shape.rank == 2 and x.shape.num_elements():
+            float(tf.reduce_sum(tf.linalg.matmul(x, x, transpose_b=True)))
+    elif name == "jax":
+        import jax
+
+        jax.jit(lambda v: (v * 2).sum())(x).block_until_ready()
+        if x.ndim == 2 and x.size:
+            (x @ x.T).block_until_ready()
+    elif name == "cupy":
+        float((x * 2).sum())
+        if x.ndim == 2 and x.size:
+            float((x @ x.T).sum())
+    elif name == "numba" and x.ndim == 1 and x.size:
+        _doubled(x)
+    read(x)
+
+
+def _doubled(x: Any) -> None:
+    from numba import cuda
+
+    global _kernel
+    if _kernel is None:
+
+        @cuda.jit
+        def double(values, out):  # type: ignore[no-untyped-def]
+            i = cuda.grid(1)
+            if i < values.size:
+                out[i] = values[i] * 2
+
+        _kernel = double
+        one = cuda.device_array(1, x.dtype)
+        try:
+            _kernel[1, 1](one, one)
+        except Exception:  # Numba compiles nothing here: that is no matter of the array
+            _kernel = False
+    if _kernel is False:
+        return
+    out = cuda.device_array(x.shape, x.dtype)
+    _kernel[-(-x.size // 128), 128](x, out)
+    cuda.synchronize()
+
+
+_kernel: Any = None
+
+
+def wait() -> None:
+    """Until the GPU has nothing to do for this process."""
+    if not ON_CPU:
+        driver().cuCtxSynchronize()
+
+
+def driver() -> ctypes.CDLL:
+    global _cuda
+    if _cuda is None:
+        _cuda = ctypes.CDLL("libcuda.so.1")
+    return _cuda
+
+
+_cuda: Any = None
+
+
+class Box:
+    """A capsule as the object that `from_dlpack` functions ask for."""
+
+    def __init__(self, capsule: Any) -> None:
+        self.capsule = capsule
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return self.capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0) if ON_CPU else (2, 0)
+
+
+class ReadOnly:
+    """Another's memory with the flag of the CUDA array interface that nobody may write to it."""
+
+    def __init__(self, x: Any) -> None:
+        seen = facts(x)
+        self.__cuda_array_interface__ = {
+            "shape": seen.shape, "typestr": "<f4", "data": (seen.address, True), "version": 3, "strides": None,
+        }  # fmt: skip
+        self._keep = x
+
+
+def by_hand(source: str, target: str) -> dict[str, Callable[[Any], Any]]:
+    """The ways without memguard from one framework to another: what was published, and by way of a third."""
+    return dict(_ways(source, target))
+
+
+def _ways(source: str, target: str) -> Iterator[tuple[str, Callable[[Any], Any]]]:
+    if source in ("pycuda", "numba") and target in ("jax", "tensorflow"):
+        for third in ("torch", "cupy"):
+            ((way, first),) = _ways(source, third)
+            for then, second in _ways(third, target):
+                yield f"{way}, {then}", lambda x, first=first, second=second: second(first(x))
+    elif source == "tensorflow" and target in ("pycuda", "numba"):
+        ((way, first),) = ((w, c) for w, c in _ways("tensorflow", "torch"))
+        for then, second in _ways("torch", target):
+            yield f"{way}, {then}", lambda x, first=first, second=second: second(first(x))
+    elif target == "torch":
+        import torch
+
+        if source == "tensorflow":
+            import tensorflow as tf
+
+            dlpack, out = torch.utils.dlpack.from_dlpack, tf.experimental.dlpack.to_dlpack
+            yield "torch.utils.dlpack.from_dlpack(tf.experimental.dlpack.to_dlpack(x))", lambda x: dlpack(out(x))
+        elif source in ("pycuda", "numba"):
+            yield "torch.as_tensor(x)", lambda x: torch.as_tensor(x, device="cuda")
+        else:
+            yield "torch.from_dlpack(x)", torch.from_dlpack
+    elif target == "tensorflow":
+        import tensorflow as tf
+
+        take = tf.experimental.dlpack.from_dlpack
+        yield "tf.experimental.dlpack.from_dlpack(x.__dlpack__())", lambda x: take(x.__dlpack__())
+    elif target == "jax":
+        import jax
+
+        yield "jax.dlpack.from_dlpack(x)", jax.dlpack.from_dlpack
+        if source == "tensorflow":
+            import tensorflow as tf
+
+            give, get = tf.experimental.dlpack.to_dlpack, jax.dlpack.from_dlpack
+            yield "jax.dlpack.from_dlpack(tf.experimental.dlpack.to_dlpack(x))", lambda x: get(Box(give(x)))
+    elif target == "cupy":
+        import cupy
+
+        if source == "tensorflow":
+            import tensorflow as tf
+
+            export = tf.experimental.dlpack.to_dlpack
+            yield "cupy.from_dlpack(tf.experimental.dlpack.to_dlpack(x))", lambda x: cupy.from_dlpack(Box(export(x)))
+        elif source in ("pycuda", "numba"):
+            yield "cupy.asarray(x)", cupy.asarray
+        else:
+            yield "cupy.from_dlpack(x)", cupy.from_dlpack
+    elif target == "pycuda":
+        from pycuda.gpuarray import GPUArray
+
+        def pointed(x: Any) -> Any:
+            if source == "torch":
+                address = x.data_ptr()
+            elif source == "jax":
+                address = x.unsafe_buffer_pointer()
+            elif source == "cupy":
+                address = x.data.ptr
+            else:
+                address = x.__cuda_array_interface__["data"][0]
+            return GPUArray(tuple(x.shape), "float32", gpudata=address, base=x)
+
+        yield "pycuda.gpuarray.GPUArray(gpudata=address)", pointed
+    else:
+        from numba import cuda
+
+        yield "numba.cuda.as_cuda_array(x)", cuda.as_cuda_array
+        if source == "jax":
+            import torch
+
+            yield (
+                "torch.from_dlpack(x), numba.cuda.as_cuda_array(x)",
+                lambda x: cuda.as_cuda_array(torch.from_dlpack(x)),
+            )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the garbage collector, for timing."""
+    import gc
+
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def nvml_bytes() -> int:
+    """What this process holds of the GPU, by NVML; -1 where that is not told."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        by_uuid = shown.startswith("GPU-") and "," not in shown
+        handle = pynvml.nvmlDeviceGetHandleByUUID(shown) if by_uuid else pynvml.nvmlDeviceGetHandleByIndex(0)
+        for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
+            if process.pid == os.getpid():
+                return int(process.usedGpuMemory or 0)
+    except Exception:
+        return -1
+    return 0
+
+
+def nvml_bytes_of(gpu: int) -> int:
+    """The same of the GPU with this number."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    return _own_bytes(pynvml.nvmlDeviceGetHandleByIndex(gpu))
+
+
+def nvml_bytes_by_uuid(uuid: str) -> int:
+    """The same of the GPU with this UUID."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    return _own_bytes(pynvml.nvmlDeviceGetHandleByUUID(uuid))
+
+
+def _own_bytes(handle: Any) -> int:
+    import pynvml
+
+    found = [p.usedGpuMemory or 0 for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle) if p.pid == os.getpid()]
+    return int(sum(found))

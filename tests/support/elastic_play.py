@@ -1,0 +1,186 @@
+"""Seeded schedules of six frameworks on the real card, judged by an oracle afterwards.
+
+`schedules.py` makes and plays them, and `oracle.py` judges. This plays them on the real frameworks: every array is
+filled with a pattern of its own and read back when it is freed, and NVML says what the process holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from support import schedules
+from support.elastic_arrays import GIB, Arrays, Card, Most, text_of
+from support.oracle import FIXED, PAGE, Books, Refused, Terms, judge
+from support.schedules import FRAMEWORKS, Step
+
+LIMIT, RESERVE = 12 * GIB, 3 * GIB
+"""Of one schedule: several are played at the same time, each in a process of its own."""
+ASKS = ("cupy", "pycuda", "numba")
+"""Their allocators are memguard's: they ask for room within a request."""
+TICK = 0.1
+"""Seconds of the monitor."""
+WAITS = 1
+"""Requests of TensorFlow and of JAX without room for them, in a schedule: each waits 10 s before it fails."""
+ROOMY = 0.6
+"""There is room for a request of theirs if no more of their cap is live with it: their pools have holes."""
+
+
+def played(seed: int, lends: bool = True) -> dict[str, Any]:
+    """One schedule. Without `lends` the shares are fixed: what everybody has at the beginning is all there is."""
+    import memguard
+
+    agreed = schedules.terms(seed, LIMIT, RESERVE)._replace(kept={"pycuda": PAGE})
+    steps = eased(schedules.schedule(seed, agreed), agreed)
+    made = schedules.budget(agreed) if lends else fixed(agreed)
+    guard: Any = memguard.init({**made, "monitor": {"interval": f"{TICK * 1e3:.0f}ms"}})
+    frameworks = {name: Arrays(name) for name in FRAMEWORKS}
+    for one in frameworks.values():
+        one.load()
+    for one in frameworks.values():
+        one.begin()
+    gc.collect()
+    gc.freeze()
+    memguard.trim()
+    runner = Runner(guard, frameworks, Card(), lends)
+    with Most(runner.card) as most:
+        log = schedules.play(steps, runner, agreed)
+    found = judge(log, agreed)
+    return {
+        "seed": seed,
+        "limit": agreed.limit,
+        "steps": len(steps),
+        "requests": found.requests,
+        "refused": sum(entry.refused is not None for entry in log),
+        "infeasible": found.infeasible,
+        "blocked": found.blocked,
+        "fragments": dict(found.fragments),
+        "avoidable": len(found.avoidable),
+        "above_limit": len(found.above_limit),
+        "minima": len(found.minima),
+        "wrong": len(found.wrong),
+        "faults": [fault.what[:600] for fault in found.faults[:6]],
+        "most_process": max(most.bytes, *(entry.process for entry in log)),
+        "by_framework": {name: sum(entry.op == "allocate" and entry.framework == name for entry in log)
+                         for name in FRAMEWORKS},
+    }  # fmt: skip
+
+
+def fixed(agreed: Terms) -> dict[str, Any]:
+    """Shares that do not move, in the proportions of the maxima: what a budget without elastic shares would have."""
+    shrinks = [name for name in FRAMEWORKS if name not in FIXED]
+    left = agreed.room - sum(agreed.least(name) for name in FIXED)
+    whole = sum(agreed.most(name) for name in shrinks)
+    caps = {name: left * agreed.most(name) // whole for name in shrinks} | {name: agreed.least(name) for name in FIXED}
+    return {
+        "version": 1,
+        "device": {"limit": agreed.limit, "reserve": agreed.reserve},
+        "frameworks": {name: {"limit": caps[name]} for name in FRAMEWORKS},
+    }
+
+
+def eased(steps: Sequence[Step], agreed: Terms) -> list[Step]:
+    """Without all but the first requests of TensorFlow and JAX that there may be no room for, at peaks too."""
+    books, arrays, waits = Books(agreed), dict[int, tuple[str, int]](), dict.fromkeys(FIXED, 0)
+    kept: list[Step] = []
+
+    def wanted(name: str, size: int) -> bool:
+        if name not in FIXED or books.live(name) + size <= ROOMY * books.most(name):
+            return True
+        waits[name] += 1
+        return waits[name] <= WAITS
+
+    for step in steps:
+        if step.op == "free" and step.block in arrays:
+            books.remove(*arrays.pop(step.block))
+        if step.op not in ("allocate", "peak"):
+            kept.append(step)
+            continue
+        sizes, within = [], []
+        for size in step.sizes:
+            if not wanted(step.framework, size):
+                continue
+            sizes.append(size)
+            if books.fits(step.framework, size):
+                books.add(step.framework, size)
+                within.append(size)
+        if sizes:
+            kept.append(step._replace(sizes=tuple(sizes)))
+        if step.op == "peak":
+            for size in within:
+                books.remove(step.framework, size)
+        elif within:
+            arrays[step.block] = step.framework, within[0]
+    return kept
+
+
+class Runner:
+    """`schedules.Runner` on the real frameworks. Its threads are those of the schedule."""
+
+    def __init__(self, guard: Any, frameworks: Mapping[str, Any], card: Any, lends: bool = True) -> None:
+        self.guard, self.frameworks, self.card, self.lends = guard, frameworks, card, lends
+        self._device = guard.plan.devices[0].device
+        self._number = 0
+        self._context: Any = None
+        if "pycuda" in frameworks and isinstance(frameworks["pycuda"], Arrays):
+            import pycuda.driver as drv
+
+            self._context = drv.Context.get_current()
+
+    @contextlib.contextmanager
+    def _current(self) -> Iterator[None]:
+        """PyCUDA's context, on the thread that plays. It is no longer on it afterwards: that would abort at its end."""
+        if self._context is None:
+            yield
+            return
+        self._context.push()
+        try:
+            yield
+        finally:
+            self._context.pop()
+
+    def allocate(self, framework: str, size: int) -> object | Refused:
+        one = self.frameworks[framework]
+        self._number += 1
+        with self._current():
+            try:
+                if self.lends and framework not in ASKS:
+                    import memguard
+
+                    array = memguard.retry.call(one.take, size, self._number)
+                else:
+                    array = one.take(size, self._number)
+            except Exception as error:
+                said = text_of(error)
+                return Refused(f"{said['exception']}: {said['text']}")
+            one.write(array, size, self._number)
+        return [array, size, self._number]
+
+    def free(self, framework: str, array: Any) -> bool:
+        with self._current():
+            right = bool(self.frameworks[framework].right(*array))
+            array.clear()
+        return right
+
+    def idle(self) -> None:
+        time.sleep(2 * TICK)
+
+    def held(self) -> Mapping[str, int | None]:
+        return {name: self._held(name) for name in self.frameworks}
+
+    def _held(self, name: str) -> int | None:
+        usage = self.guard.frameworks[name].usage(self._device)
+        return 0 if usage is None else usage.held
+
+    def held_by_process(self) -> int:
+        return int(self.card.own())
+
+    def trimmed(self) -> Mapping[str, int | None]:
+        """Each framework by itself: `trim` of its adapter, as PyCUDA's and Numba's caches are memguard's."""
+        with self._current():
+            for name in self.frameworks:
+                self.guard.frameworks[name].trim(self._device)
+        return self.held()
