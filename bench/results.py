@@ -346,6 +346,8 @@ def put(result: dict[str, Any], measure: str, new: Sequence[dict[str, Any]], ord
 def state(result: Mapping[str, Any], measure: str) -> str:
     """Whether a measurement's rows still stand: "measured", or why it has to be measured again."""
     rows, recorded = rows_of(result, measure), result["measures"].get(measure)
+    if any("error" in row for row in rows):
+        return "failed"
     if not rows or recorded is None:
         return "never measured"
     today = hashes(recorded["ran"])
@@ -353,4 +355,4 @@ def state(result: Mapping[str, Any], measure: str) -> str:
     if changed:
         names = {"covers": "the code that ran", "bench": "the measurement"}
         return f"changed: {' and '.join(names[what] for what in sorted(changed, reverse=True))}"
-    return "failed" if any("error" in row for row in rows) else "measured"
+    return "measured"
