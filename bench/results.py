@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.child import ROOT
+from bench.child import ROOT, package
 
 FOLDER = ROOT / "bench" / "results"
 RUNNER = {"bench", "bench.child", "bench.measure", "bench.measures", "bench.one"}
@@ -111,7 +111,8 @@ def file_of(name: str) -> Path | None:
     """The file of a module of this checkout, or of a path relative to it; None if there is none."""
     if name in ("_memguard_child", "_memguard_environment"):
         name = f"memguard._activation.{name}"
-    base = ROOT / name if "/" in name else ROOT.joinpath(*name.split("."))
+    root = package().parent if name.startswith("memguard") else ROOT
+    base = root / name if "/" in name else root.joinpath(*name.split("."))
     for path in (base,) if "/" in name else (base.with_name(f"{base.name}.py"), base / "__init__.py"):
         if path.is_file():
             return path
