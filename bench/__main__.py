@@ -34,7 +34,6 @@ def main() -> int:
     commands.add_parser("status").add_argument("file", nargs="?", type=Path)
     commands.add_parser("render").add_argument("--check", action="store_true", help="fail if a page would change")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what it started is ended as well
     if arguments.command == "render":
         from bench import render
 
@@ -47,6 +46,9 @@ def main() -> int:
 def measure(arguments: argparse.Namespace) -> int:
     from bench import runner
 
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as in the background of a shell, or under nohup
+            signal.signal(number, runner.end)
     known = discover()
     ids = getattr(arguments, "ids", [*known])
     if unknown := [name for name in ids if name not in known]:
@@ -58,7 +60,7 @@ def measure(arguments: argparse.Namespace) -> int:
             about = {"covers": "", "bench": "", "commit": "", "date": ""}
             made = runner.rows(one, found, about)
             bad += any("error" in row for row in made)
-            print("\n".join(runner.line(row) for row in made), flush=True)
+            print("\n".join([*runner.errors(found), *map(runner.line, made)]), flush=True)
             print(f"        {one.id}: {found['seconds']:.1f} s", flush=True)
         return 1 if bad else 0
     path = arguments.output or results.default_path(results.device()["gpu"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import queue
@@ -21,6 +22,13 @@ COVERS = Path(__file__).resolve().parent / "covers"
 """A `sitecustomize` that records which modules of memguard and bench a process imports."""
 TOKEN = "BENCH_RUN"  # In the environment of every process of a run; finds those that left their group.
 _MARK = "BENCH-RESULT "
+
+
+def package() -> Path:
+    """The folder `memguard/`: of this tree, or the installed one where the tree is tested against a wheel."""
+    here = ROOT / "memguard"
+    spec = None if here.is_dir() else importlib.util.find_spec("memguard")
+    return here if spec is None or spec.origin is None else Path(spec.origin).parent
 
 
 def emit(result: Mapping[str, Any]) -> None:

@@ -19,7 +19,6 @@ from typing import Any
 
 from bench import child
 
-ROOT = child.ROOT
 Values = Sequence[float] | Sequence[Sequence[float]]
 """Values of one row, or values grouped by process. Groups are resampled before the values within them."""
 
@@ -124,7 +123,7 @@ class Run:
         """Note a file of memguard that is no module, such as `memguard.pth`, among what this measurement covers."""
         if "BENCH_COVERS" in os.environ:
             with open(os.environ["BENCH_COVERS"], "a") as file:
-                file.write(f"{path.relative_to(ROOT)}\n")
+                file.write(f"{path.relative_to(child.package().parent)}\n")
 
     def close(self) -> None:
         """Kill what still runs and delete the folder."""
@@ -147,3 +146,14 @@ def measured(module: str, name: str, quick: bool) -> dict[str, Any]:
     finally:
         run.close()
     return dict(values) if isinstance(values, Mapping) else {"": values}
+
+
+def gpu_here() -> bool:
+    """Whether NVML finds a GPU."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return bool(pynvml.nvmlDeviceGetCount())
+    except Exception:
+        return False

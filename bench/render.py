@@ -15,12 +15,12 @@ from bench import results
 from bench.child import ROOT
 
 README = (
-    ("leak.before", "Time between the announcement of a leak of 1 GiB/s and its out-of-memory error"),
-    ("startup.import", "`import memguard` against `import pydantic, yaml`"),
-    ("startup.init", "`memguard.init` of six frameworks, its dependencies loaded"),
-    ("readings.ledger", "A ledger of six live frameworks, above the bare calls that it needs"),
-    ("readings.tick", "A monitor tick of a program at work, CPU time"),
-    ("top.attached", "`memguard top`, watching a GPU and a process: share of a core"),
+    ("caps.process", "Most memory of a process with six frameworks under a budget of 40 GiB, by NVML"),
+    ("training.resnet50", "Training steps of ResNet-50 under a budget and its monitor, against the same without"),
+    ("readings.tick", "CPU time of a monitor tick while six frameworks are live and three allocate"),
+    ("leak.before", "Time from the announcement of a leak of 1 GiB/s to its out-of-memory error"),
+    ("elastic.move", "8 GiB from one framework's idle cache to another's array"),
+    ("suspend.out_16_gib", "A process with 16 GiB leaves the GPU"),
 )  # Rows of README's table, with what they are in its words.
 HEADING = "## Measured"
 

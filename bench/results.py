@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.child import ROOT
+from bench.child import ROOT, package
 
 FOLDER = ROOT / "bench" / "results"
 RUNNER = {"bench", "bench.child", "bench.measure", "bench.measures", "bench.one"}
@@ -103,7 +103,8 @@ def file_of(name: str) -> Path | None:
     """The file of a module of this checkout, or of a path relative to it; None if there is none."""
     if name in ("_memguard_child", "_memguard_environment"):
         name = f"memguard._activation.{name}"
-    base = ROOT / name if "/" in name else ROOT.joinpath(*name.split("."))
+    root = package().parent if name.startswith("memguard") else ROOT
+    base = root / name if "/" in name else root.joinpath(*name.split("."))
     for path in (base,) if "/" in name else (base.with_name(f"{base.name}.py"), base / "__init__.py"):
         if path.is_file():
             return path
@@ -328,6 +329,8 @@ def put(result: dict[str, Any], measure: str, new: Sequence[dict[str, Any]], ord
 def state(result: Mapping[str, Any], measure: str) -> str:
     """Whether a measurement's rows still stand: "measured", or why it has to be measured again."""
     rows, recorded = rows_of(result, measure), result["measures"].get(measure)
+    if any("error" in row for row in rows):
+        return "failed"
     if not rows or recorded is None:
         return "never measured"
     today = hashes(recorded["ran"])
@@ -335,4 +338,4 @@ def state(result: Mapping[str, Any], measure: str) -> str:
     if changed:
         names = {"covers": "the code that ran", "bench": "the measurement"}
         return f"changed: {' and '.join(names[what] for what in sorted(changed, reverse=True))}"
-    return "failed" if any("error" in row for row in rows) else "measured"
+    return "measured"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -19,6 +20,7 @@ from bench.measure import Failed, Measure
 QUICK_SECONDS = 150.0  # After which an untimed pass is stopped.
 QUICK_ROOM = 60.0  # Seconds that must be left of `--until` for an untimed pass to start.
 AT_ONCE = 4
+RUNNING: set[str] = set()  # The tokens of what runs.
 CONTINUE = 3  # Exit code: there is more to measure, and no time for it.
 
 
@@ -29,6 +31,7 @@ def run_one(one: Measure, quick: bool, timeout: float, record: bool = False) -> 
     token, covers, began = uuid.uuid4().hex, folder / "covers", time.monotonic()
     env = {TOKEN: token, "TMPDIR": str(folder), "BENCH_COVERS": str(covers) if record else None}
     words = ["-m", "bench.one", one.function.__module__, one.id, *(["--quick"] if quick else [])]
+    RUNNING.add(token)
     process = Child(words, name=one.id, env=env, timeout=timeout)
     try:
         found = process.end()
@@ -37,9 +40,17 @@ def run_one(one: Measure, quick: bool, timeout: float, record: bool = False) -> 
     finally:
         process.kill()
         kill_run(token)
+        RUNNING.discard(token)
         names = set(covers.read_text().split()) - results.RUNNER if covers.exists() else set()
         shutil.rmtree(folder, ignore_errors=True)
     return {**found, "ran": sorted(name for name in names if results.file_of(name) is not None)}
+
+
+def end(number: int, _frame: object = None) -> None:
+    """A signal's handler: end what runs, and this process."""
+    for token in [*RUNNING]:
+        kill_run(token)
+    sys.exit(128 + number)
 
 
 def rows(one: Measure, found: Mapping[str, Any], about: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -63,7 +74,14 @@ def rows(one: Measure, found: Mapping[str, Any], about: Mapping[str, Any]) -> li
     return made
 
 
-def shortened(text: str, characters: int = 400) -> str:
+def errors(found: Mapping[str, Any]) -> list[str]:
+    """What went wrong, whole and each once: rows say it shortened."""
+    if "error" in found:
+        return [found["error"]]
+    return list(dict.fromkeys(one["error"] for one in found["values"].values() if isinstance(one, Mapping)))
+
+
+def shortened(text: str, characters: int = 300) -> str:
     """Its begin and its end: stderr says at its end what went wrong."""
     return text if len(text) <= characters else f"{text[:100]} … {text[103 - characters :]}"
 
@@ -111,7 +129,7 @@ class Runner:
             if name not in asked or (resume and results.state(self.result, name) == "measured"):
                 continue
             if results.state(self.result, name) == "failed":  # so may have what said which modules run
-                self.result["measures"].pop(name)
+                self.result["measures"].pop(name, None)
             if one.gpus > max(self.there["gpus"], 1):
                 self.say(f"skipped {name}: it needs {one.gpus} GPUs, and {self.there['gpus']} are here")
                 continue
@@ -121,33 +139,35 @@ class Runner:
     def record(self, wanted: Iterable[Measure]) -> dict[str, str]:
         """The untimed pass: which modules each runs. Returns the errors of those that failed, by id."""
         need = [one for one in wanted if not self._recorded(one.id)]
-        errors: dict[str, str] = {}
+        failed: dict[str, str] = {}
 
         def quick(one: Measure) -> None:
             if self.left() < QUICK_ROOM:
                 return
             found = run_one(one, True, min(QUICK_SECONDS, self.left()), record=True)
-            self.say(f"quick   {one.id}: {found['seconds']:.1f} s" + (", failed" if "error" in found else ""))
+            said = f"quick   {one.id}: {found['seconds']:.1f} s"
+            self.say("\n".join([said, *errors(found)]))
             if "error" in found:  # what it covers is not known
-                errors[one.id] = found["error"]
+                failed[one.id] = found["error"]
                 return
-            errors.pop(one.id, None)
+            failed.pop(one.id, None)
             ran = found["ran"]
-            self.result["measures"][one.id] = {"title": one.title, "ran": ran, **results.hashes(ran)}
+            with self._lock:
+                self.result["measures"][one.id] = {"title": one.title, "ran": ran, **results.hashes(ran)}
+                self._save()
 
         with ThreadPoolExecutor(AT_ONCE) as pool:
             list(pool.map(quick, [one for one in need if not one.whole_card]))
         for one in need:
-            if one.whole_card or one.id in errors:  # once more alone: it may have lacked room beside the others
+            if one.whole_card or one.id in failed:  # once more alone: it may have lacked room beside the others
                 quick(one)
-        self._save()
-        return errors
+        return failed
 
-    def _measure(self, one: Measure, errors: Mapping[str, str], later: list[str]) -> None:
+    def _measure(self, one: Measure, failed: Mapping[str, str], later: list[str]) -> None:
         """One measurement into the result; into `later` if the time left does not suffice for it."""
         hashed = {"covers": "", "bench": ""}
-        if one.id in errors:
-            found: dict[str, Any] = {"error": f"its untimed pass failed: {errors[one.id]}", "seconds": 0.0}
+        if one.id in failed:
+            found: dict[str, Any] = {"error": f"its untimed pass failed: {failed[one.id]}", "seconds": 0.0}
         elif self.left() < one.seconds or not self._recorded(one.id):
             later.append(one.id)
             return
@@ -159,8 +179,7 @@ class Runner:
         with self._lock:
             results.put(self.result, one.id, rows(one, found, about), [*self.measures])
             self._save()
-            for row in results.rows_of(self.result, one.id):
-                self.say(line(row))
+            self.say("\n".join([*errors(found), *map(line, results.rows_of(self.result, one.id))]))
 
     def _recorded(self, name: str) -> bool:
         one = self.result["measures"].get(name)
@@ -170,14 +189,14 @@ class Runner:
         """Measure and say the verdict. Returns 0, 1 if a bar was missed or a figure is missing, 3 if time ran out."""
         asked = [*ids]
         wanted = self.wanted(asked, resume)
-        errors = self.record(wanted)
+        failed = self.record(wanted)
         later: list[str] = []
         together = [one for one in wanted if one.beside]
         with ThreadPoolExecutor(max(len(together), 1)) as pool:
-            list(pool.map(lambda one: self._measure(one, errors, later), together))
+            list(pool.map(lambda one: self._measure(one, failed, later), together))
         for one in wanted:
             if not one.beside:
-                self._measure(one, errors, later)
+                self._measure(one, failed, later)
         return self._verdict(asked, later)
 
     def _verdict(self, asked: Iterable[str], later: list[str]) -> int:

@@ -55,7 +55,7 @@ have_python() {
 
 have_pip() {
     "$VENV/bin/python" -c 'import pip, sys; sys.exit(tuple(map(int, pip.__version__.split(".")[:2])) < (25, 3))' ||
-        "$VENV/bin/python" -m pip install --quiet --constraint "$LOCK" --upgrade pip >&2
+        "$VENV/bin/python" -m pip install -qq --constraint "$LOCK" --upgrade pip >&2
 }
 
 # have_packages NAME ARGUMENT...: have in $VENV what `pip install ARGUMENT...` installs; done once per NAME.
@@ -65,7 +65,7 @@ have_packages() {
     shift
     if [ "$(cat "$stamp" 2>/dev/null || true)" != "$(fingerprint)" ]; then
         say "installing into $VENV: $*"
-        "$VENV/bin/python" -m pip install --quiet --no-compile "${LOCKED[@]}" "$@" >&2 || return
+        "$VENV/bin/python" -m pip install -qq --no-compile "${LOCKED[@]}" "$@" >&2 || return
         fingerprint >"$stamp"
     fi
 }
@@ -95,7 +95,7 @@ build_pycuda() {
 
 have_pycuda() {
     ! has_pycuda || return 0
-    "$VENV/bin/python" -m pip install --quiet --no-compile "${LOCKED[@]}" "$1"/wheel/pycuda-*.whl >&2 || return
+    "$VENV/bin/python" -m pip install -qq --no-compile "${LOCKED[@]}" "$1"/wheel/pycuda-*.whl >&2 || return
     fingerprint >"$VENV/.memguard-pycuda"
 }
 
@@ -105,9 +105,9 @@ has_pycuda() {
 
 compile_pycuda() {
     local folder=$1 source
-    "$VENV/bin/python" -m pip install --quiet --no-deps --target "$folder/cuda" "${LOCKED[@]}" \
+    "$VENV/bin/python" -m pip install -qq --no-deps --target "$folder/cuda" "${LOCKED[@]}" \
         "${CUDA_HEADERS[@]}" >&2 || return
-    "$VENV/bin/python" -m pip download --quiet --no-deps --no-binary pycuda --dest "$folder" "${LOCKED[@]}" \
+    "$VENV/bin/python" -m pip download -qq --no-deps --no-binary pycuda --dest "$folder" "${LOCKED[@]}" \
         pycuda >&2 || return
     tar xzf "$folder"/pycuda-*.tar.gz -C "$folder" || return
     source=$(dirname "$folder"/pycuda-*/setup.py)
@@ -116,7 +116,7 @@ compile_pycuda() {
     "${CC:-cc}" -shared -fPIC -Wl,-soname,libcuda.so.1 -o "$folder/libcuda.so" "$folder/cuda.c" || return
     printf '%s\n' "CUDA_INC_DIR = ['$folder/cuda/nvidia/cu13/include']" "CUDADRV_LIB_DIR = ['$folder']" \
         "CUDA_ENABLE_CURAND = False" "CXXFLAGS = ['-O1', '-g0']" >"$source/siteconf.py" || return
-    "$VENV/bin/python" -m pip wheel --quiet --no-deps --wheel-dir "$folder/wheel" "${LOCKED[@]}" "$source" >&2
+    "$VENV/bin/python" -m pip wheel -qq --no-deps --wheel-dir "$folder/wheel" "${LOCKED[@]}" "$source" >&2
 }
 
 # have_chromium: have Debian's chromium with its driver on this machine: for the tests of what a browser shows.

@@ -25,9 +25,8 @@ from time import monotonic  # not by way of the module: tests replace `time.mono
 
 GRACE = 10.0
 SECONDS = {"gpu": 360.0, "native": 360.0, "engines": 600.0}
-"""By the folder in tests/: more than tests give the programs that they run.
-
-`@pytest.mark.time_limit(seconds)` overrides it."""
+"""By the folder in tests/: more than tests give the programs that they run. `@pytest.mark.time_limit(seconds)`
+overrides it."""
 OTHERWISE = 150.0
 
 

@@ -52,5 +52,7 @@ def _shadowed() -> None:
 
 if os.environ.get("BENCH_COVERS"):
     sys.meta_path.insert(0, _Recorder)
+    for _name in list(sys.modules):  # by another sitecustomize, before this one
+        _Recorder.find_spec(_name)
     _scripts()
 _shadowed()

@@ -23,7 +23,8 @@ def leak(run: Run) -> dict[str, Values | Failed]:
     before, said = found["before"], found["forecast"]
     if before is None:
         return {"before": [0.0], "forecast": Failed("nothing was announced")}
-    return {"before": [before], "forecast": [max(said / before, before / said) if said and before else float("inf")]}
+    off = [max(said / before, before / said)] if said and before else Failed(f"it said in {said} s, {before} s before")
+    return {"before": [before], "forecast": off}
 
 
 def program_leak(cap_gib: str, below_gib: str) -> dict[str, Any]:

@@ -19,13 +19,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.child import COVERS, ROOT
-from bench.measure import Failed, Run, Values, measure
-from bench.measures.top import gpu_here
+from bench.child import COVERS, ROOT, package
+from bench.measure import Failed, Run, Values, gpu_here, measure
 from bench.programs.six import SHARES
 
 IMPORTS = ("tensorflow", "torch", "jax", "cupy", "pycuda.driver", "numba.cuda")
-ACTIVATION = ROOT / "memguard" / "_activation"
 BUDGET = """version: 1
 device: {limit: 40GiB}
 frameworks:
@@ -180,7 +178,7 @@ class Place:
         self.others = [path for path in others if Path(path).resolve() not in (ROOT, COVERS)]
         """Where other packages lie that are not installed for this Python."""
         left_out = shutil.ignore_patterns("__pycache__", "pages")  # of the doctor: a link into docs/
-        shutil.copytree(ROOT / "memguard", folder / "compiled" / "memguard", ignore=left_out)
+        shutil.copytree(package(), folder / "compiled" / "memguard", ignore=left_out)
         compileall.compile_dir(folder / "compiled", quiet=1, workers=1)
         parts = "\n".join(f"  {name}: {{share: {share}}}" for name, share in SHARES.items())
         self.budget = folder / "budget.yaml"
@@ -250,16 +248,17 @@ def inits(place: Place, rounds: int) -> dict[str, list[float]]:
 
 def starts(run: Run, rounds: int) -> dict[str, list[float]]:
     """Three environments, one with memguard.pth and two without, start in turn; then the file alone, read by `site`."""
+    activation = package() / "_activation"
     for file in ("memguard.pth", "_memguard_environment.py"):
-        run.covers(ACTIVATION / file)
+        run.covers(activation / file)
     made = {}
     for name in ("with", "without", "again"):
         folder = run.folder / name
         venv.create(folder, with_pip=False, symlinks=True)
         packages = next(folder.glob("lib/python*/site-packages"))
-        (packages / "_checkout.pth").write_text(f"{ROOT}\n")
+        (packages / "_checkout.pth").write_text(f"{package().parent}\n")
         if name == "with":
-            shutil.copy(ACTIVATION / "memguard.pth", packages)
+            shutil.copy(activation / "memguard.pth", packages)
             alone = [str(folder / "bin" / "python"), "-c", PTH, str(packages), str(2000 if rounds > 10 else 20)]
         made[name] = str(folder / "bin" / "python")
     plain = without("MEMGUARD_", "PYTHON")

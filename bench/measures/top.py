@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.child import emit, environment, kill_group, main
-from bench.measure import Failed, Run, Values, measure
-from bench.programs.six import NAMES, first_gpu
+from bench.measure import Failed, Run, Values, gpu_here, measure
+from bench.programs.six import NAMES
 
 SECONDS = 16.0
 SCREENS = ("follows", "attached", "control")
@@ -74,13 +74,6 @@ def top(run: Run) -> dict[str, Values]:
             if (code := screen.end()) != 0:
                 raise Failed(f"the screen {name} did not end with q: {code}")
     return {**{name: [100 * one for one in values] for name, values in taken.items()}, **drawn}
-
-
-def gpu_here() -> bool:
-    try:
-        return bool(first_gpu())
-    except Exception:
-        return False
 
 
 class Screen:

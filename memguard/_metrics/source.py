@@ -21,7 +21,7 @@ from memguard._types import Event
 if TYPE_CHECKING:
     from memguard._monitor.session import Session
 
-STALE = 10.0, 3.0
+FRESH_FOR = 10.0, 3.0
 """A sample tells of now for so many seconds, and for so many intervals of the monitor if those are longer."""
 
 
@@ -53,7 +53,7 @@ class Source:
         fresh, levels, plan = None, {}, guard.plan
         if monitor is not None and taken and off is None and not monitor.failing:
             age = time.time() - taken[0].time
-            if age <= max(STALE[0], STALE[1] * monitor.interval):
+            if age <= max(FRESH_FOR[0], FRESH_FOR[1] * monitor.interval):
                 fresh, state = taken[0], monitor.state
                 for part in plan.devices:
                     uuid = part.device.uuid

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
 from typing import TYPE_CHECKING
 
@@ -101,6 +102,9 @@ def _show(source: Source, seconds: float) -> None:
         if (error.name or "").partition(".")[0] != "textual":
             raise
         raise MemguardError(missing()) from None
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        # The screen ends with its terminal: textual would read the end of its input again and again, on a whole core.
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     app.run(source, seconds)
 
 

@@ -3,11 +3,35 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import subprocess
+import sys
+import time
+from pathlib import Path
 
-if TYPE_CHECKING:
-    from conftest import Tree
+import pytest
+from fake_tree import Tree, started
+
+SLEEPER = """
+import subprocess, sys
+from bench.child import main
+from bench.measure import measure
+@measure("alpha", unit="s", seconds=1)
+def alpha(run):
+    return [run.program("child", timeout=TIMEOUT)["x"]]
+def child():
+    words = [sys.executable, "-c", "import time; time.sleep(90)", "WORD"]
+    subprocess.Popen(words, start_new_session=True)
+    subprocess.Popen(words)
+    import time
+    time.sleep(90)
+if __name__ == "__main__":
+    main({"child": child})
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    return Tree(tmp_path / "tree")
 
 
 def test_the_whole_of_a_run(tree: Tree) -> None:
@@ -110,27 +134,23 @@ def test_quick_writes_nothing(tree: Tree) -> None:
     assert not tree.out.exists()
 
 
-def test_what_a_measurement_starts_ends_with_it(tree: Tree, started: Callable[[str], bool]) -> None:
+def test_what_a_measurement_starts_ends_with_it(tree: Tree) -> None:
     word = f"left-{tree.folder.parent.name}"
-    tree.write(
-        "bench/measures/fake.py",
-        f"""
-import subprocess, sys
-from bench.child import main
-from bench.measure import Failed, measure
-@measure("alpha", unit="s", seconds=1)
-def alpha(run):
-    return [run.program("child", timeout=1.5)["x"]]
-def child():
-    words = [sys.executable, "-c", "import time; time.sleep(90)", {word!r}]
-    subprocess.Popen(words, start_new_session=True)
-    subprocess.Popen(words)
-    import time
-    time.sleep(90)
-if __name__ == "__main__":
-    main({{"child": child}})
-""",
-    )
+    tree.write("bench/measures/fake.py", SLEEPER.replace("WORD", word).replace("TIMEOUT", "1.5"))
     said = tree("run", "alpha", "--quick", code=1)
     assert "child: killed: it took longer than 2 s" in said
+    assert not started(word)
+
+
+def test_what_a_measurement_started_ends_with_a_run_that_is_ended(tree: Tree) -> None:
+    word = f"ended-{tree.folder.parent.name}"
+    tree.write("bench/measures/fake.py", SLEEPER.replace("WORD", word).replace("TIMEOUT", "90"))
+    words = [sys.executable, "-m", "bench", "run-all", "--commit", "abc", "-o", str(tree.out)]
+    with subprocess.Popen(words, cwd=tree.folder, env=tree.environ, start_new_session=True) as run:
+        end = time.monotonic() + 60
+        while not started(word) and time.monotonic() < end:
+            time.sleep(0.1)
+        assert started(word)
+        run.terminate()
+        assert run.wait(60) == 143
     assert not started(word)

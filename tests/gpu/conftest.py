@@ -54,17 +54,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    thorough = config.getoption("--thorough")
+    thorough = config.getoption("--thorough", default=False)
     for item in items:
         if HERE in item.path.parents and MISSING:
             item.add_marker(pytest.mark.skip(reason=MISSING))
         elif item.get_closest_marker("thorough") and not thorough:
             item.add_marker(pytest.mark.skip(reason="runs with --thorough"))
+        elif HERE in item.path.parents and thorough:
+            item.add_marker(pytest.mark.time_limit(1200))
 
 
 @pytest.fixture(scope="session")
 def thorough(request: pytest.FixtureRequest) -> bool:
-    return bool(request.config.getoption("--thorough"))
+    return bool(request.config.getoption("--thorough", default=False))
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -194,3 +195,14 @@ def test_a_full_card() -> None:
             timer.cancel()
             other.kill()
     found_and_nothing_else(facts, "card-filled")
+
+
+@pytest.mark.thorough
+@pytest.mark.whole_card
+def test_six_frameworks_take_at_most_20_s() -> None:
+    times = []
+    for _ in range(3):
+        begun = time.monotonic()
+        doctor("--dump-facts")
+        times.append(time.monotonic() - begun)
+    assert max(times) <= 20, times

@@ -117,7 +117,7 @@ for source in {sources!r}:
     pairs = {name: one for source in sources for name, one in found[source].items()}
     assert len(pairs) == 15
     for name, one in pairs.items():  # rounds in which the kernel was not seen running do not count
-        assert one["stale"] == 0 and one["running_before"] == rounds, (name, one)
+        assert one["stale"] == 0 and one["running_before"] >= rounds, (name, one)
     if "torch" in sources:  # the host does not wait where both tell their streams
         assert found["torch"]["torch > cupy"]["running_after"] >= 0.9 * rounds
 

@@ -53,7 +53,7 @@ def zero(array):
     the_driver.cuStreamSynchronize(aside)
 """
 
-STALE = (
+READ_AGAIN = (
     SETUP
     + """
 N = SIZE // 4
@@ -143,7 +143,7 @@ def test_the_slow_kernel_reads_what_it_was_given(run: Run, kind: str, size: int)
     """Is the rule sound for this kind of stream, in a slab and on pages of its own?"""
     if kind in ("cupy", "torch"):
         pytest.importorskip(kind)
-    found = run(f"KIND, CONTROL, SIZE = {kind!r}, False, {size}\n{STALE}")
+    found = run(f"KIND, CONTROL, SIZE = {kind!r}, False, {size}\n{READ_AGAIN}")
     assert found["sum"] == found["right"], found
     if kind in POOLED:
         assert found["idle"] == 1 and not found["reused"] and found["flush_ms"] < 100, "the host did not wait"
@@ -156,7 +156,7 @@ def test_the_slow_kernel_reads_what_it_was_given(run: Run, kind: str, size: int)
 def test_control_without_the_rule_the_sum_is_wrong(run: Run, kind: str) -> None:
     if kind in ("cupy", "torch"):
         pytest.importorskip(kind)
-    found = run(f"KIND, CONTROL, SIZE = {kind!r}, True, {64 << 20}\n{STALE}")
+    found = run(f"KIND, CONTROL, SIZE = {kind!r}, True, {64 << 20}\n{READ_AGAIN}")
     assert found["reused"] and found["sum"] < found["right"], found
 
 

@@ -2,9 +2,10 @@
 
     python tests/support/broken.py [--only NAME] [-j 4] [--sound]
 
-For each, the tree is copied to a temporary folder, one text of one file is changed, and the gate runs there. Exit
-code: 0 every gate noticed, 1 one did not, 2 a text is not there exactly once, or a gate could not run (its tests were
-skipped). `--sound` runs the same gates on a copy without a change, where they must pass: else noticing shows nothing.
+For each, the tree is copied to a temporary folder, one text of one file is changed, and the gate runs there. Exit code:
+0 every gate noticed, 1 one did not, 2 a text is not there exactly once, or a gate could not run (its tests were
+skipped).
+`--sound` runs the same gates on a copy without a change, where they must pass: else noticing shows nothing.
 """
 
 from __future__ import annotations
@@ -61,10 +62,11 @@ BROKEN: dict[str, Broken] = {
     ),
     "a refusal is not reported": Broken(
         "_frameworks/base.py", "            record = self.on_refusal(moment)\n", "            record = None\n",
-        "tests/gpu/test_elastic_gpu.py::test_what_a_sibling_has_live_is_named",
+        "tests/gpu/test_moment.py::test_memguards_own_refusals_caught_and_retried[pycuda]",
     ),
-    "a trim reports what was asked of it": Broken(
-        "_reclaim/reclaimer.py", "        got = max(self.available(device) - before, 0)\n", "        got = size\n",
+    "a trim reports more than came back": Broken(
+        "_reclaim/reclaimer.py", "        got = max(self.available(device) - before, 0)\n",
+        "        got = 2 * max(self.available(device) - before, 0)\n",
         "tests/gpu/test_elastic_gpu.py::test_cupys_cache_goes_to_torch_when_room_is_made",
     ),
     "the import order is not cured": Broken(

@@ -119,6 +119,7 @@ if __name__ == "__main__":
 
     def ready() -> None:
         print("READY", flush=True)
-        sys.stdin.readline()
+        if not sys.stdin.readline():
+            sys.exit("nobody waits for it any more")
 
     print("RESULT " + json.dumps(refused(sys.argv[1], sys.argv[2], ready)), flush=True)

@@ -26,6 +26,9 @@ AGAIN = 3  # Further runs of a test that differs, each way.
 INI = "[pytest]\nconsider_namespace_packages = true\n"  # As numba-cuda's own: its modules lie in a namespace package.
 
 
+OF_THIS_RUN = {"PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTEST_XDIST_WORKER", "PYTEST_CURRENT_TEST"}
+
+
 class Suite:
     """One framework's tests, each process of them in a folder of its own."""
 
@@ -53,7 +56,7 @@ class Suite:
         lines = folder / "outcomes.jsonl"
         paths = [str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")]
         env = {
-            **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
+            **{name: value for name, value in os.environ.items() if name not in OF_THIS_RUN},
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "PYTHONFAULTHANDLER": "1",
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # memguard's own is named: it may not be installed, only on the path

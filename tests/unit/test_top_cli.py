@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -131,6 +134,32 @@ def test_without_textual_the_screen_says_what_to_install_and_the_rest_works(time
     assert "Traceback" not in shown.stderr
     assert memguard("top", "--once", timeline).returncode == 0
     assert json.loads(memguard("top", "--json", timeline).stdout)["memguard_top"] == 1
+
+
+HUNG_UP = """
+import fcntl, signal, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+from memguard.cli import main
+main(["top", sys.argv[1]], prog_name="memguard")
+"""
+
+
+def test_the_screen_ends_with_its_terminal_where_hangups_are_ignored(timeline: str) -> None:
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-c", HUNG_UP, timeline], env={**environment(), "TERM": "xterm"},
+        stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+    ) as screen:  # fmt: skip
+        os.close(theirs)
+        try:
+            said = b""
+            while b"torch" not in said:
+                said += os.read(ours, 65536)
+            os.close(ours)
+            assert screen.wait(60) == -signal.SIGHUP
+        finally:
+            screen.kill()
 
 
 def test_the_version_of_the_message_is_that_of_the_extra() -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from bench import results
 
@@ -79,14 +77,18 @@ class Tree:
 
     def __call__(self, *words: str, code: int = 0, env: dict[str, str] | None = None) -> str:
         """Run `python -m bench` with these words; what it printed."""
-        environ = {name: value for name, value in os.environ.items() if not name.startswith(("BENCH_", "PYTHONPATH"))}
-        environ |= {"PYTHONDONTWRITEBYTECODE": "1", "CUDA_VISIBLE_DEVICES": "", **(env or {})}
+        environ = self.environ | (env or {})
         done = subprocess.run(
             [sys.executable, "-m", "bench", *words], cwd=self.folder, env=environ, capture_output=True, text=True,
             timeout=100, check=False, start_new_session=True,
         )  # fmt: skip
         assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
         return done.stdout + done.stderr
+
+    @property
+    def environ(self) -> dict[str, str]:
+        environ = {name: value for name, value in os.environ.items() if not name.startswith(("BENCH_", "PYTHONPATH"))}
+        return environ | {"PYTHONDONTWRITEBYTECODE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
     def all(self, *words: str, code: int = 0) -> str:
         return self("run-all", "--commit", "abc", "-o", str(self.out), *words, code=code)
@@ -103,22 +105,10 @@ class Tree:
         return found
 
 
-@pytest.fixture
-def tree(tmp_path: Path) -> Tree:
-    return Tree(tmp_path / "tree")
-
-
-@pytest.fixture
-def started() -> Callable[[str], bool]:
+def started(word: str) -> bool:
     """Whether a process with this in its command line runs."""
-
-    def there(word: str) -> bool:
-        for folder in Path("/proc").iterdir():
-            try:
-                if folder.name.isdigit() and word.encode() in (folder / "cmdline").read_bytes():
-                    return True
-            except OSError:
-                continue
-        return False
-
-    return there
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if folder.name.isdigit() and word.encode() in (folder / "cmdline").read_bytes():
+                return True
+    return False
