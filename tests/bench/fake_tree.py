@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -112,3 +113,11 @@ def started(word: str) -> bool:
             if folder.name.isdigit() and word.encode() in (folder / "cmdline").read_bytes():
                 return True
     return False
+
+
+def gone(word: str) -> bool:
+    """Whether none runs any more: a process that was killed takes a moment to end on a busy machine."""
+    end = time.monotonic() + 10
+    while started(word) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not started(word)

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from fake_tree import Tree, started
+from fake_tree import Tree, gone, started
 
 SLEEPER = """
 import subprocess, sys
@@ -139,7 +139,7 @@ def test_what_a_measurement_starts_ends_with_it(tree: Tree) -> None:
     tree.write("bench/measures/fake.py", SLEEPER.replace("WORD", word).replace("TIMEOUT", "1.5"))
     said = tree("run", "alpha", "--quick", code=1)
     assert "child: killed: it took longer than 2 s" in said
-    assert not started(word)
+    assert gone(word)
 
 
 def test_what_a_measurement_started_ends_with_a_run_that_is_ended(tree: Tree) -> None:
@@ -153,4 +153,4 @@ def test_what_a_measurement_started_ends_with_a_run_that_is_ended(tree: Tree) ->
         assert started(word)
         run.terminate()
         assert run.wait(60) == 143
-    assert not started(word)
+    assert gone(word)
