@@ -20,8 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 COVERS = Path(__file__).resolve().parent / "covers"
 """A `sitecustomize` that records which modules of memguard and bench a process imports."""
-TOKEN = "BENCH_RUN"
-"""In the environment of every process of a run; finds those that left their group."""
+TOKEN = "BENCH_RUN"  # In the environment of every process of a run; finds those that left their group.
 _MARK = "BENCH-RESULT "
 
 
@@ -58,20 +57,17 @@ def environment(more: Mapping[str, str | None] | None = None) -> dict[str, str]:
 
 class Child:
     """A Python process in a session of its own. `ask` and `read` exchange lines with it; `end` waits for its end.
-
-    Raises bench.measure.Failed where the process fails or takes longer than its time limit.
-    """
+    Raises bench.measure.Failed where the process fails or takes longer than its time limit."""
 
     def __init__(
         self, words: Sequence[str], *, name: str = "", env: Mapping[str, str | None] | None = None,
-        timeout: float = 120, sampled: bool = False,
+        timeout: float = 120, sampled: float = 0,
     ) -> None:  # fmt: skip
         self.name = name or " ".join(words)
         self.timeout = timeout
-        self.last: dict[str, Any] | None = None
-        """What it emitted last, of what was read."""
+        self.last: dict[str, Any] | None = None  # What it emitted last, of what was read.
         self._until = time.monotonic() + timeout
-        self._sampler = Sampler() if sampled else None
+        self._sampler = Sampler(sampled) if sampled else None
         self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self.process = subprocess.Popen(
             [sys.executable, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, text=True,

@@ -65,20 +65,13 @@ class Measure:
 REGISTRY: dict[str, Measure] = {}
 
 
-def measure(
-    id: str,  # noqa: A002
-    *,
-    unit: str | Mapping[str, str],
-    seconds: float,
-    needs: Sequence[str] = (),
-    **more: Any,
-) -> Callable[[Callable[[Run], Any]], Callable[[Run], Any]]:
-    """Register a measurement; `more` are other fields of `Measure`. Raises ValueError if its id is taken."""
+def measure(id: str, **settings: Any) -> Callable[[Callable[[Run], Any]], Callable[[Run], Any]]:  # noqa: A002
+    """Register a `Measure` with these fields. Raises ValueError if its id is taken."""
 
     def register(function: Callable[[Run], Any]) -> Callable[[Run], Any]:
         if id in REGISTRY:
             raise ValueError(f"two measurements are called {id!r}")
-        REGISTRY[id] = Measure(id, function, unit=unit, seconds=seconds, needs=tuple(needs), **more)
+        REGISTRY[id] = Measure(id, function, **settings)
         return function
 
     return register
@@ -98,8 +91,7 @@ class Run:
 
     def __init__(self, module: str, quick: bool = False) -> None:
         self.module = module
-        self.quick = quick
-        """The untimed pass: the same code paths, the fewest rounds, little memory."""
+        self.quick = quick  # The untimed pass: the same code paths, the fewest rounds, little memory.
         self.folder = Path(tempfile.mkdtemp(prefix="bench-"))
         self._children: list[child.Child] = []
 
@@ -109,13 +101,13 @@ class Run:
 
     def start(
         self, name: str, *args: object, env: Mapping[str, str | None] | None = None, timeout: float = 120,
-        sampled: bool = False,
+        sampled: float = 0,
     ) -> child.Child:  # fmt: skip
         """Start a program of the measurement's module, or of another as "bench.programs.x:name".
 
         env       more environment; None removes a variable
         timeout   seconds after which the process and its children are killed
-        sampled   sample its bytes with NVML from another process: `Child.end()["nvml"]`
+        sampled   seconds between two samples of its bytes by NVML, from another process: `Child.end()["nvml"]`
         """
         module, _, program = name.rpartition(":")
         words = ["-m", module or self.module, program, *map(str, args)]
@@ -123,12 +115,9 @@ class Run:
         self._children.append(started)
         return started
 
-    def program(
-        self, name: str, *args: object, env: Mapping[str, str | None] | None = None, timeout: float = 120,
-        sampled: bool = False,
-    ) -> dict[str, Any]:  # fmt: skip
-        """Run a program to its end; what it emitted last. Raises Failed if it fails or takes too long."""
-        return self.start(name, *args, env=env, timeout=timeout, sampled=sampled).end()
+    def program(self, name: str, *args: object, **settings: Any) -> dict[str, Any]:
+        """`start` a program and run it to its end; what it emitted last. Raises Failed if it fails or takes long."""
+        return self.start(name, *args, **settings).end()
 
     def covers(self, path: Path) -> None:
         """Note a file of memguard that is no module, such as `memguard.pth`, among what this measurement covers."""

@@ -44,15 +44,10 @@ SHARED = ("seconds", "covers", "bench", "commit", "date")
 MEASURE = {"title": (str,), "ran": (str,), "covers": (str,), "bench": (str,)}
 
 
-# Statistics
-
-
 def interval(groups: Sequence[Sequence[float]], seed: int = 11) -> tuple[float, float, float]:
-    """The median of all values, and the bounds that 95 % of the medians of 1,000 resamples lie between.
-
-    `groups` are the values of each process, or pair of processes. Values of one process share its luck: where its
-    memory lies, on which core it runs. So groups are drawn first, and then values within each.
-    """
+    """The median of all values, and the bounds that 95 % of the medians of 1,000 resamples lie between. `groups` are
+    the values of each process, or pair of processes. Values of one process share its luck: where its memory lies, on
+    which core it runs. So groups are drawn first, and then values within each."""
     draw = random.Random(seed)
     medians = sorted(
         statistics.median([v for g in draw.choices(groups, k=len(groups)) for v in draw.choices(g, k=len(g))])
@@ -104,9 +99,6 @@ def short(value: float) -> float:
     return float(f"{value:.5g}")
 
 
-# What ran
-
-
 def file_of(name: str) -> Path | None:
     """The file of a module of this checkout, or of a path relative to it; None if there is none."""
     if name in ("_memguard_child", "_memguard_environment"):
@@ -132,9 +124,6 @@ def hashes(names: Iterable[str]) -> dict[str, str]:
     """Of the modules of memguard that ran, and of those of bench that measured."""
     bench = {name for name in names if name.startswith("bench.")}
     return {"covers": hash_of(set(names) - bench), "bench": hash_of(bench)}
-
-
-# The file
 
 
 def version() -> str:
@@ -215,10 +204,8 @@ def now() -> str:
 
 
 def begun(path: Path | None, commit: str | None, there: Mapping[str, Any]) -> dict[str, Any]:
-    """The result to extend: that of the file, or a new one, with this tree, machine and day in its head.
-
-    Raises SystemExit if the file belongs to another version or card.
-    """
+    """The result to extend: that of the file, or a new one, with this tree, machine and day in its head. Raises
+    SystemExit if the file belongs to another version or card."""
     sha, dirty = commit_here(commit)
     found = versions()
     head = {
@@ -315,9 +302,6 @@ def check(found: Any) -> None:
         raise ValueError("two rows have the same id")
 
 
-# Rows
-
-
 def measure_of(row: Mapping[str, Any]) -> str:
     return str(row["id"]).partition(".")[0]
 
@@ -327,10 +311,8 @@ def rows_of(result: Mapping[str, Any], measure: str) -> list[dict[str, Any]]:
 
 
 def put(result: dict[str, Any], measure: str, new: Sequence[dict[str, Any]], order: Sequence[str]) -> None:
-    """Put a measurement's new rows in place of its old ones. Earlier medians of the same sources stay, as attempts.
-
-    An attempt that gave no figure stays as null.
-    """
+    """Put a measurement's new rows in place of its old ones. Earlier medians of the same sources stay, as attempts. An
+    attempt that gave no figure stays as null."""
     old = {row["id"]: row for row in rows_of(result, measure)}
     if len(new) == 1 and new[0]["median"] is None and new[0]["id"] == measure:  # it failed as a whole
         new = [{**new[0], **{name: old[key][name] for name in ("id", "unit", "bar")}} for key in old] or new

@@ -17,22 +17,16 @@ from bench import results
 from bench.child import TOKEN, Child, kill_run
 from bench.measure import Failed, Measure
 
-QUICK_SECONDS = 150.0
-"""After which an untimed pass is stopped."""
-QUICK_ROOM = 60.0
-"""Seconds that must be left of `--until` for an untimed pass to start."""
+QUICK_SECONDS = 150.0  # After which an untimed pass is stopped.
+QUICK_ROOM = 60.0  # Seconds that must be left of `--until` for an untimed pass to start.
 AT_ONCE = 4
-RUNNING: set[str] = set()
-"""The tokens of what runs."""
-CONTINUE = 3
-"""Exit code: there is more to measure, and no time for it."""
+RUNNING: set[str] = set()  # The tokens of what runs.
+CONTINUE = 3  # Exit code: there is more to measure, and no time for it.
 
 
 def run_one(one: Measure, quick: bool, timeout: float, record: bool = False) -> dict[str, Any]:
-    """One measurement in a process of its own, and the end of all that it started.
-
-    Returns `values` or `error`, `seconds`, and with `record` the names of the modules that `ran`.
-    """
+    """One measurement in a process of its own, and the end of all that it started. Returns `values` or `error`,
+    `seconds`, and with `record` the names of the modules that `ran`."""
     folder = Path(tempfile.mkdtemp(prefix="bench-"))
     token, covers, began = uuid.uuid4().hex, folder / "covers", time.monotonic()
     env = {TOKEN: token, "TMPDIR": str(folder), "BENCH_COVERS": str(covers) if record else None}
@@ -74,14 +68,8 @@ def rows(one: Measure, found: Mapping[str, Any], about: Mapping[str, Any]) -> li
         except (Failed, ValueError, TypeError) as error:
             empty = dict.fromkeys(("median", "low", "high"))
             row |= {
-                "unit": unit or "",
-                **empty,
-                "n": 0,
-                "bar": bar,
-                "ok": False,
-                **tail,
-                "error": shortened(str(error)),
-            }
+                "unit": unit or "", **empty, "n": 0, "bar": bar, "ok": False, **tail, "error": shortened(str(error)),
+            }  # fmt: skip
         made.append(row)
     return made
 

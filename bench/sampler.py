@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from bench.programs.six import Card
+
 
 def summary(samples: list[tuple[float, int]], interval: float, failed: int = 0) -> dict[str, Any]:
     """What was seen: how often, for how long, the longest time between two looks, and the most bytes.
@@ -27,34 +29,19 @@ def summary(samples: list[tuple[float, int]], interval: float, failed: int = 0) 
     """
     gaps = [after[0] - before[0] for before, after in itertools.pairwise(samples)]
     return {
-        "samples": len(samples),
-        "interval_ms": interval * 1e3,
-        "longest_gap_ms": round(max(gaps, default=0) * 1e3, 1),
-        "seconds": round(samples[-1][0] - samples[0][0], 1) if samples else 0.0,
-        "failed": failed,
+        "samples": len(samples), "interval_ms": interval * 1e3, "longest_gap_ms": round(max(gaps, default=0) * 1e3, 1),
+        "seconds": round(samples[-1][0] - samples[0][0], 1) if samples else 0.0, "failed": failed,
         "max_bytes": max((size for _, size in samples), default=0),
-    }
+    }  # fmt: skip
 
 
 def looking() -> Callable[[int], int | None] | None:
     """What finds the bytes of a PID on the first GPU, or None if there is no NVML."""
     try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        by_uuid = shown.startswith("GPU-") and "," not in shown
-        handle = pynvml.nvmlDeviceGetHandleByUUID(shown) if by_uuid else pynvml.nvmlDeviceGetHandleByIndex(0)
+        card = Card()
     except Exception:
         return None
-
-    def look(pid: int) -> int | None:
-        for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
-            if process.pid == pid:
-                return int(process.usedGpuMemory or 0)
-        return None
-
-    return look
+    return lambda pid: card.listed().get(pid)
 
 
 def first_of_all() -> None:

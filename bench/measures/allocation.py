@@ -1,13 +1,10 @@
 """What an allocation costs in torch, CuPy, PyCUDA and Numba: plain, under memguard, on RMM's pool and on its own pool.
 
-Each way of each library (`bench/programs/ways.py`) is a process of its own. All start together. Then the parent asks
-one after the other, in an order that changes, for a few milliseconds of work: so the ways that are compared run within
-a fraction of a second, on one core, which nothing else of this measurement uses, and while it is quiet
-(`bench/programs/quiet.py`). After some rounds new processes replace them all, because a process has its luck: where its
-memory lies. The way that memguard's is compared with runs in two processes: what differs between those is chance.
-
-Before it is timed, live blocks fill the library's memory so far that, with the block that is timed, it stands at a part
-of the cap. A way without a cap is filled with as many bytes.
+Each way of each library (`bench/programs/ways.py`) is a process of its own. The parent asks one after the other, in an
+order that changes, for a few milliseconds of work on one core while it is quiet (`bench/programs/quiet.py`). After some
+rounds new processes replace them all, because a process has its luck: where its memory lies. The way that memguard's is
+compared with runs in two processes: what differs between those is chance. Before it is timed, live blocks fill the
+library's memory so far that, with the block that is timed, it stands at a part of the cap, or has as many bytes.
 """
 
 from __future__ import annotations
@@ -29,6 +26,7 @@ from bench.measure import Failed, Run, measure
 from bench.programs.quiet import Quiet, quietest, siblings
 from bench.programs.six import GIB, MIB
 from bench.programs.ways import AGAIN, CONTROL, WAYS, Allocator
+from bench.results import interval
 
 SIZES = {"1 KiB": 1 << 10, "1 MiB": MIB, "64 MiB": 64 * MIB}
 SHARES = {"10%": 0.10, "90%": 0.90, "99.9%": 0.999}
@@ -36,26 +34,21 @@ SHARES = {"10%": 0.10, "90%": 0.90, "99.9%": 0.999}
 GENERATIONS, ROUNDS = 3, 4
 AT_MOST = 92.0
 """Seconds, for the whole: no round begins that would end later, but each library has one in each generation."""
-FEW = 1
-"""A cell has no figure with fewer rounds than this in each generation, on average."""
-SLACK = 8 * MIB
-"""So far below its part of the cap a library's memory may stay: blocks do not fill every gap."""
-SERVED = 0.1
-"""A pool serves if no more of its allocations ask the driver. Near the cap nothing may be kept idle."""
+FEW = 1  # A cell has no figure with fewer rounds than this in each generation, on average.
+SLACK = 8 * MIB  # So far below its part of the cap a library's memory may stay: blocks do not fill every gap.
+SERVED = 0.1  # A pool serves if no more of its allocations ask the driver. Near the cap nothing may be kept idle.
 JUDGED = {
     "torch": ("torch", "memguard", "x the control"),
     "cupy": ("cupy", "memguard", "x plain"),
     "pycuda": ("pycuda", "memguard", "of 2.5 x its own pool or 2 µs"),
     "pycuda_pool": ("pycuda", "memguard, pool", "of 2.5 x its own pool or 2 µs"),
     "numba": ("numba", "memguard", "x RMM's pool"),
-}
-"""Row: library, way, unit. `torch`: at most 1 is within what two plain processes differ by."""
+}  # Row: library, way, unit. `torch`: at most 1 is within what two plain processes differ by.
 BARS = {**dict.fromkeys(JUDGED, "<= 1"), "cupy": "<= 1.1"}
 COSTS = {f"{library}.{way.replace(', ', ' ')}": (library, way) for library, ways in WAYS.items() for way in ways
          if not way.endswith(AGAIN)}  # fmt: skip
 
-Values = dict[tuple[int, int], float]
-"""By generation and round."""
+Values = dict[tuple[int, int], float]  # By generation and round.
 
 
 @measure(
@@ -108,17 +101,10 @@ def _grouped(values: dict[Any, float]) -> list[list[float]]:
 
 
 def chance(ratios: Values) -> float:
-    """Up to this ratio a difference may be chance, by the ratios of two processes that do the same.
-
-    The farther bound of the 95 % interval of their median: which of the two is the divisor is arbitrary. Generations
-    are drawn first, and then values within each.
-    """
-    draw, groups = random.Random(11), _grouped(ratios)
-    medians = sorted(
-        statistics.median([v for g in draw.choices(groups, k=len(groups)) for v in draw.choices(g, k=len(g))])
-        for _ in range(1000)
-    )
-    return max(medians[974], 1 / medians[25])
+    """Up to this ratio a difference may be chance, by the ratios of two processes that do the same. The farther bound
+    of the 95 % interval of their median: which of the two is the divisor is arbitrary."""
+    _, low, high = interval(_grouped(ratios))
+    return max(high, 1 / low)
 
 
 class Found:
@@ -241,13 +227,8 @@ def _answer(child: Child, what: dict[str, Any] | None = None) -> dict[str, Any]:
         return {"failed": str(error)[-300:]}
 
 
-# The child
-
-
-PIECES = (64 * MIB, 10 * MIB, MIB)
-"""What fills: torch takes its segments of such sizes from the driver without rest."""
-PARTS = 5
-"""In which a block of work is divided. The median of them counts, so that one interruption does not."""
+PIECES = (64 * MIB, 10 * MIB, MIB)  # What fills: torch takes its segments of such sizes from the driver without rest.
+PARTS = 5  # In which a block of work is divided. The median of them counts, so that one interruption does not.
 NEARLY_FULL = 0.95
 """Of the cap. Beyond it memory is filled anew for each size: between blocks that stay, the room that is left is in
 holes, and RMM's pool has none of 64 MiB in one piece (seen at 99.9 % on an H200)."""

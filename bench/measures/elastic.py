@@ -4,60 +4,48 @@ from __future__ import annotations
 
 import gc
 import random
-import statistics
 import time
 from typing import Any
 
 from bench.child import main
 from bench.measure import Failed, Run, measure
-from bench.measures._patterned import GIB, MIB, Arrays, Card, percentile
+from bench.programs.patterned import GIB, MIB, Arrays, Card
 
 GIVERS: tuple[Any, ...] = ("torch", "cupy", "numba", "pycuda")
 TAKERS = ("cupy", "pycuda", "numba")
 """Those whose allocators are memguard's: they ask within the allocation that would fail."""
 PAIRS = [(giver, taker) for giver in GIVERS for taker in TAKERS if giver != taker]
-BLOCK = 64 * MIB
-"""Of the giver's cache."""
-MOVES, BY_HAND = 40, 10
-"""Of each pair. One in so many is repeated with the giver trimmed by hand before: what the driver itself takes."""
-LEAST = 16 * MIB
-"""The min of each framework."""
-SPARE = 64 * MIB
-"""For the pages that a giver's allocator keeps beside its blocks."""
+BLOCK = 64 * MIB  # Of the giver's cache.
+MOVES = 40  # Of each pair.
+LEAST = 16 * MIB  # The min of each framework.
+SPARE = 64 * MIB  # For the pages that a giver's allocator keeps beside its blocks.
 GROWN = 256 * MIB
 """What a process may grow by in a move: what the giver keeps, and what the taker's allocator rounds up."""
 IN_TURN = ("torch", "cupy", "pycuda", "numba", "jax")
 PIECE = 256 * MIB
-HELD = 0.3
-"""Seconds that each peak stays, so that the sampler sees it."""
+HELD = 0.3  # Seconds that each peak stays, so that the sampler sees it.
 
 
 @measure(
-    "elastic",
-    unit={"move": "ms", "p99": "ms", "over_by_hand": "ratio", "pool": "GiB"},
-    bar={"p99": "<= 100", "pool": "<= 8.4"},
-    by={"pool": "high"},
-    seconds=50,
-    needs=("torch", "cupy", "numba", "pycuda", "jax"),
-)
+    "elastic", unit={"move": "ms", "p99": "ms", "pool": "GiB"}, bar={"p99": "<= 100", "pool": "<= 8.4"},
+    by={"pool": "high"}, seconds=50, needs=("torch", "cupy", "numba", "pycuda", "jax"),
+)  # fmt: skip
 def elastic(run: Run) -> dict[str, list[float] | list[list[float]]]:
     """8 GiB from one framework's idle cache to another's array, and five peaks of 8 GiB in one pool.
 
-    move           of nine pairs of frameworks, grouped by pair
-    p99            of the slowest pair
-    over_by_hand   of each pair: its median over that of moves for which the giver was trimmed by hand before
-    pool           the most that the process had by NVML, beyond what it has when all caches are empty
+    move   of nine pairs of frameworks, grouped by pair
+    p99    of the slowest pair
+    pool   the most that the process had by NVML, beyond what it has when all caches are empty
     """
     size = GIB if run.quick else 8 * GIB
     moved = run.program("moves", size, run.rounds(MOVES, 1), timeout=120)["pairs"]
-    pool = run.program("pool", size, timeout=60, sampled=True)
+    pool = run.program("pool", size, timeout=60, sampled=0.05)
     most, beside = pool["nvml"]["max_bytes"], pool["overhead"]
     if most < size:
         raise Failed(f"NVML saw {most} bytes of the pool at most")
     return {
-        "move": [one["ms"] for one in moved],
-        "p99": [max(percentile(one["ms"], 0.99) for one in moved)],
-        "over_by_hand": [statistics.median(one["ms"]) / statistics.median(one["by_hand_ms"]) for one in moved],
+        "move": moved,
+        "p99": [max(sorted(one)[len(one) * 99 // 100] for one in moved)],
         "pool": [(most - beside) / GIB],
     }
 
@@ -79,37 +67,31 @@ def program_moves(size: str, rounds: str) -> dict[str, Any]:
     gc.collect()
     gc.freeze()
     card, draw, number = Card(), random.Random(37), 0
-    found: dict[tuple[str, str], dict[str, list[float]]] = {pair: {"ms": [], "by_hand_ms": []} for pair in PAIRS}
-    for turn in range(int(rounds)):
+    found: dict[tuple[str, str], list[float]] = {pair: [] for pair in PAIRS}
+    for _ in range(int(rounds)):
         for giver, taker in draw.sample(PAIRS, len(PAIRS)):
-            for by_hand in (False, True) if turn % BY_HAND == 0 else (False,):
-                for name in GIVERS:
-                    memguard.trim(name)
-                guard.make_room(giver, moved + SPARE)
-                blocks = [frameworks[giver].take(asked(giver, BLOCK)) for _ in range(moved // BLOCK)]
-                blocks.clear()
-                before, wanted, to = card.own(), asked(taker, moved), frameworks[taker]
-                begun = time.perf_counter()
-                if by_hand:
-                    memguard.trim(giver)
-                array = to.take(wanted)
-                seconds = time.perf_counter() - begun
-                grown = card.own() - before
-                number += 1
-                to.write(array, wanted, number)
-                assert to.right(array, wanted, number), f"{giver} > {taker}: other values were read back"
-                assert grown <= GROWN, f"{giver} > {taker}: the process grew by {grown} bytes"
-                del array
-                found[giver, taker]["by_hand_ms" if by_hand else "ms"].append(seconds * 1e3)
+            for name in GIVERS:
+                memguard.trim(name)
+            guard.make_room(giver, moved + SPARE)
+            blocks = [frameworks[giver].take(asked(giver, BLOCK)) for _ in range(moved // BLOCK)]
+            blocks.clear()
+            before, wanted, to = card.own(), asked(taker, moved), frameworks[taker]
+            begun = time.perf_counter()
+            array = to.take(wanted)
+            seconds = time.perf_counter() - begun
+            grown = card.own() - before
+            number += 1
+            to.write(array, wanted, number)
+            assert to.right(array, wanted, number), f"{giver} > {taker}: other values were read back"
+            assert grown <= GROWN, f"{giver} > {taker}: the process grew by {grown} bytes"
+            del array
+            found[giver, taker].append(seconds * 1e3)
     return {"pairs": list(found.values())}
 
 
 def asked(name: str, size: int) -> int:
-    """What a framework is asked for, to take `size` from the driver.
-
-    A power of two is the first size of one of PyCUDA's bins, which takes a sixteenth more; 512 bytes below it is the
-    last of the bin before.
-    """
+    """What a framework is asked for, to take `size` from the driver. A power of two is the first size of one of
+    PyCUDA's bins, which takes a sixteenth more; 512 bytes below it is the last of the bin before."""
     return size - 512 if name == "pycuda" else size
 
 

@@ -7,10 +7,9 @@ from typing import Any
 
 from bench.child import main
 from bench.measure import Failed, Run, Values, measure
+from bench.programs.six import GIB, MIB
 
-MIB, GIB = 1 << 20, 1 << 30
-RATE = GIB
-"""Bytes a second."""
+RATE = GIB  # Bytes a second.
 STEP = 64 * MIB
 
 
@@ -33,14 +32,8 @@ def program_leak(cap_gib: str, below_gib: str) -> dict[str, Any]:
     import memguard
 
     cap, below = int(cap_gib) * GIB, int(below_gib) * GIB
-    memguard.init(
-        {
-            "version": 1,
-            "device": {"limit": f"{int(cap_gib) + 8}GiB"},
-            "frameworks": {"torch": {"limit": f"{cap_gib}GiB"}},
-            "monitor": {"interval": "100ms"},
-        }
-    )
+    device, frameworks = {"limit": f"{int(cap_gib) + 8}GiB"}, {"torch": {"limit": f"{cap_gib}GiB"}}
+    memguard.init({"version": 1, "device": device, "frameworks": frameworks, "monitor": {"interval": "100ms"}})
     forecasts: list[tuple[float, float | None]] = []
 
     def event(event: Any) -> None:

@@ -10,36 +10,28 @@ from typing import Any
 
 from bench.child import Child, main
 from bench.measure import Failed, Run, measure
-from bench.measures._patterned import GIB, MIB, Arrays, Card, serve
+from bench.programs.patterned import GIB, MIB, Arrays, Card, serve
 
 JOBS: dict[str, dict[str, str]] = {
-    "torch": {"torch": "100%"},
-    "tensorflow": {"tensorflow": "100%"},
-    "jax": {"jax": "100%"},
+    "torch": {"torch": "100%"}, "tensorflow": {"tensorflow": "100%"}, "jax": {"jax": "100%"},
     "cupy and pycuda": {"cupy": "60%", "pycuda": "40%"},
-}
+}  # fmt: skip
 """The frameworks of each process that holds a lease at first, with their shares. Then PyTorch's end, one by one."""
 WAITERS = 5
 PIECE = 512 * MIB
-WAITS = 0.5
-"""Seconds in which a waiter shows that it waits."""
+WAITS = 0.5  # Seconds in which a waiter shows that it waits.
 QUICK = {"torch": JOBS["torch"]}
 
 
 @measure(
-    "leases",
-    unit={"turn": "s", "told": "s", "over": "MiB"},
-    bar={"turn": "<= 1", "over": "<= 0"},
-    by={"turn": "high", "over": "high"},
-    seconds=50,
-    whole_card=True,
+    "leases", unit={"turn": "s", "over": "MiB"}, bar={"turn": "<= 1", "over": "<= 0"},
+    by={"turn": "high", "over": "high"}, seconds=50, whole_card=True,
     needs=("torch", "tensorflow", "jax", "cupy", "pycuda"),
-)
+)  # fmt: skip
 def leases(run: Run) -> dict[str, list[float]]:
     """Seconds from the end of a process with a lease to the lease of the next waiter.
 
     turn   a little below 0 where the waiter has it before the kernel has reaped the other's PID
-    told   the same from when the holder was told to end
     over   what a process has at most by NVML, beyond its lease: the largest of them all has to be 0 or less
     """
     card, jobs = Card(), QUICK if run.quick else JOBS
@@ -53,7 +45,6 @@ def leases(run: Run) -> dict[str, list[float]]:
     for name, child in (*children.items(), *(("torch, a waiter", waiter) for waiter in waiters)):
         child.name = name
     turn: list[float] = []
-    told: list[float] = []
     with Watcher(card) as watcher, ThreadPoolExecutor(len(every)) as threads:
         list(threads.map(lambda child: child.ask("load"), every))
         list(threads.map(lambda child: (child.ask("claim"), child.ask("fill")), children.values()))
@@ -65,12 +56,9 @@ def leases(run: Run) -> dict[str, list[float]]:
                 raise Failed(f"the lease was given beside {len(holders)} others: {claim.result()}")
             right(holders)
             watcher.look()
-            asked = time.monotonic()
             holders.pop("torch").close()
             ended = time.monotonic()
-            at = claim.result()["at"]
-            turn.append(at - ended)
-            told.append(at - asked)
+            turn.append(claim.result()["at"] - ended)
             waiter.ask("fill")
             holders["torch"] = waiter
         right(holders)
@@ -80,7 +68,7 @@ def leases(run: Run) -> dict[str, list[float]]:
     peaks = {child.pid: watcher.most.get(child.pid, 0) for child in every}
     if min(peaks.values()) < (0 if run.quick else lease * 3 // 4):
         raise Failed(f"by NVML the processes had {sorted(peaks.values())} of {lease} bytes at most")
-    return {"turn": turn, "told": told, "over": [(size - lease) / MIB for size in peaks.values()]}
+    return {"turn": turn, "over": [(size - lease) / MIB for size in peaks.values()]}
 
 
 def right(holders: Mapping[str, Child]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from bench.child import main
 from bench.measure import Run, measure
+from bench.programs import six
 from bench.programs.six import GIB, MIB, NAMES
 from memguard._policy import auto_reserve
 from memguard._specs import CONTEXT, OVERHEADS, SECOND_CONTEXT, SPECS
@@ -16,11 +17,9 @@ from memguard._specs import CONTEXT, OVERHEADS, SECOND_CONTEXT, SPECS
 SECOND = "second context"
 AT_ONCE = 3
 FIRST_USES = {
-    "torch": ("cublas", "cudnn", "backward", "cusolver", "cufft"),
-    "tensorflow": ("cublas", "cudnn"),
-    "cupy": ("cublas", "cufft", "cusolver"),
-    "jax": ("cublas", "cufft", "cusolver"),
-}
+    "torch": ("cublas", "cudnn", "backward", "cusolver", "cufft"), "tensorflow": ("cublas", "cudnn"),
+    "cupy": ("cublas", "cufft", "cusolver"), "jax": ("cublas", "cufft", "cusolver"),
+}  # fmt: skip
 """In the order in which they are used. `backward` uses cuBLAS on a second thread."""
 
 
@@ -31,11 +30,9 @@ def _first_use(name: str, library: str) -> int:
 
 
 _WHOLE: dict[str, int] = {
-    "context": CONTEXT,
-    SECOND: OVERHEADS[SECOND_CONTEXT].workspace,
-    **{name: SPECS[name].workspace for name in NAMES},
+    "context": CONTEXT, SECOND: OVERHEADS[SECOND_CONTEXT].workspace, **{name: SPECS[name].workspace for name in NAMES},
     "six": auto_reserve("hopper", NAMES),
-}
+}  # fmt: skip
 """Bytes that `reserve: auto` keeps."""
 _PARTS = {f"{name}.{library}": _first_use(name, library) * 5 // 4 for name, uses in FIRST_USES.items()
           for library in uses}  # fmt: skip
@@ -43,12 +40,9 @@ _PARTS = {f"{name}.{library}": _first_use(name, library) * 5 // 4 for name, uses
 
 
 @measure(
-    "overheads",
-    unit="MiB",
-    bar={name: f"<= {size / MIB:g}" for name, size in {**_WHOLE, **_PARTS}.items()},
-    seconds=35,
-    beside=True,
-)
+    "overheads", unit="MiB", bar={name: f"<= {size / MIB:g}" for name, size in {**_WHOLE, **_PARTS}.items()},
+    seconds=35, beside=True,
+)  # fmt: skip
 def overheads(run: Run) -> dict[str, list[float]]:
     """Memory outside every cap: the CUDA context, each framework alone, the first uses of libraries, and all six."""
     with ThreadPoolExecutor(AT_ONCE) as threads:  # each has its own process's figures only
@@ -66,12 +60,9 @@ def overheads(run: Run) -> dict[str, list[float]]:
 
 
 def program_alone(name: str) -> dict[str, Any]:
-    """One framework under a budget: what NVML says of the process beyond the context and what the framework holds.
-
-    The context comes first, from the driver itself, as frameworks share it. Steps are labels with bytes.
-    """
+    """One framework under a budget: what NVML says of the process beyond the context and what the framework holds. The
+    context comes first, from the driver itself, as frameworks share it. Steps are labels with bytes."""
     import memguard
-    from bench.programs import six
 
     more = {"growth": False} if name == "tensorflow" else {}
     memguard.init({"version": 1, "device": {"limit": 8 * GIB}, "frameworks": {name: {"limit": 4 * GIB, **more}}})
@@ -79,7 +70,7 @@ def program_alone(name: str) -> dict[str, Any]:
     context = six.bytes_now()
     six.load(name)
     steps = []
-    for label, work in _steps(name):
+    for label, work in globals()[f"_{name}"]():  # its uses that take memory outside its cap, in order
         kept.append(work())
         raw.wait()
         steps.append((label, six.bytes_now() - six.held(name) - context))
@@ -89,8 +80,6 @@ def program_alone(name: str) -> dict[str, Any]:
 
 def program_six() -> dict[str, Any]:
     """All six live and used: what NVML says of the process beyond what they hold by the ledger."""
-    from bench.programs import six
-
     _, readings = six.all_live(six.budget(40 * GIB, growth=False))
     rows = readings[-1]["frameworks"]
     return {"outside": six.bytes_now() - sum(row["held"] for row in rows.values())}
@@ -98,13 +87,6 @@ def program_six() -> dict[str, Any]:
 
 kept: list[Any] = []
 """What the steps made: freed memory would leave the caches as they are, but a handle may go with its array."""
-
-
-def _steps(name: str) -> list[tuple[str, Callable[[], Any]]]:
-    """The uses of a framework that take memory outside its cap, in order."""
-    return {"torch": _torch, "tensorflow": _tensorflow, "cupy": _cupy, "jax": _jax, "pycuda": _pycuda, "numba": _numba}[
-        name
-    ]()
 
 
 def _torch() -> list[tuple[str, Callable[[], Any]]]:
@@ -120,13 +102,10 @@ def _torch() -> list[tuple[str, Callable[[], Any]]]:
         return w
 
     return [
-        ("first tensor", lambda: a),
-        ("cublas", lambda: a @ a),
-        ("cudnn", lambda: torch.nn.functional.conv2d(images, filters)),
-        ("backward", backward),
-        ("cusolver", lambda: torch.linalg.svd(torch.rand((64, 64), **on))),
-        ("cufft", lambda: torch.fft.fft(a)),
-    ]
+        ("first tensor", lambda: a), ("cublas", lambda: a @ a),
+        ("cudnn", lambda: torch.nn.functional.conv2d(images, filters)), ("backward", backward),
+        ("cusolver", lambda: torch.linalg.svd(torch.rand((64, 64), **on))), ("cufft", lambda: torch.fft.fft(a)),
+    ]  # fmt: skip
 
 
 def _tensorflow() -> list[tuple[str, Callable[[], Any]]]:
@@ -153,12 +132,9 @@ def _cupy() -> list[tuple[str, Callable[[], Any]]]:
     b = cupy.ones((512, 512), cupy.float32)
     c = b[:64, :64] + cupy.eye(64, dtype=cupy.float32)
     return [
-        ("first tensor", lambda: c),
-        ("cublas", lambda: b @ b),
-        ("cufft", lambda: cupy.fft.fft(b)),
-        ("cusolver", lambda: cupy.linalg.svd(c)),
-        ("kernels", lambda: [cupy.sin(b), cupy.sort(b), b.sum()]),
-    ]
+        ("first tensor", lambda: c), ("cublas", lambda: b @ b), ("cufft", lambda: cupy.fft.fft(b)),
+        ("cusolver", lambda: cupy.linalg.svd(c)), ("kernels", lambda: [cupy.sin(b), cupy.sort(b), b.sum()]),
+    ]  # fmt: skip
 
 
 def _jax() -> list[tuple[str, Callable[[], Any]]]:
@@ -187,8 +163,6 @@ def _pycuda() -> list[tuple[str, Callable[[], Any]]]:
 
 def _numba() -> list[tuple[str, Callable[[], Any]]]:
     from numba import cuda
-
-    from bench.programs import six
 
     array = cuda.device_array(1)
     return [("first tensor", lambda: array), ("kernels", six.WORK["numba"])]

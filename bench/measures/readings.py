@@ -2,17 +2,12 @@
 
 All six frameworks are live and hold arrays. Each reading takes turns with its bare probes, in an order drawn anew each
 round; its row is the difference within a round, and its control the difference of the probes to themselves. A bare
-probe is what must be asked whatever memguard does: NVML's figures (twice for a ledger), the counters of each framework,
-and whether there is a context; `Bare` calls them with nothing around them. What memguard counts itself, as for Numba,
-has no probe.
-
-With MEMGUARD_STUB_UUID the frameworks and the driver are stand-ins (tests/faults/six_live.py): for tests without a GPU.
+probe is what must be asked whatever memguard does. What memguard counts itself, as for Numba, has no probe.
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
 import random
 import sys
 import tempfile
@@ -22,40 +17,36 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.child import ROOT, main
+from bench.child import main
 from bench.measure import Failed, Run, Values, measure
 from bench.programs import six
 
 MIB = 1 << 20
 LIMIT = 40 << 30
-STUB = "MEMGUARD_STUB_UUID"
-REQUESTER = "torch"
-"""What `require` and `workload` are asked for."""
+REQUESTER = "torch"  # What `require` and `workload` are asked for.
 READINGS = ("ledger", "sample", "require", "workload")
-TICKS = ("tick", "tick_p90", "tick.wall", "tick.idle", "tick.back_to_back")
-BLOCK_SECONDS = 0.2
+TICKS = ("tick", "tick_p90")
 
 
 @measure(
     "readings",
     unit={
         **{f"{name}{what}": "µs" for name in READINGS for what in ("", ".whole", ".probes", ".control")},
-        **dict.fromkeys(TICKS, "µs"), "missed": "of 300 arrays", "small_ops": "times", "small_ops.control": "times",
+        **dict.fromkeys(TICKS, "µs"),
     },
     bar={
-        "ledger": "<= 40", "sample": "<= 15", "require": "<= 10", "workload": "<= 20", "missed": "<= 0",
-        "tick": "<= 120", "tick_p90": "<= 180", "small_ops": "<= 1.02",
+        "ledger": "<= 40", "sample": "<= 15", "require": "<= 10", "workload": "<= 20",
+        "tick": "<= 120", "tick_p90": "<= 180",
     },
-    by={**dict.fromkeys(READINGS, "high"), "small_ops": "high", "tick_p90": "p90"},
-    seconds=125,
+    by={**dict.fromkeys(READINGS, "high"), "tick_p90": "p90"},
+    seconds=85,
 )  # fmt: skip
 def readings(run: Run) -> dict[str, Values | Failed]:
-    """Readings above their bare probes, monitor ticks of a program at work (CPU), small operations under a monitor."""
+    """Readings above their bare probes, and monitor ticks of a program at work (CPU)."""
     found: dict[str, Values | Failed] = {}
     parts: list[tuple[str, tuple[Any, ...], tuple[str, ...]]] = [
-        ("readings", (run.rounds(1200, 20),), (*READINGS, "missed")),
-        ("ticking", (run.rounds(33, 3), run.rounds(3, 1)), TICKS),
-        ("small_ops", (run.rounds(60, 3), run.rounds(30, 3)), ("small_ops", "small_ops.control")),
+        ("readings", (run.rounds(1000, 20),), READINGS),
+        ("ticking", (run.rounds(25, 3),), TICKS),
     ]
     for program, words, names in parts:  # one after another: nothing else may take time meanwhile
         try:
@@ -69,12 +60,7 @@ class Bare:
     """The probes, each called as a program would call it."""
 
     def __init__(self) -> None:
-        import pynvml
-
-        pynvml.nvmlInit()
-        shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        by_uuid = shown.startswith("GPU-") and "," not in shown
-        handle = pynvml.nvmlDeviceGetHandleByUUID(shown) if by_uuid else pynvml.nvmlDeviceGetHandleByIndex(0)
+        pynvml, handle = six.first_gpu()
         memory, version = pynvml.nvmlDeviceGetMemoryInfo, pynvml.nvmlMemory_v2
         listed = pynvml._nvmlGetFunctionPointer("nvmlDeviceGetComputeRunningProcesses_v3")
         count, room = ctypes.c_uint(), (pynvml.c_nvmlProcessInfo_t * 32)()
@@ -138,32 +124,17 @@ def _counters() -> dict[str, Callable[[], Any]]:
         getattr(theirs, "active_bytes", None)
 
     return {
-        "tensorflow": lambda: info("GPU:0"),
-        "torch": lambda: statistics_of(0),
-        "jax": local.memory_stats,
-        "cupy": of_cupy,
-        "pycuda": of_pycuda,
-    }
+        "tensorflow": lambda: info("GPU:0"), "torch": lambda: statistics_of(0), "jax": local.memory_stats,
+        "cupy": of_cupy, "pycuda": of_pycuda,
+    }  # fmt: skip
 
 
 def live(config: dict[str, Any]) -> tuple[Any, dict[str, Callable[[int], Any]], list[Any]]:
     """A budget under which all six are live and hold arrays: the guard, how each allocates, and the arrays."""
-    uuid = os.environ.get(STUB)
-    if uuid is None:
-        guard, _ = six.all_live(config)
-        takes = {name: six.allocator(name)[0] for name in guard.frameworks}
-        time.sleep(5)  # what compiles in the background has to be over
-        return guard, takes, [take(64 * MIB) for take in takes.values()]
-    sys.path.insert(0, str(ROOT / "tests" / "faults"))
-    import six_live
-
-    import memguard
-
-    six_live.this_process()
-    makers = six_live.bring(uuid)
-    guard = memguard.init(config)
-    kept = [make() for make in makers]
-    return guard, six_live.allocators(), kept
+    guard, _ = six.all_live(config)
+    takes = {name: six.allocator(name)[0] for name in guard.frameworks}
+    time.sleep(5)  # what compiles in the background has to be over
+    return guard, takes, [take(64 * MIB) for take in takes.values()]
 
 
 def timed(call: Callable[[], Any]) -> float:
@@ -185,11 +156,9 @@ def program_readings(rounds: str) -> dict[str, list[float]]:
             pass
 
     calls: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-        "ledger": (memguard.ledger, bare.ledger),
-        "sample": (guard.sample, bare.sample),
-        "require": (lambda: memguard.require(REQUESTER, MIB), bare.require),
-        "workload": (workload, bare.workload),
-    }
+        "ledger": (memguard.ledger, bare.ledger), "sample": (guard.sample, bare.sample),
+        "require": (lambda: memguard.require(REQUESTER, MIB), bare.require), "workload": (workload, bare.workload),
+    }  # fmt: skip
     steps: list[tuple[str, str, Callable[[], Any]]] = []
     for name, (reading, probes) in calls.items():
         steps += [(name, "whole", reading), (name, "probes", probes), (name, "again", probes)]
@@ -209,39 +178,13 @@ def program_readings(rounds: str) -> dict[str, list[float]]:
         found[f"{name}.whole"], found[f"{name}.probes"] = whole, bare_us
         found[f"{name}.control"] = [a - b for a, b in zip(again, bare_us, strict=True)]
     del kept
-    return {**found, "missed": [missed(guard, takes)]}
+    return found
 
 
-def missed(guard: Any, takes: dict[str, Callable[[int], Any]], times: int = 50) -> int:
-    """How many arrays the very next reading does not show: a figure that comes fast must be new."""
-    import memguard
-
-    uuid = guard.plan.devices[0].device.uuid
-    count = 0
-
-    def in_use(name: str, number: int) -> int:
-        if number % 2:
-            return int(memguard.ledger().devices[0].row(name).in_use or 0)
-        (device,) = [one for one in guard.sample().devices if one.uuid == uuid]
-        return int(device.frameworks[name].in_use or 0)
-
-    for name, take in takes.items():
-        kept = []  # to the end: when a framework gives back is its own affair
-        for number in range(times):
-            before = in_use(name, number)
-            kept.append(take(4 * MIB))
-            count += in_use(name, number) - before < 4 * MIB
-    return count
-
-
-def program_ticking(seconds: str, idle_seconds: str) -> dict[str, list[float]]:
-    """What the monitor's thread spends on a tick while all six are live and three of them allocate, in microseconds.
-
-    A tick is the whole of it: sample, decision, ring, timeline and actions. `tick` is the thread's own CPU time, `wall`
-    also what it waited for the GIL. The sawtooth of torch passes the thresholds of its cap, so that some ticks have
-    something to say and to do. `idle`: the CPU time of ticks of a program that sleeps. `back_to_back`: a thousand ticks
-    without a pause, which find the caches of the CPU as they left them.
-    """
+def program_ticking(seconds: str) -> dict[str, list[float]]:
+    """What the monitor's thread spends on a tick while all six are live and three of them allocate, in microseconds. A
+    tick is the whole of it: sample, decision, ring, timeline and actions; counted is the thread's own CPU time. The
+    sawtooth of torch passes the thresholds of its cap, so that some ticks have something to say and to do."""
     import memguard
     from memguard import _api
 
@@ -254,41 +197,27 @@ def program_ticking(seconds: str, idle_seconds: str) -> dict[str, list[float]]:
         events: Counter[str] = Counter()
         memguard.on_event(lambda event: events.update([event.kind]))
         monitor: Any = _api.current_session().monitor
-        cpu, wall = list[float](), list[float]()
+        cpu = list[float]()
         tick = monitor._tick
 
         def measured(over: Callable[[], bool]) -> None:
-            cpu_begun, begun = time.thread_time_ns(), time.perf_counter_ns()
+            begun = time.thread_time_ns()
             tick(over)
-            cpu.append((time.thread_time_ns() - cpu_begun) / 1e3)
-            wall.append((time.perf_counter_ns() - begun) / 1e3)
+            cpu.append((time.thread_time_ns() - begun) / 1e3)
 
         monitor._tick = measured
         work(guard, takes, float(seconds))
         enough = time.monotonic() + 30
         while len(cpu) <= 5 and time.monotonic() < enough:  # on a busy machine
             work(guard, takes, 1)
-        busy, waited = cpu[5:], wall[5:]
-        cpu.clear()
-        time.sleep(float(idle_seconds))
-        while not cpu and time.monotonic() < enough:
-            time.sleep(1)
-        idle = [*cpu]
-        monitor._tick = tick
-        monitor.stop()
-        at_once, blocks = [], list[Any]()
-        for number in range(1050):
-            blocks[number % 8 :] = [takes["torch"](MIB)]
-            at_once.append(timed(lambda: tick(lambda: False)))
+        busy = cpu[5:]
         memguard.shutdown()
         lines = [line for path in Path(folder).glob("*.jsonl") for line in path.read_text().splitlines()]
     del kept
     samples = sum('"sample":' in line[:60] for line in lines)
     assert samples >= len(busy), f"{samples} samples were written in {len(busy)} ticks"
     assert events["pressure"] or float(seconds) < 5, f"no event of pressure came: {events}"
-    return {
-        "tick": busy, "tick_p90": busy, "tick.wall": waited, "tick.idle": idle, "tick.back_to_back": at_once[50:],
-    }  # fmt: skip
+    return {"tick": busy, "tick_p90": busy}
 
 
 def work(guard: Any, takes: dict[str, Callable[[int], Any]], seconds: float) -> None:
@@ -311,58 +240,5 @@ def work(guard: Any, takes: dict[str, Callable[[int], Any]], seconds: float) -> 
             time.sleep(0.002)
 
 
-def program_small_ops(pairs: str, control_pairs: str) -> dict[str, list[float]]:
-    """Small torch operations with the monitor at 10 Hz and without: interleaved pairs, and pairs without in both."""
-    import memguard
-    from memguard import _api
-
-    memguard.init(
-        {
-            "version": 1,
-            "device": {"limit": "24GiB"},
-            "frameworks": {"torch": {"limit": "8GiB"}, "cupy": {"limit": "4GiB"}},
-            "monitor": {"interval": "100ms"},
-        }
-    )
-    import cupy
-    import torch
-
-    kept = cupy.ones(1000)
-    a = torch.ones(64, device="cuda")
-    monitor: Any = _api.current_session().monitor
-
-    def block() -> float:
-        """Operations in a second."""
-        torch.cuda.synchronize()
-        count, begun = 0, time.perf_counter()
-        while time.perf_counter() - begun < BLOCK_SECONDS:
-            for _ in range(200):
-                a.add_(1)
-            count += 200
-        torch.cuda.synchronize()
-        return count / (time.perf_counter() - begun)
-
-    def pair(first_watched: bool, watched: bool) -> float:
-        rates = {}
-        for on in (first_watched, not first_watched):
-            if on and watched:
-                monitor.start()
-            rates[on] = block()
-            if on and watched:
-                monitor.stop()
-        return rates[False] / rates[True]
-
-    monitor.stop()
-    for _ in range(4):
-        block()
-    found: dict[str, list[float]] = {"small_ops": [], "small_ops.control": []}
-    for number in range(int(pairs)):
-        found["small_ops"].append(pair(number % 2 == 0, True))
-        if number < int(control_pairs):
-            found["small_ops.control"].append(pair(number % 2 == 0, False))
-    del kept
-    return found
-
-
 if __name__ == "__main__":
-    main({"readings": program_readings, "ticking": program_ticking, "small_ops": program_small_ops})
+    main({"readings": program_readings, "ticking": program_ticking})

@@ -9,16 +9,12 @@ from typing import Any
 
 from bench.child import main
 from bench.measure import Failed, Run, measure
-from bench.measures._patterned import GIB, MIB, Arrays, Card, serve, torch_first
+from bench.programs.patterned import GIB, MIB, Arrays, Card, serve, torch_first
 
-FRAMEWORKS = ("torch", "cupy", "pycuda", "numba")
-"""TensorFlow and JAX wait 10 s for the driver, which is their own."""
-ASKED, LEFT = 8 * GIB, 2 * GIB
-"""What is asked for, and what is free of the card then."""
-BLOCKS = (GIB, 64 * MIB, 2 * MIB)
-"""What fills: large blocks as long as they fit."""
-FREE = LEFT + 700 * MIB
-"""At most so much may be free."""
+FRAMEWORKS = ("torch", "cupy", "pycuda", "numba")  # TensorFlow and JAX wait 10 s for the driver, which is their own.
+ASKED, LEFT = 8 * GIB, 2 * GIB  # What is asked for, and what is free of the card then.
+BLOCKS = (GIB, 64 * MIB, 2 * MIB)  # What fills: large blocks as long as they fit.
+FREE = LEFT + 700 * MIB  # At most so much may be free.
 SEED = 31
 
 

@@ -1,9 +1,7 @@
-"""What memguard costs before any work: its import, `init`, a plan, and `memguard.pth` at the start of every Python.
+"""What memguard costs before any work: its import, `init`, and `memguard.pth` at the start of every Python.
 
-Each way runs in processes of its own, in an order that changes with each round. Beside those with a bar runs the same
-way once more: what the two differ by is what the measurement resolves. `nvmlInit` is timed apart and taken off, but for
-the rows `.whole`. memguard lies in a folder with bytecode, as pip installs it. Without a GPU, `init` sees a simulated
-one.
+Each way runs in processes of its own, in an order that changes with each round. `nvmlInit` is timed apart and taken
+off, but for the rows `.whole`. memguard lies in a folder with bytecode, as pip installs it.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.child import COVERS, ROOT, main, package
+from bench.child import COVERS, ROOT, package
 from bench.measure import Failed, Run, Values, gpu_here, measure
 from bench.programs.six import SHARES
 
@@ -85,7 +83,7 @@ print("READY", flush=True)
 sys.stdin.readline()
 begin()
 {_INIT}{_DONE}"""
-WAYS = {"init": ALONE, "again": ALONE, "fresh": FRESH, "theirs": THEIRS, "theirs again": THEIRS}
+WAYS = {"init": ALONE, "fresh": FRESH, "theirs": THEIRS, "theirs again": THEIRS}
 IMPORT = "import time\nt = time.perf_counter()\nimport {}\nprint('RESULT', time.perf_counter() - t)"
 PTH = """
 import site, sys, time
@@ -101,30 +99,29 @@ print('RESULT', values)
 @measure(
     "startup",
     unit={
-        "import": "times", "import.control": "times", "plan": "ms", "init": "ms", "init.again": "ms",
-        "init.whole": "ms", "init.nvml": "ms", "init.imported": "ms", "fresh": "ms", "fresh.control": "ms",
-        "fresh.whole": "ms", "start": "ms", "start.control": "ms", "start.armed": "ms", "pth": "ms",
+        "import": "times", "import.control": "times", "init": "ms", "init.whole": "ms",
+        "init.imported": "ms", "fresh": "ms", "fresh.control": "ms", "fresh.whole": "ms", "start": "ms",
+        "start.control": "ms", "pth": "ms",
     },
     bar={
-        "import": "<= 1.5", "plan": "<= 1", "init": "<= 50", "init.whole": "<= 50", "init.imported": "<= 50",
+        "import": "<= 1.5", "init": "<= 50", "init.whole": "<= 50", "init.imported": "<= 50",
         "fresh": "<= 60", "fresh.whole": "<= 50", "start": "<= 1", "pth": "<= 1",
     },
     by={
-        **dict.fromkeys(("import", "plan", "init", "init.whole", "init.imported", "fresh.whole", "pth"), "p95"),
+        **dict.fromkeys(("import", "init", "init.whole", "init.imported", "fresh.whole", "pth"), "p95"),
         "fresh": "high", "start": "high",
     },
-    seconds=90,
+    seconds=65,
 )  # fmt: skip
 def startup(run: Run) -> dict[str, Values | Failed]:
-    """Import against `import pydantic, yaml`; a plan of 6 × 8; `init` of six; a Python's start with `memguard.pth`."""
+    """Import against `import pydantic, yaml`; `init` of six; a Python's start with `memguard.pth`."""
     found: dict[str, Values | Failed] = {}
     place = Place(run.folder)
     parts: list[tuple[tuple[str, ...], Callable[[], dict[str, Any]]]] = [
         (("import",), lambda: imports(run.rounds(20))),
-        (("plan",), lambda: run.program("plan", run.rounds(500, 20))),
-        (("init", "init.whole", "fresh", "fresh.whole"), lambda: inits(place, run.rounds(20, 1))),
+        (("init", "init.whole", "fresh", "fresh.whole"), lambda: inits(place, run.rounds(18, 1))),
         (("init.imported",), lambda: {"init.imported": place.imported(run.rounds(4, 1))}),
-        (("start", "pth"), lambda: starts(run, run.rounds(150, 2))),
+        (("start", "pth"), lambda: starts(run, run.rounds(120, 2))),
     ]
     for names, part in parts:
         try:
@@ -170,22 +167,6 @@ def imports(rounds: int) -> dict[str, list[float]]:
         "import": [a / b for a, b in zip(ours, control, strict=True)],
         "import.control": [a / b for a, b in zip(again, control, strict=True)],
     }
-
-
-def program_plan(times: str) -> dict[str, list[float]]:
-    """A plan of six frameworks on eight GPUs."""
-    from memguard import _config, _policy
-    from memguard._devices.simulated import SimulatedHost
-
-    devices = SimulatedHost(["h200"] * 8).devices()
-    frameworks = {name: {"share": "15%"} for name in _config.FRAMEWORKS}
-    budget = _config.from_mapping({"version": 1, "frameworks": frameworks})
-    values = []
-    for _ in range(int(times)):
-        started = time.perf_counter()
-        _policy.plan(budget, devices)
-        values.append((time.perf_counter() - started) * 1e3)
-    return {"plan": values}
 
 
 class Place:
@@ -259,8 +240,7 @@ def inits(place: Place, rounds: int) -> dict[str, list[float]]:
     whole = {way: [1e3 * one["seconds"] for one in runs] for way, runs in kept.items()}
     apart = {way: [1e3 * (one["seconds"] - one["nvml_init"]) for one in runs] for way, runs in kept.items()}
     return {
-        "init": apart["init"], "init.again": apart["again"], "init.whole": whole["init"],
-        "init.nvml": [1e3 * one["nvml_init"] for one in kept["init"]], "fresh.whole": whole["fresh"],
+        "init": apart["init"], "init.whole": whole["init"], "fresh.whole": whole["fresh"],
         "fresh": [a - b for a, b in zip(apart["fresh"], apart["theirs"], strict=True)],
         "fresh.control": [a - b for a, b in zip(apart["theirs again"], apart["theirs"], strict=True)],
     }  # fmt: skip
@@ -284,18 +264,13 @@ def starts(run: Run, rounds: int) -> dict[str, list[float]]:
     plain = without("MEMGUARD_", "PYTHON")
     if "BENCH_COVERS" in os.environ:
         plain["PYTHONPATH"] = paths()
-    armed = {**plain, "MEMGUARD_CONFIG": str(run.folder / "budget.yaml")}
-    ways = {
-        "without": (made["without"], plain), "again": (made["again"], plain), "with": (made["with"], plain),
-        "armed": (made["with"], armed),
-    }  # fmt: skip
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    order = list(ways)
+    times: dict[str, list[float]] = {name: [] for name in made}
+    order = list(made)
     for number in range(rounds + 5):
         random.Random(number).shuffle(order)
         for name in order:
             before = time.perf_counter()
-            subprocess.run([ways[name][0], "-c", "pass"], env=ways[name][1], check=True, timeout=30)
+            subprocess.run([made[name], "-c", "pass"], env=plain, check=True, timeout=30)
             if number >= 5:  # the first fill the caches
                 times[name].append((time.perf_counter() - before) * 1e3)
 
@@ -303,8 +278,4 @@ def starts(run: Run, rounds: int) -> dict[str, list[float]]:
         return [a - b for a, b in zip(times[name], times["without"], strict=True)]
 
     read = [1e3 * value for value in python(alone, plain)]
-    return {"start": more("with"), "start.control": more("again"), "start.armed": more("armed"), "pth": read}
-
-
-if __name__ == "__main__":
-    main({"plan": program_plan})
+    return {"start": more("with"), "start.control": more("again"), "pth": read}

@@ -17,35 +17,26 @@ from typing import Any
 
 from bench.child import environment
 from bench.measure import Failed, Run, measure
-from bench.measures._patterned import MIB
+from bench.programs.patterned import MIB
 
 FRAMEWORKS = {
-    "tensorflow_pycuda": ("tensorflow", "pycuda"),  # the slowest to start comes first
     "jax_cupy": ("jax", "cupy"),
     "torch_training": ("torch",),
-}
-"""Programs of `bench/programs`, and the frameworks of each."""
+}  # Programs of `bench/programs`, and the frameworks of each.
 TRIED = (-10, -5, 0, 5, 10)
 """Headrooms below the default, in percent; below 0 each cap is smaller than what was needed."""
-DEFAULT, TIMES = 15, 2
-"""Percent, and how often it is run. The others run once."""
-AT_ONCE = 6
-"""Processes: each takes a few GiB of the card and three cores while it starts."""
+DEFAULT, TIMES = 15, 2  # Percent, and how often it is run. The others run once.
+AT_ONCE = 6  # Processes: each takes a few GiB of the card and three cores while it starts.
 TIMEOUT = 90.0
 GRANULE = 2 * MIB
-WIDE = "24GiB"
-"""The cap of each framework in the budget with room for everything."""
+WIDE = "24GiB"  # The cap of each framework in the budget with room for everything.
 MONITOR = "monitor: {interval: 50ms, timeline: %s, warn: 98%%, critical: 99%%}\n"
 
 
 @measure(
-    "suggest",
-    unit="%",
-    bar=dict.fromkeys(FRAMEWORKS, "<= 20"),
-    seconds=100,
-    beside=True,
-    needs=("torch", "tensorflow", "jax", "cupy", "pycuda"),
-)
+    "suggest", unit="%", bar=dict.fromkeys(FRAMEWORKS, "<= 20"), seconds=100, beside=True,
+    needs=("torch", "jax", "cupy"),
+)  # fmt: skip
 def suggest(run: Run) -> dict[str, list[float] | Failed]:
     """What the suggested budget takes beyond the smallest that passes, in percent of that.
 

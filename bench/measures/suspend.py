@@ -10,12 +10,12 @@ from typing import Any
 
 from bench.child import Child, main
 from bench.measure import Failed, Run, measure
-from bench.measures._patterned import GIB, MIB, Arrays, Card, serve, torch_first
+from bench.programs.patterned import GIB, MIB, Arrays, Card, serve, torch_first
 
 LARGE = ("torch", "cupy")
 """Timed at 16 GiB too. The others at 1 GiB alone: a process is suspended again before it ends, with all it has."""
 SMALL = ("tensorflow", "numba", "pycuda", "jax")
-ROUNDS = 10
+ROUNDS = 8
 TOGETHER = ("torch", "cupy", "numba", "pycuda")
 """In one process, under a budget with its monitor on: off and back `ROUNDS` times."""
 QUIET_JAX = 7.0
@@ -27,11 +27,9 @@ LEAVES = 60.0
 @measure(
     "suspend",
     unit={"out_1_gib": "s", "in_1_gib": "s", "out_16_gib": "s", "in_16_gib": "s", "left": "MiB", "grown": "MiB"},
-    bar={"left": "<= 0", "grown": "<= 2"},
-    by={"left": "high", "grown": "high"},
-    seconds=110,
+    bar={"left": "<= 0", "grown": "<= 2"}, by={"left": "high", "grown": "high"}, seconds=100,
     needs=("torch", "cupy", "tensorflow", "jax", "numba", "pycuda"),
-)
+)  # fmt: skip
 def suspend(run: Run) -> dict[str, list[float] | list[list[float]]]:
     """Seconds of a process to leave the GPU and to come back, twice each, grouped by process.
 

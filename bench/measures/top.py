@@ -1,10 +1,7 @@
 """What the screen of `memguard top` takes of a core at 2 Hz, in a terminal of 80×24.
 
 Three screens run at the same time: one follows a timeline of six frameworks that is written twice a second, one watches
-this machine's GPUs and a process whose budget says `monitor: {top: true}`, and one is the control: textual itself, with
-one line that changes twice a second. Each has a pseudo-terminal of its own, which is read and not interpreted. Counted
-is the CPU time of the process and of what it starts. Beside the process that is watched, a second one does the same and
-is not watched.
+this machine's GPUs and a process, and one is the control: textual itself, with one line that changes twice a second.
 """
 
 from __future__ import annotations
@@ -28,22 +25,19 @@ from typing import Any
 
 from bench.child import emit, environment, kill_group, main
 from bench.measure import Failed, Run, Values, gpu_here, measure
+from bench.programs.six import NAMES
 
 SECONDS = 16.0
 SCREENS = ("follows", "attached", "control")
-NAMES = ("tensorflow", "torch", "jax", "cupy", "pycuda", "numba")
 DRAWN = {f"{name}.drawn": ">= 1.5" for name in SCREENS}
 """Times a second that figures have to reach the screen: they change twice."""
 
 
 @measure(
-    "top",
-    unit={**dict.fromkeys((*SCREENS, "watched", "beside"), "% of a core"), **dict.fromkeys(DRAWN, "times/s")},
-    bar={"follows": "<= 2", "attached": "<= 2", **DRAWN},
-    by=dict.fromkeys(("follows", "attached"), "p95"),
-    seconds=35,
+    "top", unit={**dict.fromkeys(SCREENS, "% of a core"), **dict.fromkeys(DRAWN, "times/s")},
+    bar={"follows": "<= 2", "attached": "<= 2", **DRAWN}, by=dict.fromkeys(("follows", "attached"), "p95"), seconds=35,
     needs=("textual",),
-)
+)  # fmt: skip
 def top(run: Run) -> dict[str, Values]:
     """The share of a core that `memguard top` takes at 2 Hz, in both halves of the time; `control`: textual alone."""
     seconds, kind = 2.0 if run.quick else SECONDS, "real" if gpu_here() else "simulated"
@@ -51,9 +45,8 @@ def top(run: Run) -> dict[str, Values]:
     runtime.mkdir(mode=0o700)  # a folder for sockets of its own, so that no other process is watched
     place = {"XDG_RUNTIME_DIR": str(runtime), "MEMGUARD_CONFIG": None}
     writer = run.start("writer", run.folder / "run.{rank}.jsonl", env=place)
-    beside = run.start("target", kind, "beside", env=place)
-    target = run.start("target", kind, "watched", env=place)
-    for one in (writer, beside, target):
+    target = run.start("target", kind, env=place)
+    for one in (writer, target):
         one.read(60)
     environ = environment({**place, "TERM": "xterm-256color", "LC_ALL": "C.UTF-8"})
     environ = {name: value for name, value in environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
@@ -71,7 +64,7 @@ def top(run: Run) -> dict[str, Values]:
         time.sleep(min(seconds, 3.0))
         pids = {name: screen.process.pid for name, screen in screens.items()}
         began = time.monotonic()
-        taken = shares({**pids, "watched": target.pid, "beside": beside.pid}, seconds)
+        taken = shares(pids, seconds)
         ended = time.monotonic()
         drawn = {
             f"{name}.drawn": [sum(began <= moment <= ended for moment in screen.drawn) / (ended - began)]
@@ -95,8 +88,7 @@ class Screen:
         )
         os.close(slave)
         self.text = ""
-        self.drawn: list[float] = []
-        """When something was drawn: the beginning of each burst of output."""
+        self.drawn: list[float] = []  # When something was drawn: the beginning of each burst of output.
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -193,13 +185,13 @@ def program_writer(path: str) -> None:
             time.sleep(0.5)
 
 
-def program_target(kind: str, watched: str) -> None:
-    """Allocate five times a second under a budget, watched by `memguard top` or not."""
+def program_target(kind: str) -> None:
+    """Allocate five times a second under a budget that `memguard top` may watch."""
     import memguard
 
     real = kind == "real"
     frameworks = {name: {"share": "15%"} for name in NAMES}
-    monitor = {"interval": "500ms", "top": watched == "watched"}
+    monitor = {"interval": "500ms", "top": True}
     guard: Any = memguard.init(
         {"version": 1, "device": {"limit": "12GiB"}, "frameworks": frameworks, "monitor": monitor},
         simulate=None if real else "h200",

@@ -1,12 +1,9 @@
 """What watching costs real programs: training steps with a budget and a monitor at 10 Hz, against none.
 
-One process, and not a pair of them, because two processes differ by more than what is asked for: where their memory
-lies, which kernels cuDNN chose, which cores they run on. A block is three short segments of steps: one with budget and
-monitor, and two without, which are each other's control. Every second block runs in the reverse order, so that steady
-drift cancels, and the budget of one watched segment serves for the next: it ends one block and begins the other.
-
-A monitor's first sample costs the most, and the second waits until the CPU time of the first is within the monitor's
-share. So after `memguard.init` steps go on untimed until the second sample is there.
+One process, because two differ by more than what is asked for. A block is three short segments of steps: one with
+budget and monitor, and two without, which are each other's control. Every second block runs in the reverse order, so
+that steady drift cancels, and the budget of one watched segment serves for the next. A monitor's first sample costs the
+most: after `memguard.init` steps go on untimed until the second one is there.
 """
 
 from __future__ import annotations
@@ -22,33 +19,23 @@ from typing import Any
 from bench.child import main
 from bench.measure import Failed, Run, measure
 
-BLOCKS, AT_MOST = 100, 40.0
-"""Of each program, or as many as begin within so many seconds."""
-SEGMENT = 0.14
-"""Seconds of a segment: more than the monitor's interval."""
+BLOCKS, AT_MOST = 95, 38.0  # Of each program, or as many as begin within so many seconds.
+SEGMENT = 0.14  # Seconds of a segment: more than the monitor's interval.
 SETTLED, PATIENCE = 2, 1.5
 """Samples after `init` before anything is timed, and the seconds after which it is timed without them."""
-WARM = 25
-"""Steps before anything is timed: cuDNN chooses its kernels, torch's cache grows."""
-RATE = (8, 12)
-"""Samples a second, at least and at most: fewer would be cheap, and more were miscounted."""
+WARM = 25  # Steps before anything is timed: cuDNN chooses its kernels, torch's cache grows.
+RATE = (8, 12)  # Samples a second, at least and at most: fewer would be cheap, and more were miscounted.
 BUDGET = {
-    "version": 1,
-    "device": {"limit": "48GiB"},
-    "frameworks": {"torch": {"limit": "40GiB"}},
+    "version": 1, "device": {"limit": "48GiB"}, "frameworks": {"torch": {"limit": "40GiB"}},
     "monitor": {"interval": "100ms"},
-}
+}  # fmt: skip
 BAR = "<= 1.005"
 
 
 @measure(
-    "training",
-    unit="ratio",
-    bar={"resnet50": BAR, "gpt2": BAR},
-    by={"resnet50": "high", "gpt2": "high"},
-    seconds=115,
+    "training", unit="ratio", bar={"resnet50": BAR, "gpt2": BAR}, by={"resnet50": "high", "gpt2": "high"}, seconds=110,
     needs=("torch",),
-)
+)  # fmt: skip
 def training(run: Run) -> dict[str, list[float] | Failed]:
     """Time of training steps with a budget and its monitor at 10 Hz, over that of the same steps without.
 
@@ -123,10 +110,8 @@ class Segments:
 
     def __init__(self, step: Callable[[], Any], wait: Callable[[], None]) -> None:
         self.step, self.wait = step, wait
-        self.count = 1
-        """Steps of a segment."""
-        self.monitor: Any = None
-        """The monitor of the budget that is active; None between budgets."""
+        self.count = 1  # Steps of a segment.
+        self.monitor: Any = None  # The monitor of the budget that is active; None between budgets.
         self.forget()
 
     def forget(self) -> None:
@@ -149,10 +134,8 @@ class Segments:
         return time.perf_counter() - begun
 
     def segment(self, name: str, warm: int) -> float:
-        """Seconds for its steps. Only the one called `watched` has a budget and a monitor.
-
-        `warm` other steps come before, if the segment before was of the other kind.
-        """
+        """Seconds for its steps. Only the one called `watched` has a budget and a monitor. `warm` other steps come
+        before, if the segment before was of the other kind."""
         if (name == "watched") != (self.monitor is not None):
             if name == "watched":
                 self.begin()
@@ -233,12 +216,10 @@ def compared(step: Callable[[], Any], wait: Callable[[], None], blocks: int) -> 
         gc.unfreeze()
     return {
         "ratio": [one["watched"] / math.sqrt(one["without"] * one["again"]) for one in taken],
-        "again": [one["again"] / one["without"] for one in taken],
-        "watched_s": segments.watched,
-        "samples": segments.samples,
-        "empty": segments.empty,
+        "again": [one["again"] / one["without"] for one in taken], "watched_s": segments.watched,
+        "samples": segments.samples, "empty": segments.empty,
         "active": {name: sorted(states) for name, states in segments.states.items()},
-    }
+    }  # fmt: skip
 
 
 def program(make: Callable[[], Callable[[], Any]]) -> Callable[[str], dict[str, Any]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from bench.programs.six import put_row_stack_back
@@ -25,30 +25,35 @@ def start(*names: str) -> None:
     os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     for name in sorted(names, key=lambda name: name != "torch"):
-        if name == "torch":
-            import torch
+        begin(name)
 
-            torch.zeros(1, device="cuda")
-        elif name == "tensorflow":
-            import tensorflow as tf
 
-            with tf.device("/GPU:0"):
-                tf.identity(tf.constant([1.0]))
-        elif name == "jax":
-            import jax.numpy as jnp
+def begin(name: str) -> None:
+    """Make one framework live, in the primary context."""
+    if name == "torch":
+        import torch
 
-            jnp.zeros(1).block_until_ready()
-        elif name == "cupy":
-            import cupy
+        torch.zeros(1, device="cuda")
+    elif name == "tensorflow":
+        import tensorflow as tf
 
-            cupy.zeros(1)
-        elif name == "pycuda":
-            primary_of_pycuda()
-        else:
-            put_row_stack_back()
-            from numba import cuda
+        with tf.device("/GPU:0"):
+            tf.identity(tf.constant([1.0]))
+    elif name == "jax":
+        import jax.numpy as jnp
 
-            cuda.current_context()
+        jnp.zeros(1).block_until_ready()
+    elif name == "cupy":
+        import cupy
+
+        cupy.zeros(1)
+    elif name == "pycuda":
+        primary_of_pycuda()
+    else:
+        put_row_stack_back()
+        from numba import cuda
+
+        cuda.current_context()
 
 
 def primary_of_pycuda() -> Any:
@@ -112,22 +117,6 @@ def address(x: Any) -> int:
     return int(x.__cuda_array_interface__["data"][0] or 0)
 
 
-def read(x: Any) -> Any:
-    """The values in host memory, by the framework's own way."""
-    import numpy as np
-
-    name = owner(x)
-    if name == "torch":
-        return x.cpu().numpy()
-    if name == "tensorflow":
-        return x.numpy()
-    if name == "jax":
-        return np.asarray(x)
-    if name == "numba":
-        return x.copy_to_host()
-    return x.get()  # CuPy and PyCUDA
-
-
 def wait() -> None:
     """Until the GPU has no work left from this process."""
     global _cuda
@@ -152,84 +141,38 @@ class Box:
         return (2, 0)
 
 
-def by_hand(source: str, target: str) -> dict[str, Callable[[Any], Any]]:
+def by_hand(source: str, target: str) -> list[Callable[[Any], Any]]:
     """The ways without memguard from one framework to another: those published, and by way of a third."""
-    return dict(_ways(source, target))
+    import cupy
+    import jax
+    import tensorflow as tf
+    import torch
+    from numba import cuda
+    from pycuda.gpuarray import GPUArray
 
+    def chained(*thirds: str) -> list[Callable[[Any], Any]]:
+        pairs = [(by_hand(source, third)[0], second) for third in thirds for second in by_hand(third, target)]
+        return [lambda x, first=first, second=second: second(first(x)) for first, second in pairs]
 
-def _joined(first: Callable[[Any], Any], second: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda x: second(first(x))
-
-
-def _ways(source: str, target: str) -> Iterator[tuple[str, Callable[[Any], Any]]]:
-    if source in ("pycuda", "numba") and target in ("jax", "tensorflow"):
-        for third in ("torch", "cupy"):
-            ((way, first),) = _ways(source, third)
-            for then, second in _ways(third, target):
-                yield f"{way}, {then}", _joined(first, second)
-    elif source == "tensorflow" and target in ("pycuda", "numba"):
-        ((way, first),) = _ways("tensorflow", "torch")
-        for then, second in _ways("torch", target):
-            yield f"{way}, {then}", _joined(first, second)
-    elif target == "torch":
-        import torch
-
+    out, bare = tf.experimental.dlpack.to_dlpack, source in ("pycuda", "numba")
+    if bare and target in ("jax", "tensorflow"):
+        return chained("torch", "cupy")
+    if source == "tensorflow" and target in ("pycuda", "numba"):
+        return chained("torch")
+    if target == "torch":
         if source == "tensorflow":
-            import tensorflow as tf
-
-            dlpack, out = torch.utils.dlpack.from_dlpack, tf.experimental.dlpack.to_dlpack
-            yield "torch.utils.dlpack.from_dlpack(tf.experimental.dlpack.to_dlpack(x))", lambda x: dlpack(out(x))
-        elif source in ("pycuda", "numba"):
-            yield "torch.as_tensor(x)", lambda x: torch.as_tensor(x, device="cuda")
-        else:
-            yield "torch.from_dlpack(x)", torch.from_dlpack
-    elif target == "tensorflow":
-        import tensorflow as tf
-
-        take = tf.experimental.dlpack.from_dlpack
-        yield "tf.experimental.dlpack.from_dlpack(x.__dlpack__())", lambda x: take(x.__dlpack__())
-    elif target == "jax":
-        import jax
-
-        yield "jax.dlpack.from_dlpack(x)", jax.dlpack.from_dlpack
+            return [lambda x: torch.utils.dlpack.from_dlpack(out(x))]
+        return [lambda x: torch.as_tensor(x, device="cuda")] if bare else [torch.from_dlpack]
+    if target == "tensorflow":
+        return [lambda x: tf.experimental.dlpack.from_dlpack(x.__dlpack__())]
+    if target == "jax":
+        boxed = [lambda x: jax.dlpack.from_dlpack(Box(out(x)))] if source == "tensorflow" else []
+        return [jax.dlpack.from_dlpack, *boxed]
+    if target == "cupy":
         if source == "tensorflow":
-            import tensorflow as tf
-
-            give, get = tf.experimental.dlpack.to_dlpack, jax.dlpack.from_dlpack
-            yield "jax.dlpack.from_dlpack(tf.experimental.dlpack.to_dlpack(x))", lambda x: get(Box(give(x)))
-    elif target == "cupy":
-        import cupy
-
-        if source == "tensorflow":
-            import tensorflow as tf
-
-            export = tf.experimental.dlpack.to_dlpack
-            yield "cupy.from_dlpack(tf.experimental.dlpack.to_dlpack(x))", lambda x: cupy.from_dlpack(Box(export(x)))
-        elif source in ("pycuda", "numba"):
-            yield "cupy.asarray(x)", cupy.asarray
-        else:
-            yield "cupy.from_dlpack(x)", cupy.from_dlpack
-    elif target == "pycuda":
-        from pycuda.gpuarray import GPUArray
-
-        places: dict[str, Callable[[Any], Any]] = {
-            "torch": lambda x: x.data_ptr(),
-            "jax": lambda x: x.unsafe_buffer_pointer(),
-            "cupy": lambda x: x.data.ptr,
-            "numba": lambda x: x.__cuda_array_interface__["data"][0],
-        }
-        yield (
-            "pycuda.gpuarray.GPUArray(gpudata=address)",
-            lambda x: GPUArray(tuple(x.shape), "float32", gpudata=places[source](x), base=x),
-        )
-    else:
-        from numba import cuda
-
-        yield "numba.cuda.as_cuda_array(x)", cuda.as_cuda_array
-        if source == "jax":
-            import torch
-
-            yield (
-                "torch.from_dlpack(x), numba.cuda.as_cuda_array(x)",
-                lambda x: cuda.as_cuda_array(torch.from_dlpack(x)),
-            )
+            return [lambda x: cupy.from_dlpack(Box(out(x)))]
+        return [cupy.asarray if bare else cupy.from_dlpack]
+    if target == "numba":
+        through = [lambda x: cuda.as_cuda_array(torch.from_dlpack(x))] if source == "jax" else []
+        return [cuda.as_cuda_array, *through]
+    return [lambda x: GPUArray(tuple(x.shape), "float32", gpudata=address(x), base=x)]

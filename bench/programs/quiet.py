@@ -1,8 +1,7 @@
 """A core that is not slowed by others, and a yardstick that tells when it is.
 
-Measured on a machine with 16 virtual cores: the same loop took 2.3 or 4.2 µs in neighbouring blocks of one process. A
-core is slow when it has just woken up, and while a neighbour uses the other half of it. A piece of Python work that is
-always the same shows both. So time is taken only where the yardstick, before and after, is near the shortest ever seen.
+A core is slow when it has just woken up, and while a neighbour uses the other half of it (2.3 or 4.2 µs for the same
+loop, measured). So time is taken only where the yardstick, before and after, is near the shortest ever seen.
 """
 
 from __future__ import annotations
@@ -13,14 +12,10 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-STEPS = 1500
-"""Of the yardstick: some 50 µs."""
-NEAR = 1.08
-"""A yardstick of up to so many times the shortest is that of a quiet core."""
-APART = 1.2
-"""The shortest yardsticks of two processes may differ so far, by where their memory lies."""
-TIMES = 4
-"""A part that was disturbed is done again, until there were so many times as many as are needed."""
+STEPS = 1500  # Of the yardstick: some 50 µs.
+NEAR = 1.08  # A yardstick of up to so many times the shortest is that of a quiet core.
+APART = 1.2  # The shortest yardsticks of two processes may differ so far, by where their memory lies.
+TIMES = 4  # A part that was disturbed is done again, until there were so many times as many as are needed.
 
 
 def yardstick() -> float:

@@ -8,29 +8,28 @@ from __future__ import annotations
 import ctypes
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from memguard.types import FrameworkName
 
 MIB, GIB = 1 << 20, 1 << 30
-PAGE = 2 * MIB
-"""What the driver gives out, and caps are multiples of."""
+PAGE = 2 * MIB  # What the driver gives out, and caps are multiples of.
 SHARES: dict[FrameworkName, str] = {
     "tensorflow": "20%", "torch": "25%", "jax": "20%", "cupy": "15%", "pycuda": "10%", "numba": "10%",
 }  # fmt: skip
 NAMES = tuple(SHARES)
 RETURNING: tuple[FrameworkName, ...] = ("torch", "cupy", "pycuda", "numba")
 """The frameworks that give freed memory back, so that the driver's figure without them says what they held."""
-SLOW = ("tensorflow", "jax")
-"""A refusal takes each of these ten seconds of retries."""
+SLOW = ("tensorflow", "jax")  # A refusal takes each of these ten seconds of retries.
 
 
-def budget(limit: int, **tensorflow: Any) -> dict[str, Any]:
-    """All six under `limit`, with more settings for TensorFlow (`growth=False`: it takes its whole cap at once)."""
-    frameworks: dict[FrameworkName, dict[str, Any]] = {name: {"share": share} for name, share in SHARES.items()}
-    frameworks["tensorflow"].update(tensorflow)
+def budget(limit: int | str, shares: Mapping[Any, str] = SHARES, **tensorflow: Any) -> dict[str, Any]:
+    """Shares of `limit`, with more settings for TensorFlow (`growth=False`: it takes its whole cap at once)."""
+    frameworks: dict[FrameworkName, dict[str, Any]] = {name: {"share": share} for name, share in shares.items()}
+    if tensorflow:
+        frameworks["tensorflow"].update(tensorflow)
     return {"version": 1, "device": {"limit": limit}, "frameworks": frameworks}
 
 
@@ -50,9 +49,6 @@ def load(name: str) -> None:
         import numba.cuda  # noqa: F401
     else:
         __import__(name)
-
-
-# Work of each
 
 
 def _torch() -> None:
@@ -123,32 +119,30 @@ WORK: dict[FrameworkName, Callable[[], None]] = {
 }  # fmt: skip
 
 
-def all_live(config: dict[str, Any]) -> tuple[Any, list[dict[str, Any]]]:
-    """All six imported under a budget, TensorFlow first, and each used; the guard, and a reading after each step."""
+def all_live(config: dict[str, Any], names: Iterable[Any] = NAMES) -> tuple[Any, list[dict[str, Any]]]:
+    """All imported under a budget in this order, and each used; the guard, and a reading after each step."""
     import memguard
 
     guard = memguard.init(config)
     readings = [reading()]
-    for name in NAMES:
+    for name in names:
         load(name)
     readings.append(reading())
-    for work in WORK.values():
-        work()
+    for name in names:
+        WORK[name]()
         readings.append(reading())
     return guard, readings
 
 
-# What the ledger says
-
-
 def reading() -> dict[str, Any]:
-    """One reading of the ledger: bytes of the process, `unaccounted`, `overhead`, and each framework's row."""
+    """One reading of the ledger. Its rows add up to the total whatever they say: `unaccounted` is the remainder."""
     import memguard
 
     part = memguard.ledger().devices[0]
     rows = {row.name: {"held": row.bytes, "in_use": row.in_use} for row in part.rows if row.kind == "framework"}
     outside = {name: part.row(name).bytes for name in ("unaccounted", "overhead")}
-    return {"process": part.process, **outside, "frameworks": rows}
+    rest = sum(row.bytes for row in part.rows if row.bytes is not None) - part.device.total
+    return {"process": part.process, **outside, "frameworks": rows, "sum_minus_total": rest}
 
 
 def row_of(name: str) -> dict[str, Any]:
@@ -169,21 +163,44 @@ def worst(readings: list[dict[str, Any]]) -> int:
     return int(max(abs(one["unaccounted"]) for one in readings))
 
 
-# What the driver says
-
-
-def bytes_now() -> int:
-    """Bytes of the first GPU that this process holds, by NVML. RuntimeError if NVML does not list it."""
+def first_gpu() -> tuple[Any, Any]:
+    """NVML's module and its handle of the first GPU. Raises what NVML raises where there is none."""
     import pynvml
 
     pynvml.nvmlInit()
     shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     by_uuid = shown.startswith("GPU-") and "," not in shown
-    handle = pynvml.nvmlDeviceGetHandleByUUID(shown) if by_uuid else pynvml.nvmlDeviceGetHandleByIndex(0)
-    for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
-        if process.pid == os.getpid() and process.usedGpuMemory is not None:
-            return int(process.usedGpuMemory)
-    raise RuntimeError("NVML does not tell this process's bytes")
+    return pynvml, pynvml.nvmlDeviceGetHandleByUUID(shown) if by_uuid else pynvml.nvmlDeviceGetHandleByIndex(0)
+
+
+class Card:
+    """NVML's figures of the first GPU, in bytes."""
+
+    def __init__(self) -> None:
+        self._nvml, self._handle = first_gpu()
+
+    def free(self) -> int:
+        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).free)
+
+    def total(self) -> int:
+        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).total)
+
+    def listed(self) -> dict[int, int]:
+        """Bytes by the PID of each process on the GPU."""
+        running = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
+        return {one.pid: int(one.usedGpuMemory or 0) for one in running}
+
+    def own(self) -> int:
+        """This process's. RuntimeError if NVML does not tell."""
+        found = self.listed().get(os.getpid())
+        if not found:
+            raise RuntimeError("NVML does not tell this process's bytes")
+        return found
+
+
+def bytes_now() -> int:
+    """Bytes of the first GPU that this process holds, by NVML. RuntimeError if NVML does not list it."""
+    return Card().own()
 
 
 class Raw:
@@ -226,9 +243,6 @@ class Raw:
             self.call(name, *arguments)
         finally:
             self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
-
-
-# Filled
 
 
 def allocator(name: str) -> tuple[Callable[[int], Any], type[BaseException]]:

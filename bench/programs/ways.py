@@ -32,32 +32,22 @@ class Allocator(NamedTuple):
     asks: Callable[[Callable[[], Any]], int] | None = None
 
 
-def budget(library: FrameworkName, cap: int) -> None:
-    """One framework under its cap, without a monitor."""
+def under_memguard(library: FrameworkName, cap: int, make: Callable[[], Allocator]) -> Allocator:
+    """Under its cap without a monitor, with what is held as memguard says it, and a trim of all that it keeps."""
     import memguard
 
-    memguard.init({"version": 1, "device": {"limit": cap + 6 * GIB}, "frameworks": {library: {"limit": cap}}})
-
-
-def under_memguard(library: FrameworkName, found: Allocator) -> Allocator:
-    """With what is held as memguard says it, and a trim of all that it keeps for the library."""
-    import memguard
-    from memguard import _api
-
-    guard: Any = _api.current()
-    framework, device = guard.frameworks[library], guard.plan.devices[0].device
+    budget = {"version": 1, "device": {"limit": cap + 6 * GIB}, "frameworks": {library: {"limit": cap}}}
+    guard: Any = memguard.init(budget)
+    found, framework, device = make(), guard.frameworks[library], guard.plan.devices[0].device
 
     def trim() -> None:
         found.trim()
         memguard.trim(library)
 
     return Allocator(
-        found.take,
-        lambda: int(framework.usage(device).held),
-        lambda size: max(found.adds(size), framework.footprint(size)),
-        trim,
-        found.asks,
-    )
+        found.take, lambda: int(framework.usage(device).held),
+        lambda size: max(found.adds(size), framework.footprint(size)), trim, found.asks,
+    )  # fmt: skip
 
 
 def rmm_pool(cap: int) -> None:
@@ -79,11 +69,6 @@ def _torch() -> Allocator:
     )
 
 
-def torch_memguard(cap: int) -> Allocator:
-    budget("torch", cap)
-    return under_memguard("torch", _torch())
-
-
 def torch_rmm(cap: int) -> Allocator:
     import torch
     from rmm.allocators.torch import rmm_torch_allocator
@@ -101,11 +86,6 @@ def _cupy() -> Allocator:
     return Allocator(lambda size: cupy.empty(size, cupy.uint8), pool.total_bytes, trim=pool.free_all_blocks)
 
 
-def cupy_memguard(cap: int) -> Allocator:
-    budget("cupy", cap)
-    return under_memguard("cupy", _cupy())
-
-
 def cupy_rmm(cap: int) -> Allocator:
     import cupy
     from rmm.allocators.cupy import rmm_cupy_allocator
@@ -118,29 +98,14 @@ def cupy_rmm(cap: int) -> Allocator:
 def _pycuda_pool() -> Allocator:
     from pycuda.tools import DeviceMemoryPool
 
+    primary_of_pycuda()
     pool = DeviceMemoryPool()
     adds = lambda size: -(-pool.alloc_size(pool.bin_number(size)) // PAGE) * PAGE  # noqa: E731
     return Allocator(pool.allocate, lambda: int(pool.managed_bytes), adds, pool.free_held)
 
 
-def pycuda_plain(cap: int) -> Allocator:
+def _pycuda() -> Allocator:
     return Allocator(primary_of_pycuda().mem_alloc)
-
-
-def pycuda_own(cap: int) -> Allocator:
-    primary_of_pycuda()
-    return _pycuda_pool()
-
-
-def pycuda_memguard(cap: int) -> Allocator:
-    budget("pycuda", cap)
-    return under_memguard("pycuda", Allocator(primary_of_pycuda().mem_alloc))
-
-
-def pycuda_memguard_pool(cap: int) -> Allocator:
-    budget("pycuda", cap)
-    primary_of_pycuda()
-    return under_memguard("pycuda", _pycuda_pool())
 
 
 def _numba() -> Allocator:
@@ -175,11 +140,6 @@ def _numba() -> Allocator:
     return Allocator(lambda size: cuda.device_array(size, np.uint8), trim=trim, asks=asks)
 
 
-def numba_memguard(cap: int) -> Allocator:
-    budget("numba", cap)
-    return under_memguard("numba", _numba())
-
-
 def numba_rmm(cap: int) -> Allocator:
     from numba import cuda
     from rmm.allocators.numba import RMMNumbaManager
@@ -189,16 +149,22 @@ def numba_rmm(cap: int) -> Allocator:
     return _numba()
 
 
-AGAIN = ", again"
-"""The same way in another process: the control."""
+AGAIN = ", again"  # The same way in another process: the control.
 WAYS: dict[str, dict[str, Callable[[int], Allocator]]] = {
-    "torch": {"plain": lambda cap: _torch(), "memguard": torch_memguard, "rmm": torch_rmm},
-    "cupy": {"plain": lambda cap: _cupy(), "memguard": cupy_memguard, "rmm": cupy_rmm},
-    "pycuda": {
-        "plain": pycuda_plain, "own pool": pycuda_own, "memguard": pycuda_memguard,
-        "memguard, pool": pycuda_memguard_pool,
+    "torch": {
+        "plain": lambda cap: _torch(), "memguard": lambda cap: under_memguard("torch", cap, _torch), "rmm": torch_rmm,
     },
-    "numba": {"plain": lambda cap: _numba(), "memguard": numba_memguard, "rmm": numba_rmm},
+    "cupy": {
+        "plain": lambda cap: _cupy(), "memguard": lambda cap: under_memguard("cupy", cap, _cupy), "rmm": cupy_rmm,
+    },
+    "pycuda": {
+        "plain": lambda cap: _pycuda(), "own pool": lambda cap: _pycuda_pool(),
+        "memguard": lambda cap: under_memguard("pycuda", cap, _pycuda),
+        "memguard, pool": lambda cap: under_memguard("pycuda", cap, _pycuda_pool),
+    },
+    "numba": {
+        "plain": lambda cap: _numba(), "memguard": lambda cap: under_memguard("numba", cap, _numba), "rmm": numba_rmm,
+    },
 }  # fmt: skip
 """Each way of a library. It gets the cap in bytes. RMM has no allocator for PyCUDA."""
 CONTROL = {"torch": "plain", "cupy": "plain", "pycuda": "own pool", "numba": "rmm"}

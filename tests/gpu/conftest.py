@@ -23,7 +23,8 @@ from typing import Any
 
 import pytest
 from gpus_here import environment
-from support.sampler import Sampler
+
+from bench.child import Sampler
 
 
 def gpu_missing() -> str | None:
@@ -74,7 +75,7 @@ def run(thorough: bool) -> Callable[..., dict[str, Any]]:
 
     timeout   seconds; then it is killed with all that it started
     rc        the exit code that it has to have
-    sampled   `nvml` has what NVML said of the process every 20 ms: see `support.sampler.summary`
+    sampled   `nvml` has what NVML said of the process every 20 ms: see `bench.sampler.summary`
     """
 
     def call(

@@ -69,8 +69,8 @@ def test_rows_of_six_grow_and_shrink_as_the_driver_says(run: Run) -> None:
 def test_rows_of_six_are_what_cupti_saw_their_libraries_take(run: Run) -> None:
     """Of JAX's pool CUPTI has only a part: that row is held to the driver's figure."""
     found = run(
-        "from support import driving, independent\n"
-        "result.update(independent.by_cupti(driving.budget_of_six(growth=False)))\n"
+        "from bench.programs import cupti\nfrom support import driving\n"
+        "result.update(cupti.by_cupti(driving.budget_of_six(growth=False)))\n"
     )
     for name in NAMES:
         good, figure = agrees(found["pool"], 2 * MIB, 256 * MIB) if name == "jax" else seen_by_cupti(found, name)
@@ -271,21 +271,21 @@ for work in (
 ):
     work()
     torch.cuda.synchronize()
-    readings.append(driving.reading("work"))
+    readings.append(driving.reading())
 caps, rng = guard.plan.devices[0].caps, random.Random(driving.SEED)
 driven = [driving.Driven(name, caps[name]) for name in ("torch", "pycuda")]
 for one in driven:
     one.fill()
-    readings.append(driving.reading(f"{one.name} full"))
+    readings.append(driving.reading())
 for one in driven:
     one.free(len(one.live) // 2)
-readings.append(driving.reading("half freed"))
+readings.append(driving.reading())
 memguard.trim()
-readings.append(driving.reading("trimmed"))
+readings.append(driving.reading())
 for one in driven:
     one.free()
 memguard.trim()
-readings.append(driving.reading("all freed"))
+readings.append(driving.reading())
 result["readings"] = readings
 """,
         timeout=180,

@@ -29,7 +29,7 @@ memguard.init({"version": 1, "device": {"limit": "8GiB"}, "frameworks": {name: {
 for name in names:
     load(name)
     kept.append(allocator(name)[0](64 * MIB))
-result["raw"] = independent.raw_memory(lambda: reading("raw")["unaccounted"])
+result["raw"] = independent.raw_memory(lambda: reading()["unaccounted"])
 """
     )
     good, figure = independent.raw_is_unaccounted(found["raw"])

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.elastic_arrays import GIB, MIB, SIX
 from support.suspend_children import (
     Broke,
     Card,
@@ -32,6 +31,9 @@ from support.suspend_children import (
     target,
 )
 from support.suspend_provoked import PROVOKED
+
+from bench.programs.six import GIB, MIB
+from bench.programs.six import NAMES as SIX
 
 STEPS: dict[str, dict[str, float]] = {
     "off": {"state": 0.0, "lock": 0.0, "settle": 0.02, "checkpoint": 0.1},

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BEGIN = """
 import ctypes, json, sys
 root, early, how = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-sys.path += [f"{root}/tests/native", f"{root}/tests"]
+sys.path += [root, f"{root}/tests/native", f"{root}/tests"]
 driver = ctypes.CDLL("libcuda.so.1")
 driver.stub_taken.restype = ctypes.c_size_t
 import memguard

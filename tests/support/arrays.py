@@ -5,17 +5,16 @@ Nothing here asks memguard. With MEMGUARD_EXCHANGE_CPU=1 they lie on the host, t
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
+
+from bench.programs.arrays import begin, owner
+from bench.programs.six import Card
 
 ON_CPU = os.environ.get("MEMGUARD_EXCHANGE_CPU") == "1"
 NAMES = ("torch", "tensorflow", "jax") if ON_CPU else ("torch", "tensorflow", "cupy", "jax", "pycuda", "numba")
-BUFFERS = () if ON_CPU else ("rmm", "cuda.core")
-"""Libraries that are producers only."""
+BUFFERS = () if ON_CPU else ("rmm", "cuda.core")  # Libraries that are producers only.
 PAIRS = tuple((source, target) for source in NAMES for target in NAMES if source != target)
 DTYPES = (
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
@@ -29,16 +28,7 @@ TAKES = {
     "cupy": frozenset(name for name in DTYPES if not name.startswith("float8")),
     "pycuda": frozenset(name for name in DTYPES if not name.startswith(("float8", "bfloat16"))),
     "numba": frozenset(name for name in DTYPES if not name.startswith(("float8", "bfloat16"))),
-}
-"""The dtypes that each framework is documented to take (docs/exchange.md)."""
-
-
-def put_row_stack_back() -> None:
-    """numba-cuda 0.30 compiles with a name that NumPy 2.5 took away."""
-    import numpy as np
-
-    if not hasattr(np, "row_stack"):
-        np.row_stack = np.vstack
+}  # The dtypes that each framework is documented to take (docs/exchange.md).
 
 
 def start(*names: str, settings: bool = True) -> None:
@@ -56,28 +46,10 @@ def start(*names: str, settings: bool = True) -> None:
 
             with on_gpu():
                 tf.identity(tf.constant([1.0]))
-        elif name == "jax":
-            import jax.numpy as jnp
-
-            jnp.zeros(1).block_until_ready()
-        elif name == "cupy":
-            import cupy
-
-            cupy.zeros(1)
-        elif name == "pycuda":
-            import pycuda.driver as drv
-
-            drv.init()
-            context = drv.Device(0).retain_primary_context()
-            context.push()
-            atexit.register(context.pop)
-        elif name == "numba":
-            put_row_stack_back()
-            from numba import cuda
-
-            cuda.current_context()
-        else:
+        elif name in BUFFERS:
             __import__(name)
+        else:
+            begin(name)
 
 
 def device() -> str:
@@ -196,12 +168,6 @@ def _buffer(nbytes: int) -> Any:
 
 
 _streams: list[Any] = []
-
-
-def owner(x: Any) -> str:
-    """The framework that an array is of."""
-    root = type(x).__module__.partition(".")[0]
-    return {"jaxlib": "jax", "numba_cuda": "numba"}.get(root, root)
 
 
 class Facts(NamedTuple):
@@ -347,19 +313,6 @@ def driver() -> ctypes.CDLL:
 _cuda: Any = None
 
 
-class Box:
-    """A capsule as the object that `from_dlpack` functions ask for."""
-
-    def __init__(self, capsule: Any) -> None:
-        self.capsule = capsule
-
-    def __dlpack__(self, **_: Any) -> Any:
-        return self.capsule
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return (1, 0) if ON_CPU else (2, 0)
-
-
 class ReadOnly:
     """Another's memory with the flag of the CUDA array interface that nobody may write to it."""
 
@@ -371,115 +324,12 @@ class ReadOnly:
         self._keep = x
 
 
-def by_hand(source: str, target: str) -> dict[str, Callable[[Any], Any]]:
-    """The ways without memguard from one framework to another: what was published, and by way of a third."""
-    return dict(_ways(source, target))
-
-
-def _ways(source: str, target: str) -> Iterator[tuple[str, Callable[[Any], Any]]]:
-    if source in ("pycuda", "numba") and target in ("jax", "tensorflow"):
-        for third in ("torch", "cupy"):
-            ((way, first),) = _ways(source, third)
-            for then, second in _ways(third, target):
-                yield f"{way}, {then}", lambda x, first=first, second=second: second(first(x))
-    elif source == "tensorflow" and target in ("pycuda", "numba"):
-        ((way, first),) = ((w, c) for w, c in _ways("tensorflow", "torch"))
-        for then, second in _ways("torch", target):
-            yield f"{way}, {then}", lambda x, first=first, second=second: second(first(x))
-    elif target == "torch":
-        import torch
-
-        if source == "tensorflow":
-            import tensorflow as tf
-
-            dlpack, out = torch.utils.dlpack.from_dlpack, tf.experimental.dlpack.to_dlpack
-            yield "torch.utils.dlpack.from_dlpack(tf.experimental.dlpack.to_dlpack(x))", lambda x: dlpack(out(x))
-        elif source in ("pycuda", "numba"):
-            yield "torch.as_tensor(x)", lambda x: torch.as_tensor(x, device="cuda")
-        else:
-            yield "torch.from_dlpack(x)", torch.from_dlpack
-    elif target == "tensorflow":
-        import tensorflow as tf
-
-        take = tf.experimental.dlpack.from_dlpack
-        yield "tf.experimental.dlpack.from_dlpack(x.__dlpack__())", lambda x: take(x.__dlpack__())
-    elif target == "jax":
-        import jax
-
-        yield "jax.dlpack.from_dlpack(x)", jax.dlpack.from_dlpack
-        if source == "tensorflow":
-            import tensorflow as tf
-
-            give, get = tf.experimental.dlpack.to_dlpack, jax.dlpack.from_dlpack
-            yield "jax.dlpack.from_dlpack(tf.experimental.dlpack.to_dlpack(x))", lambda x: get(Box(give(x)))
-    elif target == "cupy":
-        import cupy
-
-        if source == "tensorflow":
-            import tensorflow as tf
-
-            export = tf.experimental.dlpack.to_dlpack
-            yield "cupy.from_dlpack(tf.experimental.dlpack.to_dlpack(x))", lambda x: cupy.from_dlpack(Box(export(x)))
-        elif source in ("pycuda", "numba"):
-            yield "cupy.asarray(x)", cupy.asarray
-        else:
-            yield "cupy.from_dlpack(x)", cupy.from_dlpack
-    elif target == "pycuda":
-        from pycuda.gpuarray import GPUArray
-
-        def pointed(x: Any) -> Any:
-            if source == "torch":
-                address = x.data_ptr()
-            elif source == "jax":
-                address = x.unsafe_buffer_pointer()
-            elif source == "cupy":
-                address = x.data.ptr
-            else:
-                address = x.__cuda_array_interface__["data"][0]
-            return GPUArray(tuple(x.shape), "float32", gpudata=address, base=x)
-
-        yield "pycuda.gpuarray.GPUArray(gpudata=address)", pointed
-    else:
-        from numba import cuda
-
-        yield "numba.cuda.as_cuda_array(x)", cuda.as_cuda_array
-        if source == "jax":
-            import torch
-
-            yield (
-                "torch.from_dlpack(x), numba.cuda.as_cuda_array(x)",
-                lambda x: cuda.as_cuda_array(torch.from_dlpack(x)),
-            )
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without the garbage collector, for timing."""
-    import gc
-
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 def nvml_bytes() -> int:
     """What this process holds of the GPU, by NVML; -1 where that is not told."""
     try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        by_uuid = shown.startswith("GPU-") and "," not in shown
-        handle = pynvml.nvmlDeviceGetHandleByUUID(shown) if by_uuid else pynvml.nvmlDeviceGetHandleByIndex(0)
-        for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
-            if process.pid == os.getpid():
-                return int(process.usedGpuMemory or 0)
+        return Card().listed().get(os.getpid(), 0)
     except Exception:
         return -1
-    return 0
 
 
 def nvml_bytes_of(gpu: int) -> int:
@@ -487,19 +337,5 @@ def nvml_bytes_of(gpu: int) -> int:
     import pynvml
 
     pynvml.nvmlInit()
-    return _own_bytes(pynvml.nvmlDeviceGetHandleByIndex(gpu))
-
-
-def nvml_bytes_by_uuid(uuid: str) -> int:
-    """The same of the GPU with this UUID."""
-    import pynvml
-
-    pynvml.nvmlInit()
-    return _own_bytes(pynvml.nvmlDeviceGetHandleByUUID(uuid))
-
-
-def _own_bytes(handle: Any) -> int:
-    import pynvml
-
-    found = [p.usedGpuMemory or 0 for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle) if p.pid == os.getpid()]
-    return int(sum(found))
+    listed = pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml.nvmlDeviceGetHandleByIndex(gpu))
+    return sum(int(one.usedGpuMemory or 0) for one in listed if one.pid == os.getpid())

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 240.0
-"""For one gate. It is killed with its children then, and has not noticed."""
+SECONDS = 240.0  # For one gate. It is killed with its children then, and has not noticed.
 
 
 class Broken(NamedTuple):
@@ -38,32 +37,26 @@ class Broken(NamedTuple):
 
 BROKEN: dict[str, Broken] = {
     "a cap is not applied": Broken(
-        "_frameworks/driver_pages.py",
-        "return size <= SMALL and self.held() + self.growth(size) <= cap",
-        "return True",
-        "tests/gpu/test_guard.py::test_pycuda_cap_holds_for_every_way_to_allocate",
+        "_frameworks/driver_pages.py", "return size <= SMALL and self.held() + self.growth(size) <= cap",
+        "return True", "tests/gpu/test_guard.py::test_pycuda_cap_holds_for_every_way_to_allocate",
     ),
     "a ledger row is off by a slab": Broken(
-        "_frameworks/driver_pages.py",
-        "            self._large += pages\n",
+        "_frameworks/driver_pages.py", "            self._large += pages\n",
         "            self._large += pages + GRANULE\n",
         "tests/gpu/test_evidence.py::test_a_row_grows_and_shrinks_as_the_driver_says[pycuda]",
     ),
     "an undo is left out": Broken(
-        "_frameworks/cupy/adapter.py",
-        "                cupy.cuda.memory.gc = gc\n            self._restore(cupy)\n",
+        "_frameworks/cupy/adapter.py", "                cupy.cuda.memory.gc = gc\n            self._restore(cupy)\n",
         "                cupy.cuda.memory.gc = gc\n",
         "tests/gpu/test_elastic_gpu.py::test_a_shutdown_gives_the_limits_back",
     ),
     "a lease is not checked": Broken(
         "_leases/decide.py",
-        "room = all(taken.get(gpu, 0) + size <= capacity.get(gpu, -1) for gpu, size in more.items())",
-        "room = True",
+        "room = all(taken.get(gpu, 0) + size <= capacity.get(gpu, -1) for gpu, size in more.items())", "room = True",
         "tests/gpu/test_leases_gpu.py::test_without_that_key_it_is_refused_when_its_time_is_up_and_nobody_leaves",
     ),
     "an allocation asks the driver once more": Broken(
-        "_frameworks/pycuda/pool.py",
-        "        address, held = index(allocation), found.held\n",
+        "_frameworks/pycuda/pool.py", "        address, held = index(allocation), found.held\n",
         "        address, held = index(allocation), found.held\n        contexts.current()\n",
         "tests/native/test_pycuda.py::test_a_hit_asks_the_driver_for_nothing_and_waits_for_no_lock",
     ),
@@ -80,25 +73,19 @@ BROKEN: dict[str, Broken] = {
         "tests/gpu/test_elastic_gpu.py::test_cupys_cache_goes_to_torch_when_room_is_made",
     ),
     "the import order is not cured": Broken(
-        "_guard.py",
-        "        done = cudart.cure_installed()\n",
-        "        done = None\n",
+        "_guard.py", "        done = cudart.cure_installed()\n", "        done = None\n",
         "tests/gpu/test_all_frameworks.py::test_tensorflow_before_torch_under_a_budget[after init]",
     ),
     "the max of an elastic cap is not honoured": Broken(
-        "_reclaim/lending.py",
-        "    if wanted > own.most:\n",
-        "    if wanted > own.most + room:\n",
+        "_reclaim/lending.py", "    if wanted > own.most:\n", "    if wanted > own.most + room:\n",
         "tests/unit/test_lending.py::test_above_its_max_nothing_is_lent",
     ),
     "a suspension skips a check": Broken(
-        "_suspend/refusals.py",
-        "    elif facts.available < needs:\n",
-        "    elif facts.available < 0:\n",
+        "_suspend/refusals.py", "    elif facts.available < needs:\n", "    elif facts.available < 0:\n",
         "tests/gpu/test_suspend_rounds.py::"
         "test_what_would_be_lost_is_refused_and_nothing_is_touched[too little host memory]",
     ),
-}
+}  # fmt: skip
 
 
 def ran(folder: Path, gate: str) -> tuple[int, str]:
@@ -126,7 +113,7 @@ def tried(name: str, sound: bool) -> int:
     one = BROKEN[name]
     with tempfile.TemporaryDirectory(prefix="memguard-broken-", ignore_cleanup_errors=True) as made:
         folder = Path(made) / "tree"
-        shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns("__pycache__", ".*", "benchmarks"))
+        shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns("__pycache__", ".*"))
         path = folder / "memguard" / one.file
         text = path.read_text(encoding="utf-8")
         if text.count(one.text) != 1:

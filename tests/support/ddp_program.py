@@ -9,11 +9,7 @@ from typing import Any
 
 from support.ranks_program import filled
 
-BUDGET = {
-    "version": 1,
-    "device": {"limit": "16GiB"},
-    "frameworks": {"torch": {"share": "100%", "nccl": 2}},
-}
+BUDGET = {"version": 1, "device": {"limit": "16GiB"}, "frameworks": {"torch": {"share": "100%", "nccl": 2}}}
 
 
 def by_nvml(uuid: str) -> int:
@@ -34,16 +30,11 @@ def reading(label: str, uuid: str) -> dict[str, Any]:
     mine = next(part for part in parts if part.device.uuid == uuid)
     sums = [sum(row.bytes for row in p.rows if row.bytes is not None) - p.device.total for p in parts]
     return {
-        "label": label,
-        "sums_minus_total": sums,
-        "process": mine.process,
-        "nvml": by_nvml(uuid),
-        "held": mine.row("torch").bytes,
-        "overhead": mine.row("overhead").bytes,
+        "label": label, "sums_minus_total": sums, "process": mine.process, "nvml": by_nvml(uuid),
+        "held": mine.row("torch").bytes, "overhead": mine.row("overhead").bytes,
         "unaccounted": mine.row("unaccounted").bytes,
-        "on_other_gpus": sum(part.process or 0 for part in parts if part is not mine),
-        "limit": mine.limit,
-    }
+        "on_other_gpus": sum(part.process or 0 for part in parts if part is not mine), "limit": mine.limit,
+    }  # fmt: skip
 
 
 def worker(rank: int) -> dict[str, Any]:
@@ -98,15 +89,10 @@ def worker(rank: int) -> dict[str, Any]:
     dist.destroy_process_group()
     readings.append(reading("communicators destroyed", uuid))
     return {
-        "rank": rank,
-        "cap": cap,
-        "reserve": guard.plan.devices[0].reserve,
-        "readings": readings,
-        "losses": [losses[0], losses[-1]],
-        "weights_equal": bool(torch.equal(same[0], same[1])),
-        "refused": refused,
+        "rank": rank, "cap": cap, "reserve": guard.plan.devices[0].reserve, "readings": readings,
+        "losses": [losses[0], losses[-1]], "weights_equal": bool(torch.equal(same[0], same[1])), "refused": refused,
         "notes": list(memguard.ledger().notes),
-    }
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

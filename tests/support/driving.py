@@ -5,205 +5,41 @@ Nothing here judges. Sizes are bytes.
 
 from __future__ import annotations
 
-import random
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
-from support.arrays import put_row_stack_back
+from bench.programs import six
+from bench.programs.six import GIB, MIB, NAMES, WORK, all_live, allocator, load, reading, row_of
+from bench.programs.six import RETURNING as COUNTED
+from bench.programs.six import SHARES as SIX
 from support.independent import emptied, raw_memory
 
-MIB, GIB = 1 << 20, 1 << 30
+__all__ = ["COUNTED", "GIB", "MIB", "NAMES", "SIX", "WORK", "all_live", "allocator", "load", "reading", "row_of"]
 SEED = 20261121
-SIX = {"tensorflow": "20%", "torch": "25%", "jax": "20%", "cupy": "15%", "pycuda": "10%", "numba": "10%"}
-"""All six frameworks, with their shares of a limit, in the order of their import: TensorFlow first, on purpose."""
-NAMES = tuple(SIX)
-MAIN = {"tensorflow": "30%", "torch": "50%", "pycuda": "20%"}
-"""The main job's."""
-COUNTED = ("torch", "cupy", "pycuda", "numba")
-"""The frameworks that give back what is freed: the driver's figure without them says what they held."""
+MAIN = {"tensorflow": "30%", "torch": "50%", "pycuda": "20%"}  # The main job's.
 
 
-def budget(shares: dict[str, str], limit: str = "40GiB", **tensorflow: Any) -> dict[str, Any]:
-    """Each with its share, and more settings for TensorFlow (`growth=False`: then it says what it holds)."""
-    frameworks: dict[str, dict[str, Any]] = {name: {"share": share} for name, share in shares.items()}
-    if "tensorflow" in frameworks:
-        frameworks["tensorflow"].update(tensorflow)
-    return {"version": 1, "device": {"limit": limit}, "frameworks": frameworks}
+def budget(shares: dict[str, str], limit: str = "40GiB") -> dict[str, Any]:
+    return six.budget(limit, shares)
 
 
 def budget_of_six(**tensorflow: Any) -> dict[str, Any]:
-    return budget(SIX, **tensorflow)
+    return six.budget("40GiB", **tensorflow)
 
 
 def capped(cap: str | int, *names: str, limit: str | int = "40GiB") -> dict[str, Any]:
     return {"version": 1, "device": {"limit": limit}, "frameworks": {name: {"limit": cap} for name in names}}
 
 
-def reading(label: str) -> dict[str, Any]:
-    """One ledger reading. Its rows add up to the total whatever they say: `unaccounted` is the remainder."""
-    import memguard
-
-    part = memguard.ledger().devices[0]
-    return {
-        "label": label,
-        "sum_minus_total": sum(row.bytes for row in part.rows if row.bytes is not None) - part.device.total,
-        "process": part.process,
-        "unaccounted": part.row("unaccounted").bytes,
-        "overhead": part.row("overhead").bytes,
-        "frameworks": {
-            row.name: {"held": row.bytes, "in_use": row.in_use} for row in part.rows if row.kind == "framework"
-        },
-    }
-
-
-def row_of(name: str) -> dict[str, Any]:
-    """What the ledger says of a framework."""
-    row: dict[str, Any] = reading(name)["frameworks"][name]
-    return row
-
-
-# Each framework's own calls
-
-
-def load(name: str) -> None:
-    """Import the framework as a program does."""
-    if name == "pycuda":
-        import pycuda.autoinit  # noqa: F401
-    elif name == "numba":
-        import numba.cuda  # noqa: F401
-    else:
-        __import__(name)
-
-
-def work_tensorflow() -> None:
-    import tensorflow as tf
-
-    with tf.device("GPU:0"):
-        a = tf.random.normal((1024, 1024))
-        kernel = tf.random.normal((3, 3, 3, 8))
-        images = tf.random.normal((4, 64, 64, 3))
-        float(tf.reduce_sum(tf.matmul(a, a))) + float(tf.reduce_sum(tf.nn.conv2d(images, kernel, 1, "SAME")))
-
-
-def work_torch() -> None:
-    import torch
-
-    a = torch.randn(1024, 1024, device="cuda")
-    conv = torch.nn.Conv2d(3, 8, 3, device="cuda")
-    (conv(torch.randn(4, 3, 64, 64, device="cuda")).sum() + (a @ a).sum()).backward()
-    torch.cuda.synchronize()
-
-
-def work_jax() -> None:
-    import jax
-    import jax.numpy as jnp
-
-    a = jnp.ones((1024, 1024))
-    assert float((a @ a)[0, 0]) == 1024.0
-    kernel = jnp.ones((8, 3, 3, 3))
-    jax.lax.conv(jnp.ones((1, 3, 64, 64)), kernel, (1, 1), "SAME").block_until_ready()
-    jnp.linalg.svd(a[:256, :256] + jnp.eye(256))[1].block_until_ready()
-
-
-def work_cupy() -> None:
-    import cupy
-
-    a = cupy.ones((1024, 1024), dtype=cupy.float32)
-    assert float((a @ a)[0, 0]) == 1024.0
-    cupy.linalg.svd(a[:256, :256] + cupy.eye(256, dtype=cupy.float32))
-
-
-def work_pycuda() -> None:
-    import numpy as np
-    import pycuda.gpuarray as gpuarray
-
-    a = gpuarray.to_gpu(np.ones(100_000, dtype=np.float32))
-    (a + a).get()
-
-
-def work_numba() -> None:
-    import numpy as np
-
-    put_row_stack_back()
-    from numba import cuda
-
-    @cuda.jit
-    def double(values):  # type: ignore[no-untyped-def]
-        i = cuda.grid(1)
-        if i < values.size:
-            values[i] *= 2
-
-    values = cuda.to_device(np.ones(1000, dtype=np.float32))
-    double[8, 128](values)
-    assert values.copy_to_host().sum() == 2000.0
-
-
-WORK: dict[str, Callable[[], None]] = {
-    "tensorflow": work_tensorflow, "torch": work_torch, "jax": work_jax, "cupy": work_cupy, "pycuda": work_pycuda,
-    "numba": work_numba,
-}  # fmt: skip
-
-
-def allocator(name: str) -> tuple[Callable[[int], Any], type[BaseException]]:
-    """How to take n bytes, and the framework's own out-of-memory error."""
-    if name == "torch":
-        import torch
-
-        return (lambda n: torch.empty(n, dtype=torch.uint8, device="cuda")), torch.OutOfMemoryError
-    if name == "tensorflow":
-        import tensorflow as tf
-
-        def allocate(n: int) -> Any:
-            with tf.device("GPU:0"):
-                return tf.zeros((max(n // 4, 1),), tf.float32)
-
-        return allocate, tf.errors.ResourceExhaustedError
-    if name == "jax":
-        import jax
-        import numpy as np
-
-        source = np.zeros(300 * MIB, np.uint8)
-        return (lambda n: jax.device_put(source[:n]).block_until_ready()), jax.errors.JaxRuntimeError
-    if name == "cupy":
-        import cupy
-
-        return (lambda n: cupy.empty(n, cupy.uint8)), cupy.cuda.memory.OutOfMemoryError
-    if name == "pycuda":
-        import pycuda.driver as drv
-
-        return (lambda n: drv.mem_alloc(n)), drv.MemoryError
-    import numpy as np
-    from numba import cuda
-    from numba.cuda.cudadrv.driver import CudaAPIError
-
-    return (lambda n: cuda.device_array(n, np.uint8)), CudaAPIError
-
-
-# Driven to the caps
-
-
-class Driven:
-    """One framework at its cap: requests until it refuses, and what it holds by its own count."""
+class Driven(six.Driven):
+    """`six.Driven` that keeps what each refusal said, whatever it was."""
 
     def __init__(self, name: str, cap: int, seed: int = SEED) -> None:
-        import memguard._api
-
-        guard = memguard._api.current()
-        self.name, self.cap, self.rng = name, cap, random.Random(seed)
-        self.take, self.native = allocator(name)
-        self.framework, self.device = guard.frameworks[name], guard.plan.devices[0].device
-        self.live: list[Any] = []
-        self.most = self.slack = 0  # slack: bytes of the cap that are not to be had
+        super().__init__(name, cap, seed)
+        self.slack = 0  # bytes of the cap that are not to be had
         self.refusals: list[dict[str, Any]] = []
-
-    def held(self) -> int:
-        usage = self.framework.usage(self.device)
-        if usage is None:
-            return 0
-        size = usage.held if usage.held is not None else usage.held_at_least
-        return size or 0
 
     def would_fit(self, size: int) -> bool | None:
         """By its own figures and rules, at its refusal; None for those that the driver is asked about (`refusals`) or
@@ -263,21 +99,6 @@ class Driven:
         return {"cap": self.cap, "most_held": max(self.most, self.held()), "refusals": self.refusals}
 
 
-def all_live(config: dict[str, Any], names: Iterable[str] = NAMES) -> tuple[Any, list[dict[str, Any]]]:
-    """All imported in this order and each used; the guard and a reading after each step."""
-    import memguard
-
-    guard = memguard.init(config)
-    readings = [reading("init")]
-    for name in names:
-        load(name)
-    readings.append(reading("imported"))
-    for name in names:
-        WORK[name]()
-        readings.append(reading(f"{name} live"))
-    return guard, readings
-
-
 def together(shares: dict[str, str], again: bool) -> dict[str, Any]:
     """Each filled in turn while the others stay full, each emptied in turn, and raw memory taken past all of them.
 
@@ -286,35 +107,35 @@ def together(shares: dict[str, str], again: bool) -> dict[str, Any]:
     """
     import memguard
 
-    guard, readings = all_live(budget(shares), shares)
+    guard, readings = all_live(six.budget("40GiB", shares), shares)
     caps = dict(guard.plan.devices[0].caps)
     driven = {name: Driven(name, caps[name], SEED + i) for i, name in enumerate(shares)}
-    for name, one in driven.items():
+    for one in driven.values():
         one.fill()
-        readings.append(reading(f"{name} full"))
+        readings.append(reading())
     time.sleep(1)  # all full: a sampler of 20 ms sees it
     churned = churn([driven[name] for name in ("torch", "pycuda")], 0 if again else 6)
-    for name, one in driven.items() if again else ():
+    for one in driven.values() if again else ():
         one.free()
         one.fill()
-        readings.append(reading(f"{name} full again"))
-    readings.append(reading("all full"))
+        readings.append(reading())
+    readings.append(reading())
     time.sleep(1)
     in_turn = {
         name: emptied(
             name, lambda name=name: row_of(name)["held"], lambda name=name: (driven[name].free(), memguard.trim(name)),
-            lambda: reading("emptied")["overhead"],
+            lambda: reading()["overhead"],
         )
         for name in shares if name in COUNTED
     }  # fmt: skip
     for one in driven.values():
         one.free()
     memguard.trim()
-    readings.append(reading("freed and trimmed"))
-    raw = raw_memory(lambda: int(reading("raw memory")["unaccounted"]))
+    readings.append(reading())
+    raw = raw_memory(lambda: int(reading()["unaccounted"]))
     for name in shares:
         WORK[name]()
-    readings.append(reading("works on"))
+    readings.append(reading())
     return {
         "caps": caps, "reserve": guard.plan.devices[0].reserve, "churn": churned, "readings": readings,
         "driven": {name: one.summary() for name, one in driven.items()}, "emptied": in_turn, "raw": raw,
@@ -336,16 +157,14 @@ def churn(driven: list[Driven], seconds: float) -> dict[str, int]:
 
 
 def loop(limit: str, seconds: float) -> dict[str, Any]:
-    """All six at their caps, freeing and asking in turn, refusals included; a ledger each second.
-
-    TensorFlow without growth: then it says what it holds, and nothing of its pool is in `unaccounted`.
-    """
-    guard, _ = all_live(budget(SIX, limit, growth=False))
+    """All six at their caps, freeing and asking in turn, refusals included; a ledger each second. TensorFlow without
+    growth: then it says what it holds, and nothing of its pool is in `unaccounted`."""
+    guard, _ = all_live(six.budget(limit, growth=False))
     caps = guard.plan.devices[0].caps
     driven = {name: Driven(name, caps[name], SEED + 100 + i) for i, name in enumerate(NAMES)}
     for one in driven.values():
         one.fill()
-    series = [reading("all full")]
+    series = [reading()]
     started = time.monotonic()
     refused = dict.fromkeys(NAMES, 0)
     slow_after = dict.fromkeys(("tensorflow", "jax"), 0.0)  # a refusal takes each of them ten seconds
@@ -356,7 +175,7 @@ def loop(limit: str, seconds: float) -> dict[str, Any]:
         nonlocal following
         elapsed = time.monotonic() - started
         if elapsed >= following:
-            series.append(reading(f"{elapsed:.0f} s"))
+            series.append(reading())
             following = elapsed + 1.0
 
     while time.monotonic() - started < seconds:
@@ -378,16 +197,14 @@ def loop(limit: str, seconds: float) -> dict[str, Any]:
     unaccounted = [r["unaccounted"] for r in series]
     outside = [r["unaccounted"] + r["overhead"] for r in series]  # a leak may hide in either
     return {
-        "seconds": time.monotonic() - started,
-        "refused": refused,
+        "seconds": time.monotonic() - started, "refused": refused,
         "not_native": [r for one in driven.values() for r in one.refusals if not r["native"]],
         "fitted": [r for r in driven["jax"].refusals if r["would_have_fitted"]],
-        "held": {name: (max(one.most, one.held()), one.cap) for name, one in driven.items()},
-        "readings": len(series),
+        "held": {name: (max(one.most, one.held()), one.cap) for name, one in driven.items()}, "readings": len(series),
         "sum_minus_total": max(abs(r["sum_minus_total"]) for r in series),
         "unaccounted_drift": max(abs(value - unaccounted[0]) for value in unaccounted),
         "outside_drift": max(abs(value - outside[0]) for value in outside),
-    }
+    }  # fmt: skip
 
 
 def in_order(names: Iterable[str], cap: int = GIB) -> dict[str, Any]:
@@ -406,11 +223,9 @@ def in_order(names: Iterable[str], cap: int = GIB) -> dict[str, Any]:
         WORK[name]()
     part = memguard.ledger().devices[0]
     return {
-        "found": found,
-        "enforcement": {name: part.row(name).enforcement for name in names},
-        **reading("end"),
+        "found": found, "enforcement": {name: part.row(name).enforcement for name in names}, **reading(),
         "reserve": guard.plan.devices[0].reserve,
-    }
+    }  # fmt: skip
 
 
 def circumstance(name: str, when: str) -> dict[str, Any]:
@@ -453,9 +268,6 @@ def circumstance(name: str, when: str) -> dict[str, Any]:
         **summary, "enforcement": enforcement, "notes": guard.notes, "stays": stays, "taken": len(one.live) * 64 * MIB,
         "before": len(before) * 64 * MIB, "undone": len(beyond) == 40,
     }  # fmt: skip
-
-
-# What a framework's own texts say
 
 
 def bfc_refusals(log: str) -> list[dict[str, Any]]:

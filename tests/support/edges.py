@@ -12,10 +12,8 @@ NEVER = (
     "conjugated", "sparse", "quantised", "ragged", "string", "deleted", "tracer",
 )  # fmt: skip
 """What not even a copy is made of."""
-FORWARD = ("torch", "cupy", "pycuda", "numba")
-"""They take any strides that are not negative."""
-WRITE = FORWARD
-"""Their arrays can be written through."""
+FORWARD = ("torch", "cupy", "pycuda", "numba")  # They take any strides that are not negative.
+WRITE = FORWARD  # Their arrays can be written through.
 
 
 def expected(case: str, x: Facts | None, target: str) -> tuple[str, str]:
@@ -102,14 +100,10 @@ def _slices(source: str, square: Any) -> dict[str, Callable[[], tuple[Any, Any]]
     """Views by slicing, which keep the memory of the whole."""
     flat = square.reshape(-1)
     parts: dict[str, Any] = {
-        "sliced": slice(16, 48),
-        "stepped": slice(0, 64, 2),
-        "reversed": slice(None, None, -1),
-        "misaligned by 4": slice(1, 33),
-        "misaligned by 16": slice(4, 36),
-        "misaligned by 32": slice(8, 40),
+        "sliced": slice(16, 48), "stepped": slice(0, 64, 2), "reversed": slice(None, None, -1),
+        "misaligned by 4": slice(1, 33), "misaligned by 16": slice(4, 36), "misaligned by 32": slice(8, 40),
         "misaligned by 64": slice(16, 48),
-    }
+    }  # fmt: skip
     makers: dict[str, Callable[[], tuple[Any, Any]]] = {
         name: (lambda part=part: (make(source, flat)[part], flat[part])) for name, part in parts.items()
     }
@@ -131,14 +125,12 @@ def _torch(source: str, square: Any) -> dict[str, Callable[[], tuple[Any, Any]]]
     if not ON_CPU:
         slices["read-only"] = _read_only(source, square)
     return {
-        **slices,
-        "transposed": lambda: (whole.t(), square.T),
+        **slices, "transposed": lambda: (whole.t(), square.T),
         "broadcast": lambda: (whole[:1].expand(8, 64), square[:1].repeat(8, 0)),
         "requires a gradient": lambda: (whole.clone().requires_grad_(), square),
-        "conjugated": lambda: (torch.complex(whole, whole).conj(), None),
-        "sparse": lambda: (whole.to_sparse(), None),
+        "conjugated": lambda: (torch.complex(whole, whole).conj(), None), "sparse": lambda: (whole.to_sparse(), None),
         "quantised": lambda: (torch.quantize_per_tensor(whole, 1.0, 0, torch.qint8), None),
-    }
+    }  # fmt: skip
 
 
 def _tensorflow(source: str, square: Any) -> dict[str, Callable[[], tuple[Any, Any]]]:
@@ -169,13 +161,11 @@ def _cupy(source: str, square: Any) -> dict[str, Callable[[], tuple[Any, Any]]]:
         return csr_matrix(make(source, square)), None
 
     return {
-        **_slices(source, square),
-        "transposed": lambda: (make(source, square).T, square.T),
+        **_slices(source, square), "transposed": lambda: (make(source, square).T, square.T),
         "upside down": lambda: (make(source, square)[::-1], square[::-1]),
         "broadcast": lambda: (cupy.broadcast_to(make(source, square)[:1], (8, 64)), square[:1].repeat(8, 0)),
-        "read-only": _read_only(source, square),
-        "sparse": sparse,
-    }
+        "read-only": _read_only(source, square), "sparse": sparse,
+    }  # fmt: skip
 
 
 def _jax(source: str, square: Any) -> dict[str, Callable[[], tuple[Any, Any]]]:
@@ -186,11 +176,7 @@ def _jax(source: str, square: Any) -> dict[str, Callable[[], tuple[Any, Any]]]:
         gone.delete()
         return gone, None
 
-    return {
-        "rows": lambda: (whole[8:24], square[8:24]),
-        "transposed": lambda: (whole.T, square.T),
-        "deleted": deleted,
-    }
+    return {"rows": lambda: (whole[8:24], square[8:24]), "transposed": lambda: (whole.T, square.T), "deleted": deleted}
 
 
 def _pycuda(source: str, square: Any) -> dict[str, Callable[[], tuple[Any, Any]]]:
@@ -215,10 +201,5 @@ def make_as_it_is(source: str, values: Any) -> Any:
 
 
 _SPECIAL: dict[str, Callable[[str, Any], dict[str, Callable[[], tuple[Any, Any]]]]] = {
-    "torch": _torch,
-    "tensorflow": _tensorflow,
-    "cupy": _cupy,
-    "jax": _jax,
-    "pycuda": _pycuda,
-    "numba": _pycuda,
-}
+    "torch": _torch, "tensorflow": _tensorflow, "cupy": _cupy, "jax": _jax, "pycuda": _pycuda, "numba": _pycuda,
+}  # fmt: skip

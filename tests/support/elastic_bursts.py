@@ -6,14 +6,14 @@ import gc
 import time
 from typing import Any
 
-from support.elastic_arrays import GIB, MIB, Arrays, Card, Most, text_of
+from bench.programs.patterned import GIB, MIB, Arrays, Card
+from support.elastic_play import Most, text_of
 
 BLOCK = 256 * MIB
 LIMIT, ROOM = 19 * GIB, 16 * GIB
 MIN, MAX = ROOM // 4, ROOM // 4 * 3
 SEED = 41
-PATIENCE = 5.0
-"""Seconds for which the max is asked for again and again: some ticks of the monitor."""
+PATIENCE = 5.0  # Seconds for which the max is asked for again and again: some ticks of the monitor.
 
 
 def budget(elastic: bool) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def burst(elastic: bool, times: int) -> dict[str, Any]:
                 while len(live) * BLOCK < MAX:
                     live.append(torch.take(BLOCK))
             except Exception as error:
-                found["text"] = text_of(error)["text"]
+                found["text"] = text_of(error)
             for place in range(len(live)):  # no name but the list's keeps a block
                 torch.write(live[place], BLOCK, SEED + place)
             found["live"].append(len(live) * BLOCK)
@@ -66,7 +66,7 @@ def _ask(found: dict[str, Any], kind: str, cupy: Arrays, size: int, seed: int, p
             array = cupy.take(size)
             break
         except Exception as error:
-            refused, found["text"] = refused + 1, text_of(error)["text"]
+            refused, found["text"] = refused + 1, text_of(error)
         if time.monotonic() - begun >= patience:
             found[kind].append(None)
             return

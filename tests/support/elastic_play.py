@@ -8,25 +8,47 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from bench.programs.patterned import GIB, Arrays, Card
 from support import schedules
-from support.elastic_arrays import GIB, Arrays, Card, Most, text_of
 from support.oracle import FIXED, PAGE, Books, Refused, Terms, judge
 from support.schedules import FRAMEWORKS, Step
 
 LIMIT, RESERVE = 12 * GIB, 3 * GIB
 """Of one schedule: several are played at the same time, each in a process of its own."""
-ASKS = ("cupy", "pycuda", "numba")
-"""Their allocators are memguard's: they ask for room within a request."""
-TICK = 0.1
-"""Seconds of the monitor."""
-WAITS = 1
-"""Requests of TensorFlow and of JAX without room for them, in a schedule: each waits 10 s before it fails."""
-ROOMY = 0.6
-"""There is room for a request of theirs if no more of their cap is live with it: their pools have holes."""
+ASKS = ("cupy", "pycuda", "numba")  # Their allocators are memguard's: they ask for room within a request.
+TICK = 0.1  # Seconds of the monitor.
+WAITS = 1  # Requests of TensorFlow and of JAX without room for them, in a schedule: each waits 10 s before it fails.
+ROOMY = 0.6  # There is room for a request of theirs if no more of their cap is live with it: their pools have holes.
+
+
+class Most:
+    """The most that this process has on the card while the block runs, by NVML every 20 ms, from a thread."""
+
+    def __init__(self, card: Card) -> None:
+        self._card, self._over, self.bytes = card, threading.Event(), 0
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Most:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.02):
+            self.bytes = max(self.bytes, self._card.own())
+
+
+def text_of(error: BaseException) -> str:
+    """What is kept of an error: nothing that keeps its arrays."""
+    return f"{type(error).__module__}.{type(error).__qualname__}: {str(error)[:300]}"
 
 
 def played(seed: int, lends: bool = True) -> dict[str, Any]:
@@ -50,18 +72,10 @@ def played(seed: int, lends: bool = True) -> dict[str, Any]:
         log = schedules.play(steps, runner, agreed)
     found = judge(log, agreed)
     return {
-        "seed": seed,
-        "limit": agreed.limit,
-        "steps": len(steps),
-        "requests": found.requests,
-        "refused": sum(entry.refused is not None for entry in log),
-        "infeasible": found.infeasible,
-        "blocked": found.blocked,
-        "fragments": dict(found.fragments),
-        "avoidable": len(found.avoidable),
-        "above_limit": len(found.above_limit),
-        "minima": len(found.minima),
-        "wrong": len(found.wrong),
+        "seed": seed, "limit": agreed.limit, "steps": len(steps), "requests": found.requests,
+        "refused": sum(entry.refused is not None for entry in log), "infeasible": found.infeasible,
+        "blocked": found.blocked, "fragments": dict(found.fragments), "avoidable": len(found.avoidable),
+        "above_limit": len(found.above_limit), "minima": len(found.minima), "wrong": len(found.wrong),
         "faults": [fault.what[:600] for fault in found.faults[:6]],
         "most_process": max(most.bytes, *(entry.process for entry in log)),
         "by_framework": {name: sum(entry.op == "allocate" and entry.framework == name for entry in log)
@@ -154,8 +168,7 @@ class Runner:
                 else:
                     array = one.take(size, self._number)
             except Exception as error:
-                said = text_of(error)
-                return Refused(f"{said['exception']}: {said['text']}")
+                return Refused(text_of(error))
             one.write(array, size, self._number)
         return [array, size, self._number]
 

@@ -50,9 +50,6 @@ def still_open() -> int:
     return len(lifetimes._open) + len(lifetimes._parked)
 
 
-# The same memory
-
-
 def pairs() -> dict[str, Any]:
     """Every ordered pair: the pointer, the values, a copy, and the array alive when its maker has let go of it."""
     import numpy as np
@@ -171,9 +168,6 @@ def lent() -> dict[str, Any]:
     return {"lent": found}
 
 
-# What cannot be shared as it lies there
-
-
 def edges(source: str) -> dict[str, Any]:
     """Every odd array of a source into every target, in children: one that dies is counted, and the rest still run."""
     rows: list[dict[str, Any]] = []
@@ -269,9 +263,6 @@ def _edge(name: str, x: Any, values: Any, target: str) -> dict[str, Any]:
     return found
 
 
-# That it is memguard which prevents it
-
-
 def control_misaligned() -> dict[str, Any]:
     """TensorFlow with an address that is 4 bytes past a multiple of 64, imported by hand."""
     start("torch", "tensorflow")
@@ -295,9 +286,6 @@ def control_reversed() -> dict[str, Any]:
     import cupy
 
     return {"survived": str(torch.from_dlpack(cupy.arange(8.0)[::-1]))}
-
-
-# Order
 
 
 def order(source: str, rounds: int) -> dict[str, Any]:
@@ -350,9 +338,6 @@ def dropped(count: int) -> dict[str, Any]:
     return {"dropped": found, "without": without, "open": still_open()}
 
 
-# Nothing is lost
-
-
 def leak(hand_overs: int) -> dict[str, Any]:
     """Hand-overs over all pairs: what the process holds, on the GPU and the host, before and after."""
     start(*NAMES)
@@ -374,13 +359,9 @@ def leak(hand_overs: int) -> dict[str, Any]:
     after = still_open()
     arrays.wait()
     return {
-        "hand_overs": each * len(PAIRS),
-        "nvml_before": bytes_before,
-        "nvml_after": nvml_bytes(),
-        "rss_growth_kib": _rss() - rss_before,
-        "open_before": first,
-        "open": after,
-    }
+        "hand_overs": each * len(PAIRS), "nvml_before": bytes_before, "nvml_after": nvml_bytes(),
+        "rss_growth_kib": _rss() - rss_before, "open_before": first, "open": after,
+    }  # fmt: skip
 
 
 def _rss() -> int:
@@ -388,9 +369,6 @@ def _rss() -> int:
         if line.startswith("VmRSS:"):
             return int(line.split()[1])
     return 0
-
-
-# Two GPUs
 
 
 def peers(whole: int = GIB) -> dict[str, Any]:
@@ -492,9 +470,6 @@ def _second_current(target: str) -> Any:
 
         return cuda.gpus[1]
     return exchange().pycuda_context(1) if target == "pycuda" else contextlib.nullcontext()
-
-
-X64 = {"JAX_ENABLE_X64": "1"}
 
 
 def main() -> None:

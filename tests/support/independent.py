@@ -7,18 +7,13 @@ the cap. The ledger's figures come from outside, as calls, to be compared.
 
 from __future__ import annotations
 
-import ctypes
-import os
 import random
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import PurePosixPath
 from typing import Any
 
-from support.arrays import driver, nvml_bytes
+from bench.programs.six import GIB, MIB, PAGE, Raw
+from support.arrays import nvml_bytes
 
-MIB, GIB = 1 << 20, 1 << 30
-PAGE = 2 * MIB
-"""What the driver gives out, and caps are multiples of."""
 SEED = 20261122
 
 
@@ -28,39 +23,6 @@ def bytes_now() -> int:
     if found < 0:
         raise RuntimeError("NVML does not tell this process's bytes")
     return found
-
-
-# Memory that no framework took
-
-
-class Raw:
-    """Memory from the driver itself, in the primary context of the first GPU."""
-
-    def __init__(self) -> None:
-        self.cuda = driver()
-        self.context = ctypes.c_void_p()
-        self._call("cuInit", 0)
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self.context), 0)
-
-    def take(self, size: int) -> int:
-        address = ctypes.c_uint64()
-        self._within("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
-        return int(address.value)
-
-    def give(self, address: int) -> None:
-        self._within("cuMemFree_v2", ctypes.c_uint64(address))
-
-    def _within(self, name: str, *arguments: Any) -> None:
-        self._call("cuCtxPushCurrent_v2", self.context)
-        try:
-            self._call(name, *arguments)
-        finally:
-            self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        code = getattr(self.cuda, name)(*arguments)
-        if code:
-            raise RuntimeError(f"{name} failed with {code}")
 
 
 def raw_memory(unaccounted: Callable[[], int], sizes: Iterable[int] = (16 * MIB, 100 * MIB, 300 * MIB)) -> list[Any]:
@@ -90,18 +52,13 @@ def raw_is_unaccounted(found: list[dict[str, Any]]) -> tuple[bool, str]:
     return len(found) >= 3 and not wrong, "; ".join(said) or "none was taken"
 
 
-# Emptied in turn
-
-
 def emptied(
     name: str, held: Callable[[], int | None], empty: Callable[[], Any], overhead: Callable[[], int] | None = None
 ) -> dict[str, Any]:
-    """What the ledger says that a framework holds, and what the driver says of the process, before and after.
-
-    Small pieces of several frameworks lie in the same slabs: a slab goes back with its last piece, whoever has it. The
-    ledger has what is free in slabs in `overhead`, of which nothing else goes back meanwhile: it is given if others are
-    there too.
-    """
+    """What the ledger says that a framework holds, and what the driver says of the process, before and after. Small
+    pieces of several frameworks lie in the same slabs: a slab goes back with its last piece, whoever has it. The
+    ledger has what is free in slabs in `overhead`, of which nothing else goes back meanwhile: it is given if others
+    are there too."""
     before = held(), bytes_now(), overhead and overhead()
     empty()
     after = held(), bytes_now(), overhead and overhead()
@@ -122,9 +79,7 @@ def agrees(one: Mapping[str, Any], bound: int, least: int) -> tuple[bool, str]:
 
 def counted(take: Callable[[int], Any], row: Callable[[], Mapping[str, Any]], empty: Callable[[], Any]) -> Any:
     """One framework's large arrays, small arrays and end: the ledger's row and the driver's figure around each.
-
-    `asked` is what all live arrays were asked for with, which `in_use` of the row is held to.
-    """
+    `asked` is what all live arrays were asked for with, which `in_use` of the row is held to."""
     rng = random.Random(SEED)
     empty()
     before, found, live, asked = (row(), bytes_now()), {}, [], row()["in_use"] or 0
@@ -137,11 +92,9 @@ def counted(take: Callable[[int], Any], row: Callable[[], Mapping[str, Any]], em
         asked += sum(sizes)
         after = row(), bytes_now()
         found[label] = {
-            "held": [after[0]["held"], before[0]["held"]],
-            "nvml": [after[1], before[1]],
-            "in_use": after[0]["in_use"],
+            "held": [after[0]["held"], before[0]["held"]], "nvml": [after[1], before[1]], "in_use": after[0]["in_use"],
             "asked": asked if live else None,
-        }
+        }  # fmt: skip
         before = after
     return found
 
@@ -153,18 +106,12 @@ def in_use_is_live(one: Mapping[str, Any]) -> tuple[bool, str]:
     return good, f"{(said or 0) / MIB:,.1f} MiB in use, {asked / MIB:,.1f} asked for"
 
 
-# A refusal, tried
-
-
 def refusals(name: str, cap: int = GIB, rounds: int = 40, beside: bool = False) -> dict[str, Any]:
-    """Random requests until each is refused, and then the same request under a cap that is raised page by page.
-
-    If what the driver then gives leaves the framework within the old cap, the refusal was wrong: no account of pages is
+    """Random requests until each is refused, and then the same request under a cap that is raised page by page. If
+    what the driver then gives leaves the framework within the old cap, the refusal was wrong: no account of pages is
     asked, neither memguard's nor another model. The framework is alone: what the process's figure grows by is its own.
-
-    `beside`: there are slabs of others with holes, as other frameworks leave them. The framework's pieces in those cost
-    the driver nothing, so what counts is `held` of the ledger once the request was granted.
-    """
+    `beside`: there are slabs of others with holes, as other frameworks leave them. The framework's pieces in those
+    cost the driver nothing, so what counts is `held` of the ledger once the request was granted."""
     import memguard
     from memguard import _api
 
@@ -211,13 +158,9 @@ def refusals(name: str, cap: int = GIB, rounds: int = 40, beside: bool = False) 
 
 
 def trial(
-    size: int,
-    cap: int,
-    held: Callable[[], int],
-    take: Callable[[int], Any],
-    native: type[BaseException],
+    size: int, cap: int, held: Callable[[], int], take: Callable[[int], Any], native: type[BaseException],
     resize: Callable[[int], Any],
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Take what was refused under the smallest cap that allows it, and what `held` grows by."""
     before, more, one = held(), 0, None
     try:
@@ -254,106 +197,6 @@ def refused_rightly(found: Mapping[str, Any]) -> tuple[bool, str]:
         f"{len(tried) - len(wrong)} of {len(tried)} right {said} {found['foreign'][:2] or ''}"
         f"{f' {len(over)} times above the cap already' if over else ''}"
     ).strip()
-
-
-# CUPTI
-
-
-LIBRARIES: tuple[tuple[str, str], ...] = (
-    ("tensorflow", "libtensorflow"),
-    ("torch", "libc10_cuda"),
-    ("torch", "libcudart"),
-    ("jax", "xla_cuda_plugin"),
-    ("cupy", "runtime.cpython"),
-    ("pycuda", "_driver.cpython"),
-    ("numba", "cydriver"),
-)
-"""The beginning of the file name of the library that takes memory for each framework (seen by CUPTI on an H200).
-
-PyTorch alone takes memory through the shared CUDA runtime, which CUPTI names if TensorFlow is in the process too.
-"""
-
-
-class Cupti:
-    """The device memory that each library has taken from the driver and not given back, as CUPTI's records tell it.
-
-    Made before CUDA starts. CUPTI serves one subscriber, so nothing else in the process may use it.
-    """
-
-    def __init__(self) -> None:
-        from cupti import cupti
-
-        self.cupti, self.records = cupti, []  # type: ignore[var-annotated]
-        cupti.activity_enable(cupti.ActivityKind.MEMORY2)
-        cupti.activity_enable_allocation_source(1)
-        cupti.activity_register_callbacks(lambda: (64 * MIB, 0), self._take)  # so few ask for a buffer
-
-    def _take(self, activities: Iterable[Any]) -> None:
-        kind = self.cupti.ActivityKind.MEMORY2
-        for one in activities:
-            if one.kind == kind:
-                self.records.append(
-                    (one.timestamp, one.memory_operation_type, one.memory_kind, one.address, one.bytes, one.source)
-                )
-
-    def live(self) -> dict[str, int]:
-        """Bytes by framework, and by library for the others. An allocation above 1 MiB counts in whole pages."""
-        self.cupti.activity_flush_all(1)
-        operation, kind = self.cupti.ActivityMemoryOperationType, self.cupti.ActivityMemoryKind
-        return live_bytes(self.records, int(operation.ALLOCATION), int(operation.RELEASE), int(kind.DEVICE))
-
-
-def live_bytes(records: Iterable[tuple[Any, ...]], taken: int, given: int, device: int) -> dict[str, int]:
-    """The sum of what was taken and not given back: (time, operation, kind, address, bytes, library) each."""
-    live: dict[int, tuple[int, str]] = {}
-    for _, operation, kind, address, size, source in sorted(records, key=lambda record: record[0]):
-        if operation == taken and kind == device:
-            live[address] = (size if size <= MIB else -(-size // PAGE) * PAGE, framework_of(source))
-        elif operation == given:
-            live.pop(address, None)
-    found: dict[str, int] = {}
-    for size, name in live.values():
-        found[name] = found.get(name, 0) + size
-    return found
-
-
-def framework_of(source: str | None) -> str:
-    """The framework of a library that takes memory; the library's own name if it is none of the six."""
-    file = PurePosixPath(source or "unknown").name
-    return next((name for name, begins in LIBRARIES if file.startswith(begins)), file)
-
-
-def by_cupti(config: dict[str, Any]) -> dict[str, Any]:
-    """All six live and with arrays: what each holds by the ledger, and what CUPTI saw its library take.
-
-    Of JAX's pool CUPTI's records have a part only (260 of 518 MiB on an H200, of which the driver's figure has all). So
-    that pool grows once more, and `pool` is what the ledger and the driver say of that. CUPTI is asked before: it has
-    named Numba's library for 512 MiB of that growth.
-    """
-    seen = Cupti()
-    from support.driving import NAMES, Driven, all_live
-
-    guard, _ = all_live(config)
-    caps = guard.plan.devices[0].caps
-    driven = {name: Driven(name, caps[name], SEED) for name in NAMES}
-    for one in driven.values():
-        for _ in range(12):
-            one.live.append(one.take(one.rng.randint(2 * MIB, 64 * MIB)))
-        for _ in range(20):
-            one.live.append(one.take(one.rng.randint(1, MIB)))
-    held, taken = {name: one.held() for name, one in driven.items()}, seen.live()
-    pool = {"held": [0, held["jax"]], "nvml": [0, bytes_now()]}
-    while pool["held"][0] - pool["held"][1] < 512 * MIB and len(driven["jax"].live) < 100:
-        driven["jax"].live.append(driven["jax"].take(64 * MIB))
-        pool["held"][0] = driven["jax"].held()
-    pool["nvml"][0] = bytes_now()
-    return {
-        "held": held,
-        "pool": pool,
-        "cupti": taken,
-        "records": len(seen.records),
-        "pid": os.getpid(),
-    }
 
 
 def seen_by_cupti(found: Mapping[str, Any], name: str) -> tuple[bool, str]:

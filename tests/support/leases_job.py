@@ -10,11 +10,9 @@ from typing import Any
 
 GIB, MIB = 1 << 30, 1 << 20
 JOBS: dict[str, dict[str, str]] = {
-    "torch": {"torch": "100%"},
-    "tensorflow": {"tensorflow": "100%"},
-    "jax": {"jax": "100%"},
+    "torch": {"torch": "100%"}, "tensorflow": {"tensorflow": "100%"}, "jax": {"jax": "100%"},
     "cupy and pycuda": {"cupy": "60%", "pycuda": "40%"},
-}
+}  # fmt: skip
 """The frameworks of each process, with their shares."""
 PIECE = 512 * MIB
 

@@ -13,11 +13,9 @@ from typing import Any
 
 MIB = 1 << 20
 GIB = 1 << 30
-TEXT = "text"
-"""For `requested` and `reason`: what the library's own text says."""
+TEXT = "text"  # For `requested` and `reason`: what the library's own text says.
 STRANGER = "the other process"
-ADVICE_FOR = {"cap": ("cap",), "fragmented": ("expandable",)}
-"""The advice that a reason of torch's text asks for."""
+ADVICE_FOR = {"cap": ("cap",), "fragmented": ("expandable",)}  # The advice that a reason of torch's text asks for.
 NEAR = 32 * MIB
 """How near to the cap a request may come for both reasons to be right: torch's text has two decimals of a GiB."""
 
@@ -108,11 +106,9 @@ ARRANGED: dict[str, Arranged] = {
 """Each is a file of that name in `tests/gpu/programs/`."""
 
 QUIET: dict[str, dict[str, Any]] = {
-    "quiet_images": _budget("11GiB", torch="9GiB"),
-    "quiet_generate": _budget("7GiB", torch="5GiB"),
-    "quiet_data_set": _budget("8GiB", torch="6GiB"),
-    "quiet_jax": _budget("5GiB", jax="3GiB"),
-}
+    "quiet_images": _budget("11GiB", torch="9GiB"), "quiet_generate": _budget("7GiB", torch="5GiB"),
+    "quiet_data_set": _budget("8GiB", torch="6GiB"), "quiet_jax": _budget("5GiB", jax="3GiB"),
+}  # fmt: skip
 """Programs that are in order. None gives a reason for an alarm."""
 ALARMS = ("pressure", "forecast", "leak", "oom")
 
@@ -143,8 +139,7 @@ class Ran:
         return max((int(found) for found in re.findall(r"^step (\d+)", self.stdout, re.MULTILINE)), default=-1)
 
 
-Field = tuple[bool, str]
-"""Right or wrong, and what was said and what was expected."""
+Field = tuple[bool, str]  # Right or wrong, and what was said and what was expected.
 
 
 def judge(arranged: Arranged, ran: Ran) -> dict[str, Field]:
@@ -252,20 +247,14 @@ def torch_reason(stderr: str) -> tuple[str, ...] | None:
     return ("cap",) if over > 0 else ("fragmented",)
 
 
-# Advice
-
-
 _KINDS = (
-    ("device.limit", r"raise device\.limit"),
-    ("lower", r"more than the budget has left: lower frameworks\.\w+"),
+    ("device.limit", r"raise device\.limit"), ("lower", r"more than the budget has left: lower frameworks\.\w+"),
     ("cap", r"raise frameworks\.\w+\.(share|limit|max)"),
     ("trim", r"memguard\.trim\('\w+'\)|\bfrees it\b|\bempty_cache\(\)|\bfree_all_blocks\(\)"),
-    ("process", r"process \d+ holds .*\bend it\b"),
-    ("expandable", r"expandable_segments:True"),
+    ("process", r"process \d+ holds .*\bend it\b"), ("expandable", r"expandable_segments:True"),
     ("reserve", r"raise device\.reserve"),
-    ("smaller", r"make the batch smaller|smaller requests|largest arrays first"),
-    ("pinned", r"page-locked"),
-)
+    ("smaller", r"make the batch smaller|smaller requests|largest arrays first"), ("pinned", r"page-locked"),
+)  # fmt: skip
 
 
 def kind_of(text: str) -> str:
@@ -285,10 +274,8 @@ class Deed:
 
 
 def follow(arranged: Arranged, ran: Ran) -> tuple[Deed | None, list[str]]:
-    """The first advice that promises a gain and can be followed without a person, and why others before it cannot.
-
-    If none promises bytes, as where the request's size is unknown, the first that names a setting is followed.
-    """
+    """The first advice that promises a gain and can be followed without a person, and why others before it cannot. If
+    none promises bytes, as where the request's size is unknown, the first that names a setting is followed."""
     skipped = []
     found = (ran.report or {}).get("remedies", ())
     promise = any(remedy.get("bytes") is not None for remedy in found)

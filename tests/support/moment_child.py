@@ -40,11 +40,9 @@ class Said:
         if report is not None:
             plain = {name: value for name, value in report.as_dict().items() if name != "samples"}
         line = {
-            "pid": os.getpid(),
-            "report": plain,
-            "printed": None if report is None else str(report),
+            "pid": os.getpid(), "report": plain, "printed": None if report is None else str(report),
             "events": self.events,
-        }
+        }  # fmt: skip
         with open(self.where, "a", encoding="utf-8") as file:
             file.write(json.dumps(line, default=str) + "\n")
 
@@ -56,7 +54,7 @@ class Said:
 
 def main() -> None:
     program, where = sys.argv[1:]
-    from support.arrays import put_row_stack_back
+    from bench.programs.six import put_row_stack_back
 
     put_row_stack_back()
     import memguard

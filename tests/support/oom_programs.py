@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from bench.child import Sampler
 from support.moment import Arranged, Ran, alarms, follow, got_past, judge, with_call
-from support.sampler import Sampler
 
 TESTS = Path(__file__).resolve().parents[1]
 PROGRAMS = TESTS / "gpu" / "programs"
@@ -27,8 +27,7 @@ while (free := runtime.memGetInfo()[0]) > leave + (2 << 20):
     kept.append(runtime.malloc(min(1 << 30, (free - leave) >> 21 << 21)))
 print("held", flush=True)
 sys.stdin.read()
-"""
-"""Another process that takes the card but for so many bytes."""
+"""  # Another process that takes the card but for so many bytes.
 
 
 class Folder:

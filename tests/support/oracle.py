@@ -26,20 +26,15 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 MIB = 1 << 20
-PAGE = 2 * MIB
-"""The page in which the driver hands out memory, and of which caps are multiples."""
-SMALL = MIB
-"""The driver packs allocations of up to this size into pages."""
-FIXED = ("tensorflow", "jax")
-"""Their pools never shrink, and their caps never change: their min is all that they have."""
+PAGE = 2 * MIB  # The page in which the driver hands out memory, and of which caps are multiples.
+SMALL = MIB  # The driver packs allocations of up to this size into pages.
+FIXED = ("tensorflow", "jax")  # Their pools never shrink, and their caps never change: their min is all that they have.
 
 
 class Terms(NamedTuple):
-    """What a budget promises on one GPU: each framework's least and most.
-
-    `card` is what this process can have of the GPU, if others hold so much that it is less than the limit. `kept` is
-    what an allocator never gives back once it is live: a small block of PyCUDA's real pool.
-    """
+    """What a budget promises on one GPU: each framework's least and most. `card` is what this process can have of the
+    GPU, if others hold so much that it is less than the limit. `kept` is what an allocator never gives back once it is
+    live: a small block of PyCUDA's real pool."""
 
     limit: int
     reserve: int
@@ -66,11 +61,9 @@ class Refused(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One thing that happened. `held` and `process` are of right after it.
-
-    `trimmed` is what each framework held after a refusal, once all gave back what they can; None where it was not
-    needed. `right`: the values of a freed array were what had been written into it.
-    """
+    """One thing that happened. `held` and `process` are of right after it. `trimmed` is what each framework held after
+    a refusal, once all gave back what they can; None where it was not needed. `right`: the values of a freed array
+    were what had been written into it."""
 
     step: int
     op: str
@@ -233,10 +226,8 @@ def _card_is_full(books: Books, entry: Entry) -> bool:
 
 def _in_the_way_on_the_card(books: Books, entry: Entry, held: Mapping[str, int]) -> list[str]:
     """As `in_the_way`, where the caps leave room: whose pieces, or pools that never shrink, fill the card.
-
     TensorFlow's and XLA's allocator asks the driver for a region of its own choice, up to what its limit leaves. Only
-    the first failure of its life makes it try smaller ones, so it fails beside less than that.
-    """
+    the first failure of its life makes it try smaller ones, so it fails beside less than that."""
     terms, name = books.terms, entry.framework
     if terms.card is None:
         return []
@@ -252,10 +243,8 @@ def _outside(entry: Entry) -> int:
 
 
 def _pinned(books: Books, name: str, held: int | None) -> int:
-    """What its live arrays can keep from the driver at most, of what it holds after a trim.
-
-    PyCUDA's and Numba's blocks hold one array each, so only pieces of slabs keep more than they are.
-    """
+    """What its live arrays can keep from the driver at most, of what it holds after a trim. PyCUDA's and Numba's
+    blocks hold one array each, so only pieces of slabs keep more than they are."""
     if held is None:
         return books.terms.most(name)
     if name in FIXED:

@@ -17,8 +17,7 @@ from typing import Any
 from support.arrays import ON_CPU, device, driver, on_gpu, start, wait
 
 SIZE = 65_536
-SECONDS = 0.001
-"""How long a producer works."""
+SECONDS = 0.001  # How long a producer works.
 _EYE = 256 if ON_CPU else 2048
 
 
@@ -38,10 +37,9 @@ class Producer:
 
 
 class Busy:
-    """Whether the current context has work under way, by the driver: an event that covers all its streams, and a query.
-
-    For TensorFlow, whose stream nobody is told of: in a round it is the only one at work before the hand-over.
-    """
+    """Whether the current context has work under way, by the driver: an event that covers all its streams, and a
+    query. For TensorFlow, whose stream nobody is told of: in a round it is the only one at work before the
+    hand-over."""
 
     _NOT_READY = 600
     _DISABLE_TIMING = 2
@@ -298,23 +296,17 @@ class Consumer:
 
 
 PRODUCERS: dict[str, Callable[[], Producer]] = {
-    "torch": TorchProducer,
-    "tensorflow": TensorFlowProducer,
-    "cupy": CuPyProducer,
-    "jax": JaxProducer,
-    "pycuda": PyCUDAProducer,
-    "numba": NumbaProducer,
-}
+    "torch": TorchProducer, "tensorflow": TensorFlowProducer, "cupy": CuPyProducer, "jax": JaxProducer,
+    "pycuda": PyCUDAProducer, "numba": NumbaProducer,
+}  # fmt: skip
 
 
 def rounds(
     producer: Producer, consumer: Consumer, hand: Callable[[Any], Any], count: int, within: float = 1e9
 ) -> dict[str, Any]:
-    """Hand-overs of work under way: how many were stale, and what the host waited.
-
-    Goes on until the kernel was seen running just before `count` hand-overs: of another one nothing follows. At most
-    half as many rounds more, and `within` seconds.
-    """
+    """Hand-overs of work under way: how many were stale, and what the host waited. Goes on until the kernel was seen
+    running just before `count` hand-overs: of another one nothing follows. At most half as many rounds more, and
+    `within` seconds."""
     stale, before, after, took, done = 0, 0, 0, [], 0
     ends = time.monotonic() + within
     for number in range(1, count + count // 2 + 1):
@@ -332,12 +324,9 @@ def rounds(
         if before >= count or time.monotonic() > ends:
             break
     return {
-        "rounds": done,
-        "stale": stale,
-        "running_before": before,
-        "running_after": after,
+        "rounds": done, "stale": stale, "running_before": before, "running_after": after,
         "hand_over_us": round(statistics.median(took) * 1e6, 1),
-    }
+    }  # fmt: skip
 
 
 def sleep(seconds: float) -> None:
@@ -350,10 +339,8 @@ def sleep(seconds: float) -> None:
 
 class Edge:
     """Lengths of work that ends about when it is looked at, whatever lies between: after `told`, the next is nearer.
-
     Each length is drawn from half to one and a half times the middle, which grows while the work had ended and shrinks
-    while it had not. So both come about equally often on any card, and most lengths are near the edge.
-    """
+    while it had not. So both come about equally often on any card, and most lengths are near the edge."""
 
     SHORTEST, LONGEST, STEP = 1.0, 1e8, 1.15
 
@@ -372,10 +359,8 @@ class Edge:
 
 
 def _cycles() -> float:
-    """Cycles of `torch.cuda._sleep` in a second, at the GPU's highest clock: at a lower one it sleeps longer.
-
-    Not by measuring: other processes have the GPU at the same time, in turns.
-    """
+    """Cycles of `torch.cuda._sleep` in a second, at the GPU's highest clock: at a lower one it sleeps longer. Not by
+    measuring: other processes have the GPU at the same time, in turns."""
     global _rate
     if not _rate:
         try:
@@ -406,9 +391,6 @@ def _long_enough(chain: Callable[[int], Any], once: Callable[[Any], Any]) -> tup
         if took >= 1.5 * SECONDS:
             break
     return call, took
-
-
-# Without memguard
 
 
 def controls(count: int) -> dict[str, Any]:
@@ -501,8 +483,7 @@ class LateReader:
             return not bool((out == float(number)).all())
 
 
-AGAIN = 8
-"""Arrays that are made at once after the lender's is gone: one of them takes its memory, if it is free."""
+AGAIN = 8  # Arrays that are made at once after the lender's is gone: one of them takes its memory, if it is free.
 
 
 class Bare:

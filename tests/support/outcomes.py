@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from support.arrays import put_row_stack_back
+from bench.programs.six import put_row_stack_back
 
 put_row_stack_back()
 

@@ -21,8 +21,7 @@ KINDS = ("tensorflow", "jax", "torch", "torch async", "cupy", "cupy async", "pyc
 STEP = 777 * MIB + 4096
 """Asked for again and again: no size that any allocator rounds to by itself. From 1 GiB on PyTorch and JAX say the size
 in hundredths of a GiB, which is no better than 5 MiB."""
-STRANGER = 40 * GIB
-"""What another process holds of a full card."""
+STRANGER = 40 * GIB  # What another process holds of a full card.
 WHERE = {"own cap": ("24GiB", "8GiB", "10GiB", 2 * GIB, GIB), "full": ("100%", "40GiB", "90GiB", 70 * GIB, 50 * GIB)}
 """The GPU's limit, the requester's cap and the sibling's, and what the sibling holds, and of that in its cache."""
 

@@ -22,11 +22,9 @@ LENGTH = 60
 
 
 class Step(NamedTuple):
-    """One step, by one of the program's threads.
-
-    allocate: `sizes` has one size, and `block` is the array's number. free: the array `block`, if it is live.
-    peak: all `sizes` are allocated, and then freed: a cache stays. idle: nothing is asked for, and a tick passes.
-    """
+    """One step, by one of the program's threads. allocate: `sizes` has one size, and `block` is the array's number.
+    free: the array `block`, if it is live. peak: all `sizes` are allocated, and then freed: a cache stays. idle:
+    nothing is asked for, and a tick passes."""
 
     op: Literal["allocate", "free", "peak", "idle"]
     thread: int
@@ -36,11 +34,9 @@ class Step(NamedTuple):
 
 
 class Runner(Protocol):
-    """What a schedule runs on. Calls come one at a time, from several threads.
-
-    `allocate` tries as the program would: a framework that cannot ask for room within a request goes through
-    `guard.make_room` or `memguard.retry`, and tries again. An array is filled with a value of its own.
-    """
+    """What a schedule runs on. Calls come one at a time, from several threads. `allocate` tries as the program would:
+    a framework that cannot ask for room within a request goes through `guard.make_room` or `memguard.retry`, and tries
+    again. An array is filled with a value of its own."""
 
     def allocate(self, framework: str, size: int) -> object | Refused:
         """An array of so many bytes, or why there is none."""
@@ -62,10 +58,8 @@ class Runner(Protocol):
 
 
 def terms(seed: int, limit: int, reserve: int) -> Terms:
-    """A budget for a GPU: each framework's least and most. The most add up to twice the limit.
-
-    TensorFlow and JAX keep what they begin with, so their min is all that they ever have.
-    """
+    """A budget for a GPU: each framework's least and most. The most add up to twice the limit. TensorFlow and JAX keep
+    what they begin with, so their min is all that they ever have."""
     rng = random.Random(f"terms {seed}")
     room = limit - reserve
     least = {name: _pages(room * rng.uniform(0.02, 0.08)) for name in FRAMEWORKS}
@@ -84,11 +78,7 @@ def terms(seed: int, limit: int, reserve: int) -> Terms:
 def budget(agreed: Terms) -> dict[str, Any]:
     """The budget file of these terms."""
     shares = {name: {"min": least, "max": most} for name, (least, most) in agreed.shares.items()}
-    return {
-        "version": 1,
-        "device": {"limit": agreed.limit, "reserve": agreed.reserve},
-        "frameworks": shares,
-    }
+    return {"version": 1, "device": {"limit": agreed.limit, "reserve": agreed.reserve}, "frameworks": shares}
 
 
 def schedule(seed: int, agreed: Terms, length: int = LENGTH) -> list[Step]:

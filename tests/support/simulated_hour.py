@@ -13,23 +13,15 @@ from collections import Counter
 from typing import Any
 
 import memguard
+from bench.programs import six
 from memguard import BudgetExceeded
 from memguard._frameworks.simulated.adapter import oom_type
 
 MIB = 1 << 20
-SIX = {"tensorflow": "20%", "torch": "25%", "jax": "20%", "cupy": "15%", "pycuda": "10%", "numba": "10%"}
 SECONDS = 3600.0
-DRIFT = 64 * MIB
-"""What `unaccounted` may move by."""
+DRIFT = 64 * MIB  # What `unaccounted` may move by.
 _EVERY = {"step": 0.1, "ledger": 1.0, "trim": 45.0}
 """Simulated seconds: between two steps of one framework and between two trims on the average, between two ledgers."""
-
-
-def budget_of_six() -> dict[str, Any]:
-    """Every framework under 40 GiB. Without growth TensorFlow says what it holds."""
-    frameworks: dict[str, dict[str, Any]] = {name: {"share": share} for name, share in SIX.items()}
-    frameworks["tensorflow"]["growth"] = False
-    return {"version": 1, "device": {"limit": "40GiB"}, "frameworks": frameworks}
 
 
 class Mixed:
@@ -110,11 +102,11 @@ class Readings:
 def simulated_hour(seed: int, seconds: float = SECONDS) -> dict[str, Any]:
     """Run the loop for that many simulated seconds; bytes, and counts by framework."""
     started = time.perf_counter()
-    guard = memguard.init(budget_of_six(), simulate="h200")
+    guard = memguard.init(six.budget("40GiB", growth=False), simulate="h200")
     try:
         rng = random.Random(seed)
         part = guard.plan.devices[0]
-        mixed = {name: Mixed(name, guard.frameworks[name], part.caps[name], rng) for name in SIX}
+        mixed = {name: Mixed(name, guard.frameworks[name], part.caps[name], rng) for name in six.NAMES}
         readings = Readings(part.limit)
         for one in mixed.values():  # all live before the first ledger
             one.live.append(one.framework.allocate(MIB))
@@ -140,29 +132,17 @@ def simulated_hour(seed: int, seconds: float = SECONDS) -> dict[str, Any]:
         )}  # fmt: skip
         first = readings.unaccounted[0]
         return {
-            "simulated": True,
-            "seed": seed,
-            "seconds": seconds,
-            "real_seconds": round(time.perf_counter() - started, 1),
-            "limit": part.limit,
-            "reserve": part.reserve,
-            "caps": dict(part.caps),
-            "steps": steps,
-            **{key.replace(" ", "_"): value for key, value in counts.items()},
-            "trims": trims,
-            "trimmed": returned,
-            "readings": len(readings.unaccounted),
-            "unaccounted_first": first,
+            "simulated": True, "seed": seed, "seconds": seconds,
+            "real_seconds": round(time.perf_counter() - started, 1), "limit": part.limit, "reserve": part.reserve,
+            "caps": dict(part.caps), "steps": steps, **{key.replace(" ", "_"): value for key, value in counts.items()},
+            "trims": trims, "trimmed": returned, "readings": len(readings.unaccounted), "unaccounted_first": first,
             "unaccounted_drift": max(abs(value - first) for value in readings.unaccounted),
             "unaccounted_range": [min(readings.unaccounted), max(readings.unaccounted)],
-            "sum_minus_total": readings.sum_minus_total,
-            "most_held": dict(readings.most),
-            "readings_over_cap": readings.over_cap,
-            "most_process": readings.process,
-            "readings_over_limit": readings.over_limit,
-            "overhead": readings.overhead,
+            "sum_minus_total": readings.sum_minus_total, "most_held": dict(readings.most),
+            "readings_over_cap": readings.over_cap, "most_process": readings.process,
+            "readings_over_limit": readings.over_limit, "overhead": readings.overhead,
             "notes": list(memguard.ledger().notes),
-        }
+        }  # fmt: skip
     finally:
         memguard.shutdown()
 

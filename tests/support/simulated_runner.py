@@ -11,10 +11,8 @@ from support.oracle import Refused
 
 
 class SimulatedRunner:
-    """`Runner` on one simulated GPU, which has no values to compare.
-
-    Without `lends` nobody makes room: the caps stay, and no framework gives anything back for another.
-    """
+    """`Runner` on one simulated GPU, which has no values to compare. Without `lends` nobody makes room: the caps stay,
+    and no framework gives anything back for another."""
 
     def __init__(self, guard: Guard, lends: bool = True) -> None:
         assert isinstance(guard.host, SimulatedHost)

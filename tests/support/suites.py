@@ -20,14 +20,10 @@ from support.their_tests import CRASHED, HUNG, Outcome, Read, differing, file_of
 TESTS = Path(__file__).resolve().parents[1]
 CAP, LIMIT = 16 << 30, 20 << 30
 """Of the framework, and of the GPU. Several processes at once have them: a cap is no reservation."""
-PART_SECONDS = 20.0
-"""About what one part takes. A process takes about 6 s before its first test."""
-SILENT = 90
-"""Seconds without any news of a test: then it hangs."""
-AGAIN = 3
-"""Further runs of a test that differs, each way."""
-INI = "[pytest]\nconsider_namespace_packages = true\n"
-"""As numba-cuda's own: its modules lie in a namespace package."""
+PART_SECONDS = 20.0  # About what one part takes. A process takes about 6 s before its first test.
+SILENT = 90  # Seconds without any news of a test: then it hangs.
+AGAIN = 3  # Further runs of a test that differs, each way.
+INI = "[pytest]\nconsider_namespace_packages = true\n"  # As numba-cuda's own: its modules lie in a namespace package.
 
 
 OF_THIS_RUN = {"PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTEST_XDIST_WORKER", "PYTEST_CURRENT_TEST"}
@@ -110,8 +106,7 @@ class Suite:
 
     def ends_alike(self, paths: Sequence[str], at_once: int) -> dict[str, tuple[str, str]]:
         """How each test ended without memguard and under it. AssertionError if a test did not run both ways, no budget
-        was active under memguard, or a test differs without a reason.
-        """
+        was active under memguard, or a test differs without a reason."""
         collected = self.process(paths, False, "--collect-only")
         assert collected.collected and not collected.not_collected, collected.not_collected
         # cudadrv resets devices and sets memory managers: no file of it runs in another's process.

@@ -5,20 +5,18 @@ Nothing here asks memguard.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from support.elastic_arrays import MIB, put_row_stack_back
+from bench.programs import six
+from bench.programs.six import MIB, put_row_stack_back
 
 Calls = dict[str, Callable[[], Any]]
-BLOCK = 1 << 30
-"""A large array is made of such blocks."""
-SMALL = 1 << 20
-"""Elements of the arrays that the kinds of calls work on."""
+BLOCK = 1 << 30  # A large array is made of such blocks.
+SMALL = 1 << 20  # Elements of the arrays that the kinds of calls work on.
 
 
 def random_bytes(size: int, seed: int) -> Any:
@@ -116,25 +114,17 @@ class Torch(Library):
             "device synchronize, taken by name before": lambda: taken(),
             "stream synchronize": lambda: stream.synchronize(),
             "default stream synchronize": lambda: torch.cuda.default_stream().synchronize(),
-            "stream query": lambda: stream.query(),
-            "event synchronize": lambda: last.synchronize(),
-            "event query": lambda: last.query(),
-            "event elapsed_time": lambda: first.elapsed_time(last),
-            "event record": event_ends,
-            "item": lambda: x[0].item(),
-            "copy to host": lambda: x.cpu(),
+            "stream query": lambda: stream.query(), "event synchronize": lambda: last.synchronize(),
+            "event query": lambda: last.query(), "event elapsed_time": lambda: first.elapsed_time(last),
+            "event record": event_ends, "item": lambda: x[0].item(), "copy to host": lambda: x.cpu(),
             "copy to device": lambda: torch.ones(SMALL).cuda(),
             "copy, non_blocking": lambda: x.copy_(host, non_blocking=True),
-            "allocation": lambda: torch.empty(SMALL, device="cuda"),
-            "kernel": lambda: x + 1,
-            "matmul": lambda: square @ square,
-            "graph replay": lambda: graph.replay(),
-            "empty_cache": lambda: torch.cuda.empty_cache(),
-            "mem_get_info": lambda: torch.cuda.mem_get_info(),
-            "pin_memory": lambda: torch.ones(SMALL).pin_memory(),
-            "stream created": lambda: torch.cuda.Stream(),
+            "allocation": lambda: torch.empty(SMALL, device="cuda"), "kernel": lambda: x + 1,
+            "matmul": lambda: square @ square, "graph replay": lambda: graph.replay(),
+            "empty_cache": lambda: torch.cuda.empty_cache(), "mem_get_info": lambda: torch.cuda.mem_get_info(),
+            "pin_memory": lambda: torch.ones(SMALL).pin_memory(), "stream created": lambda: torch.cuda.Stream(),
             "print": lambda: str(x[:4]),
-        }
+        }  # fmt: skip
 
 
 class TensorFlow(Library):
@@ -186,16 +176,12 @@ class TensorFlow(Library):
 
         compiled(x)
         found: Calls = {
-            "numpy": on_gpu(lambda: (x + 1).numpy()),
-            "numpy of what is there": lambda: x.numpy(),
-            "kernel": on_gpu(lambda: x + 1),
-            "matmul": on_gpu(lambda: tf.matmul(square, square)),
+            "numpy": on_gpu(lambda: (x + 1).numpy()), "numpy of what is there": lambda: x.numpy(),
+            "kernel": on_gpu(lambda: x + 1), "matmul": on_gpu(lambda: tf.matmul(square, square)),
             "constant to device": on_gpu(lambda: tf.identity(tf.constant(host))),
-            "compiled function": lambda: compiled(x),
-            "reduce to int": on_gpu(lambda: int(tf.reduce_sum(x))),
-            "allocation": on_gpu(lambda: tf.zeros([SMALL])),
-            "print": lambda: str(x[:4]),
-        }
+            "compiled function": lambda: compiled(x), "reduce to int": on_gpu(lambda: int(tf.reduce_sum(x))),
+            "allocation": on_gpu(lambda: tf.zeros([SMALL])), "print": lambda: str(x[:4]),
+        }  # fmt: skip
         if hasattr(tf.test.experimental, "sync_devices"):
             found["sync_devices"] = lambda: tf.test.experimental.sync_devices()
         return found
@@ -246,17 +232,11 @@ class Jax(Library):
         return {
             "block_until_ready": lambda: (x + 1).block_until_ready(),
             "block_until_ready of what is there": lambda: x.block_until_ready(),
-            "compiled function": lambda: compiled(x),
-            "compiled function, read": lambda: np.asarray(compiled(x)),
-            "compilation": compiles,
-            "operator": lambda: x + 1,
-            "matmul": lambda: jnp.dot(square, square),
-            "device_put": lambda: jax.device_put(host),
-            "device_get": lambda: jax.device_get(x + 2),
-            "item": lambda: (x[0] + 1).item(),
-            "allocation": lambda: jnp.zeros(SMALL),
-            "print": lambda: str(x[:4]),
-        }
+            "compiled function": lambda: compiled(x), "compiled function, read": lambda: np.asarray(compiled(x)),
+            "compilation": compiles, "operator": lambda: x + 1, "matmul": lambda: jnp.dot(square, square),
+            "device_put": lambda: jax.device_put(host), "device_get": lambda: jax.device_get(x + 2),
+            "item": lambda: (x[0] + 1).item(), "allocation": lambda: jnp.zeros(SMALL), "print": lambda: str(x[:4]),
+        }  # fmt: skip
 
 
 class Cupy(Library):
@@ -309,27 +289,18 @@ class Cupy(Library):
             "device synchronize": lambda: cupy.cuda.Device().synchronize(),
             "runtime.deviceSynchronize": lambda: cupy.cuda.runtime.deviceSynchronize(),
             "stream synchronize": lambda: stream.synchronize(),
-            "null stream synchronize": lambda: cupy.cuda.Stream.null.synchronize(),
-            "stream done": lambda: stream.done,
-            "event synchronize": lambda: last.synchronize(),
-            "event done": lambda: last.done,
+            "null stream synchronize": lambda: cupy.cuda.Stream.null.synchronize(), "stream done": lambda: stream.done,
+            "event synchronize": lambda: last.synchronize(), "event done": lambda: last.done,
             "event elapsed time": lambda: cupy.cuda.get_elapsed_time(first, last),
-            "event record": lambda: cupy.cuda.Event().record(stream),
-            "copy to host": lambda: x.get(),
-            "copy to device": lambda: cupy.asarray(host),
-            "item": lambda: x[0].item(),
-            "allocation": lambda: cupy.empty(SMALL),
-            "allocation in order of a stream": through_pool,
-            "kernel": lambda: x + 1,
-            "matmul": lambda: square @ square,
-            "raw kernel": lambda: raw((1,), (32,), (x,)),
-            "module loaded and unloaded": compiles,
-            "free_all_blocks": lambda: self.trim(),
+            "event record": lambda: cupy.cuda.Event().record(stream), "copy to host": lambda: x.get(),
+            "copy to device": lambda: cupy.asarray(host), "item": lambda: x[0].item(),
+            "allocation": lambda: cupy.empty(SMALL), "allocation in order of a stream": through_pool,
+            "kernel": lambda: x + 1, "matmul": lambda: square @ square, "raw kernel": lambda: raw((1,), (32,), (x,)),
+            "module loaded and unloaded": compiles, "free_all_blocks": lambda: self.trim(),
             "mem_info": lambda: cupy.cuda.Device().mem_info,
             "pinned memory": lambda: cupy.cuda.alloc_pinned_memory(SMALL),
-            "stream created": lambda: cupy.cuda.Stream(non_blocking=True),
-            "print": lambda: str(x[:4]),
-        }
+            "stream created": lambda: cupy.cuda.Stream(non_blocking=True), "print": lambda: str(x[:4]),
+        }  # fmt: skip
 
 
 class Pycuda(Library):
@@ -385,21 +356,14 @@ class Pycuda(Library):
 
         return {
             "context synchronize": lambda: drv.Context.synchronize(),
-            "stream synchronize": lambda: stream.synchronize(),
-            "stream is_done": lambda: stream.is_done(),
-            "event synchronize": lambda: last.synchronize(),
-            "event query": lambda: last.query(),
-            "event time_since": lambda: last.time_since(first),
-            "event record": lambda: drv.Event().record(stream),
-            "copy to host": lambda: drv.memcpy_dtoh(out, x),
-            "copy to device": lambda: drv.memcpy_htod(x, data),
-            "memset": lambda: drv.memset_d8(x, 1, 4096),
-            "allocation": lambda: drv.mem_alloc(SMALL),
-            "allocation and free": frees,
-            "pinned memory": lambda: drv.pagelocked_empty(SMALL, np.uint8),
-            "mem_get_info": lambda: drv.mem_get_info(),
-            "stream created": lambda: drv.Stream(),
-        }
+            "stream synchronize": lambda: stream.synchronize(), "stream is_done": lambda: stream.is_done(),
+            "event synchronize": lambda: last.synchronize(), "event query": lambda: last.query(),
+            "event time_since": lambda: last.time_since(first), "event record": lambda: drv.Event().record(stream),
+            "copy to host": lambda: drv.memcpy_dtoh(out, x), "copy to device": lambda: drv.memcpy_htod(x, data),
+            "memset": lambda: drv.memset_d8(x, 1, 4096), "allocation": lambda: drv.mem_alloc(SMALL),
+            "allocation and free": frees, "pinned memory": lambda: drv.pagelocked_empty(SMALL, np.uint8),
+            "mem_get_info": lambda: drv.mem_get_info(), "stream created": lambda: drv.Stream(),
+        }  # fmt: skip
 
 
 class Numba(Library):
@@ -446,31 +410,23 @@ class Numba(Library):
         cuda = self.cuda
         data = np.ones(SMALL, np.float32)
         x, counts, total = (
-            cuda.to_device(data),
-            cuda.to_device(np.ones(1024, np.uint8)),
-            cuda.to_device(np.zeros(1, np.uint64)),
-        )
+            cuda.to_device(data), cuda.to_device(np.ones(1024, np.uint8)), cuda.to_device(np.zeros(1, np.uint64)),
+        )  # fmt: skip
         stream, first, last = cuda.stream(), cuda.event(), cuda.event()
         first.record()
         last.record()
         self._sum[4, 256](counts, total)
         cuda.synchronize()
         return {
-            "synchronize": lambda: cuda.synchronize(),
-            "stream synchronize": lambda: stream.synchronize(),
-            "event synchronize": lambda: last.synchronize(),
-            "event query": lambda: last.query(),
+            "synchronize": lambda: cuda.synchronize(), "stream synchronize": lambda: stream.synchronize(),
+            "event synchronize": lambda: last.synchronize(), "event query": lambda: last.query(),
             "event elapsed time": lambda: cuda.event_elapsed_time(first, last),
-            "event record": lambda: cuda.event().record(stream),
-            "copy to host": lambda: x.copy_to_host(),
-            "copy to device": lambda: cuda.to_device(data),
-            "allocation": lambda: cuda.device_array(SMALL, np.uint8),
-            "kernel": lambda: self._sum[4, 256](counts, total),
-            "deallocations": lambda: self.trim(),
+            "event record": lambda: cuda.event().record(stream), "copy to host": lambda: x.copy_to_host(),
+            "copy to device": lambda: cuda.to_device(data), "allocation": lambda: cuda.device_array(SMALL, np.uint8),
+            "kernel": lambda: self._sum[4, 256](counts, total), "deallocations": lambda: self.trim(),
             "get_memory_info": lambda: cuda.current_context().get_memory_info(),
-            "pinned memory": lambda: cuda.pinned_array(SMALL, np.uint8),
-            "stream created": lambda: cuda.stream(),
-        }
+            "pinned memory": lambda: cuda.pinned_array(SMALL, np.uint8), "stream created": lambda: cuda.stream(),
+        }  # fmt: skip
 
 
 def _float_of(value: int) -> float:
@@ -531,30 +487,19 @@ class Kept:
         self.library.trim()
 
 
-class Raw:
-    """Memory from the driver itself, in the primary context of the first GPU: of no framework, never suspended."""
+class Raw(six.Raw):
+    """Of no framework, never suspended. Its context is current on the thread that makes it."""
 
     def __init__(self) -> None:
-        self.cuda = ctypes.CDLL("libcuda.so.1")
-        self.context = ctypes.c_void_p()
-        for name, arguments in (
-            ("cuInit", (0,)),
-            ("cuDevicePrimaryCtxRetain", (ctypes.byref(self.context), 0)),
-            ("cuCtxPushCurrent_v2", (self.context,)),
-        ):
-            code = getattr(self.cuda, name)(*arguments)
-            if code:
-                raise RuntimeError(f"{name} returned {code}")
+        super().__init__()
+        self.call("cuCtxPushCurrent_v2", self.context)
 
-    def take(self, size: int) -> int | None:
+    def take(self, size: int) -> int | None:  # type: ignore[override]
         """Its address; None if there is no room."""
-        address = ctypes.c_uint64()
-        code = self.cuda.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size))
-        return None if code else int(address.value)
-
-    def give(self, address: int) -> None:
-        self.cuda.cuMemFree_v2(ctypes.c_uint64(address))
+        try:
+            return super().take(size)
+        except RuntimeError:
+            return None
 
 
-PIECES = (1 << 30, 64 * MIB, 2 * MIB)
-"""What fills a card."""
+PIECES = (1 << 30, 64 * MIB, 2 * MIB)  # What fills a card.

@@ -20,11 +20,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bench.programs import six
+
 TESTS = Path(__file__).resolve().parents[1]
-ORDERLY = 20.0
-"""Seconds in which a process must end by itself."""
-harsh: list[str] = []
-"""Processes that had to be killed although they were restored and could not be suspended again."""
+ORDERLY = 20.0  # Seconds in which a process must end by itself.
+harsh: list[str] = []  # Processes that had to be killed although they were restored and could not be suspended again.
 
 
 _runtime: contextvars.ContextVar[str | None] = contextvars.ContextVar("runtime", default=None)
@@ -32,10 +32,8 @@ _runtime: contextvars.ContextVar[str | None] = contextvars.ContextVar("runtime",
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """Processes that are started within the block take their turns among themselves alone.
-
-    Else one that hangs with the turn would keep those of every other scenario waiting, until their time is up.
-    """
+    """Processes that are started within the block take their turns among themselves alone. Else one that hangs with
+    the turn would keep those of every other scenario waiting, until their time is up."""
     with tempfile.TemporaryDirectory(prefix="memguard-", ignore_cleanup_errors=True) as folder:
         token = _runtime.set(folder)
         try:
@@ -62,11 +60,9 @@ class Child:
 
     def __init__(self, script: str, *words: str, env: dict[str, str] | None = None) -> None:
         ours = {
-            "PYTHONFAULTHANDLER": "1",
-            "TF_CPP_MIN_LOG_LEVEL": "2",
-            "TF_FORCE_GPU_ALLOW_GROWTH": "true",
+            "PYTHONFAULTHANDLER": "1", "TF_CPP_MIN_LOG_LEVEL": "2", "TF_FORCE_GPU_ALLOW_GROWTH": "true",
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-        }
+        }  # fmt: skip
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (a pipe that nobody reads fills up)
         self.words = words
         self.process = subprocess.Popen(
@@ -74,8 +70,7 @@ class Child:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True,
             env=surroundings(**{**ours, **(env or {})}),
         )  # fmt: skip
-        self.touched = False
-        """Whether anybody has begun to suspend it."""
+        self.touched = False  # Whether anybody has begun to suspend it.
         self.lost = False
         """Whether a restore of it has failed: then it can neither be suspended again nor end by itself."""
         self._lines: queue.Queue[str | None] = queue.Queue()
@@ -206,30 +201,12 @@ def away_again(pid: int) -> bool:
     return done.end in (End.SUSPENDED, End.ENDED, End.LOST)
 
 
-# NVML, for a process that is never suspended
-
-
-class Card:
+class Card(six.Card):
     """The first GPU."""
-
-    def __init__(self) -> None:
-        import pynvml
-
-        pynvml.nvmlInit()
-        self._nvml, self._handle = pynvml, pynvml.nvmlDeviceGetHandleByIndex(0)
-
-    def free(self) -> int:
-        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).free)
-
-    def total(self) -> int:
-        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).total)
 
     def of(self, pid: int) -> int | None:
         """Bytes that NVML lists for a process; None if it is not in the list."""
-        for one in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle):
-            if one.pid == pid:
-                return int(one.usedGpuMemory or 0)
-        return None
+        return self.listed().get(pid)
 
 
 def host_bytes(pid: int) -> int:

@@ -9,8 +9,7 @@ from typing import Any
 
 from support.suspend_children import away_again, surroundings
 
-TEXT = 4000
-"""Characters of a cell's output that are kept: a line of progress is written again and again."""
+TEXT = 4000  # Characters of a cell's output that are kept: a line of progress is written again and again.
 
 
 class Kernel:

@@ -15,7 +15,7 @@ import threading
 import time
 from typing import Any
 
-from support.elastic_arrays import MIB
+from bench.programs.six import MIB
 from support.suspend_arrays import PIECES, Raw
 from support.suspend_children import Card
 

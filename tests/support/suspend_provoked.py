@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from support.elastic_arrays import MIB
+from bench.programs.six import MIB
 
 
 @contextlib.contextmanager
@@ -184,10 +184,8 @@ PROVOKED: dict[str, tuple[Callable[[], Any], str, str]] = {
     "torch gave a tensor": (torch_export, "cuda-ipc", "torch"),
     "torch opened a tensor": (torch_import, "cuda-ipc", "torch"),
     "memguard.exchange gave an array": (exchange_export, "cuda-ipc", "torch"),
-    "a capture": (capture, "capture", "torch"),
-    "torch.profiler": (profiler, "profiler", "torch"),
-    "NCCL, one rank": (nccl, "nccl", "torch"),
-    "a child with a context": (child, "children", "torch"),
+    "a capture": (capture, "capture", "torch"), "torch.profiler": (profiler, "profiler", "torch"),
+    "NCCL, one rank": (nccl, "nccl", "torch"), "a child with a context": (child, "children", "torch"),
     "too little host memory": (host_memory, "host-memory", "torch"),
-}
+}  # fmt: skip
 """How it is provoked, the code of the reason that has to be among those given, and the framework of the process."""

@@ -19,8 +19,7 @@ from typing import Any
 
 from support.suspend_arrays import Kept
 
-HUNG = 40.0
-"""Seconds after which every thread's stack is written: somebody waits in the driver with the GIL."""
+HUNG = 40.0  # Seconds after which every thread's stack is written: somebody waits in the driver with the GIL.
 
 
 class Api:
@@ -105,15 +104,9 @@ class Target:
         self.provoked: contextlib.ExitStack = contextlib.ExitStack()
 
     def begin(
-        self,
-        names: list[str],
-        size: int = 0,
-        large: int = 0,
-        seed: int = 1,
-        limit: str | None = None,
-        timeline: str | None = None,
-        by_others: bool = False,
-    ) -> dict[str, Any]:
+        self, names: list[str], size: int = 0, large: int = 0, seed: int = 1, limit: str | None = None,
+        timeline: str | None = None, by_others: bool = False,
+    ) -> dict[str, Any]:  # fmt: skip
         """Arrays of each framework; with `limit` under a budget whose monitor looks every 100 ms."""
         if limit is not None:
             import memguard
@@ -121,11 +114,9 @@ class Target:
             monitor = {"interval": "100ms", **({"timeline": timeline} if timeline else {})}
             share = f"{100 // len(names)}%"
             budget: dict[str, Any] = {
-                "version": 1,
-                "device": {"limit": limit},
-                "frameworks": {name: {"share": share} for name in names},
+                "version": 1, "device": {"limit": limit}, "frameworks": {name: {"share": share} for name in names},
                 "monitor": monitor,
-            }
+            }  # fmt: skip
             if by_others:
                 budget["suspend"] = {"by_others": True}
             memguard.init(budget)
@@ -142,11 +133,9 @@ class Target:
         begun = time.monotonic()
         found = self.api.suspend(timeout, host_memory)
         return {
-            "seconds": time.monotonic() - begun,
-            "parts": dict(found.parts),
-            "bytes": sum(found.bytes.values()),
+            "seconds": time.monotonic() - begun, "parts": dict(found.parts), "bytes": sum(found.bytes.values()),
             "host": found.host,
-        }
+        }  # fmt: skip
 
     def on(self, timeout: float | None = None) -> dict[str, Any]:
         waits: list[dict[str, Any]] = []

@@ -31,10 +31,8 @@ class Outcome:
 
 @dataclass
 class Read:
-    """What one process of pytest left behind. `active`: whether a budget was; None if it did not say.
-
-    `killed`: it did not end by itself.
-    """
+    """What one process of pytest left behind. `active`: whether a budget was; None if it did not say. `killed`: it did
+    not end by itself."""
 
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     collected: list[str] = field(default_factory=list)

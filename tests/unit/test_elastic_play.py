@@ -6,7 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support import elastic_arrays, elastic_play, oracle, schedules
+from support import elastic_play, oracle, schedules
+
+from bench.programs import patterned
 
 pytestmark = pytest.mark.long  # no version of what is installed changes what only developers run
 
@@ -29,8 +31,8 @@ def test_an_array_is_read_back_where_it_was_written(name: str, size: int, monkey
             assert at >= 0 and at + count <= size
             return bytes(memory[at : at + count])
 
-    monkeypatch.setattr(elastic_arrays, "address", lambda name, array: 0)
-    one = elastic_arrays.Arrays(name)
+    monkeypatch.setattr(patterned, "address", lambda name, array: 0)
+    one = patterned.Arrays(name)
     one._memory = Host()
     one.write(None, size, 7)
     assert one.right(None, size, 7) and not one.right(None, size, 8)

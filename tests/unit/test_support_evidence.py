@@ -10,7 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import independent, sampler
+from support import independent
+
+from bench import sampler
+from bench.child import Sampler
+from bench.programs import cupti
 
 pytestmark = pytest.mark.long  # no version of what is installed changes what this code does
 
@@ -49,7 +53,7 @@ def test_the_sampler_is_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "pynvml.py").write_text(FAKE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    looking = sampler.Sampler(0.02)
+    looking = Sampler(0.02)
     looking.start(4711)
     until = time.monotonic() + 0.8
     while time.monotonic() < until:
@@ -63,12 +67,12 @@ def test_the_sampler_is_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest
 def test_without_nvml_and_without_a_start_the_sampler_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "pynvml.py").write_text("def nvmlInit(): raise OSError('no NVML')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    looking = sampler.Sampler()
+    looking = Sampler()
     looking.start(1)
     assert looking.stop()["samples"] == 0
-    assert sampler.Sampler().stop()["samples"] == 0
+    assert Sampler().stop()["samples"] == 0
     (tmp_path / "pynvml.py").write_text("import os\nos._exit(3)\n")
-    looking = sampler.Sampler()
+    looking = Sampler()
     looking.start(1)
     assert looking.stop() == sampler.summary([], 0.05), "it died, and that is not the test's end"
 
@@ -235,4 +239,4 @@ def test_what_cupti_saw_is_summed_by_library() -> None:
         expected: dict[str, int] = {}
         for name, size in live.values():
             expected[name] = expected.get(name, 0) + size
-        assert independent.live_bytes(records, 1, 2, 3) == expected
+        assert cupti.live_bytes(records, 1, 2, 3) == expected

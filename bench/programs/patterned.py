@@ -6,11 +6,9 @@ owners at once shows.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import gc
 import json
-import os
 import random
 import sys
 import time
@@ -18,21 +16,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from bench.child import emit
-from bench.measure import Failed
-from bench.programs.six import GIB, MIB, Raw, allocator, put_row_stack_back
+from bench.programs.arrays import begin
+from bench.programs.six import GIB, MIB, Card, Raw, allocator, load
 
-__all__ = ["GIB", "MIB", "Arrays", "Card", "percentile", "serve", "torch_first"]
-XLA = ("tensorflow", "jax")
-"""Their arrays cannot be written: each is made with its value."""
-WINDOW = 1 << 10
-"""Bytes that are read back at one place."""
+__all__ = ["GIB", "MIB", "Arrays", "Card", "serve", "torch_first"]
+XLA = ("tensorflow", "jax")  # Their arrays cannot be written: each is made with its value.
+WINDOW = 1 << 10  # Bytes that are read back at one place.
 
 
 def serve(actions: Mapping[str, Callable[..., Mapping[str, Any] | None]]) -> None:
     """In a child: answer each line of stdin, `NAME {"argument": …}`, with what that action returns and when it ended.
-
-    `at` is CLOCK_MONOTONIC, which all processes of a machine share. An exception ends the process.
-    """
+    `at` is CLOCK_MONOTONIC, which all processes of a machine share. An exception ends the process."""
     for line in sys.stdin:
         name, _, arguments = line.strip().partition(" ")
         found = actions[name](**json.loads(arguments or "{}"))
@@ -68,10 +62,8 @@ def value_of(seed: int) -> float:
 
 
 def windows(size: int, seed: int, step: int) -> list[tuple[int, int]]:
-    """Offset and length in bytes of the places that are read back: the beginning, the end, and six between.
-
-    Both are multiples of `step`, of which `size` is one.
-    """
+    """Offset and length in bytes of the places that are read back: the beginning, the end, and six between. Both are
+    multiples of `step`, of which `size` is one."""
     draw, length = random.Random(seed), min(WINDOW, size)
     starts = [0, size - length, *(draw.randint(0, size - length) // step * step for _ in range(6))]
     return [(start, length) for start in starts]
@@ -89,25 +81,13 @@ class Arrays:
         """Import the framework. Makes no context."""
         if self.name == "pycuda":
             import pycuda.driver  # noqa: F401
-        elif self.name == "numba":
-            put_row_stack_back()
-            import numba.cuda  # noqa: F401
         else:
-            __import__(self.name)
+            load(self.name)
 
     def begin(self) -> None:
         """Make it live, in the primary context, with the kernels that its arrays need."""
-        if self.name == "pycuda":
-            import pycuda.driver as drv
-
-            drv.init()
-            context = drv.Device(0).retain_primary_context()
-            context.push()
-            atexit.register(context.pop)
-        elif self.name == "numba":
-            from numba import cuda
-
-            cuda.current_context()
+        if self.name in ("pycuda", "numba"):
+            begin(self.name)
         one = self.take(8 * MIB)
         self.write(one, 8 * MIB, 1)
         assert self.right(one, 8 * MIB, 1), f"{self.name} does not read what it wrote"
@@ -138,6 +118,8 @@ class Arrays:
             found = [self._part(array, at, count) for at, count in places]
             return all(part.size > 0 and bool((part == value_of(seed)).all()) for part in found)
         four, at = word_of(seed).to_bytes(4, "little"), address(self.name, array)
+        if size < 4:
+            return self.memory.read(at, size) == four[:1] * size
         places = windows(size // 4 * 4, seed, 4)
         return all(self.memory.read(at + offset, count) == four * (count // 4) for offset, count in places)
 
@@ -200,42 +182,3 @@ _made: Any = None
 def torch_first(names: Any) -> list[str]:
     """PyTorch before TensorFlow: the other order breaks it."""
     return sorted(names, key=lambda name: name != "torch")
-
-
-class Card:
-    """NVML's figures of the first GPU, in bytes. Raises bench.measure.Failed where there is none."""
-
-    def __init__(self) -> None:
-        import pynvml
-
-        try:
-            pynvml.nvmlInit()
-        except pynvml.NVMLError as error:
-            raise Failed(f"no GPU: {error}") from error
-        shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        by_uuid = shown.startswith("GPU-") and "," not in shown
-        self._nvml = pynvml
-        self._handle = pynvml.nvmlDeviceGetHandleByUUID(shown) if by_uuid else pynvml.nvmlDeviceGetHandleByIndex(0)
-
-    def free(self) -> int:
-        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).free)
-
-    def total(self) -> int:
-        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).total)
-
-    def listed(self) -> dict[int, int]:
-        """Bytes by the PID of each process on the GPU."""
-        running = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
-        return {one.pid: int(one.usedGpuMemory or 0) for one in running}
-
-    def own(self) -> int:
-        """This process's. RuntimeError if NVML does not tell."""
-        found = self.listed().get(os.getpid())
-        if not found:
-            raise RuntimeError("NVML does not tell this process's bytes")
-        return found
-
-
-def percentile(values: list[float], part: float) -> float:
-    """The smallest value that so great a part of all do not exceed."""
-    return sorted(values)[max(-int(-part * len(values) // 1), 1) - 1]
