@@ -21,8 +21,7 @@ README = (
     ("leak.before", "Time from the announcement of a leak of 1 GiB/s to its out-of-memory error"),
     ("elastic.move", "8 GiB from one framework's idle cache to another's array"),
     ("suspend.out_16_gib", "A process with 16 GiB leaves the GPU"),
-)
-"""Rows of README's table, with what they are in its words."""
+)  # Rows of README's table, with what they are in its words.
 HEADING = "## Measured"
 
 

@@ -23,7 +23,6 @@ from bench.child import COVERS, ROOT, package
 from bench.measure import Failed, Run, Values, gpu_here, measure
 from bench.programs.six import SHARES
 
-IMPORTS = ("tensorflow", "torch", "jax", "cupy", "pycuda.driver", "numba.cuda")
 BUDGET = """version: 1
 device: {limit: 40GiB}
 frameworks:
@@ -69,20 +68,6 @@ _INIT = "guard = memguard.init(sys.argv[1], **json.loads(sys.argv[2]))\n"
 ALONE = f"{_CLOCK}{_DEPENDENCIES}timed(pynvml)\nimport memguard\nbegin()\n{_INIT}{_DONE}"
 FRESH = f"{_CLOCK}begin()\nimport pynvml\ntimed(pynvml)\nimport memguard\n{_INIT}{_DONE}"
 THEIRS = f"{_CLOCK}begin()\n{_DEPENDENCIES}end()\nsay()\n"
-IMPORTED = f"""{_CLOCK}{_DEPENDENCIES}
-import importlib, os
-os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-for name in {IMPORTS}:
-    try:
-        importlib.import_module(name)
-    except Exception:
-        pass
-timed(pynvml)
-import memguard
-print("READY", flush=True)
-sys.stdin.readline()
-begin()
-{_INIT}{_DONE}"""
 WAYS = {"init": ALONE, "fresh": FRESH, "theirs": THEIRS, "theirs again": THEIRS}
 IMPORT = "import time\nt = time.perf_counter()\nimport {}\nprint('RESULT', time.perf_counter() - t)"
 PTH = """
@@ -100,15 +85,15 @@ print('RESULT', values)
     "startup",
     unit={
         "import": "times", "import.control": "times", "init": "ms", "init.whole": "ms",
-        "init.imported": "ms", "fresh": "ms", "fresh.control": "ms", "fresh.whole": "ms", "start": "ms",
+        "fresh": "ms", "fresh.control": "ms", "fresh.whole": "ms", "start": "ms",
         "start.control": "ms", "pth": "ms",
     },
     bar={
-        "import": "<= 1.5", "init": "<= 50", "init.whole": "<= 50", "init.imported": "<= 50",
+        "import": "<= 1.5", "init": "<= 50", "init.whole": "<= 50",
         "fresh": "<= 60", "fresh.whole": "<= 50", "start": "<= 1", "pth": "<= 1",
     },
     by={
-        **dict.fromkeys(("import", "init", "init.whole", "init.imported", "fresh.whole", "pth"), "p95"),
+        **dict.fromkeys(("import", "init", "init.whole", "fresh.whole", "pth"), "p95"),
         "fresh": "high", "start": "high",
     },
     seconds=65,
@@ -120,7 +105,6 @@ def startup(run: Run) -> dict[str, Values | Failed]:
     parts: list[tuple[tuple[str, ...], Callable[[], dict[str, Any]]]] = [
         (("import",), lambda: imports(run.rounds(20))),
         (("init", "init.whole", "fresh", "fresh.whole"), lambda: inits(place, run.rounds(18, 1))),
-        (("init.imported",), lambda: {"init.imported": place.imported(run.rounds(4, 1))}),
         (("start", "pth"), lambda: starts(run, run.rounds(120, 2))),
     ]
     for names, part in parts:
@@ -197,33 +181,6 @@ class Place:
     def known(self, found: dict[str, Any]) -> dict[str, Any]:
         if self.real and found.get("absent"):
             raise Failed(f"not installed for a GPU: {', '.join(found['absent'])}")
-        return found
-
-    def imported(self, times: int) -> list[float]:
-        """Milliseconds of `init` after the imports of all six. They import at the same time, and init one by one."""
-        started = [
-            subprocess.Popen(
-                self.words(IMPORTED), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                env=self.env, cwd=self.folder,
-            )
-            for _ in range(times)
-        ]  # fmt: skip
-        found = []
-        try:
-            for one in started:
-                assert one.stdout is not None
-                while (line := one.stdout.readline()) and not line.startswith("READY"):
-                    pass
-            for one in started:
-                out, err = one.communicate("\n", timeout=60)
-                taken = self.known(told(out, err, one.returncode))
-                found.append((taken["seconds"] - taken["nvml_init"]) * 1e3)
-        except (subprocess.TimeoutExpired, BrokenPipeError) as error:
-            raise Failed(f"init of six that are imported: {error}") from None
-        finally:
-            for one in started:
-                one.kill()
-                one.wait()
         return found
 
 

@@ -20,7 +20,6 @@ from bench.measure import Failed, Run, measure
 from bench.programs.patterned import MIB
 
 FRAMEWORKS = {
-    "jax_cupy": ("jax", "cupy"),
     "torch_training": ("torch",),
 }  # Programs of `bench/programs`, and the frameworks of each.
 TRIED = (-10, -5, 0, 5, 10)
@@ -35,7 +34,7 @@ MONITOR = "monitor: {interval: 50ms, timeline: %s, warn: 98%%, critical: 99%%}\n
 
 @measure(
     "suggest", unit="%", bar=dict.fromkeys(FRAMEWORKS, "<= 20"), seconds=100, beside=True,
-    needs=("torch", "jax", "cupy"),
+    needs=("torch",),
 )  # fmt: skip
 def suggest(run: Run) -> dict[str, list[float] | Failed]:
     """What the suggested budget takes beyond the smallest that passes, in percent of that.

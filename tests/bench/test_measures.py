@@ -45,7 +45,7 @@ def test_startup() -> None:
     found = quick("startup")
     errors = {name: value for name, value in found.items() if isinstance(value, dict)}
     assert not errors
-    assert {"import", "init", "init.imported", "fresh", "start", "pth"} <= set(found)
+    assert {"import", "init", "fresh", "start", "pth"} <= set(found)
     assert all(value and min(value) == min(value) for value in found.values())
 
 

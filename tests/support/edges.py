@@ -8,9 +8,7 @@ from typing import Any
 
 from support.arrays import ON_CPU, Facts, ReadOnly, make, on_gpu
 
-NEVER = (
-    "conjugated", "sparse", "quantised", "ragged", "string", "deleted", "tracer",
-)  # fmt: skip
+NEVER = ("conjugated", "sparse", "quantised", "ragged", "string", "deleted", "tracer")
 """What not even a copy is made of."""
 FORWARD = ("torch", "cupy", "pycuda", "numba")  # They take any strides that are not negative.
 WRITE = FORWARD  # Their arrays can be written through.
@@ -34,9 +32,7 @@ def expected(case: str, x: Facts | None, target: str) -> tuple[str, str]:
         refused = refused or not dense or x.address % (64 if ON_CPU else 16) != 0
     if x.readonly and target in WRITE:
         refused = True
-    if (
-        target == "numba" and x.strides is not None
-    ):  # it copies what repeats its elements to the host wrongly (measured)
+    if target == "numba" and x.strides is not None:  # it copies repeated elements to the host wrongly (measured)
         refused = refused or any(not stride and extent != 1 for stride, extent in zip(x.strides, x.shape, strict=False))
     return ("refused" if refused else "shared"), "equal"
 

@@ -475,11 +475,6 @@ class Kept:
     def count(self) -> int:
         return len(self._random) + len(self._blocks)
 
-    @property
-    def in_blocks(self) -> int:
-        """Bytes."""
-        return sum(size for _, size, _ in self._blocks)
-
     def drop(self) -> None:
         self._random.clear()
         self._blocks.clear()

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from simulated_runner import SimulatedRunner
 from support import schedules as _schedules
 from support.oracle import Entry, Terms, Verdicts, judge
-from support.simulated_runner import SimulatedRunner
 
 from memguard import Budget
 from memguard._devices.simulated import Model, SimulatedHost

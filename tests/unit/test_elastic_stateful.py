@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from schedules import LIMIT, RESERVE, guarded
+from simulated_runner import SimulatedRunner
 from support import schedules as _schedules
 from support.oracle import MIB, PAGE, Entry, in_the_way, judge
-from support.simulated_runner import SimulatedRunner
 
 from memguard._reclaim.lending import Part, ask, settle
 from memguard._specs import SPECS

@@ -13,9 +13,9 @@ from dataclasses import replace
 
 import pytest
 from schedules import LIMIT, RESERVE, guarded, played
+from simulated_runner import SimulatedRunner
 from support import schedules as _schedules
 from support.oracle import FIXED, MIB, PAGE, Books, Entry, Refused, Terms, judge
-from support.simulated_runner import SimulatedRunner
 
 from memguard._guard import Guard
 from memguard._reclaim import lending, reclaimer

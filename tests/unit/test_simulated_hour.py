@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support import simulated_hour as hour
+import simulated_hour as hour
 
 import memguard
 from memguard._devices.simulated import SimulatedHost
