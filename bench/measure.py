@@ -1,8 +1,7 @@
 """What a measurement is: a function with an id, a unit, a bar and a time budget, called with a `Run`.
 
 A measurement returns its values: `list[float]`, or `list[list[float]]` grouped by process, or a dict of either by the
-names of its rows. Its docstring's first line is its title in the documents.
-"""
+names of its rows. Its docstring's first line is its title in the documents."""
 
 from __future__ import annotations
 

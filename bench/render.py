@@ -1,7 +1,6 @@
 """Pages of the results: one a release in docs/results/, their index, and at most six rows of README's table.
 
-Everything is made of the result files alone, so a page says what was measured then, whatever the tree is today.
-"""
+Everything is made of the result files alone, so a page says what was measured then, whatever the tree is today."""
 
 from __future__ import annotations
 

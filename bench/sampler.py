@@ -3,8 +3,7 @@
     python -m bench.sampler 0.05
 
 It prints `ready` once NVML is there, reads the PID from stdin, looks until stdin ends, and prints one line of JSON.
-`bench.child.Sampler` starts it.
-"""
+`bench.child.Sampler` starts it."""
 
 from __future__ import annotations
 

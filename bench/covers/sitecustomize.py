@@ -1,7 +1,6 @@
 """Record in the file that BENCH_COVERS names which modules of memguard and bench this process looks for.
 
-Each name is written as it is looked for, so also a process that is killed leaves what it loaded.
-"""
+Each name is written as it is looked for, so also a process that is killed leaves what it loaded."""
 
 import os
 import sys

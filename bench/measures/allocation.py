@@ -4,8 +4,7 @@ Each way of each library (`bench/programs/ways.py`) is a process of its own. The
 order that changes, for a few milliseconds of work on one core while it is quiet (`bench/programs/quiet.py`). After some
 rounds new processes replace them all, because a process has its luck: where its memory lies. The way that memguard's is
 compared with runs in two processes: what differs between those is chance. Before it is timed, live blocks fill the
-library's memory so far that, with the block that is timed, it stands at a part of the cap, or has as many bytes.
-"""
+library's memory so far that, with the block that is timed, it stands at a part of the cap, or has as many bytes."""
 
 from __future__ import annotations
 

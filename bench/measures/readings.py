@@ -2,8 +2,7 @@
 
 All six frameworks are live and hold arrays. Each reading takes turns with its bare probes, in an order drawn anew each
 round; its row is the difference within a round, and its control the difference of the probes to themselves. A bare
-probe is what must be asked whatever memguard does. What memguard counts itself, as for Numba, has no probe.
-"""
+probe is what must be asked whatever memguard does. What memguard counts itself, as for Numba, has no probe."""
 
 from __future__ import annotations
 

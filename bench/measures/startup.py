@@ -1,8 +1,7 @@
 """What memguard costs before any work: its import, `init`, and `memguard.pth` at the start of every Python.
 
 Each way runs in processes of its own, in an order that changes with each round. `nvmlInit` is timed apart and taken
-off, but for the rows `.whole`. memguard lies in a folder with bytecode, as pip installs it.
-"""
+off, but for the rows `.whole`. memguard lies in a folder with bytecode, as pip installs it."""
 
 from __future__ import annotations
 

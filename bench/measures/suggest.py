@@ -1,7 +1,6 @@
 """Run, suggest, run again under it: what the budget of `memguard suggest` takes beyond the smallest that passes.
 
-A run passes if the program ends well and nothing was refused, whether or not the program caught it.
-"""
+A run passes if the program ends well and nothing was refused, whether or not the program caught it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """What the screen of `memguard top` takes of a core at 2 Hz, in a terminal of 80×24.
 
 Three screens run at the same time: one follows a timeline of six frameworks that is written twice a second, one watches
-this machine's GPUs and a process, and one is the control: textual itself, with one line that changes twice a second.
-"""
+this machine's GPUs and a process, and one is the control: textual itself, with one line that changes twice a second."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 One process, because two differ by more than what is asked for. A block is three short segments of steps: one with
 budget and monitor, and two without, which are each other's control. Every second block runs in the reverse order, so
 that steady drift cancels, and the budget of one watched segment serves for the next. A monitor's first sample costs the
-most: after `memguard.init` steps go on untimed until the second one is there.
-"""
+most: after `memguard.init` steps go on untimed until the second one is there."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Float32 arrays of each framework, and the ways by hand from one to another: what memguard.exchange is compared with.
 
-Runs in child processes. Nothing here asks memguard.
-"""
+Runs in child processes. Nothing here asks memguard."""
 
 from __future__ import annotations
 

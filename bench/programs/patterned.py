@@ -1,8 +1,7 @@
 """One framework's arrays, each filled with a pattern of its own and read back, and NVML's figures of the card.
 
 Nothing here asks memguard. Arrays are read back through the framework or the driver, so memory that was given to two
-owners at once shows.
-"""
+owners at once shows."""
 
 from __future__ import annotations
 

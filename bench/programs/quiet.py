@@ -1,8 +1,7 @@
 """A core that is not slowed by others, and a yardstick that tells when it is.
 
 A core is slow when it has just woken up, and while a neighbour uses the other half of it (2.3 or 4.2 µs for the same
-loop, measured). So time is taken only where the yardstick, before and after, is near the shortest ever seen.
-"""
+loop, measured). So time is taken only where the yardstick, before and after, is near the shortest ever seen."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """All six frameworks in one process: how to load, use and fill each, and what NVML and the bare driver say of it.
 
-Runs in child processes. Sizes are bytes unless a name says otherwise.
-"""
+Runs in child processes. Sizes are bytes unless a name says otherwise."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """How torch, CuPy, PyCUDA and Numba allocate GPU memory: each plain, under memguard, on RMM's pool and on its own pool.
 
-A way is begun once in a process of its own, before anything of the library was imported.
-"""
+A way is begun once in a process of its own, before anything of the library was imported."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Arrays of each framework as a program makes, reads and hands them over by itself: what memguard.exchange is held to.
 
-Nothing here asks memguard. With MEMGUARD_EXCHANGE_CPU=1 they lie on the host, to try the programs without a GPU.
-"""
+Nothing here asks memguard. With MEMGUARD_EXCHANGE_CPU=1 they lie on the host, to try the programs without a GPU."""
 
 from __future__ import annotations
 

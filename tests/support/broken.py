@@ -5,8 +5,7 @@
 For each, the tree is copied to a temporary folder, one text of one file is changed, and the gate runs there. Exit code:
 0 every gate noticed, 1 one did not, 2 a text is not there exactly once, or a gate could not run (its tests were
 skipped).
-`--sound` runs the same gates on a copy without a change, where they must pass: else noticing shows nothing.
-"""
+`--sound` runs the same gates on a copy without a change, where they must pass: else noticing shows nothing."""
 
 from __future__ import annotations
 

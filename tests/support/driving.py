@@ -1,7 +1,6 @@
 """Frameworks driven to their caps in one process, by their own allocators: what the tests of `tests/gpu` look at.
 
-Nothing here judges. Sizes are bytes.
-"""
+Nothing here judges. Sizes are bytes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Seeded schedules of six frameworks on the real card, judged by an oracle afterwards.
 
 `schedules.py` makes and plays them, and `oracle.py` judges. This plays them on the real frameworks: every array is
-filled with a pattern of its own and read back when it is freed, and NVML says what the process holds.
-"""
+filled with a pattern of its own and read back when it is freed, and NVML says what the process holds."""
 
 from __future__ import annotations
 

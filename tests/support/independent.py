@@ -2,8 +2,7 @@
 
 NVML's figure for the process, memory of a known size taken past every framework, the driver's figure before and after a
 framework is emptied, what CUPTI saw each library take, and whether a request that was refused would have stayed within
-the cap. The ledger's figures come from outside, as calls, to be compared.
-"""
+the cap. The ledger's figures come from outside, as calls, to be compared."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """What the programs of `tests/gpu/programs/` were arranged to show, and the judge of what memguard said of them. Pure.
 
 An `Arranged` is the truth about one program: it follows from the sizes in the program and in its budget, not from
-anything that memguard says. Where only the library knows a figure, it is read from the library's own text.
-"""
+anything that memguard says. Where only the library knows a figure, it is read from the library's own text."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
     python tests/support/moment_child.py program.py said.jsonl
 
-Each process of the program leaves one line: its last report, and every event. Nothing of the program is changed.
-"""
+Each process of the program leaves one line: its last report, and every event. Nothing of the program is changed."""
 
 from __future__ import annotations
 

@@ -16,8 +16,7 @@ named too if its own pieces, or what its allocator takes for a request, are what
 All else was *avoidable*.
 
 If other processes hold part of the card, less than the room may be there: then the same is asked once more of the card,
-with the contexts and modules that the log shows, and with what the pools that never shrink hold.
-"""
+with the contexts and modules that the log shows, and with what the pools that never shrink hold."""
 
 from __future__ import annotations
 

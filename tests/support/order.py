@@ -1,8 +1,7 @@
 """Hand-overs while the producer's kernel still runs, and views that are dropped while the consumer's still reads.
 
 Each framework as a producer (`work` starts about a millisecond of work that ends in a fill with the round's number, on
-a stream that nothing orders) and as a consumer (`right` reads the whole array on a stream of its own).
-"""
+a stream that nothing orders) and as a consumer (`right` reads the whole array on a stream of its own)."""
 
 from __future__ import annotations
 

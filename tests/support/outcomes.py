@@ -2,8 +2,7 @@
 
     OUTCOMES=outcomes.jsonl python -m pytest -p support.outcomes ...
 
-It is the same with memguard and without, and imports nothing of it.
-"""
+It is the same with memguard and without, and imports nothing of it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """One rank under `ranks: auto`, by torchrun: `ranks_program.py FOLDER BACKEND`. It fills up, and stays full a while.
 
-Before that it is under the same budget without the key, as the control: it gets more than its part then.
-"""
+Before that it is under the same budget without the key, as the control: it gets more than its part then."""
 
 from __future__ import annotations
 

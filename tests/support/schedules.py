@@ -1,8 +1,7 @@
 """Seeded schedules of six frameworks that share one GPU under elastic caps, for real and for simulated ones.
 
 `terms` and `schedule` make a budget and its steps from a seed; `play` runs them on a `Runner` and writes down what
-happened; `oracle.judge` sorts the refusals afterwards. Nothing here asks memguard anything. Sizes are bytes.
-"""
+happened; `oracle.judge` sorts the refusals afterwards. Nothing here asks memguard anything. Sizes are bytes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Random bytes of each framework on the GPU, and every kind of call into CUDA that a program makes through it.
 
-Nothing here asks memguard.
-"""
+Nothing here asks memguard."""
 
 from __future__ import annotations
 

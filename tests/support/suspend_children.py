@@ -1,7 +1,6 @@
 """Processes that are suspended, seen by their parent: asked with a time limit, and ended without harm to the machine.
 
-The parent itself has no CUDA. It reads NVML, which a suspended process cannot.
-"""
+The parent itself has no CUDA. It reads NVML, which a suspended process cannot."""
 
 from __future__ import annotations
 

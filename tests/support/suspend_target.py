@@ -1,7 +1,6 @@
 """A process that is suspended: it has arrays of some frameworks, and does what its parent asks, line by line.
 
-python -m support.suspend_target FRAMEWORK...
-"""
+python -m support.suspend_target FRAMEWORK..."""
 
 from __future__ import annotations
 
@@ -171,8 +170,6 @@ class Target:
             importlib.import_module(name)
         return {}
 
-    # Calls on other threads
-
     def calls(self, skip: list[str], gates: bool = True) -> dict[str, Any]:
         """Make the callers, and let each call once while the process is on its GPUs."""
         if not gates:
@@ -218,8 +215,6 @@ class Target:
             else:
                 ends[caller.name] = "waited"
         return {"ends": ends}
-
-    # What breaks in the middle
 
     def broken(self, way: str, step: str, what: str, delay: float) -> dict[str, Any]:
         """Off or on, with a SIGINT or the helper's death some seconds after a step began."""
@@ -283,8 +278,6 @@ class Target:
 
         self.api.at = at
         return {}
-
-    # Reasons not to suspend
 
     def provoke(self, what: str) -> dict[str, Any]:
         from support import suspend_provoked
