@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from bench.child import main
 from bench.measure import Failed, Run, Values, measure
@@ -22,7 +22,7 @@ from bench.programs import six
 
 MIB = 1 << 20
 LIMIT = 40 << 30
-REQUESTER = "torch"  # What `require` and `workload` are asked for.
+REQUESTER: Final = "torch"  # What `require` and `workload` are asked for.
 READINGS = ("ledger", "sample", "require", "workload")
 TICKS = ("tick", "tick_p90")
 

@@ -149,9 +149,11 @@ def by_hand(source: str, target: str) -> list[Callable[[Any], Any]]:
     from numba import cuda
     from pycuda.gpuarray import GPUArray
 
+    def then(first: Callable[[Any], Any], second: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return lambda x: second(first(x))
+
     def chained(*thirds: str) -> list[Callable[[Any], Any]]:
-        pairs = [(by_hand(source, third)[0], second) for third in thirds for second in by_hand(third, target)]
-        return [lambda x, first=first, second=second: second(first(x)) for first, second in pairs]
+        return [then(by_hand(source, one)[0], second) for one in thirds for second in by_hand(one, target)]
 
     out, bare = tf.experimental.dlpack.to_dlpack, source in ("pycuda", "numba")
     if bare and target in ("jax", "tensorflow"):
