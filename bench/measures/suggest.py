@@ -32,7 +32,7 @@ MONITOR = "monitor: {interval: 50ms, timeline: %s, warn: 98%%, critical: 99%%}\n
 
 
 @measure(
-    "suggest", unit="%", bar=dict.fromkeys(FRAMEWORKS, "<= 20"), seconds=100, beside=True,
+    "suggest", unit="%", bar=dict.fromkeys(FRAMEWORKS, "<= 20"), seconds=70, beside=True,
     needs=("torch",),
 )  # fmt: skip
 def suggest(run: Run) -> dict[str, list[float] | Failed]:
