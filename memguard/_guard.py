@@ -43,7 +43,7 @@ from memguard._types import (
     sample_of,
 )
 from memguard._undo import Undo
-from memguard.errors import CapNotApplied, MemguardError, NotActive, PlanError
+from memguard.errors import CapNotApplied, MemguardError, NotActive, PlanError, Suspended
 
 if TYPE_CHECKING:
     from memguard._admission import Admission
@@ -198,7 +198,15 @@ class Guard(Shares):
         if self._over or self._pid != os.getpid() or not self._entries:
             self._check_active()
         frameworks, plan, reader, entries = self._frameworks, self.plan, self._reader, self._entries
-        readings = [reader.reading(part, frameworks) for part in plan.devices]
+        try:
+            readings = [reader.reading(part, frameworks) for part in plan.devices]
+        except Suspended:
+            # The process left its GPUs while this thread read. In a moment the guard answers from the last reading.
+            for _ in range(200):
+                if type(self).ledger is not Guard.ledger:
+                    return self.ledger()
+                time.sleep(0.01)
+            raise
         if self._over:  # another thread's shutdown would leave half a reading
             self._check_active()
         notes, enforcements, told = [*self.notes], {}, []

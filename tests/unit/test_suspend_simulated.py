@@ -185,3 +185,29 @@ def test_the_real_gate_closes_and_opens(stage: Stage, monkeypatch: pytest.Monkey
     assert isinstance(real, Gate) and real.closed
     memguard.resume()
     assert not real.closed and own.current() is None
+
+
+def test_a_ledger_that_was_being_read_when_the_process_left_answers(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NVML refuses between its begin and its end; the guard then answers from the last reading."""
+    guard = memguard.current()
+    reading, begun, left = guard._reader.reading, threading.Event(), threading.Event()
+
+    def read(*given: Any) -> Any:
+        if threading.current_thread() is not reader:
+            return reading(*given)
+        begun.set()
+        assert left.wait(60)
+        suspension.check("NVML")
+        return reading(*given)
+
+    found: list[Any] = []
+    reader = threading.Thread(target=lambda: found.append(memguard.ledger()))
+    monkeypatch.setattr(guard._reader, "reading", read)
+    reader.start()
+    assert begun.wait(60)
+    with memguard.suspended():
+        left.set()
+        reader.join(60)
+    assert found and found[0].devices[0].suspended is not None
