@@ -13,6 +13,7 @@ import pytest
 from suspending import FakeGate
 
 import memguard
+from memguard import _api
 from memguard._devices import suspension
 from memguard._devices.checkpoint import State
 from memguard._devices.simulated_checkpoint import Fault, SimulatedCheckpoint, Target
@@ -191,7 +192,7 @@ def test_a_ledger_that_was_being_read_when_the_process_left_answers(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NVML refuses between its begin and its end; the guard then answers from the last reading."""
-    guard = memguard.current()
+    guard = _api.current()
     reading, begun, left = guard._reader.reading, threading.Event(), threading.Event()
 
     def read(*given: Any) -> Any:
