@@ -19,7 +19,7 @@ from bench.measure import Failed, Measure
 
 QUICK_SECONDS = 150.0  # After which an untimed pass is stopped.
 QUICK_ROOM = 60.0  # Seconds that must be left of `--until` for an untimed pass to start.
-AT_ONCE = 4
+AT_ONCE = 6
 RUNNING: set[str] = set()  # The tokens of what runs.
 CONTINUE = 3  # Exit code: there is more to measure, and no time for it.
 

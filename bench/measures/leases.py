@@ -17,7 +17,7 @@ JOBS: dict[str, dict[str, str]] = {
     "cupy and pycuda": {"cupy": "60%", "pycuda": "40%"},
 }  # fmt: skip
 """The frameworks of each process that holds a lease at first, with their shares. Then PyTorch's end, one by one."""
-WAITERS = 5
+WAITERS = 4
 PIECE = 512 * MIB
 WAITS = 0.5  # Seconds in which a waiter shows that it waits.
 QUICK = {"torch": JOBS["torch"]}

@@ -15,7 +15,7 @@ from bench.programs.patterned import GIB, MIB, Arrays, Card, serve, torch_first
 LARGE = ("torch", "cupy")
 """Timed at 16 GiB too. The others at 1 GiB alone: a process is suspended again before it ends, with all it has."""
 SMALL = ("tensorflow", "numba", "pycuda", "jax")
-ROUNDS = 8
+ROUNDS = 6
 TOGETHER = ("torch", "cupy", "numba", "pycuda")
 """In one process, under a budget with its monitor on: off and back `ROUNDS` times."""
 QUIET_JAX = 7.0
@@ -27,7 +27,7 @@ LEAVES = 60.0
 @measure(
     "suspend",
     unit={"out_1_gib": "s", "in_1_gib": "s", "out_16_gib": "s", "in_16_gib": "s", "left": "MiB", "grown": "MiB"},
-    bar={"left": "<= 0", "grown": "<= 2"}, by={"left": "high", "grown": "high"}, seconds=100,
+    bar={"left": "<= 0", "grown": "<= 2"}, by={"left": "high", "grown": "high"}, seconds=85,
     needs=("torch", "cupy", "tensorflow", "jax", "numba", "pycuda"),
 )  # fmt: skip
 def suspend(run: Run) -> dict[str, list[float] | list[list[float]]]:

@@ -18,7 +18,7 @@ from typing import Any
 from bench.child import main
 from bench.measure import Failed, Run, measure
 
-BLOCKS, AT_MOST = 95, 38.0  # Of each program, or as many as begin within so many seconds.
+BLOCKS, AT_MOST = 95, 28.0  # Of each program, or as many as begin within so many seconds.
 SEGMENT = 0.14  # Seconds of a segment: more than the monitor's interval.
 SETTLED, PATIENCE = 2, 1.5
 """Samples after `init` before anything is timed, and the seconds after which it is timed without them."""
@@ -32,7 +32,7 @@ BAR = "<= 1.005"
 
 
 @measure(
-    "training", unit="ratio", bar={"resnet50": BAR, "gpt2": BAR}, by={"resnet50": "high", "gpt2": "high"}, seconds=110,
+    "training", unit="ratio", bar={"resnet50": BAR, "gpt2": BAR}, by={"resnet50": "high", "gpt2": "high"}, seconds=90,
     needs=("torch",),
 )  # fmt: skip
 def training(run: Run) -> dict[str, list[float] | Failed]:
