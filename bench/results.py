@@ -112,11 +112,12 @@ def file_of(name: str) -> Path | None:
 
 
 def hash_of(names: Iterable[str]) -> str:
-    """A hash of the sources of these modules as they are now."""
+    """A hash of the sources of these modules as they are now. Another version of memguard changes no figure."""
     digest = hashlib.sha256()
     for name in sorted(names):
         path = file_of(name)
-        digest.update(f"{name}\0".encode() + (b"" if path is None else path.read_bytes()) + b"\0")
+        source = b"" if path is None else re.sub(rb'(?m)^__version__ = ".*"$', b"", path.read_bytes())
+        digest.update(f"{name}\0".encode() + source + b"\0")
     return digest.hexdigest()[:12]
 
 

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from memguard.notebook import load_ipython_extension as load_ipython_extension
     from memguard.notebook import unload_ipython_extension as unload_ipython_extension
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 _ERRORS = (
     "AlreadyActive", "BudgetExceeded", "CannotResume", "CannotSuspend", "CapNotApplied", "ConfigError",
