@@ -135,11 +135,11 @@ def test_the_pages_of_a_release(tmp_path: Path) -> None:
 
 
 def test_another_version_alone_asks_for_no_new_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "memguard" / "__init__.py"
+    file = tmp_path / "a_package" / "__init__.py"
     file.parent.mkdir()
     monkeypatch.setattr(results, "ROOT", tmp_path)
     found = []
     for text in ('__version__ = "0.1.0"\nA = 1\n', '__version__ = "0.2.0"\nA = 1\n', '__version__ = "0.2.0"\nA = 2\n'):
         file.write_text(text)
-        found.append(results.hash_of(["memguard"]))
+        found.append(results.hash_of(["a_package"]))
     assert found[0] == found[1] != found[2]
