@@ -205,8 +205,10 @@ def inits(place: Place, rounds: int) -> dict[str, list[float]]:
 def starts(run: Run, rounds: int) -> dict[str, list[float]]:
     """Three environments, one with memguard.pth and two without, start in turn; then the file alone, read by `site`."""
     activation = package() / "_activation"
-    for file in ("memguard.pth", "_memguard_environment.py"):
-        run.covers(activation / file)
+    file, installed = activation / "memguard.pth", package().parent / "memguard.pth"  # where a wheel puts it
+    file = file if file.exists() else installed
+    for path in (file, activation / "_memguard_environment.py"):
+        run.covers(path)
     made = {}
     for name in ("with", "without", "again"):
         folder = run.folder / name
@@ -214,7 +216,7 @@ def starts(run: Run, rounds: int) -> dict[str, list[float]]:
         packages = next(folder.glob("lib/python*/site-packages"))
         (packages / "_checkout.pth").write_text(f"{package().parent}\n")
         if name == "with":
-            shutil.copy(activation / "memguard.pth", packages)
+            shutil.copy(file, packages)
             alone = [str(folder / "bin" / "python"), "-c", PTH, str(packages), str(2000 if rounds > 10 else 20)]
         made[name] = str(folder / "bin" / "python")
     plain = without("MEMGUARD_", "PYTHON")
