@@ -90,7 +90,7 @@ ARRANGED: dict[str, Arranged] = {
     "numba_kernel": Arranged(_budget("4GiB", numba="1280MiB"), "numba", 512 * MIB, "numba", "arrays made"),
     "pycuda_expression": Arranged(_budget("4GiB", pycuda="1792MiB"), "pycuda", 512 * MIB, "pycuda", "array loaded"),
     "sibling_cache": Arranged(
-        _budget("28GiB", torch="16GiB", cupy="8GiB"), "cupy", 6 * GIB, STRANGER, "preprocessed", "card",
+        _budget("28GiB", torch="8GiB", cupy="16GiB"), "torch", 6 * GIB, STRANGER, "preprocessed", "card",
         ("trim",), leave=18 * GIB,
     ),
     "other_process": Arranged(

@@ -130,3 +130,12 @@ def test_the_other_process_on_a_full_card_is_named_with_its_bytes() -> None:
     found["report"]["holders"][-1]["bytes"] = 10 * GIB
     with pytest.raises(AssertionError):
         reports.judge(found, 77)
+
+
+def test_a_cache_that_would_have_served_the_request_is_found() -> None:
+    found = reported(True) | {"served": True}
+    with pytest.raises(AssertionError, match="would have served"):
+        reports.judge(found, 77)
+    found["report"]["holders"][0]["reclaimable"] = 0
+    found |= {"returned": {"cupy": 0, "torch": 0}, "by_driver": {"cupy": 0, "torch": 0}}
+    reports.judge(found, 77)

@@ -1,11 +1,11 @@
-"""PyTorch has let go of what it preprocessed with, and keeps it in its cache. Then CuPy needs memory."""
+"""CuPy has let go of what it preprocessed with, and keeps it in its pool. Then PyTorch needs memory."""
 
 import cupy
 import torch
 
-scratch = [torch.zeros(1 << 30, dtype=torch.uint8, device="cuda") for _ in range(14)]
-cupy.zeros(1).sum().get()
+scratch = [cupy.zeros(1 << 30, cupy.uint8) for _ in range(14)]
+torch.zeros(1, device="cuda").sum().item()
 del scratch
 print("preprocessed", flush=True)
-data = cupy.empty(6 << 30, cupy.uint8)
+data = torch.empty(6 << 30, dtype=torch.uint8, device="cuda")
 print("done")
