@@ -6,7 +6,6 @@ import importlib
 import json
 import math
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -273,8 +272,7 @@ def test_a_page_is_printed(gathered: Gathered, name: str) -> None:
     done = doctor("--explain", name)
     assert (done.exit_code, done.stderr) == (0, "")
     page = (ROOT / "docs" / "doctor" / f"{name}.md").read_text(encoding="utf-8")
-    assert done.stdout == re.sub(r"<!-- = [^>]+ -->", "", page).rstrip() + "\n"
-    assert "<!--" not in done.stdout
+    assert done.stdout == page.rstrip() + "\n"
     assert gathered.asked == []
 
 

@@ -45,6 +45,22 @@ def test_links_lead_somewhere(document: str) -> None:
             assert (path.parent / target).exists(), target
 
 
+def test_the_sentence_below_the_figures_is_that_of_their_release() -> None:
+    measured = README.partition("\n## Measured\n")[2].partition("\n## ")[0]
+    (version,) = re.findall(r"^\| memguard (\S+) on ", measured, re.MULTILINE)
+    page = (ROOT / "docs" / "results" / f"{version}.md").read_text(encoding="utf-8")
+    (missed,) = re.findall(r"\*\*(\d+ of \d+ bars are not reached)", page)
+    (driver,) = re.findall(r"^Measured on .*?, driver ([\d.]+),", page, re.MULTILINE)
+    assert f" {missed}" in measured and f"\nDriver {driver}." in measured
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_paths_of_the_repository_that_are_named_are_there(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    for path in re.findall(r"`((?:bench|examples|scripts|tests)/[\w./-]+\w)`", text):
+        assert (ROOT / path).exists(), path
+
+
 @pytest.mark.parametrize("gpu", ["t4", "rtx4090", "a100-40gb", "h200"])
 def test_the_first_budget_of_the_readme_fits_any_card(gpu: str) -> None:
     from memguard import _config, _policy

@@ -105,7 +105,7 @@ def test_a_docstring_that_says_itself_what_is_code() -> None:
 
 
 def test_a_page_loses_comments_and_links_out_of_the_documents() -> None:
-    text = "9 ms<!-- = a --> [here](oom.md#x) [one](../examples/demo.py#L3)\n<!-- b: begin -->\n```\n<!-- c -->\n```\n"
+    text = "9 ms<!-- a --> [here](oom.md#x) [one](../examples/demo.py#L3)\n<!-- b -->\n```\n<!-- c -->\n```\n"
     shown = "9 ms [here](oom.md#x) one (`examples/demo.py`)\n\n```\n<!-- c -->\n```\n"
     assert markup.page(text, "docs") == shown
     assert markup.page("[a](../oom.md) [b](../../configs)", "docs/doctor") == "[a](../oom.md) b (`configs`)"
