@@ -32,9 +32,9 @@ find_python() {
     return 1
 }
 
-# What an installation depends on: pyproject.toml, the lock, and the Python that it was made with.
+# What an installation depends on: pyproject.toml, the lock, the Python that it was made with; and the files named.
 fingerprint() {
-    "$VENV/bin/python" - "$ROOT/pyproject.toml" "$LOCK" <<'PY'
+    "$VENV/bin/python" - "$ROOT/pyproject.toml" "$LOCK" "$@" <<'PY'
 import hashlib, sys
 read = b"".join(open(path, "rb").read() for path in sys.argv[1:])
 print(hashlib.sha256(read + sys.version.encode()).hexdigest())
@@ -61,12 +61,13 @@ have_pip() {
 # have_packages NAME ARGUMENT...: have in $VENV what `pip install ARGUMENT...` installs; done once per NAME.
 # Modules are compiled when they are imported first: of the frameworks' few are.
 have_packages() {
-    local stamp="$VENV/.memguard-$1"
+    local stamp="$VENV/.memguard-$1" on=()
     shift
-    if [ "$(cat "$stamp" 2>/dev/null || true)" != "$(fingerprint)" ]; then
+    [ "$1" != --editable ] || on=("$ROOT/memguard/__init__.py") # its metadata has the version that stands there
+    if [ "$(cat "$stamp" 2>/dev/null || true)" != "$(fingerprint ${on[@]+"${on[@]}"})" ]; then
         say "installing into $VENV: $*"
         "$VENV/bin/python" -m pip install -qq --no-compile "${LOCKED[@]}" "$@" >&2 || return
-        fingerprint >"$stamp"
+        fingerprint ${on[@]+"${on[@]}"} >"$stamp"
     fi
 }
 
