@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench.measure import Failed
 from bench.measures import allocation
 from bench.programs.six import MIB, PAGE

@@ -481,9 +481,6 @@ assert 0 < len(asked) <= 25, asked
     assert run.returncode == 0, run.stderr
 
 
-LEASED = GOOD + "device: {lease: true}"
-
-
 # The sample files, the schema and the commands
 
 
