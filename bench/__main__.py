@@ -75,13 +75,12 @@ def status(path: Path | None) -> int:
     from bench.render import key
 
     files = sorted(results.FOLDER.glob("v*.json"), key=lambda one: key(one.name.partition("-")[0]))
-    path = path or (files[-1] if files else None)
-    result = results.load(path) if path else {"rows": [], "measures": {}}
-    print(f"memguard {results.version()} against {path.name if path else 'no result'}")
+    there = [results.load(one) for one in reversed([path] if path else files)] or [{"rows": [], "measures": {}}]
+    print(f"memguard {results.version()} against {', '.join(one.name for one in files) or 'no result'}")
     known, again = discover(), 0
-    for name in known:
-        found = results.state(result, name)
-        rows = results.rows_of(result, name)
+    for name in known:  # the newest file that has it; rows of an earlier release stand while their sources do
+        result = next((one for one in there if results.rows_of(one, name)), there[0])
+        found, rows = results.state(result, name), results.rows_of(result, name)
         missed = [row["id"] for row in rows if row["ok"] is False and "error" not in row]
         again += found != "measured"
         print(f"{name}: {found}" + (f" at {rows[0]['commit'][:12]}" if rows else "")

@@ -33,7 +33,17 @@ def figure(row: Mapping[str, Any]) -> str:
 
 
 def spread(row: Mapping[str, Any]) -> str:
-    return f"{number(row['low'])} to {number(row['high'])}"
+    return "one value" if row["n"] == 1 else f"{number(row['low'])} to {number(row['high'])}"
+
+
+def excess(row: Mapping[str, Any]) -> float:
+    """How many times its bar a missed row is; infinite without a figure."""
+    if "error" in row:
+        return float("inf")
+    sign, _, bar = row["bar"].partition(" ")
+    figures = (row.get("judged", row["median"]), float(bar))
+    above, below = figures if sign == "<=" else reversed(figures)
+    return above / below if below else float("inf")
 
 
 def cell(text: object) -> str:
@@ -91,9 +101,10 @@ def page(version: str, found: Sequence[Mapping[str, Any]]) -> str:
     """The page of a release: each of its results, one a card."""
     parts = [f"# Results of memguard {version}"]
     parts.append(
-        "Each row is the median of n values with its 95 % interval, by resampling; values of one process are drawn "
-        "together. A bar is a target that was set before the figure was measured. Earlier attempts of the same code "
-        "stay beside the last one."
+        "Each row is the median of n values with its 95 % bootstrap interval, which draws processes first. A bar is a "
+        "target that was set before the measurement; for `overheads` it is what `reserve: auto` allows for. A "
+        "measurement fails if an array that it reads back has a wrong value. A `control` compares a program with "
+        "itself: it shows what chance alone does, and a ratio within it decides nothing."
     )
     for result in found:
         parts.append(f"Measured on {machine(result)}")
@@ -101,10 +112,13 @@ def page(version: str, found: Sequence[Mapping[str, Any]]) -> str:
         parts.append("\n".join([f"- {listed}.", *(f"- {note}" for note in result["notes"])]))
         bars = [row for row in result["rows"] if row["bar"] is not None or "error" in row]
         bad = [row for row in bars if row["ok"] is False]
-        parts.append(f"**{len(bad)} of {len(bars)} bars are not reached{':' if bad else '.'}**")
+        parts.append(f"**{len(bad)} of {len(bars)} bars are not reached.**")
         if bad:
-            what = [f"{figure(one)}, bar {judged(one)}" if "error" not in one else "no figure" for one in bad]
-            parts.append("\n".join(f"- `{row['id']}`: {said}" for row, said in zip(bad, what, strict=True)))
+            rows = [
+                [f"`{one['id']}`", "no figure" if "error" in one else figure(one), judged(one), number(excess(one))]
+                for one in sorted(bad, key=excess, reverse=True)
+            ]
+            parts.append(table(["row", "median", "bar", "times the bar"], rows))
         for name in dict.fromkeys(results.measure_of(row) for row in result["rows"]):
             title = result["measures"].get(name, {}).get("title", "No figure")
             parts.append(section(name, title, results.rows_of(result, name)))
@@ -122,12 +136,11 @@ def index(releases: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
             rows.append([f"[{version}]({version}.md)", result["gpu"], result["driver"], day, f"{good} of {len(bars)}"])
     toctree = "\n".join(["```{toctree}", ":hidden:", "", *releases, "```"])
     listed = table(["version", "card", "driver", "date", "bars reached"], rows)
-    said = "Figures of each release, as they were measured then. `python -m bench status` lists what has changed since."
+    said = (
+        "Figures of each release, as they were measured then. Its page begins with the bars that it does not reach: "
+        "targets that were set before. `python -m bench status` lists what has changed since."
+    )
     return f"# Results\n\n{said}\n\n{listed}\n\n{toctree}\n"
-
-
-def cells(row: Mapping[str, Any]) -> list[str]:
-    return [figure(row), spread(row), f"{row['bar'] or ''}{' **missed**' if row['ok'] is False else ''}"]
 
 
 def readme(text: str, result: Mapping[str, Any]) -> str:
@@ -135,7 +148,9 @@ def readme(text: str, result: Mapping[str, Any]) -> str:
     rows = {row["id"]: row for row in result["rows"] if "error" not in row}
     day = max((row["date"][:10] for row in rows.values()), default="")
     head = [f"memguard {result['version']} on {result['gpu'] or 'no GPU'}, {day}", "median", "95 % interval", "bar"]
-    lines = [[what, *cells(rows[name])] for name, what in README if name in rows][:6]
+    chosen = [(what, rows[name]) for name, what in README if name in rows][:6]
+    lines = [[what, figure(row), spread(row), f"{row['bar'] or ''} {'**missed**' * (row['ok'] is False)}"]
+             for what, row in chosen]  # fmt: skip
     before, heading, rest = text.partition(f"\n{HEADING}\n")
     if not heading or not lines:
         return text

@@ -73,7 +73,7 @@ def simulated(reason: str, verbose: bool) -> int:
         f"without memguard {len(failed) or 'none'} of {len(before.frameworks)} frameworks fail, "
         f"with memguard {len(still) or 'none'}"
     )
-    print(f"SIMULATED, as {reason}: what they allocated on an H200, replayed")
+    print(f"SIMULATED, as {reason}: a recording from an H200, replayed without and with caps")
     holder = max(before.frameworks, key=lambda row: row.peak_held)
     holds = f"{holder.framework} holds {format_size(holder.peak_held)} of {format_size(before.devices[0].usable)}"
     for one in sorted((refusal for row in failed for refusal in row.refusals), key=lambda one: one.time):
@@ -87,6 +87,9 @@ def simulated(reason: str, verbose: bool) -> int:
 
 
 def main() -> int:
+    if set(sys.argv[1:]) & {"-h", "--help"}:
+        print(__doc__)
+        return 0
     if set(sys.argv[1:]) - {"--verbose"}:
         print(f"scripts/demo: unknown argument {sys.argv[1]}; there is --verbose", file=sys.stderr)
         return 2

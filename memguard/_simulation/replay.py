@@ -175,9 +175,7 @@ class _Run:
         self.arrays: dict[tuple[str, int], int | None] = {}  # None: its allocation was refused
         uncapped = [name for name in trace.header.frameworks if caps is not None and name not in caps]
         if uncapped:
-            self.notes.append(
-                f"the budget does not name {' and '.join(uncapped)}, so nothing caps what was recorded of it"
-            )
+            self.notes.append(f"not in the budget, so replayed without a cap: {', '.join(uncapped)}")
         if trace.header.simulated:
             self.notes.append("the trace itself was recorded on simulated GPUs")
         # A pool grows with its cap: what was held under one says nothing of what is held without.

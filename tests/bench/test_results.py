@@ -115,8 +115,8 @@ def test_the_pages_of_a_release(tmp_path: Path) -> None:
     assert "Measured on NVIDIA H200, driver 580.1, 2026-11-28; commit `0123456789ab`." in page
     assert "TensorFlow build: linked to CUDA 13." in page
     assert "torch 2.11.0" in page
-    assert page.index("**2 of 3 bars are not reached:**") < page.index("## leak")
-    assert "- `top`: 2.5 % of a core, bar <= 2 (95 % of the values: 2.6)" in page
+    assert page.index("**2 of 3 bars are not reached.**") < page.index("## leak")
+    assert "| `top` | 2.5 % of a core | <= 2 (95 % of the values: 2.6) | 1.3 |" in page
     assert "| `leak.before` | 9.78 s | 9.7 to 9.9 | 3 | >= 5 | yes |" in page
     assert "**missed** | 3.1, no figure |" in page
     assert "`caps` has no figure: no \\| GPU" in page

@@ -127,7 +127,7 @@ def test_frameworks_that_the_budget_does_not_name_are_named(named: tuple[str, ..
     host = host_of(recorded.header)
     outcome = simulate(recorded, host, {name: {host.devices()[0].uuid: GIB} for name in named})
     rest = [name for name in ("torch", "jax", "numba") if name not in named]
-    assert [f"does not name {' and '.join(rest)}, so nothing caps" in note for note in outcome.notes] == [True] * bool(
+    assert [note.endswith(f"replayed without a cap: {', '.join(rest)}") for note in outcome.notes] == [True] * bool(
         rest
     )
     assert simulate(recorded).notes == ()
