@@ -175,7 +175,9 @@ def files(root: Path = ROOT) -> dict[Path, str]:
         made[folder / "index.md"] = index(newest)
         path = root / "README.md"
         if path.exists():
-            made[path] = readme(path.read_text(), next(iter(newest.values()))[0])
+            ids, every = {name for name, _ in README}, [one for found in newest.values() for one in found]
+            whole = [one for one in every if ids <= {row["id"] for row in one["rows"]}]  # not one in the making
+            made[path] = readme(path.read_text(), [*whole, every[0]][0])
     return made
 
 
