@@ -101,8 +101,8 @@ class Driven(six.Driven):
 def together(shares: dict[str, str], again: bool) -> dict[str, Any]:
     """Fill each framework while the others stay full, empty each, and allocate raw memory outside their pools.
 
-    again    drive each to its refusal once more while the others are full; otherwise PyTorch and PyCUDA alternately free
-             and allocate at their caps for six seconds
+    again    drive each to its refusal once more while the others are full; otherwise PyTorch and PyCUDA alternately
+             free and allocate at their caps for six seconds
     """
     import memguard
 

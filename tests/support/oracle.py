@@ -5,9 +5,9 @@ report it on a real GPU. Sizes are bytes.
 
 A request is *infeasible* if the live arrays leave no room for it. The minimum size of live arrays is that of their
 allocators: pages of 2 MiB for each array above 1 MiB and for smaller ones together (CuPy, PyCUDA by its bins, Numba),
-2 MiB for all small and for all large ones of torch, and 256 bytes each for TensorFlow and JAX. A framework below its min
-always has room; above it, it can use only other frameworks' unused memory beyond their min. So there is no room if
-live + request exceeds its max, or room − Σ max(min, live) of the others.
+2 MiB for all small and for all large ones of torch, and 256 bytes each for TensorFlow and JAX. A framework below its
+min always has room; above it, it can use only other frameworks' unused memory beyond their min. So there is no room
+if live + request exceeds its max, or room − Σ max(min, live) of the others.
 
 It is *blocked by fragments* if there was enough room, but in blocks that also contain live arrays, which no allocator
 can free: after every framework has freed its idle memory, they hold more than the live arrays need. The judge names

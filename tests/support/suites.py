@@ -23,7 +23,7 @@ CAP, LIMIT = 16 << 30, 20 << 30
 PART_SECONDS = 20.0  # Approximate seconds of one part. A process takes about 6 s before its first test.
 SILENT = 90  # Seconds without a finished test, after which the process counts as hung.
 AGAIN = 3  # Extra runs of a differing test, with and without memguard.
-INI = "[pytest]\nconsider_namespace_packages = true\n"  # numba-cuda's own option: its test modules are in a namespace package.
+INI = "[pytest]\nconsider_namespace_packages = true\n"  # numba-cuda's own option: its tests are a namespace package.
 
 
 OF_THIS_RUN = {"PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTEST_XDIST_WORKER", "PYTEST_CURRENT_TEST"}
@@ -59,7 +59,7 @@ class Suite:
             **{name: value for name, value in os.environ.items() if name not in OF_THIS_RUN},
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "PYTHONFAULTHANDLER": "1",
-            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # an explicit path for memguard's plugin: it may not be installed, only importable
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # an explicit path: memguard's plugin may not be installed
             "OUTCOMES": str(lines),
             # PyCUDA caches compiled code: separate caches, so that the two runs do not wait for each other.
             "XDG_CACHE_HOME": str(self.folder / ("cache-under" if under else "cache-plain")),

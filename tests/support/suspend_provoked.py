@@ -54,7 +54,7 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def _python(code: str) -> Iterator[subprocess.Popen[str]]:
-    """A separate process, not a child of this one for the checks of its GPU: closing its stdin ends it."""
+    """A separate process, with its own use of the GPU: closing its stdin ends it."""
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         yield process

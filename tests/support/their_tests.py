@@ -132,8 +132,8 @@ def reason(cap: int, plain: Sequence[Outcome], under: Sequence[Outcome]) -> tupl
     plain, under   its outcomes in all runs, those of the first run first
     cap            the framework's cap in bytes under memguard
 
-    WANTS_MORE if memguard refused it memory in every run, and the refusal's own figures exceed the cap; FLAKY if its runs
-    without memguard differ from each other.
+    WANTS_MORE if memguard refused it memory in every run, and the refusal's own figures exceed the cap; FLAKY if its
+    runs without memguard differ from each other.
     """
     if len({one.outcome for one in plain}) > 1:
         return FLAKY, f"without memguard: {_counted(plain)}"
