@@ -2,9 +2,9 @@
 
     python scripts/recording.py docs/pictures/recording.jsonl
 
-PyTorch trains and validates, JAX scores, CuPy collects features. At half-time the program lowers PyTorch's cap. A validation
-then runs out of memory; the program catches the error and continues with smaller batches. Later CuPy concatenates its
-features into an array beyond its cap. Paths in the timeline are relative to the repository.
+PyTorch trains and validates, JAX scores, CuPy collects features. At half-time the program lowers PyTorch's cap. A
+validation then runs out of memory; the program catches the error and continues with smaller batches. Later CuPy
+concatenates its features into an array beyond its cap. Paths in the timeline are relative to the repository.
 """
 
 import contextlib

@@ -39,8 +39,8 @@ EXAMPLES: dict[str, Callable[[int], int]] = {
 def _as_from_a_terminal() -> None:
     """Restore signals that the parent ignores, such as a shell for its background jobs.
 
-    Otherwise Python would raise no KeyboardInterrupt, here and in the tests' subprocesses. Under nohup this process still
-    survives its terminal: its SIGHUP handler does nothing, while a subprocess starts with the default.
+    Otherwise Python would raise no KeyboardInterrupt, here and in the tests' subprocesses. Under nohup this process
+    still survives its terminal: its SIGHUP handler does nothing, while a subprocess starts with the default.
     """
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -107,9 +107,9 @@ def _draw_as_many_examples_as(profile: str, items: list[pytest.Item]) -> None:
 
 
 def _few_cases(items: Iterable[pytest.Item]) -> Iterable[pytest.Item]:
-    """Select cases of each test that cover each row of each `parametrize`, without their products; one if `one_case`.
+    """Select cases of each test that cover each row of each `parametrize`, not all products; one if `one_case`.
 
-    Rows are distinguished by a private attribute of pytest. A pytest without it runs all products.
+    A private attribute of pytest identifies the rows. Without this attribute all products run.
     """
     tests: dict[str, list[Any]] = defaultdict(list)
     for item in items:
@@ -139,7 +139,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return str(nodeid).partition("::")[0] if str(nodeid).startswith("tests/native/") else str(nodeid)
 
         def _reschedule(self, node: Any) -> None:
-            """Drop finished tests: after each test pytest-xdist iterates over all 7,000 that the process ever received."""
+            """Drop finished tests: after each test pytest-xdist iterates over all 7,000 that the process received."""
             assigned = self.assigned_work[node]
             for scope in [scope for scope, tests in assigned.items() if all(tests.values())]:
                 del assigned[scope]

@@ -7,7 +7,8 @@ If the test is still running `GRACE` seconds later, the watchdog aborts its pyte
 stacks of all threads; pytest-xdist reports the test as failed and starts a new worker for the remaining tests.
 
 pytest-timeout 2.4 is not sufficient (tried with a test that sleeps in C and has a sleeping child): neither of its
-methods ends the child, `signal` cannot end a test that catches all exceptions, `thread` cannot end one that holds the GIL.
+methods ends the child, `signal` cannot end a test that catches all exceptions, `thread` cannot end one that holds the
+GIL.
 """
 
 from __future__ import annotations

@@ -225,8 +225,9 @@ def _card_is_full(books: Books, entry: Entry) -> bool:
 
 def _in_the_way_on_the_card(books: Books, entry: Entry, held: Mapping[str, int]) -> list[str]:
     """Like `in_the_way`, if the caps leave room: the frameworks whose fragments, or pools that never shrink, fill the
-    GPU. TensorFlow's and XLA's allocator requests a region of its own choice, up to its remaining limit. Only the first
-    failure of its life makes it try smaller ones: later it fails if less than this region is free."""
+    GPU. TensorFlow's and XLA's allocator requests a region of its own choice from the driver, up to its remaining
+    limit. At its first failure it retries with smaller regions, and at later ones it does not: it then fails if less
+    than one region is free."""
     terms, name = books.terms, entry.framework
     if terms.card is None:
         return []

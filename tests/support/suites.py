@@ -19,7 +19,7 @@ from support.their_tests import CRASHED, HUNG, Outcome, Read, differing, file_of
 
 TESTS = Path(__file__).resolve().parents[1]
 CAP, LIMIT = 16 << 30, 20 << 30
-"""The framework's cap, and the GPU's limit. Several processes at once have them: a cap reserves no memory."""
+"""The framework's cap, and the GPU's limit. Parallel processes share them: a cap reserves no memory."""
 PART_SECONDS = 20.0  # Approximate seconds of one part. A process takes about 6 s before its first test.
 SILENT = 90  # Seconds without a finished test, after which the process counts as hung.
 AGAIN = 3  # Extra runs of a differing test, with and without memguard.
