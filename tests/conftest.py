@@ -119,7 +119,7 @@ def _few_cases(items: Iterable[pytest.Item]) -> Iterable[pytest.Item]:
             yield cases[0]
             continue
         seen: set[tuple[int, str]] = set()
-        for needed in (set.isdisjoint, lambda rows, seen: not rows <= seen):  # first the cases whose rows are all new
+        for needed in (set.isdisjoint, lambda rows, seen: not rows <= seen):  # prefer cases whose rows are all new
             for case in cases:
                 if needed(rows := {*enumerate(getattr(case.callspec, "_idlist", [case.callspec.id]))}, seen):
                     seen |= rows

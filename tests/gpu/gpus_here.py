@@ -1,4 +1,4 @@
-"""The GPUs that the tests run on, and what several files of them begin with."""
+"""The GPUs of the tests, and set-up code shared by several test files."""
 
 from __future__ import annotations
 

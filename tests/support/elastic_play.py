@@ -21,7 +21,7 @@ LIMIT, RESERVE = 12 * GIB, 3 * GIB
 """The limit of one schedule: several run at the same time, each in its own process."""
 ASKS = ("cupy", "pycuda", "numba")  # memguard's allocators serve these: they request room within an allocation.
 TICK = 0.1  # The monitor's interval in seconds.
-WAITS = 1  # Requests without room by TensorFlow and by JAX per schedule: each waits 10 s before it fails.
+WAITS = 1  # Failing requests of TensorFlow and of JAX per schedule: each blocks for 10 s.
 ROOMY = 0.6  # Their request has room if at most this share of the cap is live with it: their pools fragment.
 
 

@@ -107,10 +107,10 @@ def in_use_is_live(one: Mapping[str, Any]) -> tuple[bool, str]:
 
 def refusals(name: str, cap: int = GIB, rounds: int = 40, beside: bool = False) -> dict[str, Any]:
     """Make random requests until each is refused, then repeat the refused one while raising the cap page by page. The
-    refusal was wrong if the grant leaves the framework within the old cap. This needs no page accounting, neither
-    memguard's nor another model's. The framework is alone: the growth of the process's figure is its own. `beside`:
-    other frameworks leave slabs with holes. Blocks in these holes cost the driver nothing, so the criterion is then the
-    ledger's `held` after the grant."""
+    refusal was wrong if the framework stays within the old cap after the grant. This needs no page accounting, neither
+    memguard's nor another model's. No other framework allocates, so the process's figure grows only by this one's
+    memory. `beside`: other frameworks have slabs with holes. Blocks in these holes cost the driver nothing, so the
+    criterion is then the ledger's `held` after the grant."""
     import memguard
     from memguard import _api
 

@@ -3,7 +3,7 @@
 The judge reads the terms and the log. Only memory held after a trim comes from the adapters, because nothing else can
 report it on a real GPU. Sizes are bytes.
 
-A request is *infeasible* if the live arrays leave no room for it. The minimum size of live arrays is that of their
+A request is *infeasible* if the live arrays leave no room for it. Live arrays have a minimum size in their
 allocators: pages of 2 MiB for each array above 1 MiB and for smaller ones together (CuPy, PyCUDA by its bins, Numba),
 2 MiB for all small and for all large ones of torch, and 256 bytes each for TensorFlow and JAX. A framework below its
 min always has room; above it, it can use only other frameworks' unused memory beyond their min. So there is no room

@@ -336,10 +336,10 @@ def sleep(seconds: float) -> None:
 
 
 class Edge:
-    """Durations of work that end about when the round checks it, whatever happens in between: each `told` moves the
-    next one closer. Each duration is drawn from half to one and a half times the middle, which grows while the work had
-    ended and shrinks while it had not. So both outcomes are about equally frequent on any GPU, and most durations are
-    near the edge."""
+    """Durations of work near the tipping point: the work ends at about the time of the check, however long the code in
+    between takes. Each call of `told` moves the next duration closer. Each duration is drawn from half to one and a
+    half times the middle. The middle grows after a round whose work had ended, and shrinks after any other. So both
+    outcomes are about equally frequent on any GPU, and most durations are near the edge."""
 
     SHORTEST, LONGEST, STEP = 1.0, 1e8, 1.15
 

@@ -69,7 +69,7 @@ class Child:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True,
             env=surroundings(**{**ours, **(env or {})}),
         )  # fmt: skip
-        self.touched = False  # Whether a suspend of it has started.
+        self.touched = False  # Whether suspending it has started.
         self.lost = False
         """Whether restoring it has failed: then it can neither be suspended again nor exit by itself."""
         self._lines: queue.Queue[str | None] = queue.Queue()

@@ -119,7 +119,7 @@ class Target:
             if by_others:
                 budget["suspend"] = {"by_others": True}
             memguard.init(budget)
-        for number, name in enumerate(sorted(names, key=lambda name: name != "torch")):  # else TensorFlow breaks it
+        for number, name in enumerate(sorted(names, key=lambda name: name != "torch")):  # or TensorFlow breaks torch
             one = Kept(name)
             if size:
                 one.random(size, seed + 100 * number)
