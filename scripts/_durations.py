@@ -1,4 +1,4 @@
-"""Print how many tests of each tier ran, and how long they took, from the JUnit files that pytest wrote."""
+"""Print the number and duration of the tests of each tier, from pytest's JUnit files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ wall = 0.0
 for path in map(Path, sys.argv[1:]):
     try:
         suites = list(ElementTree.parse(path).iter("testsuite"))
-    except (OSError, ElementTree.ParseError):  # the run was ended before it wrote the file
+    except (OSError, ElementTree.ParseError):  # the run ended before it wrote the file
         continue
     for suite in suites:
         wall += float(suite.get("time", 0))

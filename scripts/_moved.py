@@ -1,7 +1,7 @@
-"""Print in which versions a lock (a constraints file) and another, or this Python's packages, differ.
+"""Print the version differences between two locks (constraints files), or between a lock and the installed packages.
 
-_moved.py OLD        what is installed for this Python, against the lock
-_moved.py OLD NEW    one lock against another
+_moved.py OLD        compare the packages installed for this Python with the lock
+_moved.py OLD NEW    compare two locks
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 
 
 def pins(path: str, *, all_markers: bool) -> dict[str, str]:
-    """The versions of a lock by package: those for this Python, or all of them in one text."""
+    """A lock's versions by package: those for this Python, or all of them joined into one string."""
     found: dict[str, str] = {}
     for line in Path(path).read_text(encoding="utf-8").splitlines():
         if not line.strip() or line.startswith("#"):
@@ -30,7 +30,7 @@ def pins(path: str, *, all_markers: bool) -> dict[str, str]:
 
 
 def installed() -> dict[str, str]:
-    """The versions of this Python's packages, less their local part: torch 2.13.0+cpu is 2.13.0."""
+    """The versions of this Python's packages without their local part: torch 2.13.0+cpu becomes 2.13.0."""
     return {
         re.sub(r"[-_.]+", "-", found.name).lower(): found.version.partition("+")[0]
         for found in metadata.distributions()
@@ -44,7 +44,7 @@ def main(old_path: str, new_path: str | None = None) -> None:
         names = {*old, *new}
     else:
         new = installed()
-        names = {*new} - {"memguard-gpu", "setuptools"}  # the second may be there with the environment
+        names = {*new} - {"memguard-gpu", "setuptools"}  # venv may have installed setuptools
     moved = [name for name in sorted(names) if old.get(name) != new.get(name)]
     for name in moved:
         print(f"{name} {old.get(name, 'absent')} -> {new.get(name, 'absent')}")

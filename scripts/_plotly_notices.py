@@ -1,6 +1,6 @@
-"""Print the licences of the packages whose code is in Plotly's bundle: `_plotly_notices.py BUNDLE NODE_MODULES`.
+"""Print the licences of the packages in Plotly's bundle: `_plotly_notices.py BUNDLE NODE_MODULES`.
 
-BUNDLE is the one that is not minified, whose comments name the packages.
+BUNDLE is the unminified bundle, whose comments name the packages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OTHERWISE, ARISING FROM, OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR
 
 
 def licence(folder: Path, about: dict[str, object]) -> str:
-    """The text of the package's own file; of a package under MIT without one its author and MIT's text."""
+    """The package's licence file; without one, an MIT package's author and the MIT text."""
     for file in sorted(folder.iterdir()):
         if re.match("licen[cs]e", file.name, re.IGNORECASE):
             return file.read_text(encoding="utf-8").strip()

@@ -1,18 +1,18 @@
-# Sourced by the scripts: a Python that is new enough, and a virtual environment with memguard in it, in which every other
-# package has the version that requirements/constraints.txt says (scripts/lock).
+# Sourced by the scripts: find a recent Python, and create a virtual environment with memguard, in which every other package
+# has the version locked in requirements/constraints.txt (scripts/lock).
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 VENV="$ROOT/.venv"
 LOCK="$ROOT/requirements/constraints.txt"
 LOCKED=(--constraint "$LOCK" --build-constraint "$LOCK")
 export PIP_DISABLE_PIP_VERSION_CHECK=1
-# Where it is set, as in many container images, each of the tests' interpreters compiles all of its framework again:
-# `import tensorflow` then takes 11 s of a core instead of 4. The compiled files lie in our environments and __pycache__.
+# Many container images set this variable: each interpreter that the tests start would compile its whole framework again, and
+# `import tensorflow` would take 11 s of a core instead of 4. Compiled files stay in our environments and __pycache__.
 unset PYTHONDONTWRITEBYTECODE
 
 say() { printf '%s\n' "$*" >&2; }
 
-# The first Python of at least 3.11 that can make virtual environments; PYTHON=... names one.
+# Find the first Python >= 3.11 that can create virtual environments; PYTHON=... selects one.
 find_python() {
     local candidate found=""
     for candidate in ${PYTHON:-python3 python3.14 python3.13 python3.12 python3.11}; do
@@ -23,16 +23,16 @@ find_python() {
         return
     done
     if [ -n "$found" ]; then
-        say "memguard: $found cannot make virtual environments (it has no venv or no ensurepip)"
-        say "    fix: install its venv package, on Debian and Ubuntu: apt-get install python3-venv"
+        say "memguard: $found cannot create virtual environments (venv or ensurepip is missing)"
+        say "    fix: install its venv package; on Debian and Ubuntu: apt-get install python3-venv"
     else
         say "memguard: Python 3.11 or newer is needed; ${PYTHON:-python3} is $("${PYTHON:-python3}" --version 2>/dev/null || echo missing)"
-        say "    fix: install a newer Python, or name one: PYTHON=/path/to/python3.12 $0"
+        say "    fix: install a newer Python, or select one: PYTHON=/path/to/python3.12 $0"
     fi
     return 1
 }
 
-# What an installation depends on: pyproject.toml, the lock, the Python that it was made with; and the files named.
+# Hash of an installation's inputs: pyproject.toml, the lock, the Python version, and the files named as arguments.
 fingerprint() {
     "$VENV/bin/python" - "$ROOT/pyproject.toml" "$LOCK" "$@" <<'PY'
 import hashlib, sys
@@ -41,13 +41,13 @@ print(hashlib.sha256(read + sys.version.encode()).hexdigest())
 PY
 }
 
-# Have the virtual environment $VENV, with a pip that knows dependency groups and --build-constraint.
-# (This and the next two are also called in conditions, where `set -e` does not apply: hence the returns.)
+# Ensure that the virtual environment $VENV exists, with a pip that supports dependency groups and --build-constraint.
+# (This and the next two functions are also called in conditions, where `set -e` does not apply: hence the returns.)
 have_python() {
     local python
     if ! "$VENV/bin/python" -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
         python=$(find_python) || return
-        say "making a virtual environment in $VENV"
+        say "creating a virtual environment in $VENV"
         "$python" -m venv --clear "$VENV" || return
     fi
     have_pip
@@ -58,8 +58,8 @@ have_pip() {
         "$VENV/bin/python" -m pip install -qq --constraint "$LOCK" --upgrade pip >&2
 }
 
-# have_packages NAME ARGUMENT...: have in $VENV what `pip install ARGUMENT...` installs; done once per NAME.
-# Modules are compiled when they are imported first: of the frameworks' few are.
+# have_packages NAME ARGUMENT...: run `pip install ARGUMENT...` in $VENV, once per NAME and fingerprint.
+# --no-compile: Python compiles a module at its first import, and few of the frameworks' modules are ever imported.
 have_packages() {
     local stamp="$VENV/.memguard-$1" on=()
     shift
@@ -71,26 +71,26 @@ have_packages() {
     fi
 }
 
-# make_venv NAME ARGUMENT...: both.
+# make_venv NAME ARGUMENT...: have_python and have_packages.
 make_venv() {
     have_python && have_packages "$@"
 }
 
-# PyCUDA is built from its sdist: there are no wheels, and a machine without CUDA has neither its headers, which are taken
-# from wheels, nor libcuda, for which a library of one function is linked. Needs g++. The compiler optimises little and
-# leaves out what debuggers read: that takes half of the time, and no test measures PyCUDA's own speed.
+# PyCUDA has no wheels and is built from its sdist. A machine without CUDA lacks CUDA's headers, which are taken from wheels,
+# and libcuda, which a stub library of one function replaces. Needs g++. Low optimisation and no debug information halve
+# the build time; no test measures PyCUDA's own speed.
 CUDA_HEADERS=(nvidia-cuda-runtime nvidia-cuda-profiler-api)
 
-# build_pycuda FOLDER: make PyCUDA's wheel in the folder, if $VENV is without. Needs no package of $VENV but pip, so that
-# others can be installed meanwhile. have_pycuda FOLDER: install it.
+# build_pycuda FOLDER: build PyCUDA's wheel in the folder, unless $VENV has PyCUDA. It uses only pip from $VENV, so that other
+# packages can be installed at the same time. have_pycuda FOLDER: install the wheel.
 build_pycuda() {
     local folder=$1
     ! has_pycuda || return 0
     say "building PyCUDA for $VENV: about a minute"
     mkdir "$folder" || return
     compile_pycuda "$folder" && return
-    say "memguard: PyCUDA could not be built, and its tests need it"
-    say "    fix: install g++ and Python's headers, on Debian and Ubuntu: apt-get install g++ python3-dev"
+    say "memguard: PyCUDA, which its tests need, failed to build"
+    say "    fix: install g++ and Python's headers; on Debian and Ubuntu: apt-get install g++ python3-dev"
     return 1
 }
 
@@ -112,7 +112,7 @@ compile_pycuda() {
         pycuda >&2 || return
     tar xzf "$folder"/pycuda-*.tar.gz -C "$folder" || return
     source=$(dirname "$folder"/pycuda-*/setup.py)
-    # One function is in it: a linker leaves a library out that has nothing of what is needed.
+    # With one function: a linker omits a library that provides no needed symbol.
     echo 'int cuInit(unsigned flags) { return (int)flags; }' >"$folder/cuda.c" || return
     "${CC:-cc}" -shared -fPIC -Wl,-soname,libcuda.so.1 -o "$folder/libcuda.so" "$folder/cuda.c" || return
     printf '%s\n' "CUDA_INC_DIR = ['$folder/cuda/nvidia/cu13/include']" "CUDADRV_LIB_DIR = ['$folder']" \
@@ -120,7 +120,7 @@ compile_pycuda() {
     "$VENV/bin/python" -m pip wheel -qq --no-deps --wheel-dir "$folder/wheel" "${LOCKED[@]}" "$source" >&2
 }
 
-# have_chromium: have Debian's chromium with its driver on this machine: for the tests of what a browser shows.
+# have_chromium: ensure that Debian's chromium and its driver are installed, for the browser tests.
 have_chromium() {
     if command -v chromium >/dev/null 2>&1 && command -v chromedriver >/dev/null 2>&1; then
         return 0
@@ -130,12 +130,12 @@ have_chromium() {
         apt-get update -qq >&2 && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
             chromium chromium-driver >&2 && return 0
     fi
-    say "memguard: the tests of the report need a browser: chromium and chromedriver are not on the PATH"
+    say "memguard: the tests of the report need a browser, but chromium or chromedriver is not on the PATH"
     say "    fix: as root, on Debian: apt-get install chromium chromium-driver"
     return 1
 }
 
-# have_tmux: have tmux on this machine: for the tests of the live screen.
+# have_tmux: ensure that tmux is installed, for the tests of the live screen.
 have_tmux() {
     command -v tmux >/dev/null 2>&1 && return 0
     if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null 2>&1; then
@@ -148,7 +148,7 @@ have_tmux() {
     return 1
 }
 
-# have_mpirun: have Open MPI on this machine: for the tests of ranks.
+# have_mpirun: ensure that Open MPI is installed, for the tests of ranks.
 have_mpirun() {
     command -v mpirun >/dev/null 2>&1 && return 0
     if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null 2>&1; then
@@ -161,8 +161,8 @@ have_mpirun() {
     return 1
 }
 
-# have_prometheus: have Prometheus and promtool on the PATH or in $VENV/prometheus: for the tests of the metrics. Debian's
-# package is unpacked there and not installed, which would start a server.
+# have_prometheus: ensure that Prometheus and promtool are on the PATH or in $VENV/prometheus, for the tests of the metrics.
+# Debian's package is unpacked there: installing it would start a server.
 have_prometheus() {
     local folder code=0
     if command -v prometheus >/dev/null 2>&1 && command -v promtool >/dev/null 2>&1; then
@@ -188,8 +188,8 @@ fetch_prometheus() {
     dpkg-deb -x "$1"/prometheus_*.deb "$VENV/prometheus"
 }
 
-# have_axe: have axe-core, which finds what people with a screen reader or a keyboard cannot use, in $VENV/axe-core.
-# From npm's registry, by npm if it is there.
+# have_axe: ensure that axe-core, an accessibility checker (screen readers, keyboard use), is in $VENV/axe-core.
+# It comes from npm's registry, by npm if that is installed.
 AXE=4.14.1
 AXE_SHA512=1477dafa598d8d065f273d6af302aa203c02e83131707b7fa648cd41bd3d6b734f8c22a0dab86ee6a6f64b8afbe804b214d36db85a2826965edfb3a0b9d546b5
 have_axe() {
@@ -198,7 +198,7 @@ have_axe() {
     folder=$(mktemp -d) || return
     fetch_axe "$folder" || code=$?
     rm -rf "$folder"
-    [ "$code" -eq 0 ] || say "memguard: axe-core $AXE could not be fetched from registry.npmjs.org, and the tests of the report need it"
+    [ "$code" -eq 0 ] || say "memguard: axe-core $AXE, which the tests of the report need, could not be downloaded from registry.npmjs.org"
     return "$code"
 }
 

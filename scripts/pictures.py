@@ -1,10 +1,10 @@
-"""Draws README's pictures from the recording of a GPU: `memguard top` in a terminal, `memguard report` in a browser.
+"""Draw README's pictures from a GPU recording: `memguard top` in a terminal, `memguard report` in a browser.
 
-    scripts/pictures                       installs what this needs, and then runs: python scripts/pictures.py
+    scripts/pictures                       install the dependencies, then run: python scripts/pictures.py
 
-`docs/pictures/recording.jsonl` is a timeline that `scripts/recording.py` wrote on a GPU. The screen is drawn as it was
-a moment after the run's first out-of-memory error. `docs/pictures/made-of.json` holds the recording's hash: a test
-fails if the recording is another.
+`docs/pictures/recording.jsonl` is a timeline that `scripts/recording.py` wrote on a GPU. The screen shows the state
+`AFTER` seconds after the run's first out-of-memory error. `docs/pictures/made-of.json` stores the recording's hash: a
+test fails if the hash does not match.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def hash_of(recording: Path) -> str:
 
 
 def until_the_error(recording: Path, copy: Path) -> float:
-    """Copy the timeline up to a moment after its first out-of-memory error. The time of the last record."""
+    """Copy the timeline up to `AFTER` seconds after its first out-of-memory error. Return the last record's time."""
     error, last, kept = None, 0.0, []
     for line in recording.read_text().splitlines():
         record = json.loads(line)
@@ -71,7 +71,7 @@ async def screen(timeline: Path, now: float) -> str:
 
 
 def page(report: Path, picture: Path) -> None:
-    """The report as a browser shows it: its own screenshot tool is too early for the charts."""
+    """Screenshot of the report through Selenium: the browser's own option takes it before the charts are drawn."""
     from selenium import webdriver
     from selenium.webdriver.support.ui import WebDriverWait
 

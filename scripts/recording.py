@@ -1,10 +1,10 @@
-"""Record the timeline that README's pictures are drawn from: twenty seconds of PyTorch, JAX and CuPy on a GPU.
+"""Record the timeline for README's pictures: twenty seconds of PyTorch, JAX and CuPy on a GPU.
 
     python scripts/recording.py docs/pictures/recording.jsonl
 
-PyTorch trains and validates, JAX scores, CuPy collects features. After half of the time PyTorch's cap is lowered: a
-validation runs out of memory, which the program catches, and goes on with smaller batches. Later CuPy joins its
-features into an array beyond its cap. Paths in the timeline begin at the folder of the repository.
+PyTorch trains and validates, JAX scores, CuPy collects features. At half-time the program lowers PyTorch's cap. A
+validation then runs out of memory; the program catches the error and continues with smaller batches. Later CuPy
+concatenates its features into an array beyond its cap. Paths in the timeline are relative to the repository.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ memguard.init(
     }
 )
 
-import cupy  # noqa: E402 (the budget first)
+import cupy  # noqa: E402 (init runs first)
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import torch  # noqa: E402
@@ -74,7 +74,7 @@ while (spent := time.monotonic() - began) < SECONDS:
     if len(features) * 64 < 1472 * part:  # 64 MiB each, up to 1.4 GiB
         with memguard.workload("features", framework="cupy"):
             features.append(cupy.sort(cupy.random.standard_normal((8192, WIDTH), dtype=cupy.float32), axis=1))
-    if part > 0.75 and not joined:  # into one array that is too large
+    if part > 0.75 and not joined:  # concatenate into an array beyond the cap
         joined = True
         with contextlib.suppress(cupy.cuda.memory.OutOfMemoryError), memguard.workload("join", framework="cupy"):
             cupy.concatenate(features * 2)

@@ -1,6 +1,6 @@
-"""What every test directory shares: Hypothesis's profiles, who runs which test, fewer cases of some, `--no-skips`.
+"""Shared by all tests: Hypothesis profiles, distribution over processes, reduced sets of cases, `--no-skips`.
 
-And a time limit for each test, and independence of how the run was started: signals ignored, settings for pytest.
+Also a time limit for each test, and independence of the caller's environment: ignored signals, pytest settings.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from time_limits import Keeper, limit, monotonic
 
 GPU = Path(__file__).parent / "gpu"
 
-# No deadline: a busy machine must not fail a property that holds. `scripts/test` picks "ci", "edges" and "fuzz".
+# No deadline: a busy machine must not fail a correct property. `scripts/test` selects "ci", "edges" and "fuzz".
 settings.register_profile("memguard", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 memguard = settings.get_profile("memguard")
 settings.register_profile("ci", memguard, derandomize=True, max_examples=60)
-# The oldest and newest versions need to be seen to work, not to meet every example again: --all has done that.
+# With the oldest and newest versions a few examples suffice: --all runs all of them.
 settings.register_profile("edges", memguard, derandomize=True, max_examples=10)
 settings.register_profile("fuzz", memguard, max_examples=500)
 settings.load_profile("memguard")
@@ -33,14 +33,14 @@ EXAMPLES: dict[str, Callable[[int], int]] = {
     "edges": lambda own: min(own, 10),
     "fuzz": lambda own: own * 5,
 }
-"""What a profile makes of the number of examples that a test asks for itself, which would else hide the profile's."""
+"""By profile: converts a test's own number of examples, which would otherwise override the profile."""
 
 
 def _as_from_a_terminal() -> None:
-    """Undo that signals are ignored, as in the background of a shell.
+    """Restore signals that the parent ignores, such as a shell for its background jobs.
 
-    Python would raise no KeyboardInterrupt, here and in the processes that tests start. Under nohup this process still
-    outlives its terminal: its handler of SIGHUP does nothing, and a new program begins with the default.
+    Otherwise Python would raise no KeyboardInterrupt, here and in the tests' subprocesses. Under nohup this process
+    still survives its terminal: its SIGHUP handler does nothing, while a subprocess starts with the default.
     """
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -52,15 +52,13 @@ def _as_from_a_terminal() -> None:
 
 
 _as_from_a_terminal()
-for _name in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTHONSTARTUP"):  # meant for this run, not for those in tests
+for _name in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTHONSTARTUP"):  # for this run, not for pytest runs inside tests
     os.environ.pop(_name, None)
 KEEPER = pytest.StashKey[Keeper]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers", "time_limit(seconds): ends this test; tests/time_limits.py has the others' limits"
-    )
+    config.addinivalue_line("markers", "time_limit(seconds): limit for this test; defaults are in tests/time_limits.py")
     if not config.getoption("usepdb") and not config.getoption("trace"):
         config.stash[KEEPER] = Keeper()
 
@@ -76,7 +74,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture
 def pytester(pytester: pytest.Pytester) -> pytest.Pytester:
-    """With a file of settings in its folder: else pytest goes up, to that of someone else."""
+    """Adds a settings file to its folder: otherwise pytest would use one from a parent folder."""
     pytester.makeini("[pytest]\n")
     return pytester
 
@@ -85,7 +83,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-skips", action="store_true", help="a skipped test outside tests/gpu fails the run")
 
 
-@pytest.hookimpl(trylast=True)  # after -m and -k have chosen
+@pytest.hookimpl(trylast=True)  # after the selection by -m and -k
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     profile = config.getoption("--hypothesis-profile", default=None) or ""
     _draw_as_many_examples_as(profile, items)
@@ -102,16 +100,16 @@ def _draw_as_many_examples_as(profile: str, items: list[pytest.Item]) -> None:
         own = getattr(test, "_hypothesis_internal_use_settings", None)
         if own is not None and own.max_examples != settings().max_examples:
             test._hypothesis_internal_use_settings = settings(own, max_examples=change(own.max_examples))
-    if profile == "edges":  # under the others a state machine has the number that it asks for
+    if profile == "edges":  # other profiles keep a state machine's own number
         for case in {item.cls for item in items if getattr(item, "cls", None) is not None}:
             if isinstance(own := getattr(case, "settings", None), settings):
                 case.settings = settings(own, max_examples=EXAMPLES[profile](own.max_examples))
 
 
 def _few_cases(items: Iterable[pytest.Item]) -> Iterable[pytest.Item]:
-    """Of each test cases in which each row of each `parametrize` occurs, not all products; if marked `one_case`, one.
+    """Select cases of each test that cover each row of each `parametrize`, not all products; one if `one_case`.
 
-    pytest tells the rows apart by a name of its own. A pytest without it runs all products.
+    A private attribute of pytest identifies the rows. Without this attribute all products run.
     """
     tests: dict[str, list[Any]] = defaultdict(list)
     for item in items:
@@ -121,7 +119,7 @@ def _few_cases(items: Iterable[pytest.Item]) -> Iterable[pytest.Item]:
             yield cases[0]
             continue
         seen: set[tuple[int, str]] = set()
-        for needed in (set.isdisjoint, lambda rows, seen: not rows <= seen):  # first those of which all is new
+        for needed in (set.isdisjoint, lambda rows, seen: not rows <= seen):  # prefer cases whose rows are all new
             for case in cases:
                 if needed(rows := {*enumerate(getattr(case.callspec, "_idlist", [case.callspec.id]))}, seen):
                     seen |= rows
@@ -130,9 +128,9 @@ def _few_cases(items: Iterable[pytest.Item]) -> Iterable[pytest.Item]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Each test goes to the process that is free; a file of tests/native goes to one, which imports its framework once.
+    """Send each test to the next free process, and a file of tests/native to one, which imports its framework once.
 
-    Not by `xdist_group`: pytest-xdist 3.8 loses the marks under pytest 9.2.
+    `xdist_group` is no alternative: pytest-xdist 3.8 loses the markers under pytest 9.2.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -141,14 +139,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return str(nodeid).partition("::")[0] if str(nodeid).startswith("tests/native/") else str(nodeid)
 
         def _reschedule(self, node: Any) -> None:
-            """Forget what is done: after each test pytest-xdist counts all that the process ever got, 7,000 tests."""
+            """Drop finished tests: after each test pytest-xdist iterates over all 7,000 that the process received."""
             assigned = self.assigned_work[node]
             for scope in [scope for scope, tests in assigned.items() if all(tests.values())]:
                 del assigned[scope]
             super()._reschedule(node)
 
         def remove_node(self, node: Any) -> str | None:
-            """Do not run the test again at which a process crashed: pytest-xdist 3.8 does, in one after another."""
+            """Do not rerun a test that crashed a process: pytest-xdist 3.8 reruns it in process after process."""
             units = [unit for unit in self.assigned_work.pop(node).values() if not all(unit.values())]
             if not units:
                 return None
@@ -165,16 +163,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_finish() -> None:
-    """Freeze what the collection made: else each `gc.collect()` in a test walks through all 7,000 tests."""
+    """Freeze the collected items: otherwise each `gc.collect()` in a test traverses all 7,000 tests."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="module")
 def only_own_objects_are_collected() -> None:
-    """For tests that collect thousands of times: freeze also what earlier tests have left, as a framework's objects.
+    """For tests that collect thousands of times: also freeze objects of earlier tests, such as a framework's.
 
-    It stays frozen: after `gc.unfreeze()` alone each later collection would walk through all tests again.
+    They stay frozen: after `gc.unfreeze()` each later collection would traverse all tests again.
     """
     gc.unfreeze()
     gc.collect()
@@ -188,8 +186,11 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
     keeper = item.config.stash.get(KEEPER, None)
     if keeper is not None and monotonic() > keeper.ends:
         keeper.ends = math.inf
-        if report.passed:  # it has lost processes, and did not notice
-            report.outcome, report.longrepr = "failed", "over its limit of time: what it had started was killed"
+        if report.passed:  # its processes were killed without its noticing
+            report.outcome, report.longrepr = (
+                "failed",
+                "over its time limit: the processes that it had started were killed",
+            )
     return report
 
 

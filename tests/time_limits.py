@@ -1,13 +1,14 @@
-"""A hard time limit for each test: a test over it ends, and so do the processes that it started.
+"""A hard time limit for each test, which ends the test and the processes that it started.
 
-A separate process keeps the time, so that nothing in the test can hold it up: no lock, no GIL, no replaced clock, no
-swallowed exception. At the limit it kills the processes that the test started: its descendants, and those with its mark
-in the environment, whose parent may be gone. Most tests that hang wait for one of them, fail then, and the run goes on.
-A test that still runs `GRACE` seconds later is aborted with its pytest process. faulthandler writes the stacks of all
-threads; under pytest-xdist the test counts as failed, and a new worker takes the rest.
+A separate watchdog process measures the time, so that the test cannot block it by a lock, the GIL, a replaced clock or
+a swallowed exception. At the limit the watchdog kills the processes that the test started: its descendants, and orphans
+with its marker in their environment. Most hanging tests wait for such a process; they then fail, and the run continues.
+If the test is still running `GRACE` seconds later, the watchdog aborts its pytest process. faulthandler writes the
+stacks of all threads; pytest-xdist reports the test as failed and starts a new worker for the remaining tests.
 
-pytest-timeout 2.4 does less, tried with a test that sleeps in C and has a child that sleeps: neither of its methods
-ends the child, `signal` no test that catches all exceptions, `thread` no test that holds the GIL.
+pytest-timeout 2.4 is not sufficient (tried with a test that sleeps in C and has a sleeping child): neither of its
+methods ends the child, `signal` cannot end a test that catches all exceptions, `thread` cannot end one that holds the
+GIL.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from time import monotonic  # not by way of the module: tests replace `time.monotonic`
+from time import monotonic  # imported by name: tests replace `time.monotonic`
 
 GRACE = 10.0
 SECONDS = {"gpu": 360.0, "native": 360.0, "engines": 600.0}
-"""By the folder in tests/: more than tests give the programs that they run. `@pytest.mark.time_limit(seconds)`
-overrides it."""
+"""Limits by folder of tests/, longer than the timeouts that tests set for their subprocesses.
+`@pytest.mark.time_limit(seconds)` overrides them."""
 OTHERWISE = 150.0
 
 
 def limit(path: Path, mark: object, times: float = 1.0) -> float:
-    """Seconds that a test of this file has; `mark` is its `time_limit`, or None."""
+    """The limit in seconds for a test of this file; `mark` is its `time_limit` marker, or None."""
     if mark is not None:
         (seconds,) = mark.args  # type: ignore[attr-defined]
         return float(seconds)
@@ -40,17 +41,17 @@ def limit(path: Path, mark: object, times: float = 1.0) -> float:
 
 
 class Keeper:
-    """This side of the process that keeps the time for the tests of this process."""
+    """Starts and controls the watchdog process for the tests of this process."""
 
     def __init__(self) -> None:
         self.ends = 0.0
-        self._errors = os.dup(2)  # before pytest catches what tests write
+        self._errors = os.dup(2)  # before pytest captures output
         self._tell: int | None = None
         self._owner = os.getpid()
 
     @contextlib.contextmanager
     def keeping(self, test: str, seconds: float) -> Iterator[None]:
-        """Whatever runs within is ended after so many seconds."""
+        """End the block after this many seconds."""
         if self._tell is None:
             self._tell = self._start()
         self.ends = monotonic() + seconds
@@ -58,13 +59,13 @@ class Keeper:
         try:
             yield
         finally:
-            if os.getpid() == self._owner:  # else a fork that has not ended as it should
+            if os.getpid() == self._owner:  # not in a forked child that failed to exit
                 os.write(self._tell, b"\n")
 
     def _start(self) -> int:
         name = f"PYTEST_TIME_KEPT_{os.getpid()}"
         reads, tell = os.pipe()
-        # Orphaned at once: a test that waits for any child must not find it.
+        # Orphaned at once, so that a test that waits for any child does not receive it.
         command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), name]
         subprocess.run(command, stdin=reads, stdout=subprocess.DEVNULL, stderr=self._errors, check=True)
         os.close(reads)
@@ -73,16 +74,16 @@ class Keeper:
 
 
 def _processes() -> Iterator[tuple[int, int]]:
-    """Each process and its parent."""
+    """The PID and parent PID of each process."""
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with contextlib.suppress(OSError):
-                # The name of the program, in parentheses, may hold blanks and parentheses.
+                # The program's name, in parentheses, may contain spaces and parentheses.
                 yield int(entry), int(Path("/proc", entry, "stat").read_bytes().rpartition(b")")[2].split()[1])
 
 
 def _started_by(pid: int, mark: str) -> list[int]:
-    """What descends from the process, and what has the mark in the environment that it was started with."""
+    """Descendants of the process, and processes started with the marker in their environment."""
     parents = dict(_processes())
     found = {pid}
     while more := {child for child, parent in parents.items() if parent in found} - found:
@@ -109,7 +110,7 @@ def _abort(pid: int, tested: int) -> None:
 
 
 def keep(pid: int, mark: str) -> None:
-    """Read from standard input which test has begun and how many seconds it has, or that it is over."""
+    """The watchdog's loop. Each line of stdin starts a test with its limit in seconds; an empty line ends it."""
     tested = os.pidfd_open(pid)
     test, ends, warned, rest = "", None, False, b""
     while True:

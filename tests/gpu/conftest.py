@@ -1,11 +1,11 @@
-"""GPU tests run where NVML shows a GPU, and are skipped nowhere else.
+"""GPU tests run if NVML reports a GPU; otherwise all of them are skipped.
 
-With pytest-xdist: `-n 8 -m "not whole_card"`, then `-m whole_card`: those fill the card.
+With pytest-xdist, run `-n 8 -m "not whole_card"`, then `-m whole_card`: those tests fill the GPU.
 
-`--thorough` repeats as often, and as long, as a release needs: 1,000 rounds in the place of 60, five minutes at the
-caps, ten without an alarm, all 30 orders of import, each suite of others whole. What is asserted is the same. It takes
-about an hour. `--pycuda-tests FOLDER` (or MEMGUARD_PYCUDA_TESTS): the folder `test/` of PyCUDA's sdist, of the version
-that is installed; without it PyCUDA's own tests are skipped.
+`--thorough` runs the full counts and durations of a release: 1,000 rounds instead of 60, five minutes at the caps, ten
+without an alarm, all 30 import orders, each third-party suite completely. The assertions are the same. It takes about
+an hour. `--pycuda-tests FOLDER` (or MEMGUARD_PYCUDA_TESTS) names the folder `test/` of PyCUDA's sdist, in the installed
+version; without it PyCUDA's own tests are skipped.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ HERE = Path(__file__).parent
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--thorough", action="store_true", help="tests/gpu: as often and as long as a release needs")
+    parser.addoption("--thorough", action="store_true", help="tests/gpu: the full counts and durations of a release")
     parser.addoption(
         "--pycuda-tests", type=Path, default=os.environ.get("MEMGUARD_PYCUDA_TESTS"),
         help="tests/gpu: the folder test/ of PyCUDA's sdist",
@@ -50,7 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "thorough: repeats what other cases show; runs with --thorough alone")
+    config.addinivalue_line("markers", "thorough: repeats other cases; runs only with --thorough")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -59,7 +59,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if HERE in item.path.parents and MISSING:
             item.add_marker(pytest.mark.skip(reason=MISSING))
         elif item.get_closest_marker("thorough") and not thorough:
-            item.add_marker(pytest.mark.skip(reason="runs with --thorough"))
+            item.add_marker(pytest.mark.skip(reason="runs only with --thorough"))
         elif HERE in item.path.parents and thorough:
             item.add_marker(pytest.mark.time_limit(1200))
 
@@ -71,11 +71,11 @@ def thorough(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture
 def run(thorough: bool) -> Callable[..., dict[str, Any]]:
-    """Run code in a process of its own; it leaves its findings in `result`. A crash fails the test with its stderr.
+    """Run code in a new process and return its dict `result`. A crash fails the test with the process's stderr.
 
-    timeout   seconds; then it is killed with all that it started
-    rc        the exit code that it has to have
-    sampled   `nvml` has what NVML said of the process every 20 ms: see `bench.sampler.summary`
+    timeout   seconds, after which it is killed with all processes that it started
+    rc        the expected exit code
+    sampled   `nvml` contains NVML's figures of the process, sampled every 20 ms: see `bench.sampler.summary`
     """
 
     def call(
@@ -101,7 +101,7 @@ def run(thorough: bool) -> Callable[..., dict[str, Any]]:
                 raise
             finally:
                 nvml = {**sampler.stop(), "wall_s": time.monotonic() - begun} if sampler is not None else None
-        said = err.partition("\nExtension modules: ")[0]  # of a crash: hundreds of names that hide its stacks
+        said = err.partition("\nExtension modules: ")[0]  # without a crash's hundreds of names, which hide its stacks
         assert child.returncode == rc, f"rc {child.returncode}\n{out[-2000:]}\n{said[-8000:]}"
         lines = [line[7:] for line in out.splitlines() if line.startswith("RESULT ")]
         found: dict[str, Any] = json.loads(lines[-1]) if lines else {}

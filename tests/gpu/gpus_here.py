@@ -1,4 +1,4 @@
-"""The GPUs that the tests run on, and what several files of them begin with."""
+"""The GPUs of the tests, and set-up code shared by several test files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def environment(**more: str) -> dict[str, str]:
-    """For a program that a test starts: it finds memguard and `support`."""
+    """The environment of a test's subprocess, in which memguard and `support` are importable."""
     paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "MEMGUARD_ROOT": str(ROOT), "PYTHONPATH": os.pathsep.join(filter(None, paths)), **more}
 
@@ -34,4 +34,4 @@ EXCHANGE = """
 from support import arrays, exchanged
 from memguard import exchange
 """
-"""The start of a program that hands arrays over."""
+"""The first lines of a program that exchanges arrays."""

@@ -1,7 +1,7 @@
-"""Every framework under one budget: together at their caps, in every order of import, and in each circumstance.
+"""All frameworks under one budget: together at their caps, in every import order, and each one in special situations.
 
-`support.driving` does the work in a process of its own, another process samples NVML, and what is asserted comes from
-NVML, from CUPTI, from each allocator's own figures and from what the process could still take.
+`support.driving` does the work in a new process, another process samples NVML, and the assertions use NVML, CUPTI, each
+allocator's own figures and the memory that the process could still allocate.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def test_six_frameworks_stop_at_their_caps_while_the_others_are_full(run: Run) -
     at_the_caps(found, 4)
 
 
-def test_six_frameworks_at_their_caps_drift_nowhere(run: Run, thorough: bool) -> None:
+def test_six_frameworks_at_their_caps_do_not_drift(run: Run, thorough: bool) -> None:
     limit, seconds = ("40GiB", 300) if thorough else ("20GiB", 40)
     code = f"from support import driving\nresult.update(driving.loop({limit!r}, {seconds}))\n"
     found = run(code, timeout=seconds + 240, sampled=True)
@@ -66,8 +66,8 @@ def test_rows_of_six_grow_and_shrink_as_the_driver_says(run: Run) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cupti") is None, reason="needs cupti-python")
-def test_rows_of_six_are_what_cupti_saw_their_libraries_take(run: Run) -> None:
-    """Of JAX's pool CUPTI has only a part: that row is held to the driver's figure."""
+def test_rows_of_six_match_cuptis_allocations_by_library(run: Run) -> None:
+    """CUPTI sees only a part of JAX's pool: compare that row with the driver's figure."""
     found = run(
         "from bench.programs import cupti\nfrom support import driving\n"
         "result.update(cupti.by_cupti(driving.budget_of_six(growth=False)))\n"
@@ -77,7 +77,7 @@ def test_rows_of_six_are_what_cupti_saw_their_libraries_take(run: Run) -> None:
         assert good, (name, figure)
 
 
-# --- orders of import
+# --- import orders
 
 QUICK = ("cupy", "numba", "pycuda", "torch")
 """TensorFlow and JAX take ten seconds for each refusal."""
@@ -86,7 +86,7 @@ SLOW = [order for order in ORDERS if not set(order) <= set(QUICK)]
 
 
 def in_orders(run: Run, orders: list[tuple[str, ...]], at_once: int) -> None:
-    """Each alive, capped as declared, and explained."""
+    """Each framework must work, have its declared cap, and be accounted for."""
 
     def one(order: tuple[str, ...]) -> dict[str, Any]:
         return run(f"from support import driving\nresult.update(driving.in_order({order!r}))\n", timeout=180)
@@ -107,7 +107,7 @@ def test_pairs_in_each_order(run: Run) -> None:
 
 @pytest.mark.parametrize("order", [NAMES, NAMES[::-1]], ids=["TensorFlow first", "TensorFlow last"])
 def test_all_six_in_an_order_and_its_reverse(run: Run, order: tuple[str, ...]) -> None:
-    """So each of the 30 pairs is imported in both orders, with others in between."""
+    """So each of the 30 pairs is imported in both orders, with other frameworks in between."""
     in_orders(run, [order], 1)
 
 
@@ -144,7 +144,7 @@ def test_control_tensorflow_before_torch_ends_the_process_by_a_signal(run: Run) 
 
 @pytest.mark.parametrize("first", [False, True], ids=["after init", "before init"])
 def test_tensorflow_before_torch_under_a_budget(run: Run, first: bool) -> None:
-    """PyTorch sees the card as it is: an H200 has 132 multiprocessors."""
+    """PyTorch must see the real GPU: an H200 has 132 multiprocessors."""
     found = run(f"FIRST = {first}\n{CURED}")
     assert found["finite"] and found["product"] == 512 and found["multiprocessors"] == 132, found
 
@@ -177,15 +177,15 @@ result["torch"], result["pycuda"] = tried(of_torch), tried(of_pycuda)
     assert found["torch"] and found["pycuda"] and 0 <= found["left"] < 4 * GIB < found["took"], found
 
 
-# --- one framework in each circumstance
+# --- one framework in special situations
 
 LIVE = {"TF_FORCE_GPU_ALLOW_GROWTH": "true", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-"""Live before `init` they would take the card, and other tests run beside."""
+"""Initialised before `init`, they would reserve the GPU, which other tests use at the same time."""
 
 
 @pytest.mark.parametrize("when", ["later", "imported", "live"])
 @pytest.mark.parametrize("name", NAMES)
-def test_as_much_as_the_cap_and_not_more(run: Run, name: str, when: str) -> None:
+def test_the_cap_is_reached_and_not_exceeded(run: Run, name: str, when: str) -> None:
     code = f"from support import driving\nresult.update(driving.circumstance({name!r}, {when!r}))\n"
     found = run(code, env=LIVE if when == "live" else None)
     if when == "live" and name in ("tensorflow", "jax", "numba"):
@@ -194,7 +194,7 @@ def test_as_much_as_the_cap_and_not_more(run: Run, name: str, when: str) -> None
     cap, taken, before, most = found["cap"], found["taken"], found["before"], found["most_held"]
     if not before:
         assert 0.75 * cap <= taken <= cap, found
-    elif name in ("torch", "cupy"):  # their own allocators count what they held before
+    elif name in ("torch", "cupy"):  # their own allocators include memory allocated earlier
         assert taken == 0 if before > cap else taken + before <= cap, found
     else:
         assert 0.75 * cap <= taken <= cap and any("is not counted" in note for note in found["notes"]), found
@@ -205,7 +205,7 @@ def test_as_much_as_the_cap_and_not_more(run: Run, name: str, when: str) -> None
 
 
 def test_tensorflow_is_undone_before_its_first_operation(run: Run) -> None:
-    """Then it is as if nothing had been."""
+    """The undo must leave no trace."""
     found = run(
         """
 from support import driving
@@ -253,7 +253,7 @@ def test_another_allocator_of_torchs_by_the_drivers_figure(run: Run, allocator: 
     found = run(ALONE.replace("FITS", ALLOCATORS[allocator]), env={"PYTORCH_ALLOC_CONF": allocator})
     cap, most = found["cap"], max(found["grown"], found["grown_again"])
     assert 0.9 * cap <= most <= cap, (most, cap)
-    # A piece of the driver's pool is there before anything is asked for, and stays.
+    # The driver's pool has an initial block before the first request, and keeps it.
     assert abs(found["held"] - found["grown"]) <= 32 * MIB, found
     assert all(r["native"] for r in found["refusals"]) and len(found["refusals"]) >= 2
     assert [r["would_have_fitted"] for r in found["refusals"][:2]] == [False, False], found

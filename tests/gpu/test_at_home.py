@@ -174,7 +174,7 @@ def test_a_failed_test_shows_the_report_of_a_real_error(tmp_path: Path) -> None:
             """
         )
     )
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")  # else one above the temporary folder would count
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")  # otherwise pytest would use one above the temporary folder
     done = command(tmp_path, "-m", "pytest", "-p", "memguard.pytest_plugin", "-p", "no:cacheprovider", "test_model.py")
     assert "2 failed, 1 passed" in done.stdout, done.stdout[-3000:] + done.stderr[-2000:]
     sections = done.stdout.split("- memguard -")

@@ -70,11 +70,12 @@ def test_a_framework_that_dies_is_a_finding_and_the_others_are_told_of() -> None
     assert not [name for name, subject in named if subject == "torch" and name.startswith(("probe", "framework"))]
 
 
-# --- faults that can be provoked: each is found and named, and nothing else
+# --- faults that can be provoked: the doctor finds and names each, and nothing else
 
 
 def true_of_this_machine() -> set[tuple[str, str]]:
-    """What is no provoked fault: Numba with a newer NumPy than it knows, TensorFlow and PyTorch for different CUDAs."""
+    """Findings on this machine besides the provoked fault: too new a NumPy for Numba, different CUDAs of TensorFlow and
+    PyTorch."""
     found: set[tuple[str, str]] = set()
     if np_version() >= (2, 5) and importlib.metadata.version("numba-cuda") == "0.30.4":
         found.add(("numpy-abi", "numba"))
@@ -90,7 +91,7 @@ def np_version() -> tuple[int, ...]:
 
 
 def cuda_of(name: str, file: str, pattern: str) -> str:
-    """The major version of CUDA that a framework was built for, by a file of its own; nothing is imported."""
+    """The major CUDA version that a framework was built for, read from one of its files without an import."""
     spec = importlib.util.find_spec(name)
     assert spec is not None and spec.origin is not None
     found = re.search(pattern, (Path(spec.origin).parent / file).read_text())
@@ -99,13 +100,13 @@ def cuda_of(name: str, file: str, pattern: str) -> str:
 
 
 def above_info(facts: Any) -> dict[tuple[str, str], str]:
-    """Findings by name and subject, with their causes, of facts that were read."""
+    """The findings' names and subjects, with their causes, from recorded facts."""
     found = examine(Facts.from_json(json.dumps(facts)))
     return {(one.name, one.subject): one.cause for one in found if str(one.severity) != "info"}
 
 
 def within(code: str, framework: str) -> Any:
-    """The facts of `memguard.doctor()` in a process that has run `code` before."""
+    """The facts of `memguard.doctor()` in a process that ran `code` first."""
     code += f"\nimport memguard\nreport = memguard.doctor(frameworks=[{framework!r}])\n"
     code += "print('FACTS' + report.facts.to_json().replace('\\n', ' '))"
     done = subprocess.run(
@@ -118,7 +119,7 @@ def within(code: str, framework: str) -> Any:
 
 
 def found_and_nothing_else(facts: Any, expected: str) -> str:
-    """Its cause."""
+    """The finding's cause."""
     found = above_info(facts)
     others = {name for name, _ in found} - {name for name, _ in true_of_this_machine()} - {expected}
     causes = [cause for (name, _), cause in found.items() if name == expected]
@@ -126,7 +127,7 @@ def found_and_nothing_else(facts: Any, expected: str) -> str:
     return causes[0]
 
 
-def test_all_six_on_this_machine_what_is_true_of_it_and_nothing_else() -> None:
+def test_doctor_finds_only_this_machines_own_faults_with_all_six() -> None:
     _, facts = doctor("--dump-facts")
     assert set(above_info(facts)) == true_of_this_machine()
     probes = Facts.from_json(json.dumps(facts)).seconds
@@ -159,7 +160,7 @@ def test_a_second_context() -> None:
 
 
 def test_two_copies_of_a_library() -> None:
-    """CUDA in the toolkit is opened by its path, as some libraries do."""
+    """Open the toolkit's CUDA by its path, as some libraries do."""
     major = cuda_of("torch", "version.py", r"cuda: .*= '(\d+)")
     copies = sorted(glob.glob(f"/usr/local/cuda-{major}*/targets/*/lib/libcudart.so.{major}"))
     if not copies:

@@ -1,4 +1,4 @@
-"""Elastic caps on a real card: bursts, and seeded schedules judged by an oracle that knows no memguard."""
+"""Elastic caps on a real GPU: bursts, and seeded schedules judged by an oracle independent of memguard."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 
 Run = Callable[..., dict[str, Any]]
 SEEDS, FEW = range(1, 21), (4, 11)
-"""The schedules; and those that a run without `--thorough` plays: they wait least for TensorFlow's and JAX's errors."""
+"""The schedules, and those that run without `--thorough`: they spend the least time on TensorFlow's and JAX's
+errors."""
 CONTROLS = (1, 2)
 
 
@@ -26,7 +27,7 @@ def played(run: Run, seed: int, lends: bool) -> dict[str, Any]:
 
 
 def test_no_refusal_of_a_schedule_was_avoidable(run: Run, seed: int) -> None:
-    """Every min is there at each step, the process stays within its limit by NVML, and every value is right."""
+    """At each step every min is available, NVML's figure stays within the limit, and every value is right."""
     found = played(run, seed, True)
     assert found["faults"] == [] and found["requests"] >= 40, found
     assert found["avoidable"] == found["above_limit"] == found["minima"] == found["wrong"] == 0
@@ -38,7 +39,7 @@ def test_with_fixed_shares_refusals_of_the_same_schedule_are_avoidable(run: Run,
     assert played(run, control, False)["avoidable"] > 0
 
 
-def test_a_burst_has_its_min_at_once_and_its_max_when_the_sibling_idles(run: Run, thorough: bool) -> None:
+def test_a_burst_gets_its_min_at_once_and_its_max_from_an_idle_sibling(run: Run, thorough: bool) -> None:
     times = 200 if thorough else 15
     found = run(f"from support.elastic_bursts import burst\nresult.update(burst(True, {times}))", timeout=240)
     assert found["min"] == [0] * times, f"at the first try, PyTorch's bytes live: {found['text']}"
@@ -47,6 +48,6 @@ def test_a_burst_has_its_min_at_once_and_its_max_when_the_sibling_idles(run: Run
     assert found["wrong"] == 0 and 0 < found["most"] <= found["limit"]
 
 
-def test_with_fixed_shares_a_burst_never_has_the_max(run: Run) -> None:
+def test_with_fixed_caps_a_burst_never_gets_the_max(run: Run) -> None:
     found = run("from support.elastic_bursts import burst\nresult.update(burst(False, 10))", timeout=120)
     assert found["min"] == [0] * 10 and found["max"] == [None] * 10

@@ -1,6 +1,6 @@
-"""What others than memguard know of this process's memory, against the ledger and the caps. Each test asks the driver.
+"""Measurements independent of memguard, against the ledger and the caps. Each test asks the driver.
 
-The same functions run in test_all_frameworks.py with all six frameworks live.
+The same functions run in test_all_frameworks.py with all six frameworks initialised.
 """
 
 from __future__ import annotations

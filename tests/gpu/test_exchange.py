@@ -1,4 +1,4 @@
-"""Arrays handed between frameworks on a real GPU."""
+"""Exchange of arrays between frameworks on a real GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ result["leak"] = exchanged.leak(10_000 if THOROUGH else 900)
         timeout=200,
     )
     assert len(found["pairs"]) == 30 + 6 * (2 - len(found["not_installed"]))
-    for name, one in found["pairs"].items():  # from the six, and from buffers of RMM and cuda.core
+    for name, one in found["pairs"].items():  # from the six frameworks, and from buffers of RMM and cuda.core
         assert {one.get(key) for key in ("same_pointer", "right", "copy", "outlives")} == {True}, (name, one)
     assert found["open"] == found["dtypes"]["open"] == 0
     shared = "bool", "int8", "int64", "float16", "float32", "complex64"
@@ -65,11 +65,11 @@ result["views"] = len(keep) - 1
 
 SOURCES = ("torch", "cupy", "pycuda", "numba"), ("tensorflow", "jax", "rmm", "cuda.core")
 LEAST = dict(zip((*SOURCES[0], *SOURCES[1]), (80, 80, 60, 60, 40, 25, 10, 10), strict=True))
-"""Hand-overs of odd arrays of each: fewer would mean that they were not made."""
+"""Minimum number of exchanges of each one's unusual arrays: fewer would mean that creating them failed."""
 
 
 @pytest.mark.parametrize("sources", SOURCES, ids=lambda sources: sources[0])
-def test_odd_arrays_get_the_documented_answer_and_no_process_dies(run: Run, sources: tuple[str, ...]) -> None:
+def test_unusual_arrays_get_the_documented_answer_without_a_crash(run: Run, sources: tuple[str, ...]) -> None:
     def one(source: str) -> dict[str, Any]:
         return run(EXCHANGE + f"\nresult.update(exchanged.edges({source!r}))\n", timeout=240)
 
@@ -87,9 +87,9 @@ def test_odd_arrays_get_the_documented_answer_and_no_process_dies(run: Run, sour
 
 
 @pytest.mark.parametrize("how", ["misaligned", "reversed"])
-def test_by_hand_an_odd_array_ends_the_process(run: Run, how: str) -> None:
-    """Or what memguard refuses need not be refused: 4 bytes past a multiple of 64 into TensorFlow, backwards into
-    PyTorch."""
+def test_by_hand_an_unusual_array_crashes_the_process(run: Run, how: str) -> None:
+    """Show that memguard's refusals are necessary: 4 bytes past a multiple of 64 into TensorFlow, a negative stride
+    into PyTorch."""
     found = run(
         EXCHANGE
         + f"""
@@ -102,7 +102,9 @@ result["rc"] = subprocess.run(command, capture_output=True, timeout=90).returnco
 
 
 @pytest.mark.parametrize("sources", [("torch", "numba", "tensorflow"), ("cupy", "jax", "pycuda")], ids=lambda s: s[0])
-def test_none_is_stale_while_the_producer_still_works(run: Run, thorough: bool, sources: tuple[str, ...]) -> None:
+def test_no_exchange_is_stale_while_the_producer_still_works(
+    run: Run, thorough: bool, sources: tuple[str, ...]
+) -> None:
     rounds = 1000 if thorough else 60
     found = run(
         EXCHANGE
@@ -118,11 +120,11 @@ for source in {sources!r}:
     assert len(pairs) == 15
     for name, one in pairs.items():  # rounds in which the kernel was not seen running do not count
         assert one["stale"] == 0 and one["running_before"] >= rounds, (name, one)
-    if "torch" in sources:  # the host does not wait where both tell their streams
+    if "torch" in sources:  # the host does not wait if both frameworks expose their streams
         assert found["torch"]["torch > cupy"]["running_after"] >= 0.9 * rounds
 
 
-def test_by_hand_without_order_some_are_stale(run: Run) -> None:
+def test_by_hand_without_ordering_some_are_stale(run: Run) -> None:
     found = run(
         EXCHANGE
         + """
@@ -133,7 +135,7 @@ result["ways"] = order.controls(50 if THOROUGH else 20)["ways"]
     assert any(one["stale"] for one in found["ways"].values()), found["ways"]
 
 
-def test_what_is_lent_is_in_the_ledger_while_a_view_lives_and_charged_once(run: Run) -> None:
+def test_lent_memory_is_in_the_ledger_while_a_view_lives_and_charged_once(run: Run) -> None:
     found = run(EXCHANGE + "\nresult.update(exchanged.lent())\n", timeout=150)
     assert len(found["lent"]) == 30
     for pair, one in found["lent"].items():

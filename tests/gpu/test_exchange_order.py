@@ -330,7 +330,7 @@ result.update(exchanged.peers(1 << 30))
     for name, one in found["peers"].items():
         rate, said = one["gb_per_s"], one["route"].partition(", ")[2]
         near = min(raw, key=lambda way: max(raw[way] / rate, rate / raw[way]))
-        assert said == near or (not said and name == "jax"), (name, one, raw)  # which does not tell how it copies
+        assert said == near or (not said and name == "jax"), (name, one, raw)  # JAX does not report its copy route
 
 
 @TWO_GPUS

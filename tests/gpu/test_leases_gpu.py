@@ -200,7 +200,7 @@ def _flat(value: Any) -> list[dict[str, Any]]:
 
 
 class Watch:
-    """What NVML says of some processes, twenty times a second, and what `memguard leases` does, once a second."""
+    """Sample NVML's figures of some processes twenty times a second, and run `memguard leases` once a second."""
 
     def __init__(self, folder: Path, *pids: int) -> None:
         self._folder, self._pids, self._over = folder, set(pids), threading.Event()
@@ -234,7 +234,7 @@ class Watch:
             self.listings += command(self._folder, "leases")["gpus"]
 
 
-def test_two_that_do_nothing_make_room_for_each_other_and_keep_their_values(
+def test_two_idle_jobs_suspend_for_each_other_and_keep_their_values(
     start: Start, tmp_path: Path, thorough: bool
 ) -> None:
     size, turns = (40, 3) if thorough else (1, 1)
@@ -242,11 +242,11 @@ def test_two_that_do_nothing_make_room_for_each_other_and_keep_their_values(
     first.heard()
     second = start(size, wait="5min", on_wait="suspend-idle")
     with Watch(tmp_path, first.process.pid, second.process.pid) as seen:
-        second.heard()  # the first has left for it
+        second.heard()  # the first has suspended itself for it
         for _ in range(turns):
             assert first.ask("away")["away"] and not second.ask("away")["away"]
             assert holders(tmp_path) == [second.process.pid]
-            assert first.ask("check")["right"]  # a call that needs the GPU: the second leaves in its turn
+            assert first.ask("check")["right"]  # a call that needs the GPU: now the second suspends itself
             assert second.ask("away")["away"] and not first.ask("away")["away"]
             assert holders(tmp_path) == [first.process.pid]
             assert second.ask("check")["right"]

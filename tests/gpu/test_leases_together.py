@@ -1,4 +1,4 @@
-"""Four processes with leases fill one card together while a fifth waits; without leases one of five dies."""
+"""Four processes with leases fill one GPU together while a fifth waits; without leases one of five dies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GIB = 1 << 30
 
 @contextlib.contextmanager
 def most_of(pids: dict[int, int]) -> Iterator[None]:
-    """Note the most that each process has on the card, by NVML, ten times a second."""
+    """Record each process's peak memory on the GPU by NVML, ten times a second."""
     card, over = Card(), threading.Event()
 
     def look() -> None:
@@ -35,7 +35,7 @@ def most_of(pids: dict[int, int]) -> Iterator[None]:
 
 
 def test_four_with_leases_fill_the_card_while_a_fifth_waits_and_without_leases_one_of_five_dies() -> None:
-    lease = int(Card().total() * 0.243) // GIB * GIB  # four take all but a fiftieth or so
+    lease = int(Card().total() * 0.243) // GIB * GIB  # four hold all but about 2 %
     with contextlib.ExitStack() as stack:
         stack.enter_context(apart())
         environ = {"MEMGUARD_LEASES": ""}

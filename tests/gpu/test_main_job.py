@@ -1,4 +1,4 @@
-"""The main job: TensorFlow, PyTorch and PyCUDA at their caps under 40 GiB. It runs after all six have had as much."""
+"""The main job: TensorFlow, PyTorch and PyCUDA at their caps under 40 GiB. Runs after the tests of all six."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Ordinary programs that run out of memory, and what memguard says of each; ordinary programs that are in order.
+"""Typical programs that run out of memory, and memguard's reports on them; typical programs without a fault.
 
-What is said is held to what was arranged (`support.moment`). The first advice that can be followed without a person is
-followed, and the program runs again.
+Each report is compared with the ground truth (`support.moment`). The test follows the first advice that needs no
+person, and runs the program again.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from support.oom_programs import in_order, out_of_memory
 
 Run = Callable[..., dict[str, Any]]
 LONG = ("generate", "keras_fit", "tf1_session", "compiled", "jax_donated")
-"""Compiled for half a minute, or refused after ten seconds: their advice is followed with --thorough."""
+"""They compile for half a minute, or refuse after ten seconds: their advice is followed only with --thorough."""
 ALONE = [name for name, one in ARRANGED.items() if one.alone]
 BESIDE = [
     ("generate", "keras_fit", "compiled", "data_loader", "graph_capture", "comprehension"),
     ("tf1_session", "jax_jit", "optimizer_step", "in_thread", "forked_worker", "cupy_fft"),
     ("jax_donated", "forward", "backward", "caught", "numba_kernel", "pycuda_expression"),
 ]
-"""What runs side by side."""
+"""Programs that run in parallel."""
 
 
 def test_each_program_is_run() -> None:
@@ -93,8 +93,8 @@ result["alarms"] = [one for one in said if one[0] in ("forecast", "leak", "press
 """
 
 
-def test_no_alarm_of_work_that_rises_and_falls(run: Run, thorough: bool) -> None:
-    """Up to 82 % of each cap, a minute for each shape."""
+def test_rising_and_falling_use_raises_no_alarm(run: Run, thorough: bool) -> None:
+    """Fill up to 82 % of each cap, a minute for each shape."""
     seconds = 600 if thorough else 60
     found = run(f"SECONDS = {seconds}\n{SAWTOOTH}", timeout=seconds + 120)
     assert found["seconds"] >= seconds and not found["alarms"], found

@@ -75,7 +75,7 @@ result["trimmed"] = pool()[0]
 
 
 def test_with_caches_apart_the_same_peaks_add_up(run: Run) -> None:
-    """The control of the above: nobody trims, as there is room for all."""
+    """The control for the test above: nothing is trimmed, because there is room for all."""
     caps = (
         SETUP.replace('"strategy": "pool"', '"strategy": "caps"')
         .replace('"1GiB"', '"3GiB"')

@@ -1,7 +1,7 @@
-"""How the driver tells that a context of PyCUDA is another one than before: what `contexts.id_of_current` relies on.
+"""How the driver identifies a new PyCUDA context: the basis of `contexts.id_of_current`.
 
-A reset gives the primary context another id, and until somebody retains it again there is none. The test also prints
-what a question for the id costs, and one for a block. What allocations cost is a measurement of bench.
+A reset gives the primary context another ID, and until the next retain it has none. The test also prints the cost of
+querying the ID, and of querying a block. The cost of allocations is a measurement of bench.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class Found(NamedTuple):
 def run(folder: Path, body: str) -> Found:
     """A run of these tests with the check for leaks. The packages are those of this process, by whatever path."""
     (folder / "test_it.py").write_text(HEAD + textwrap.dedent(body))
-    (folder / "pytest.ini").write_text("[pytest]\n")  # else one above the temporary folder would count
+    (folder / "pytest.ini").write_text("[pytest]\n")  # otherwise pytest would use one above the temporary folder
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("MEMGUARD_", "PYTEST_"))}
     home = str(Path(memguard.__file__).parents[1])
     environ["PYTHONPATH"] = os.pathsep.join([home, *filter(None, [environ.get("PYTHONPATH")])])

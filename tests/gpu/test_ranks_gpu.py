@@ -22,7 +22,7 @@ LIMIT = 16 * GIB
 
 
 def processes() -> dict[str, dict[int, int]]:
-    """What NVML says that each process holds on each GPU, in bytes by UUID and PID."""
+    """Each process's bytes on each GPU by NVML, by UUID and PID."""
     import pynvml
 
     pynvml.nvmlInit()
@@ -36,7 +36,7 @@ def processes() -> dict[str, dict[int, int]]:
 
 
 def ranks_of(folder: Path, count: int, backend: str) -> tuple[list[dict[str, Any]], dict[str, dict[int, int]]]:
-    """Each rank's figures, and what NVML said to this process, which is no rank, while all of them were full."""
+    """Each rank's figures, and NVML's as read by this process, which is no rank, while all ranks were full."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
     command += ["--local-addr=127.0.0.1", str(TESTS / "support" / "ranks_program.py"), str(folder), backend]
     nvml: dict[str, dict[int, int]] = {}
@@ -52,7 +52,7 @@ def ranks_of(folder: Path, count: int, backend: str) -> tuple[list[dict[str, Any
                     (folder / "read").touch()
                 time.sleep(0.05)
         finally:
-            launcher.terminate()  # torchrun ends its ranks then, which are in sessions of their own
+            launcher.terminate()  # torchrun then ends its ranks, which are in sessions of their own
             with contextlib.suppress(subprocess.TimeoutExpired):
                 launcher.wait(40)
             if launcher.poll() is None:
@@ -74,13 +74,13 @@ def test_ranks_share_the_budget_of_their_gpu(count: int, backend: str, tmp_path:
         assert rank["limit"] == LIMIT // sharers and own <= rank["limit"]
         assert 0.95 * rank["cap"] <= rank["held"] <= rank["cap"] and rank["refused"] == "OutOfMemoryError"
         assert len(rank["table"]) == count
-        for other in ranks:  # the table of every rank agrees with that reading of NVML
+        for other in ranks:  # every rank's table agrees with NVML's reading
             parts = rank["table"][str(other["rank"])]["devices"]
             (process,) = [one["process"] for one in parts if one["uuid"] == other["uuid"]]
             assert abs(process - nvml[other["uuid"]][other["pid"]]) <= 2 * MIB
         if backend == "nccl":
             assert GIB < rank["overhead"] <= rank["reserve"], "NCCL's memory, without a word of it in the budget"
-        else:  # the control: without `ranks: auto` each gets more than its part
+        else:  # the control: without `ranks: auto` each rank gets more than its share
             assert rank["control"]["refused"] is None and rank["control"]["bytes"] > rank["cap"]
     for uuid, those in use.items():
         assert 0 < sum(nvml[uuid][rank["pid"]] for rank in those) <= LIMIT

@@ -1,4 +1,4 @@
-"""Reports of real out-of-memory errors, each figure against what was true: at a framework's own cap, on a full card."""
+"""Reports of real out-of-memory errors, compared with independent readings: at a framework's own cap, on a full GPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_at_its_own_cap(run: Run) -> None:
 
 
 class Waiting:
-    """A process that prints READY, waits for a line, and prints its RESULT. Killed at the end of the block."""
+    """A process that prints READY, waits for a line, and prints its RESULT. It is killed at the end of the block."""
 
     def __init__(self, stack: ExitStack, folder: Path, *arguments: str) -> None:
         self.errors = stack.enter_context((folder / f"{arguments[-1][:40].split()[0]}-{id(self)}").open("w+"))
@@ -53,12 +53,12 @@ class Waiting:
         stack.callback(self.process.kill)
 
     def said(self, begin: str) -> str:
-        """What follows on its next line that begins so, within two minutes."""
+        """The rest of its next line with this prefix, within two minutes."""
         timer = threading.Timer(120, self.process.kill)
         timer.start()
         assert self.process.stdout is not None
         try:
-            for line in self.process.stdout:  # libraries print what they like
+            for line in self.process.stdout:  # libraries also print to stdout
                 if line.startswith(begin):
                     return line.removeprefix(begin).strip()
         finally:
@@ -71,13 +71,13 @@ class Waiting:
         self.process.stdin.write("\n")
         self.process.stdin.flush()
         found: dict[str, Any] = json.loads(self.said("RESULT "))
-        self.process.wait(60)  # or the next finds its memory taken
+        self.process.wait(60)  # otherwise the next process lacks its memory
         return found
 
 
 @pytest.fixture(scope="module")
 def card(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, dict[str, Waiting]]]:
-    """Another process with 40 GiB, and one for each kind that has imported its frameworks and waits for its turn."""
+    """Another process with 40 GiB, and one process per kind, which has imported its frameworks and waits for a line."""
     folder = tmp_path_factory.mktemp("reports")
     with ExitStack() as stack:
         stranger = Waiting(stack, folder, "-c", STRANGER)

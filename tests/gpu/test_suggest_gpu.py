@@ -1,4 +1,4 @@
-"""A budget from a run on a real GPU: the program passes under what `memguard suggest` writes, and not with less."""
+"""A budget from a run on a real GPU: the program succeeds under `memguard suggest`'s budget, and fails with less."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ for size in (1, 2, 1):
 
 
 class Runs:
-    """Runs of the program, whose files lie in a folder."""
+    """Runs of the program, with its files in one folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -45,7 +45,7 @@ class Runs:
         return subprocess.run(command, env=self._environ, capture_output=True, text=True, timeout=120)
 
     def passes(self, name: str, budget: str | None) -> bool:
-        """Whether it ends well and nothing was refused, whether or not the program caught it."""
+        """Whether it exits normally without any refused request, caught or not."""
         timeline = self.folder / f"{name}.jsonl"
         way: list[object] = ["--record", timeline]
         if budget is not None:
@@ -67,7 +67,7 @@ class Runs:
 
 @pytest.mark.parametrize("budget", [WIDE, None], ids=["wide budget", "no budget"])
 def test_a_program_passes_under_the_budget_of_its_own_run(budget: str | None, tmp_path: Path) -> None:
-    """A run under a wide budget, and one without any."""
+    """A run under a large budget, and one without a budget."""
     runs = Runs(tmp_path)
     assert runs.passes("first", budget)
     offer = runs.suggested("first")

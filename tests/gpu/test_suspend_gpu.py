@@ -1,8 +1,8 @@
-"""A process that leaves a real GPU and comes back, seen from within: its gates, the commands on it, no room.
+"""Suspend and resume on a real GPU, from within the process: its gates, the commands on it, no room.
 
-More, seen from outside: test_suspend_rounds.py.
+Tests from outside the process: test_suspend_rounds.py.
 
-Each program ends itself while it is suspended, also if it fails: one that was restored is not to be killed as it is.
+Each program exits by itself while suspended, even if it fails: killing a restored process may hang the machine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Processes that leave a real GPU and come back: rounds, calls of other threads, breaks at each step, refusals.
+"""Suspend and resume processes on a real GPU: rounds, calls of other threads, interruptions at each step, refusals.
 
-Each process is one of tests/support/suspend_target.py, which does what it is asked. The test itself has no CUDA: it
-reads NVML. A process that was restored is suspended again before it is killed.
+Each process runs tests/support/suspend_target.py, which takes commands. The test itself does not use CUDA: it reads
+NVML. It suspends a restored process again before killing it.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ STEPS: dict[str, dict[str, float]] = {
     "off": {"state": 0.0, "lock": 0.0, "settle": 0.02, "checkpoint": 0.1},
     "on": {"state": 0.0, "room": 0.0, "restore": 0.1, "unlock": 0.0},
 }
-"""The steps of a process that leaves its GPU, and that comes back; how many seconds after its beginning each breaks."""
+"""The steps of a suspend and of a resume, with the seconds from each step's beginning to the interruption."""
 DELAYS = (0.0, 0.0, 0.02, 0.1, 0.25)
-"""The same of each step, with `--thorough`."""
+"""The same seconds for each step with `--thorough`."""
 MUST = ("synchronize", "query", "done", "copy", "item", "elapsed", "numpy", "ready", "read", "replay", "print")
-"""A call with one of these words asks the driver each time. Others may be served from what the framework has."""
+"""A call whose name contains one of these words always reaches the driver. The framework may serve others itself."""
 
 
 @pytest.fixture(autouse=True)
@@ -53,8 +53,8 @@ def turns_apart() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("names", [*((name,) for name in SIX), SIX], ids=[*SIX, "all six"])
-def test_each_round_leaves_the_values_and_takes_nothing(names: tuple[str, ...], thorough: bool, tmp_path: Path) -> None:
-    """Also after 12 seconds off: JAX's runtime asks the driver every 5 s, from a thread of its own."""
+def test_each_round_keeps_the_values_and_leaks_nothing(names: tuple[str, ...], thorough: bool, tmp_path: Path) -> None:
+    """Includes a suspension of 12 seconds: JAX's runtime polls the driver every 5 s from its own thread."""
     rounds, card, line = 20 if thorough else 2, Card(), tmp_path / "timeline.jsonl"
     held: list[tuple[int, int]] = []
     limit = "16GiB" if len(names) > 1 else "8GiB"
@@ -81,7 +81,7 @@ def test_each_round_leaves_the_values_and_takes_nothing(names: tuple[str, ...], 
 
 
 @pytest.mark.parametrize("name", SIX)
-def test_every_call_of_another_thread_waits_or_is_refused_and_none_ends_the_process(name: str, thorough: bool) -> None:
+def test_calls_of_other_threads_wait_or_are_refused_without_a_crash(name: str, thorough: bool) -> None:
     with Child("suspend_target", name) as child:
         child.must("begin", 180, names=[name], size=16 * MIB)
         begun, bad = child.must("calls", 180, skip=[]), {}
@@ -96,8 +96,8 @@ def test_every_call_of_another_thread_waits_or_is_refused_and_none_ends_the_proc
         assert len(begun["kinds"]) > len(begun["broken"]), f"not possible here at all: {begun['broken']}"
 
 
-def test_without_gates_a_synchronize_of_another_thread_ends_the_process() -> None:
-    """The control: else the calls above would show nothing."""
+def test_without_gates_a_synchronize_of_another_thread_crashes_the_process() -> None:
+    """The control: without this crash the calls above would prove nothing."""
     child = Child("suspend_target", "torch")
     try:
         child.must("begin", 180, names=["torch"], size=16 * MIB)
@@ -115,15 +115,15 @@ def moments(way: str, thorough: bool) -> list[tuple[str, float]]:
 
 @pytest.mark.parametrize("way", STEPS)
 @pytest.mark.parametrize("what", ["helper", "sigint"])
-def test_who_is_interrupted_at_a_step_of_its_own_is_back_each_time(what: str, way: str, thorough: bool) -> None:
-    """Its helper is killed, or Ctrl-C pressed."""
+def test_self_suspend_interrupted_at_each_step_recovers(what: str, way: str, thorough: bool) -> None:
+    """Interrupted by the death of its helper, or by Ctrl-C."""
     with target("cupy", size=64 * MIB) as child:
         for step, delay in moments(way, thorough):
             one = child.must("broken", 150, way=way, step=step, what=what, delay=delay)
             assert one["struck"], (step, delay, one)
             if one["away"]:
                 one["resume"] = resume(child.pid)
-                until = time.monotonic() + 5  # its own helper looks twice a second whether somebody brought it back
+                until = time.monotonic() + 5  # its own helper checks twice a second whether another process resumed it
                 while child.must("away")["away"] and time.monotonic() < until:
                     time.sleep(0.1)
             if child.must("away")["away"]:
@@ -147,9 +147,9 @@ print(json.dumps(["over", str(do(process, client=client, on_step=told, **more).e
 
 
 def controlled(pid: int, way: str, needs: str, step: str | None = None, delay: float = 0.0) -> str | None:
-    """Somebody else suspends it or brings it back, and is killed with its helper that long after the step began.
+    """Another process suspends or resumes it, and is killed with its helper this long after the step began.
 
-    How far it came.
+    Returns the last step that it reached.
     """
     process = subprocess.Popen(
         [sys.executable, "-c", CONTROLLER, str(pid), way, needs], stdout=subprocess.PIPE, text=True, env=surroundings()
@@ -166,7 +166,7 @@ def controlled(pid: int, way: str, needs: str, step: str | None = None, delay: f
                 for one in (helper, process.pid):
                     try:
                         os.kill(one, signal.SIGKILL)
-                    except (ProcessLookupError, TypeError):  # a helper that is not there yet has no PID
+                    except (ProcessLookupError, TypeError):  # a helper that has not started has no PID
                         continue
                 break
     finally:
@@ -178,7 +178,7 @@ def controlled(pid: int, way: str, needs: str, step: str | None = None, delay: f
 
 
 @pytest.mark.parametrize("way", STEPS)
-def test_whom_a_killed_controller_leaves_behind_comes_back_by_resume(way: str, thorough: bool) -> None:
+def test_resume_restores_a_process_whose_controller_was_killed(way: str, thorough: bool) -> None:
     import pynvml
 
     card = Card()
@@ -191,7 +191,7 @@ def test_whom_a_killed_controller_leaves_behind_comes_back_by_resume(way: str, t
                 assert controlled(child.pid, "off", needs) == "over"
             assert controlled(child.pid, way, needs, step, delay) == step
             said = resume(child.pid)
-            if said["rc"]:  # so that it can tell its values
+            if said["rc"]:  # resumed, so that it can check its values
                 controlled(child.pid, "on", needs)
             assert child.must("check", 60)["wrong"] == 0, (step, delay, said)
 
@@ -211,7 +211,7 @@ def test_what_would_be_lost_is_refused_and_nothing_is_touched(what: str) -> None
         after = child.ask("off", 60).get("error")
         if after is None:
             child.must("on", 60, timeout=30)
-        else:  # the driver may keep a mapping of managed memory until the process ends, and torch's profiler CUPTI
+        else:  # until exit, the driver may keep a mapping of managed memory, and torch's profiler CUPTI
             stays = code == "managed-memory" or (code == "profiler" and "error 801" in after["text"])
             assert stays, after
         assert child.must("check")["wrong"] == 0
@@ -234,7 +234,7 @@ def test_a_stopped_process_is_refused_from_outside_and_not_touched() -> None:
         assert child.must("check")["wrong"] == 0
 
 
-def test_who_does_not_allow_others_is_refused_and_taken_with_unsafe() -> None:
+def test_suspend_without_by_others_is_refused_unless_unsafe() -> None:
     card = Card()
     with target("torch", size=64 * MIB, limit="8GiB") as child:
         assert command("suspend", str(child.pid))["rc"] != 0 and card.of(child.pid) is not None
@@ -247,7 +247,7 @@ def test_who_does_not_allow_others_is_refused_and_taken_with_unsafe() -> None:
 
 @pytest.mark.parametrize("size", [6, pytest.param(60, marks=[pytest.mark.whole_card, pytest.mark.thorough])])
 def test_tensorflow_keeps_nothing_of_its_peak_on_the_card(size: int) -> None:
-    """It is ended while it is suspended: that takes no time."""
+    """Ending it while suspended takes no time."""
     card = Card()
     with target("tensorflow", large=size * GIB) as child:
         child.must("drop")
@@ -258,8 +258,8 @@ def test_tensorflow_keeps_nothing_of_its_peak_on_the_card(size: int) -> None:
 
 
 @pytest.mark.whole_card
-def test_beside_a_stranger_that_takes_memory_at_random_no_value_is_wrong(thorough: bool) -> None:
-    """A process may be lost then, and says why; one that finds no room in time stays whole, and comes back later."""
+def test_random_allocations_of_another_process_corrupt_no_value(thorough: bool) -> None:
+    """A process may be lost, and must say why; one that finds no room in time stays intact and resumes later."""
     rounds, late = 20 if thorough else 3, 0
     child = begun()
     try:
@@ -299,10 +299,11 @@ def begun() -> Child:
 @pytest.mark.parametrize(
     "context", [pytest.param(0, id="context goes"), pytest.param(GIB, id="context stays", marks=pytest.mark.thorough)]
 )
-def test_who_gets_in_between_the_placeholder_and_the_restore_spoils_no_value(
+def test_an_allocation_between_placeholder_and_restore_corrupts_no_value(
     context: int, thorough: bool, tmp_path: Path
 ) -> None:
-    """`context`: the room that the card has for the placeholder's own, beside the process. He tries without rest."""
+    """`context`: free memory for the placeholder's context, besides the process's. The robber retries without a
+    pause."""
     tries = 0
     with other("filler") as filler, other("robber") as robber:
         for number in range(5 if thorough else 1):
@@ -313,7 +314,7 @@ def test_who_gets_in_between_the_placeholder_and_the_restore_spoils_no_value(
                 filler.must("fill", 60, leave=size + 24 * MIB + context)
                 robber.send("rob", path=str(path), size=64 * MIB + context, seconds=1.0)
                 on = child.ask("on", 60, timeout=20)
-                path.touch()  # whoever waits for it goes on
+                path.touch()  # unblock the robber
                 tries += robber.answer(60)["tries"]
                 robber.must("empty")
                 filler.must("empty")
@@ -321,7 +322,7 @@ def test_who_gets_in_between_the_placeholder_and_the_restore_spoils_no_value(
                     assert "fix:" in on["error"]["text"]
                     child.lost = True
                     continue
-                if "error" in on:  # there was no room: it is whole, and comes back when there is
+                if "error" in on:  # there was no room: it is intact, and resumes when there is
                     child.must("on", 60, timeout=20)
                 assert child.must("check", 30)["wrong"] == 0
             finally:
@@ -343,8 +344,8 @@ RIGHT = "print('RIGHT' if float(x.sum()) == expected and float((x[:5] * 2).sum()
 
 
 @pytest.mark.whole_card
-def test_an_idle_notebook_leaves_the_card_and_its_next_cell_brings_it_back() -> None:
-    """Another process has all of the card meanwhile. A cell that finds no room does not run; the kernel stays whole."""
+def test_an_idle_notebook_is_suspended_and_its_next_cell_resumes_it() -> None:
+    """Meanwhile another process fills the GPU. A cell that finds no room does not run; the kernel stays intact."""
     pytest.importorskip("jupyter_client")
     pytest.importorskip("ipykernel")
     from support.suspend_kernel import Kernel

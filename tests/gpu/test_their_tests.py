@@ -1,9 +1,9 @@
-"""PyCUDA's and numba-cuda's own tests, without memguard and under `memguard run`: they end alike, test by test.
+"""PyCUDA's and numba-cuda's own tests, without memguard and under `memguard run`: each test must end the same way.
 
-PyCUDA's are in its sdist, in `test/` (`--pycuda-tests FOLDER`); numba-cuda's are in its wheel. Only tests that want
-more memory than the cap may differ, and such as differ without memguard too: `support.their_tests.reason` reads that
-from memguard's refusal and from three further runs each way. Without `--thorough` only
-numba-cuda's tests of memory run.
+PyCUDA's tests are in its sdist, in `test/` (`--pycuda-tests FOLDER`); numba-cuda's are in its wheel. A test may differ
+only if it needs more memory than the cap, or if it also varies without memguard: `support.their_tests.reason` decides
+this from memguard's refusal and from three more runs each, with and without it. Without `--thorough` only numba-cuda's
+memory tests run.
 """
 
 from __future__ import annotations

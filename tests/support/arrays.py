@@ -1,6 +1,6 @@
-"""Arrays of each framework as a program makes, reads and hands them over by itself: what memguard.exchange is held to.
+"""Create, read and pass arrays by each framework's own API: the reference for the tests of memguard.exchange.
 
-Nothing here asks memguard. With MEMGUARD_EXCHANGE_CPU=1 they lie on the host, to try the programs without a GPU."""
+Nothing here calls memguard. With MEMGUARD_EXCHANGE_CPU=1 the arrays are on the host, for a trial without a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.programs.six import Card
 
 ON_CPU = os.environ.get("MEMGUARD_EXCHANGE_CPU") == "1"
 NAMES = ("torch", "tensorflow", "jax") if ON_CPU else ("torch", "tensorflow", "cupy", "jax", "pycuda", "numba")
-BUFFERS = () if ON_CPU else ("rmm", "cuda.core")  # Libraries that are producers only.
+BUFFERS = () if ON_CPU else ("rmm", "cuda.core")  # Libraries that can only produce arrays.
 PAIRS = tuple((source, target) for source in NAMES for target in NAMES if source != target)
 DTYPES = (
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
@@ -27,11 +27,11 @@ TAKES = {
     "cupy": frozenset(name for name in DTYPES if not name.startswith("float8")),
     "pycuda": frozenset(name for name in DTYPES if not name.startswith(("float8", "bfloat16"))),
     "numba": frozenset(name for name in DTYPES if not name.startswith(("float8", "bfloat16"))),
-}  # The dtypes that each framework is documented to take (docs/exchange.md).
+}  # The dtypes that docs/exchange.md lists for each framework.
 
 
 def start(*names: str, settings: bool = True) -> None:
-    """Make the frameworks live, PyTorch first. `settings`: their memory grows instead of being taken at once."""
+    """Initialise the frameworks, PyTorch first. `settings` makes their memory grow instead of preallocating it."""
     if settings:
         os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -62,7 +62,7 @@ def on_gpu() -> Any:
 
 
 def host(dtype: str, count: int = 16) -> Any:
-    """Small whole numbers of a dtype, in host memory."""
+    """Small integer values of a dtype, in host memory."""
     import ml_dtypes
     import numpy as np
 
@@ -73,11 +73,11 @@ def host(dtype: str, count: int = 16) -> Any:
 
 
 def make(name: str, values: Any) -> Any:
-    """The framework's array with these values, in memory of its own. Raises what the framework raises."""
+    """Create the framework's array with these values, in its own memory. Raises the framework's own errors."""
     import numpy as np
 
     values = np.ascontiguousarray(values).reshape(values.shape)
-    plain = values.dtype.isbuiltin == 1  # not one of ml_dtypes
+    plain = values.dtype.isbuiltin == 1  # numpy's own dtypes only, not ml_dtypes
     if name == "torch":
         import torch
 
@@ -127,7 +127,7 @@ def make(name: str, values: Any) -> Any:
 
 
 def _aligned(values: Any) -> Any:
-    """On the host a copy at a multiple of 64 bytes, as every GPU's allocator gives by itself."""
+    """On the host: a copy aligned to 64 bytes, as GPU allocators align by default."""
     import numpy as np
 
     if not ON_CPU:
@@ -140,7 +140,7 @@ def _aligned(values: Any) -> Any:
 
 
 def _tensorflow(values: Any) -> Any:
-    """On the GPU whatever the dtype: TensorFlow itself keeps int32 in host memory, so it is made of bytes there."""
+    """Create it on the GPU for any dtype. TensorFlow keeps int32 in host memory, so build it from bytes."""
     import numpy as np
     import tensorflow as tf
 
@@ -160,7 +160,7 @@ def _buffer(nbytes: int) -> Any:
     device = Device(0)
     device.set_current()
     stream = device.create_stream()
-    _streams.append(stream)  # the buffers go back on it
+    _streams.append(stream)  # the buffers are freed on this stream
     made = device.memory_resource.allocate(nbytes, stream=stream)
     stream.sync()
     return made
@@ -170,7 +170,7 @@ _streams: list[Any] = []
 
 
 class Facts(NamedTuple):
-    """Address in bytes, strides in bytes and shape of an array, as its framework tells them, and its dtype."""
+    """Address in bytes, strides in bytes, shape and dtype of an array, as its framework reports them."""
 
     address: int
     shape: tuple[int, ...]
@@ -209,7 +209,7 @@ def facts(x: Any) -> Facts:
 
 
 def read(x: Any) -> Any:
-    """The values in host memory, by the framework's own way where it has one for this layout."""
+    """Copy the values to the host, by the framework's own method if it supports this layout."""
     import numpy as np
 
     name = owner(x)
@@ -229,7 +229,7 @@ def read(x: Any) -> Any:
 
 
 def raw(address: int, nbytes: int) -> bytes:
-    """Bytes of memory as they are, when all work is done: the same for every framework and dtype."""
+    """Synchronise and copy raw bytes of memory, in the same way for every framework and dtype."""
     if ON_CPU:
         return ctypes.string_at(address, nbytes)
     block = ctypes.create_string_buffer(max(nbytes, 1))
@@ -241,7 +241,8 @@ def raw(address: int, nbytes: int) -> bytes:
 
 
 def use(x: Any) -> None:
-    """Work on float32 values: a wrong permission of what was handed over ends the process here, if anywhere."""
+    """Compute with float32 values: if the consumer lacks access to the memory, the process crashes here at the
+    latest."""
     name = owner(x)
     if name == "torch":
         float((x * 2).sum())
@@ -284,7 +285,7 @@ def _doubled(x: Any) -> None:
         one = cuda.device_array(1, x.dtype)
         try:
             _kernel[1, 1](one, one)
-        except Exception:  # Numba compiles nothing here: that is no matter of the array
+        except Exception:  # Numba cannot compile here, whatever the array
             _kernel = False
     if _kernel is False:
         return
@@ -297,7 +298,7 @@ _kernel: Any = None
 
 
 def wait() -> None:
-    """Until the GPU has nothing to do for this process."""
+    """Wait until the GPU has finished this process's work."""
     if not ON_CPU:
         driver().cuCtxSynchronize()
 
@@ -313,7 +314,7 @@ _cuda: Any = None
 
 
 class ReadOnly:
-    """Another's memory with the flag of the CUDA array interface that nobody may write to it."""
+    """Mark an array's memory read-only in the CUDA array interface."""
 
     def __init__(self, x: Any) -> None:
         seen = facts(x)
@@ -324,7 +325,7 @@ class ReadOnly:
 
 
 def nvml_bytes() -> int:
-    """What this process holds of the GPU, by NVML; -1 where that is not told."""
+    """This process's GPU memory by NVML; -1 if NVML does not report it."""
     try:
         return Card().listed().get(os.getpid(), 0)
     except Exception:
@@ -332,7 +333,7 @@ def nvml_bytes() -> int:
 
 
 def nvml_bytes_of(gpu: int) -> int:
-    """The same of the GPU with this number."""
+    """This process's memory on the GPU of this number, by NVML."""
     import pynvml
 
     pynvml.nvmlInit()

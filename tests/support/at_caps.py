@@ -1,4 +1,4 @@
-"""What has to be true of a process in which frameworks were driven to their caps: see `support.driving`."""
+"""Assertions about a process whose frameworks were driven to their caps: see `support.driving`."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from support.driving import GIB, MIB, bfc_refusals
 from support.independent import agrees, raw_is_unaccounted
 
 AT_CAP = 16 * MIB
-"""What a framework at its cap, with small arrays in the driver's slabs, may differ by from the driver's figure."""
+"""Allowed difference from the driver's figure for a framework at its cap with small arrays in the driver's slabs."""
 
 
 def within_limit(found: dict[str, Any], limit: int) -> None:
-    """At every sample, at most 100 ms apart. A process is listed once it has a context: half of its time at least."""
+    """Check every sample; samples are at most 100 ms apart. NVML must list the process for at least half of the
+    time."""
     nvml = found["nvml"]
     assert nvml["samples"] >= 0.5 * nvml["wall_s"] * 1e3 / nvml["interval_ms"] and nvml["longest_gap_ms"] <= 100, nvml
     assert 0 < nvml["max_bytes"] <= limit, nvml
 
 
 def explained(readings: list[dict[str, Any]], reserve: int) -> None:
-    """Little is unaccounted, TensorFlow's unseen pool in it; the overhead is within the reserve; the rows add up."""
+    """Check that `unaccounted` is small (with TensorFlow's hidden pool), the overhead within the reserve, the sum
+    exact."""
     for one in readings:
         assert abs(one["unaccounted"]) <= 64 * MIB and one["overhead"] <= reserve, (one, reserve)
         assert one["sum_minus_total"] == 0, one
@@ -27,9 +29,9 @@ def explained(readings: list[dict[str, Any]], reserve: int) -> None:
 
 
 def at_the_caps(found: dict[str, Any], refusals: int) -> None:
-    """What every budget of several frameworks must show once each was driven to its cap."""
+    """Check every budget of several frameworks after each was driven to its cap."""
     for name, one in found["driven"].items():
-        # and not much less: an allocator that refuses early holds little
+        # a lower bound: an allocator that refuses early would hold little
         assert 0.95 * one["cap"] <= one["most_held"] <= one["cap"], (name, one["most_held"], one["cap"])
         foreign = [r["exception"] for r in one["refusals"] if not r["native"]]
         assert len(one["refusals"]) >= refusals and not foreign, (name, len(one["refusals"]), foreign[:3])

@@ -1,11 +1,11 @@
-"""Ten broken copies of memguard, each with the gate that must notice it.
+"""Ten broken copies of memguard, each with the gate that must detect the fault.
 
     python tests/support/broken.py [--only NAME] [-j 4] [--sound]
 
-For each, the tree is copied to a temporary folder, one text of one file is changed, and the gate runs there. Exit code:
-0 every gate noticed, 1 one did not, 2 a text is not there exactly once, or a gate could not run (its tests were
-skipped).
-`--sound` runs the same gates on a copy without a change, where they must pass: else noticing shows nothing."""
+For each one, copy the tree to a temporary folder, replace one text in one file, and run the gate there. Exit code: 0
+every gate failed as expected; 1 a gate passed; 2 the text does not occur exactly once, or a gate could not run (its
+tests were skipped).
+`--sound` runs the same gates on an unchanged copy, where they must pass: otherwise their failures prove nothing."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 240.0  # For one gate. It is killed with its children then, and has not noticed.
+SECONDS = 240.0  # Seconds for one gate. At the limit it and its children are killed: the fault is undetected.
 
 
 class Broken(NamedTuple):
-    """One change: a file of memguard/, the text in it, what takes its place, and the test that must fail."""
+    """One fault: a file of memguard/, the original text, its replacement, and the test that must fail."""
 
     file: str
     text: str
@@ -85,7 +85,7 @@ BROKEN: dict[str, Broken] = {
 
 
 def ran(folder: Path, gate: str) -> tuple[int, str]:
-    """The exit code of pytest, and the end of what it printed; 5 if every test was skipped, -9 if time was up."""
+    """pytest's exit code and the end of its output; 5 if every test was skipped, -9 after the time limit."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("MEMGUARD_", "PYTEST_"))}
     environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", gate]

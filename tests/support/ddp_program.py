@@ -13,7 +13,7 @@ BUDGET = {"version": 1, "device": {"limit": "16GiB"}, "frameworks": {"torch": {"
 
 
 def by_nvml(uuid: str) -> int:
-    """This process's bytes of that GPU."""
+    """This process's bytes on the GPU."""
     import pynvml
 
     pynvml.nvmlInit()
@@ -23,7 +23,7 @@ def by_nvml(uuid: str) -> int:
 
 
 def reading(label: str, uuid: str) -> dict[str, Any]:
-    """This rank's GPU as the ledger sees it, and this process's bytes of it by NVML."""
+    """The ledger's figures for this rank's GPU, and this process's bytes on it by NVML."""
     import memguard
 
     parts = memguard.ledger().devices
@@ -78,7 +78,7 @@ def worker(rank: int) -> dict[str, Any]:
     live: list[Any] = []
     refused = filled(live)
     readings.append(reading("full", uuid))
-    dist.all_reduce(total)  # works on while torch is at its cap
+    dist.all_reduce(total)  # continue to work while torch is at its cap
     torch.cuda.synchronize()
     weights = torch.cat([p.detach().flatten() for p in ddp.parameters()])
     same = [torch.empty_like(weights[:1000]) for _ in range(2)]

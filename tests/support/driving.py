@@ -1,6 +1,6 @@
-"""Frameworks driven to their caps in one process, by their own allocators: what the tests of `tests/gpu` look at.
+"""Drive frameworks to their caps in one process, through their own allocators, for the tests of `tests/gpu`.
 
-Nothing here judges. Sizes are bytes."""
+Only records; the tests judge. Sizes are bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.independent import emptied, raw_memory
 
 __all__ = ["COUNTED", "GIB", "MIB", "NAMES", "SIX", "WORK", "all_live", "allocator", "load", "reading", "row_of"]
 SEED = 20261121
-MAIN = {"tensorflow": "30%", "torch": "50%", "pycuda": "20%"}  # The main job's.
+MAIN = {"tensorflow": "30%", "torch": "50%", "pycuda": "20%"}  # The main job's caps.
 
 
 def budget(shares: dict[str, str], limit: str = "40GiB") -> dict[str, Any]:
@@ -33,16 +33,16 @@ def capped(cap: str | int, *names: str, limit: str | int = "40GiB") -> dict[str,
 
 
 class Driven(six.Driven):
-    """`six.Driven` that keeps what each refusal said, whatever it was."""
+    """`six.Driven` that also records the text of each refusal, of any type."""
 
     def __init__(self, name: str, cap: int, seed: int = SEED) -> None:
         super().__init__(name, cap, seed)
-        self.slack = 0  # bytes of the cap that are not to be had
+        self.slack = 0  # bytes of the cap that cannot be allocated
         self.refusals: list[dict[str, Any]] = []
 
     def would_fit(self, size: int) -> bool | None:
-        """By its own figures and rules, at its refusal; None for those that the driver is asked about (`refusals`) or
-        whose own log says it (TensorFlow)."""
+        """Compute it from the framework's own figures and rules at its refusal. None if the driver is measured instead
+        (`refusals`) or the framework's log states it (TensorFlow)."""
         if self.name == "torch":
             import torch
 
@@ -88,7 +88,7 @@ class Driven(six.Driven):
             del self.live[:count]
 
     def swap(self) -> None:
-        """Free one array and take as much again, which fits where it was."""
+        """Free one array and allocate the same size again, which fits into the freed space."""
         one = self.live.pop(self.rng.randrange(len(self.live)))
         size = one.nbytes if hasattr(one, "nbytes") else int(one.shape[0]) * 4  # JAX, TensorFlow
         del one
@@ -99,10 +99,10 @@ class Driven(six.Driven):
 
 
 def together(shares: dict[str, str], again: bool) -> dict[str, Any]:
-    """Each filled in turn while the others stay full, each emptied in turn, and raw memory taken past all of them.
+    """Fill each framework while the others stay full, empty each, and allocate raw memory outside their pools.
 
-    again    each is emptied and driven to its refusal once more while the others are full; else PyTorch and PyCUDA free
-             and ask in turn at their caps for six seconds
+    again    drive each to its refusal once more while the others are full; otherwise PyTorch and PyCUDA alternately
+             free and allocate at their caps for six seconds
     """
     import memguard
 
@@ -112,7 +112,7 @@ def together(shares: dict[str, str], again: bool) -> dict[str, Any]:
     for one in driven.values():
         one.fill()
         readings.append(reading())
-    time.sleep(1)  # all full: a sampler of 20 ms sees it
+    time.sleep(1)  # all full: a sampler of 20 ms records it
     churned = churn([driven[name] for name in ("torch", "pycuda")], 0 if again else 6)
     for one in driven.values() if again else ():
         one.free()
@@ -142,7 +142,8 @@ def together(shares: dict[str, str], again: bool) -> dict[str, Any]:
 
 
 def churn(driven: list[Driven], seconds: float) -> dict[str, int]:
-    """Free a few and ask again, in turn at their caps, refusals included. TensorFlow would retry for ten seconds."""
+    """Alternately free and allocate a few arrays, refusals included. TensorFlow would retry each one for ten
+    seconds."""
     counts = {"allocated": 0, "refused": 0}
     until = time.monotonic() + seconds
     while time.monotonic() < until:
@@ -156,8 +157,8 @@ def churn(driven: list[Driven], seconds: float) -> dict[str, int]:
 
 
 def loop(limit: str, seconds: float) -> dict[str, Any]:
-    """All six at their caps, freeing and asking in turn, refusals included; a ledger each second. TensorFlow without
-    growth: then it says what it holds, and nothing of its pool is in `unaccounted`."""
+    """Hold all six at their caps, freeing and allocating in turn, refusals included; read the ledger each second.
+    TensorFlow runs without growth: it then reports its pool, and `unaccounted` contains none of it."""
     guard, _ = all_live(six.budget(limit, growth=False))
     caps = guard.plan.devices[0].caps
     driven = {name: Driven(name, caps[name], SEED + 100 + i) for i, name in enumerate(NAMES)}
@@ -166,11 +167,12 @@ def loop(limit: str, seconds: float) -> dict[str, Any]:
     series = [reading()]
     started = time.monotonic()
     refused = dict.fromkeys(NAMES, 0)
-    slow_after = dict.fromkeys(("tensorflow", "jax"), 0.0)  # a refusal takes each of them ten seconds
+    slow_after = dict.fromkeys(("tensorflow", "jax"), 0.0)  # each of them takes ten seconds to refuse
     following = 0.0
 
     def look() -> None:
-        """A reading, if the last one is a second old: asked after each refusal, as ten of them take seconds."""
+        """Take a reading if the last one is a second old. Called after each refusal, because ten of them take
+        seconds."""
         nonlocal following
         elapsed = time.monotonic() - started
         if elapsed >= following:
@@ -194,7 +196,7 @@ def loop(limit: str, seconds: float) -> dict[str, Any]:
             if slow:
                 slow_after[name] = elapsed + 60.0
     unaccounted = [r["unaccounted"] for r in series]
-    outside = [r["unaccounted"] + r["overhead"] for r in series]  # a leak may hide in either
+    outside = [r["unaccounted"] + r["overhead"] for r in series]  # a leak may be in either
     return {
         "seconds": time.monotonic() - started, "refused": refused,
         "not_native": [r for one in driven.values() for r in one.refusals if not r["native"]],
@@ -207,7 +209,7 @@ def loop(limit: str, seconds: float) -> dict[str, Any]:
 
 
 def in_order(names: Iterable[str], cap: int = GIB) -> dict[str, Any]:
-    """Frameworks imported in this order under one budget: each works, and each stops at its cap."""
+    """Import frameworks in this order under one budget: each must work and stop at its cap."""
     import memguard
 
     names = list(names)
@@ -228,12 +230,13 @@ def in_order(names: Iterable[str], cap: int = GIB) -> dict[str, Any]:
 
 
 def circumstance(name: str, when: str) -> dict[str, Any]:
-    """Imported after `init`, before it, or live before it: does a cap of 2 GiB hold, and does `shutdown` undo it?"""
+    """For a framework imported after `init`, imported before it, or initialised before it: does a cap of 2 GiB hold,
+    and does `shutdown` undo it?"""
     import memguard
 
     if when == "imported" and name == "pycuda":
         import pycuda.driver
-        import pycuda.gpuarray  # noqa: F401 (its defaults hold mem_alloc already)
+        import pycuda.gpuarray  # noqa: F401 (its defaults already reference mem_alloc)
     elif when != "later":
         load(name)
     take = allocator(name)[0] if when == "live" else None
@@ -270,7 +273,7 @@ def circumstance(name: str, when: str) -> dict[str, Any]:
 
 
 def bfc_refusals(log: str) -> list[dict[str, Any]]:
-    """What TensorFlow's allocator logs about itself at each refusal, as it prints it (two decimals)."""
+    """The figures that TensorFlow's allocator logs at each refusal, as printed (two decimals)."""
     size = r"([\d.]+)([KMGT]i)?B"
     pattern = rf"Total size in pool: {size} memory_limit_: {size} available size: {size}"
     scale = {"": 1, "Ki": 1 << 10, "Mi": MIB, "Gi": GIB, "Ti": 1 << 40}

@@ -1,4 +1,4 @@
-"""Odd arrays: of every framework those that it can make, and what docs/exchange.md says happens to each."""
+"""Unusual arrays that each framework can create, and the outcome that docs/exchange.md documents for each."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import Any
 from support.arrays import ON_CPU, Facts, ReadOnly, make, on_gpu
 
 NEVER = ("conjugated", "sparse", "quantised", "ragged", "string", "deleted", "tracer")
-"""What not even a copy is made of."""
-FORWARD = ("torch", "cupy", "pycuda", "numba")  # They take any strides that are not negative.
-WRITE = FORWARD  # Their arrays can be written through.
+"""Arrays that cannot even be copied."""
+FORWARD = ("torch", "cupy", "pycuda", "numba")  # Frameworks that accept any non-negative strides.
+WRITE = FORWARD  # Frameworks whose arrays are writable.
 
 
 def expected(case: str, x: Facts | None, target: str) -> tuple[str, str]:
-    """What the hand-over should come to, without `copy` and with `copy=True`, by the array's address and strides."""
+    """The expected outcome of the exchange, without `copy` and with `copy=True`, from the array's address and
+    strides."""
     if x is None or case in NEVER:
         return "refused", "refused"
-    if case == "64-bit" and target == "jax":  # its 64-bit types are off
+    if case == "64-bit" and target == "jax":  # its 64-bit types are disabled
         return "refused", "refused"
     if case == "requires a gradient":
         return "refused", "equal"
@@ -32,13 +33,14 @@ def expected(case: str, x: Facts | None, target: str) -> tuple[str, str]:
         refused = refused or not dense or x.address % (64 if ON_CPU else 16) != 0
     if x.readonly and target in WRITE:
         refused = True
-    if target == "numba" and x.strides is not None:  # it copies repeated elements to the host wrongly (measured)
+    if target == "numba" and x.strides is not None:  # it copies repeated elements to the host incorrectly (measured)
         refused = refused or any(not stride and extent != 1 for stride, extent in zip(x.strides, x.shape, strict=False))
     return ("refused" if refused else "shared"), "equal"
 
 
 def _layout(x: Facts) -> tuple[bool, bool, bool]:
-    """Whether a stride is negative; whether it is row-major without gaps; whether it is without gaps in some order."""
+    """Whether any stride is negative; whether the layout is row-major without gaps; whether it has no gaps in some
+    order."""
     if x.strides is None:
         return False, True, True
     size = {"float32": 4, "uint8": 1, "float64": 8}[x.dtype]
@@ -57,12 +59,12 @@ def _layout(x: Facts) -> tuple[bool, bool, bool]:
 
 
 def cases(source: str, not_made: Callable[[str, Exception], None]) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """Name, array, and its values; None for the values of what is no plain array."""
+    """Name, array, and its values; None for the values of anything but a plain array."""
     import numpy as np
 
     square = np.arange(4096, dtype=np.float32).reshape(64, 64) % 97
     if source in ("rmm", "cuda.core"):
-        whole = square.view(np.uint8 if source == "rmm" else np.int8).reshape(-1)  # as each calls its bytes
+        whole = square.view(np.uint8 if source == "rmm" else np.int8).reshape(-1)  # as each framework names its bytes
         makers: dict[str, Callable[[], tuple[Any, Any]]] = {
             "a whole buffer": lambda: (make(source, whole), whole),
             "zero-size": lambda: (make(source, whole[:0]), whole[:0]),
@@ -93,7 +95,7 @@ def _both(source: str, values: Any) -> tuple[Any, Any]:
 
 
 def _slices(source: str, square: Any) -> dict[str, Callable[[], tuple[Any, Any]]]:
-    """Views by slicing, which keep the memory of the whole."""
+    """Slices, which keep the whole array's memory alive."""
     flat = square.reshape(-1)
     parts: dict[str, Any] = {
         "sliced": slice(16, 48), "stepped": slice(0, 64, 2), "reversed": slice(None, None, -1),
@@ -186,7 +188,7 @@ def _pycuda(source: str, square: Any) -> dict[str, Callable[[], tuple[Any, Any]]
 
 
 def make_as_it_is(source: str, values: Any) -> Any:
-    """In the order of its values, column-major too."""
+    """In the order of its values, including column-major."""
     if source == "pycuda":
         from pycuda import gpuarray
 

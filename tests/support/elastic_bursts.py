@@ -1,4 +1,4 @@
-"""PyTorch's bytes are live and idle in turn, and CuPy asks for its min and for its max."""
+"""PyTorch alternates between live and idle memory, while CuPy requests its min and its max."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ BLOCK = 256 * MIB
 LIMIT, ROOM = 19 * GIB, 16 * GIB
 MIN, MAX = ROOM // 4, ROOM // 4 * 3
 SEED = 41
-PATIENCE = 5.0  # Seconds for which the max is asked for again and again: some ticks of the monitor.
+PATIENCE = 5.0  # Seconds of repeated requests for the max: several monitor ticks.
 
 
 def budget(elastic: bool) -> dict[str, Any]:
-    """Elastic caps of which CuPy's max is what PyTorch's min leaves; or the same minima, fixed."""
+    """Elastic caps, where CuPy's max is the room minus PyTorch's min; or fixed caps with the same minima."""
     part: dict[str, Any] = {"min": MIN, "max": MAX}
     frameworks = {"torch": part, "cupy": part} if elastic else {"torch": {"limit": MAX}, "cupy": {"limit": MIN}}
     device = {"limit": LIMIT, "reserve": LIMIT - ROOM}
@@ -25,7 +25,8 @@ def budget(elastic: bool) -> dict[str, Any]:
 
 
 def burst(elastic: bool, times: int) -> dict[str, Any]:
-    """PyTorch takes all that it gets, live; CuPy asks for its min. PyTorch frees it; CuPy asks for its max."""
+    """PyTorch fills its cap with live arrays while CuPy requests its min; PyTorch frees them and CuPy requests its
+    max."""
     import memguard
 
     guard: Any = memguard.init(budget(elastic))
@@ -47,7 +48,7 @@ def burst(elastic: bool, times: int) -> dict[str, Any]:
                     live.append(torch.take(BLOCK))
             except Exception as error:
                 found["text"] = text_of(error)
-            for place in range(len(live)):  # no name but the list's keeps a block
+            for place in range(len(live)):  # only the list references a block
                 torch.write(live[place], BLOCK, SEED + place)
             found["live"].append(len(live) * BLOCK)
             _ask(found, "min", cupy, MIN, number, 0.0)
@@ -59,7 +60,8 @@ def burst(elastic: bool, times: int) -> dict[str, Any]:
 
 
 def _ask(found: dict[str, Any], kind: str, cupy: Arrays, size: int, seed: int, patience: float) -> None:
-    """Ask until it is there or the time is over: how often it was refused before, None if it was not served."""
+    """Retry until the request is served or time is up. Return the number of refusals before it, None if never
+    served."""
     begun, refused = time.monotonic(), 0
     while True:
         try:

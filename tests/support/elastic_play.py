@@ -1,7 +1,7 @@
-"""Seeded schedules of six frameworks on the real card, judged by an oracle afterwards.
+"""Seeded schedules of six frameworks on the real GPU, judged by an oracle afterwards.
 
-`schedules.py` makes and plays them, and `oracle.py` judges. This plays them on the real frameworks: every array is
-filled with a pattern of its own and read back when it is freed, and NVML says what the process holds."""
+`schedules.py` generates and plays them, and `oracle.py` judges them. This module runs them on the real frameworks: it
+fills every array with its own pattern and checks it at the free, and reads the process's memory from NVML."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from support.oracle import FIXED, PAGE, Books, Refused, Terms, judge
 from support.schedules import FRAMEWORKS, Step
 
 LIMIT, RESERVE = 12 * GIB, 3 * GIB
-"""Of one schedule: several are played at the same time, each in a process of its own."""
-ASKS = ("cupy", "pycuda", "numba")  # Their allocators are memguard's: they ask for room within a request.
-TICK = 0.1  # Seconds of the monitor.
-WAITS = 1  # Requests of TensorFlow and of JAX without room for them, in a schedule: each waits 10 s before it fails.
-ROOMY = 0.6  # There is room for a request of theirs if no more of their cap is live with it: their pools have holes.
+"""The limit of one schedule: several run at the same time, each in its own process."""
+ASKS = ("cupy", "pycuda", "numba")  # memguard's allocators serve these: they request room within an allocation.
+TICK = 0.1  # The monitor's interval in seconds.
+WAITS = 1  # Failing requests of TensorFlow and of JAX per schedule: each blocks for 10 s.
+ROOMY = 0.6  # Their request has room if at most this share of the cap is live with it: their pools fragment.
 
 
 class Most:
-    """The most that this process has on the card while the block runs, by NVML every 20 ms, from a thread."""
+    """The peak of this process's GPU memory while the block runs: a thread samples NVML every 20 ms."""
 
     def __init__(self, card: Card) -> None:
         self._card, self._over, self.bytes = card, threading.Event(), 0
@@ -46,12 +46,12 @@ class Most:
 
 
 def text_of(error: BaseException) -> str:
-    """What is kept of an error: nothing that keeps its arrays."""
+    """The recorded part of an error, without references that would keep its arrays alive."""
     return f"{type(error).__module__}.{type(error).__qualname__}: {str(error)[:300]}"
 
 
 def played(seed: int, lends: bool = True) -> dict[str, Any]:
-    """One schedule. Without `lends` the shares are fixed: what everybody has at the beginning is all there is."""
+    """Play one schedule. Without `lends` the caps are fixed at their initial values."""
     import memguard
 
     agreed = schedules.terms(seed, LIMIT, RESERVE)._replace(kept={"pycuda": PAGE})
@@ -83,7 +83,7 @@ def played(seed: int, lends: bool = True) -> dict[str, Any]:
 
 
 def fixed(agreed: Terms) -> dict[str, Any]:
-    """Shares that do not move, in the proportions of the maxima: what a budget without elastic shares would have."""
+    """Fixed caps in the proportions of the maxima, as in a budget without elastic caps."""
     shrinks = [name for name in FRAMEWORKS if name not in FIXED]
     left = agreed.room - sum(agreed.least(name) for name in FIXED)
     whole = sum(agreed.most(name) for name in shrinks)
@@ -96,7 +96,7 @@ def fixed(agreed: Terms) -> dict[str, Any]:
 
 
 def eased(steps: Sequence[Step], agreed: Terms) -> list[Step]:
-    """Without all but the first requests of TensorFlow and JAX that there may be no room for, at peaks too."""
+    """Drop all but the first requests of TensorFlow and JAX that may lack room, including those at peaks."""
     books, arrays, waits = Books(agreed), dict[int, tuple[str, int]](), dict.fromkeys(FIXED, 0)
     kept: list[Step] = []
 
@@ -131,7 +131,7 @@ def eased(steps: Sequence[Step], agreed: Terms) -> list[Step]:
 
 
 class Runner:
-    """`schedules.Runner` on the real frameworks. Its threads are those of the schedule."""
+    """`schedules.Runner` on the real frameworks, with the schedule's threads."""
 
     def __init__(self, guard: Any, frameworks: Mapping[str, Any], card: Any, lends: bool = True) -> None:
         self.guard, self.frameworks, self.card, self.lends = guard, frameworks, card, lends
@@ -145,7 +145,8 @@ class Runner:
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[None]:
-        """PyCUDA's context, on the thread that plays. It is no longer on it afterwards: that would abort at its end."""
+        """Create PyCUDA's context on the playing thread and detach it afterwards: at exit an attached one would
+        abort."""
         if self._context is None:
             yield
             return
@@ -191,7 +192,7 @@ class Runner:
         return int(self.card.own())
 
     def trimmed(self) -> Mapping[str, int | None]:
-        """Each framework by itself: `trim` of its adapter, as PyCUDA's and Numba's caches are memguard's."""
+        """Trim each framework through its adapter's `trim`, because memguard implements PyCUDA's and Numba's caches."""
         with self._current():
             for name in self.frameworks:
                 self.guard.frameworks[name].trim(self._device)

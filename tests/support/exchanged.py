@@ -1,7 +1,7 @@
-"""Hand-overs between frameworks on a GPU, pair by pair: what the tests of `memguard.exchange` look at.
+"""Exchanges between frameworks on a GPU, pair by pair, for the tests of `memguard.exchange`.
 
-python tests/support/exchanged.py edges SOURCE SKIPPED     the odd arrays of one framework: a child of `edges`
-python tests/support/exchanged.py misaligned|reversed      what memguard refuses, done by hand: the process dies
+python tests/support/exchanged.py edges SOURCE SKIPPED     one framework's unusual arrays: a child process of `edges`
+python tests/support/exchanged.py misaligned|reversed      by hand, an exchange that memguard refuses: it crashes
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def refusal(error: BaseException) -> str:
 
 
 def still_open() -> int:
-    """Hand-overs that have not ended a moment after the last view was freed."""
+    """Exchanges still open shortly after the last view was freed."""
     from memguard.exchange import lifetimes
 
     gc.collect()
@@ -51,7 +51,8 @@ def still_open() -> int:
 
 
 def pairs() -> dict[str, Any]:
-    """Every ordered pair: the pointer, the values, a copy, and the array alive when its maker has let go of it."""
+    """For each ordered pair, check the pointer, the values, a copy, and that the view keeps the array's memory
+    alive."""
     import numpy as np
 
     from memguard.exchange.adapters import registry
@@ -84,7 +85,7 @@ def pairs() -> dict[str, Any]:
                 one["copy_route"] = str(exchange().last_route())
                 del x, copied
                 gc.collect()
-                more = make(source, values * 0 - 1)  # memory that had been let go of would be taken for this
+                more = make(source, values * 0 - 1)  # freed memory would be reused for this
                 one["outlives"] = read(y).tobytes() == values.tobytes()
                 del y, more
             except Exception as error:
@@ -93,7 +94,7 @@ def pairs() -> dict[str, Any]:
 
 
 def dtypes() -> dict[str, Any]:
-    """Every dtype that a source can make, into every target: the same bytes under the same name, or a refusal."""
+    """Pass every dtype of a source into every target: expect the same bytes under the same name, or a refusal."""
     start(*NAMES)
     found: dict[str, dict[str, str]] = {f"{source} > {target}": {} for source, target in PAIRS}
     for source in NAMES:
@@ -130,7 +131,7 @@ def _dtype_into(x: Any, target: str, before: Any, values: Any) -> str:
 
 
 def lent() -> dict[str, Any]:
-    """Under a budget of all six: the ledger's figure of what is lent, and the process's bytes by NVML, pair by pair."""
+    """Under a budget for all six, record the ledger's lent bytes and the process's bytes by NVML, pair by pair."""
     import numpy as np
 
     import memguard
@@ -150,7 +151,7 @@ def lent() -> dict[str, Any]:
 
     for source, target in PAIRS:
         x = make(source, values)
-        for _ in range(8):  # what is taken once: JAX takes a stream after the other
+        for _ in range(8):  # one-time allocations: JAX creates its streams one by one
             exchange().to(x, target)
         still_open()
         held, before = nvml_bytes(), said(source)
@@ -169,7 +170,8 @@ def lent() -> dict[str, Any]:
 
 
 def edges(source: str) -> dict[str, Any]:
-    """Every odd array of a source into every target, in children: one that dies is counted, and the rest still run."""
+    """Pass each source's unusual arrays to every target, in child processes: count a crash and run the remaining
+    ones."""
     rows: list[dict[str, Any]] = []
     deaths: list[dict[str, Any]] = []
     skip: list[str] = []
@@ -205,7 +207,7 @@ def edges(source: str) -> dict[str, Any]:
 
 
 def edges_of(source: str, skip: list[str]) -> None:
-    """The child."""
+    """The child process of `edges`."""
 
     def tell(kind: str, text: str) -> None:
         print(kind, text, flush=True)
@@ -264,7 +266,7 @@ def _edge(name: str, x: Any, values: Any, target: str) -> dict[str, Any]:
 
 
 def control_misaligned() -> dict[str, Any]:
-    """TensorFlow with an address that is 4 bytes past a multiple of 64, imported by hand."""
+    """Import an address 4 bytes past a multiple of 64 into TensorFlow, by hand."""
     start("torch", "tensorflow")
     import tensorflow as tf
     import torch
@@ -276,7 +278,7 @@ def control_misaligned() -> dict[str, Any]:
 
 
 def control_reversed() -> dict[str, Any]:
-    """PyTorch with an array of CuPy's that runs backwards, imported by hand."""
+    """Import a CuPy array with a negative stride into PyTorch, by hand."""
     start("torch", *(() if ON_CPU else ("cupy",)))
     import numpy
     import torch
@@ -306,7 +308,7 @@ def order(source: str, rounds: int) -> dict[str, Any]:
 
 
 def dropped(count: int) -> dict[str, Any]:
-    """The view goes while the consumer still reads, and the producer's memory is taken and overwritten at once."""
+    """Drop the view while the consumer still reads, then reallocate and overwrite the producer's memory at once."""
     names = ("torch", "tensorflow") if ON_CPU else ("torch", "tensorflow", "cupy", "jax")
     start(*names)
     import tensorflow as tf
@@ -330,7 +332,7 @@ def dropped(count: int) -> dict[str, Any]:
     }  # fmt: skip
     if not ON_CPU:
         ways["cupy > torch: torch.from_dlpack(x)"] = ("cupy", "torch", torch.from_dlpack)
-        # JAX keeps what it has lent by DLPack. Its memory is taken again only if nothing keeps it.
+        # JAX retains memory that it exported by DLPack. It is reused only if no reference remains.
         bare = "jax > torch: torch.as_tensor of the address alone"
         ways[bare] = ("jax", "torch", lambda x: torch.as_tensor(ordered.Bare(x), device="cuda"))
     for name, (producer, consumer, call) in ways.items():
@@ -339,7 +341,7 @@ def dropped(count: int) -> dict[str, Any]:
 
 
 def leak(hand_overs: int) -> dict[str, Any]:
-    """Hand-overs over all pairs: what the process holds, on the GPU and the host, before and after."""
+    """Exchange over all pairs, and compare the process's GPU and host memory before and after."""
     start(*NAMES)
     import numpy as np
 
@@ -372,7 +374,7 @@ def _rss() -> int:
 
 
 def peers(whole: int = GIB) -> dict[str, Any]:
-    """A GiB of PyTorch's on cuda:0 as an array of each framework on cuda:1."""
+    """Pass 1 GiB of PyTorch's on cuda:0 to each framework on cuda:1."""
     import torch
 
     if torch.cuda.device_count() < 2:
@@ -419,7 +421,7 @@ def peers(whole: int = GIB) -> dict[str, Any]:
 
 
 def _rates_by_route(nbytes: int) -> dict[str, float]:
-    """GB/s of the driver's own copy between the GPUs, in contexts of our own: without peer access, and with it."""
+    """GB/s of the driver's own copy between the GPUs, in separate contexts, without and with peer access."""
     import ctypes
 
     cuda, handle = arrays.driver(), ctypes.c_void_p
@@ -464,7 +466,7 @@ def _wait_both() -> None:
 
 
 def _second_current(target: str) -> Any:
-    """PyCUDA's and Numba's arrays are of the context that is current: the second GPU's has to be."""
+    """PyCUDA's and Numba's arrays belong to the current context: select the second GPU's."""
     if target == "numba":
         from numba import cuda
 

@@ -1,8 +1,8 @@
-"""What others than memguard know of this process's memory, to hold its ledger and its refusals to.
+"""Measurements independent of memguard, as the reference for its ledger and its refusals.
 
-NVML's figure for the process, memory of a known size taken past every framework, the driver's figure before and after a
-framework is emptied, what CUPTI saw each library take, and whether a request that was refused would have stayed within
-the cap. The ledger's figures come from outside, as calls, to be compared."""
+They are: NVML's figure for the process; raw memory of a known size allocated outside every framework; the driver's
+figure before and after emptying a framework; the allocations of each library by CUPTI; and whether granting a refused
+request would have exceeded the cap. The ledger's figures are passed in as callables and compared."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SEED = 20261122
 
 
 def bytes_now() -> int:
-    """What this process holds of the first GPU by NVML, in bytes. RuntimeError if that is not told."""
+    """This process's bytes on the first GPU by NVML. RuntimeError if NVML does not report them."""
     found = nvml_bytes()
     if found < 0:
         raise RuntimeError("NVML does not tell this process's bytes")
@@ -25,7 +25,7 @@ def bytes_now() -> int:
 
 
 def raw_memory(unaccounted: Callable[[], int], sizes: Iterable[int] = (16 * MIB, 100 * MIB, 300 * MIB)) -> list[Any]:
-    """For each size: `unaccounted` before, with so much raw memory, and after its free; and NVML's figure of each."""
+    """For each size, `unaccounted` and NVML's figure: before the raw allocation, with it, and after its free."""
     raw, found = Raw(), []
     for size in sizes:
         figures = [(unaccounted(), bytes_now())]
@@ -38,7 +38,7 @@ def raw_memory(unaccounted: Callable[[], int], sizes: Iterable[int] = (16 * MIB,
 
 
 def raw_is_unaccounted(found: list[dict[str, Any]]) -> tuple[bool, str]:
-    """Whether each raw allocation appears within a page, and goes with its free."""
+    """Whether each raw allocation appears in `unaccounted`, within a page, and disappears with its free."""
     wrong, said = [], []
     for one in found:
         before, with_it, after = one["unaccounted"]
@@ -54,10 +54,9 @@ def raw_is_unaccounted(found: list[dict[str, Any]]) -> tuple[bool, str]:
 def emptied(
     name: str, held: Callable[[], int | None], empty: Callable[[], Any], overhead: Callable[[], int] | None = None
 ) -> dict[str, Any]:
-    """What the ledger says that a framework holds, and what the driver says of the process, before and after. Small
-    pieces of several frameworks lie in the same slabs: a slab goes back with its last piece, whoever has it. The
-    ledger has what is free in slabs in `overhead`, of which nothing else goes back meanwhile: it is given if others
-    are there too."""
+    """The ledger's bytes of a framework, and the driver's of the process, before and after. Small blocks of several
+    frameworks share slabs, and the last block's free returns a slab. The ledger counts free slab space in `overhead`,
+    from which nothing else is freed here: `overhead` is included if other frameworks are live."""
     before = held(), bytes_now(), overhead and overhead()
     empty()
     after = held(), bytes_now(), overhead and overhead()
@@ -66,7 +65,7 @@ def emptied(
 
 
 def agrees(one: Mapping[str, Any], bound: int, least: int) -> tuple[bool, str]:
-    """Whether both changed by the same within `bound` bytes, and by `least` at least."""
+    """Whether both figures changed by the same amount within `bound` bytes, and by at least `least`."""
     if None in one["held"]:
         return False, "held is not known"
     said, true = one["held"][0] - one["held"][1], one["nvml"][0] - one["nvml"][1]
@@ -77,8 +76,8 @@ def agrees(one: Mapping[str, Any], bound: int, least: int) -> tuple[bool, str]:
 
 
 def counted(take: Callable[[int], Any], row: Callable[[], Mapping[str, Any]], empty: Callable[[], Any]) -> Any:
-    """One framework's large arrays, small arrays and end: the ledger's row and the driver's figure around each.
-    `asked` is what all live arrays were asked for with, which `in_use` of the row is held to."""
+    """Large arrays, small arrays and their frees for one framework: the ledger's row and the driver's figure around
+    each. `asked` is the requested size of all live arrays, to compare with `in_use`."""
     rng = random.Random(SEED)
     empty()
     before, found, live, asked = (row(), bytes_now()), {}, [], row()["in_use"] or 0
@@ -99,18 +98,19 @@ def counted(take: Callable[[int], Any], row: Callable[[], Mapping[str, Any]], em
 
 
 def in_use_is_live(one: Mapping[str, Any]) -> tuple[bool, str]:
-    """Whether `in_use` is what was asked for: not less, and about a sixteenth more at most, as PyCUDA rounds."""
+    """Whether `in_use` is at least the requested size, and at most about a sixteenth above it, since PyCUDA rounds
+    up."""
     asked, said = one["asked"], one["in_use"]
     good = said is not None and asked <= said <= asked + asked // 16 + 4 * MIB
     return good, f"{(said or 0) / MIB:,.1f} MiB in use, {asked / MIB:,.1f} asked for"
 
 
 def refusals(name: str, cap: int = GIB, rounds: int = 40, beside: bool = False) -> dict[str, Any]:
-    """Random requests until each is refused, and then the same request under a cap that is raised page by page. If
-    what the driver then gives leaves the framework within the old cap, the refusal was wrong: no account of pages is
-    asked, neither memguard's nor another model. The framework is alone: what the process's figure grows by is its own.
-    `beside`: there are slabs of others with holes, as other frameworks leave them. The framework's pieces in those
-    cost the driver nothing, so what counts is `held` of the ledger once the request was granted."""
+    """Make random requests until each is refused, then repeat the refused one while raising the cap page by page. The
+    refusal was wrong if the framework stays within the old cap after the grant. This needs no page accounting, neither
+    memguard's nor another model's. No other framework allocates, so the process's figure grows only by this one's
+    memory. `beside`: other frameworks have slabs with holes. Blocks in these holes cost the driver nothing, so the
+    criterion is then the ledger's `held` after the grant."""
     import memguard
     from memguard import _api
 
@@ -119,7 +119,7 @@ def refusals(name: str, cap: int = GIB, rounds: int = 40, beside: bool = False) 
 
     load(name)
     take, native = allocator(name)
-    take(MIB)  # live, with its context; freed at once
+    take(MIB)  # initialised, with its context; freed at once
     memguard.trim(name)
     rng, live = random.Random(SEED), []
     if beside:
@@ -127,7 +127,7 @@ def refusals(name: str, cap: int = GIB, rounds: int = 40, beside: bool = False) 
         pieces = [raw.take(rng.randint(1, MIB)) for _ in range(120)]
         for address in pieces[::2]:
             raw.give(address)
-    empty = bytes_now()  # a trim of a pool without live blocks leaves nothing in it
+    empty = bytes_now()  # a trim of a pool without live blocks empties it
     guard = _api.current()
     device, framework = guard.plan.devices[0].device, guard.frameworks[name]
 
@@ -152,7 +152,7 @@ def refusals(name: str, cap: int = GIB, rounds: int = 40, beside: bool = False) 
                 foreign.append(f"{type(error).__name__}: {error}"[:160])
                 break
         tried.append(trial(size, cap, held, take, native, lambda to: memguard.resize(name, to)))
-        memguard.trim(name)  # what the trial left idle is above the cap
+        memguard.trim(name)  # the idle remainder of the trial exceeds the cap
     return {"name": name, "cap": cap, "beside": beside, "tried": tried, "foreign": foreign}
 
 
@@ -160,7 +160,7 @@ def trial(
     size: int, cap: int, held: Callable[[], int], take: Callable[[int], Any], native: type[BaseException],
     resize: Callable[[int], Any],
 ) -> dict[str, Any]:  # fmt: skip
-    """Take what was refused under the smallest cap that allows it, and what `held` grows by."""
+    """Grant the refused request under the smallest sufficient cap, and return the growth of `held`."""
     before, more, one = held(), 0, None
     try:
         while one is None and more <= 256 * MIB:
@@ -178,11 +178,11 @@ def trial(
 
 
 GAPS = {"cupy": 20}
-"""CuPy's pool counts what it asks for: the gaps in its slabs may pass its cap, by one part in so many at most."""
+"""CuPy's pool counts requested bytes: gaps in its slabs may exceed its cap, by at most this fraction."""
 
 
 def refused_rightly(found: Mapping[str, Any]) -> tuple[bool, str]:
-    """Whether each refused request would have passed the cap, had it been granted, and nothing passed it before."""
+    """Whether every refused request, if granted, would have exceeded the cap, and nothing exceeded it before."""
     tried, cap = found["tried"], found["cap"]
     gaps = cap // GAPS[found["name"]] if found["name"] in GAPS and not found["beside"] else 0
     wrong = [one for one in tried if one["would_hold"] <= cap]
@@ -199,7 +199,7 @@ def refused_rightly(found: Mapping[str, Any]) -> tuple[bool, str]:
 
 
 def seen_by_cupti(found: Mapping[str, Any], name: str) -> tuple[bool, str]:
-    """Whether the ledger's figure is CUPTI's, within 2 % and two pages: small allocations leave room in their slabs."""
+    """Whether the ledger's figure matches CUPTI's within 2 % and two pages: small allocations leave gaps in slabs."""
     held, taken = found["held"][name], found["cupti"].get(name, 0)
     bound = taken // 50 + 2 * PAGE
     good = taken >= 64 * MIB and abs(held - taken) <= bound

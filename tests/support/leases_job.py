@@ -1,4 +1,4 @@
-"""A process with a budget that fills its caps, line by line as it is asked: `python -m support.leases_job NAME`."""
+"""A process that fills its caps under a budget, one step per line of stdin: `python -m support.leases_job NAME`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def cupy_arrays() -> tuple[Callable[[int], Any], Callable[[Any, int], bool]]:
 
 
 def pycuda_arrays() -> tuple[Callable[[int], Any], Callable[[Any, int], bool]]:
-    """By the driver's own calls, which need no compiler. The values are looked at where a piece begins and ends."""
+    """Allocates by the driver API, which needs no compiler. Checks the values at both ends of each block."""
     import atexit
 
     import numpy as np
@@ -96,7 +96,7 @@ class Job:
         self.caps: dict[str, int] = {}
 
     def load(self) -> dict[str, Any]:
-        """Import what takes seconds, and nothing of the GPU."""
+        """Do the slow imports, without touching the GPU."""
         import memguard  # noqa: F401
 
         if self.name == "torch":
@@ -104,7 +104,7 @@ class Job:
         return {}
 
     def claim(self, limit: int, leased: bool) -> dict[str, Any]:
-        """Apply the budget; with `leased` it waits for its lease."""
+        """Apply the budget; with `leased`, wait for the lease."""
         import memguard
 
         device: dict[str, Any] = {"limit": limit, **({"lease": True, "wait": "5min"} if leased else {})}
@@ -115,7 +115,7 @@ class Job:
         return {"waited": time.monotonic() - began}
 
     def fill(self) -> dict[str, Any]:
-        """All of the caps but a twentieth: for the check of the values, and for how allocators round."""
+        """Fill the caps to 19/20: the rest is for the value checks and the allocators' rounding."""
         for framework in JOBS[self.name]:
             make, right = ARRAYS[framework]()
             cap = self.caps[framework]

@@ -1,7 +1,7 @@
-"""What the programs of `tests/gpu/programs/` were arranged to show, and the judge of what memguard said of them. Pure.
+"""The expected report of each program in `tests/gpu/programs/`, and the judge that compares it with memguard's. Pure.
 
-An `Arranged` is the truth about one program: it follows from the sizes in the program and in its budget, not from
-anything that memguard says. Where only the library knows a figure, it is read from the library's own text."""
+An `Arranged` is the ground truth about one program: it follows from the sizes in the program and its budget, not from
+memguard. Figures that only the library knows are parsed from the library's own text."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from typing import Any
 
 MIB = 1 << 20
 GIB = 1 << 30
-TEXT = "text"  # For `requested` and `reason`: what the library's own text says.
+TEXT = "text"  # For `requested` and `reason`: use the value in the library's own text.
 STRANGER = "the other process"
-ADVICE_FOR = {"cap": ("cap",), "fragmented": ("expandable",)}  # The advice that a reason of torch's text asks for.
+ADVICE_FOR = {"cap": ("cap",), "fragmented": ("expandable",)}  # The advice required by the reason in torch's text.
 NEAR = 32 * MIB
-"""How near to the cap a request may come for both reasons to be right: torch's text has two decimals of a GiB."""
+"""Within this distance from the cap both reasons are accepted: torch's text has two decimals of a GiB."""
 
 
 @dataclass(frozen=True)
 class Arranged:
-    """One program, its budget, and what is true of its error.
+    """One program, its budget, and the ground truth about its error.
 
     budget     as in a budget file
-    reason     as `Report.reason`; TEXT: by torch's text, whether what was in use left room
-    requester  who asked: as in the report
-    requested  bytes; TEXT: as the error's own text says; None: the library does not say, so nobody knows
-    holder     who held most: of what this process holds, or, `alone`, of all
-    advice     kinds of `kind_of` of which one has to be given
-    stage      what the program printed last before it failed; a number may follow
-    caught     the program catches its error and ends well
-    alone      it needs the whole card, with `leave` bytes of it free at the start: another process has the rest
+    reason     as `Report.reason`; TEXT: derived from torch's text, by whether its memory in use left room
+    requester  the requesting framework, as in the report
+    requested  bytes; TEXT: the value in the error's own text; None: the library does not report it, so it is unknown
+    holder     the largest holder: within this process, or, with `alone`, on the whole GPU
+    advice     kinds of `kind_of`, one of which memguard must give
+    stage      the program's last output before it failed; a number may follow
+    caught     the program catches its error and exits normally
+    alone      needs the whole GPU, with `leave` bytes free at the start: another process holds the rest
     """
 
     budget: Mapping[str, Any]
@@ -51,19 +51,19 @@ class Arranged:
 
 
 def _budget(limit: str, reserve: str | None = None, **frameworks: Any) -> dict[str, Any]:
-    """A text is a cap; a mapping stands as it is."""
+    """Convert a text to a cap; keep a mapping unchanged."""
     rows = {name: {"limit": cap} if isinstance(cap, str) else cap for name, cap in frameworks.items()}
     device = {"limit": limit} if reserve is None else {"limit": limit, "reserve": reserve}
     return {"version": 1, "device": device, "frameworks": rows, "monitor": {}}
 
 
 ARRANGED: dict[str, Arranged] = {
-    # The slow ones first: they run beside the others.
-    # How much of the cache lies in pieces when Triton tries its kernels is not arranged: torch's text says it.
+    # The slow ones first: they run in parallel with the others.
+    # The cache's fragmentation when Triton tries its kernels is unknown: torch's text states it.
     "compiled": Arranged(
         _budget("6GiB", torch="1984MiB"), "torch", 512 * MIB, "torch", "model loaded", TEXT, ("cap", "expandable")
     ),
-    # Its kernels are generated; their error names no size.
+    # Its kernels are generated; their error contains no size.
     "keras_fit": Arranged(_budget("6GiB", tensorflow="2867MiB"), "tensorflow", None, "tensorflow", "images loaded"),
     "tf1_session": Arranged(_budget("6GiB", tensorflow="2867MiB"), "tensorflow", 256 * MIB, "tensorflow", "graph made"),
     "jax_jit": Arranged(_budget("6GiB", jax="3328MiB"), "jax", 512 * MIB, "jax", "images loaded"),
@@ -98,23 +98,23 @@ ARRANGED: dict[str, Arranged] = {
     ),
     "full_card_cublas": Arranged(
         _budget("10GiB", torch="8GiB"), "cublas", None, STRANGER, "data loaded", "card", ("process",), leave=3 * GIB,
-        # The workspace that PyTorch gives cuBLAS comes from what PyTorch has: only cuBLAS itself asks the driver.
+        # PyTorch allocates cuBLAS's workspace from its own pool: only cuBLAS itself calls the driver.
         environment={"CUBLAS_WORKSPACE_CONFIG": ":16:8"},
     ),
 }  # fmt: skip
-"""Each is a file of that name in `tests/gpu/programs/`."""
+"""Each key is the name of a file in `tests/gpu/programs/`."""
 
 QUIET: dict[str, dict[str, Any]] = {
     "quiet_images": _budget("11GiB", torch="9GiB"), "quiet_generate": _budget("7GiB", torch="5GiB"),
     "quiet_data_set": _budget("8GiB", torch="6GiB"), "quiet_jax": _budget("5GiB", jax="3GiB"),
 }  # fmt: skip
-"""Programs that are in order. None gives a reason for an alarm."""
+"""Programs without a fault. None of them justifies an alarm."""
 ALARMS = ("pressure", "forecast", "leak", "oom")
 
 
 @dataclass(frozen=True)
 class Ran:
-    """One run of a program: how it ended, what it printed, what memguard said of it, and NVML's peak of its bytes."""
+    """One run of a program: its exit, its output, memguard's records, and its peak of GPU memory by NVML."""
 
     returncode: int | None
     stdout: str
@@ -134,15 +134,15 @@ class Ran:
 
     @property
     def step(self) -> int:
-        """The last that it printed; -1 if none."""
+        """The last number that it printed; -1 if none."""
         return max((int(found) for found in re.findall(r"^step (\d+)", self.stdout, re.MULTILINE)), default=-1)
 
 
-Field = tuple[bool, str]  # Right or wrong, and what was said and what was expected.
+Field = tuple[bool, str]  # Whether a field is right, its actual and its expected value.
 
 
 def judge(arranged: Arranged, ran: Ran) -> dict[str, Field]:
-    """Every field of the report, against what was arranged."""
+    """Compare every field of the report with the ground truth."""
     found: dict[str, Field] = {}
     if not arranged.caught:
         found["failed as arranged"] = (not ran.done and ran.stage.startswith(arranged.stage), _ended(ran))
@@ -162,7 +162,7 @@ def judge(arranged: Arranged, ran: Ran) -> dict[str, Field]:
 
 
 def _advice(arranged: Arranged, ran: Ran) -> tuple[str, ...]:
-    """The kinds of which one has to be given; where torch's text says the reason, those that fit it."""
+    """The kinds of advice, one of which memguard must give; if torch's text determines the reason, its kinds."""
     true = (torch_reason(ran.stderr) if arranged.reason == TEXT else None) or ()
     return ADVICE_FOR[true[0]] if len(true) == 1 else arranged.advice
 
@@ -197,7 +197,7 @@ def _bytes(arranged: Arranged, ran: Ran, report: Mapping[str, Any]) -> Field:
 
 def _holder(arranged: Arranged, ran: Ran, report: Mapping[str, Any]) -> Field:
     true = f"process {ran.stranger}" if arranged.holder == STRANGER else arranged.holder
-    # Beside others the card has processes that were not arranged: what this process holds counts.
+    # In a parallel run other processes use the GPU too: compare this process's memory only.
     holders = [h for h in report.get("holders", ()) if arranged.alone or h["kind"] != "process"]
     first = max(holders, key=lambda holder: holder["bytes"], default=None)
     said = None if first is None else first["name"]
@@ -210,7 +210,7 @@ _SIZE = r"([\d.,]+) ?([KMGT]?)(?:i?B|bytes)"
 
 
 def size_of(text: str) -> int:
-    """The bytes that a text names: `1.50 GiB`, `536,870,912 bytes`, `20 MiB`."""
+    """The bytes named in a text: `1.50 GiB`, `536,870,912 bytes`, `20 MiB`."""
     found = re.fullmatch(_SIZE, text.strip())
     if found is None:
         raise ValueError(f"{text!r} is no size")
@@ -218,25 +218,25 @@ def size_of(text: str) -> int:
 
 
 def asked_by_text(stderr: str) -> int | None:
-    """The bytes that torch's, CuPy's or JAX's own text names, at its last error."""
+    """The bytes in the last error's own text, by torch, CuPy or JAX."""
     pattern = rf"(?:Tried to allocate|allocating|trying to allocate) {_SIZE}"
     found = re.findall(pattern, stderr, re.IGNORECASE)
     return size_of(f"{found[-1][0]} {found[-1][1]}B") if found else None
 
 
 def _last(pattern: str, stderr: str) -> int | None:
-    """The bytes that the last match names: the figure and its unit are two groups."""
+    """The bytes of the last match, whose two groups are the number and its unit."""
     found = re.findall(pattern, stderr)
     return size_of(f"{found[-1][0]} {found[-1][1]}B") if found else None
 
 
 def in_use_by_text(stderr: str) -> int | None:
-    """What torch's last error says was allocated, what idles in the pools of CUDA graphs included."""
+    """The allocated bytes in torch's last error, including idle memory in the pools of CUDA graphs."""
     return _last(rf"Of the allocated memory {_SIZE} is allocated by PyTorch", stderr)
 
 
 def torch_reason(stderr: str) -> tuple[str, ...] | None:
-    """By torch's own text: had its cache been given back, the request fitted, or not. Both if it is close."""
+    """From torch's own text: whether the request would fit with torch's cache freed. Both answers if it is close."""
     asked, used, allowed = asked_by_text(stderr), in_use_by_text(stderr), _last(rf"{_SIZE} allowed", stderr)
     if asked is None or used is None or allowed is None:
         return None
@@ -257,13 +257,14 @@ _KINDS = (
 
 
 def kind_of(text: str) -> str:
-    """The kind of an advice, as `Arranged.advice` names them; `other` for any other."""
+    """The kind of an advice, as named in `Arranged.advice`; otherwise `other`."""
     return next((kind for kind, pattern in _KINDS if re.search(pattern, text)), "other")
 
 
 @dataclass(frozen=True)
 class Deed:
-    """What following an advice means: another budget, a call before the line that failed, an end, or a variable."""
+    """The steps that follow an advice: another budget, a call before the failing line, the end of a process, or a
+    variable."""
 
     text: str
     budget: Mapping[str, Any] | None = None
@@ -273,8 +274,8 @@ class Deed:
 
 
 def follow(arranged: Arranged, ran: Ran) -> tuple[Deed | None, list[str]]:
-    """The first advice that promises a gain and can be followed without a person, and why others before it cannot. If
-    none promises bytes, as where the request's size is unknown, the first that names a setting is followed."""
+    """The first advice that promises bytes and needs no person to follow, and why earlier ones do not qualify. If none
+    promises bytes, for example with an unknown request size, choose the first that names a setting."""
     skipped = []
     found = (ran.report or {}).get("remedies", ())
     promise = any(remedy.get("bytes") is not None for remedy in found)
@@ -287,7 +288,7 @@ def follow(arranged: Arranged, ran: Ran) -> tuple[Deed | None, list[str]]:
 
 
 def _deed(arranged: Arranged, ran: Ran, remedy: Mapping[str, Any]) -> Deed | str:
-    """What to do for one advice, or why it is not done."""
+    """The steps for one advice, or the reason to skip it."""
     text, kind = str(remedy["text"]), kind_of(str(remedy["text"]))
     if remedy.get("bytes") is None:
         return "it promises no bytes"
@@ -311,7 +312,7 @@ def _deed(arranged: Arranged, ran: Ran, remedy: Mapping[str, Any]) -> Deed | str
 
 
 def edited(budget: Mapping[str, Any], text: str) -> dict[str, Any] | None:
-    """The budget after what an advice says; None if it says nothing that can be written into a budget."""
+    """The budget changed as the advice says; None if it names no change of a budget."""
     frameworks = {name: dict(row) for name, row in budget["frameworks"].items()}
     device = dict(budget.get("device", {}))
 
@@ -334,7 +335,7 @@ def edited(budget: Mapping[str, Any], text: str) -> dict[str, Any] | None:
 
 
 def with_call(program: str, name: str, stderr: str, call: str) -> str | None:
-    """The program with a call before the line that failed: the last of its own that the traceback names."""
+    """The program with a call inserted before the failing line: the last line of its own in the traceback."""
     lines = program.splitlines()
     numbers = [int(n) for n in re.findall(rf'File "[^"]*{re.escape(name)}", line (\d+)', stderr)]
     if not numbers or not 0 < numbers[-1] <= len(lines):
@@ -346,7 +347,7 @@ def with_call(program: str, name: str, stderr: str, call: str) -> str | None:
 
 
 def got_past(arranged: Arranged, before: Ran, after: Ran) -> Field:
-    """Whether the second run got past the request that failed in the first."""
+    """Whether the second run got past the request that failed in the first run."""
     if after.returncode is None:
         return False, "killed: time limit"
     if after.done and not before.done:
@@ -357,7 +358,7 @@ def got_past(arranged: Arranged, before: Ran, after: Ran) -> Field:
     asked = report.get("requested") or asked_by_text(before.stderr) or 64 * MIB
     grown = after.peak - before.peak
     figure = f"at most {after.peak / MIB:,.0f} MiB by NVML, {before.peak / MIB:,.0f} before"
-    # A cache in pieces was held before too: what torch had in use when it failed shows that they served.
+    # The first run held a fragmented cache too: torch's memory in use at the failure shows whether it became usable.
     used, then = in_use_by_text(after.stderr), in_use_by_text(before.stderr)
     if used is not None and then is not None:
         grown = max(grown, used - then)
@@ -366,7 +367,7 @@ def got_past(arranged: Arranged, before: Ran, after: Ran) -> Field:
 
 
 def alarms(events: list[Mapping[str, Any]]) -> list[str]:
-    """The events that ask for somebody's attention, as texts."""
+    """The events that call for attention, as texts."""
     return [
         f"{event['kind']}: {event['text']}"
         for event in events
@@ -375,7 +376,7 @@ def alarms(events: list[Mapping[str, Any]]) -> list[str]:
 
 
 def verdict(one: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong in the result of one program, field by field."""
+    """The errors in one program's result, field by field."""
     for name, (right, figure) in one.get("fields", {}).items():
         if not right:
             yield f"{name}: {figure}"

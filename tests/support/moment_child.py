@@ -1,8 +1,8 @@
-"""Run one program of `tests/gpu/programs/` under the budget of its folder, as a user would; keep what memguard said.
+"""Run one program of `tests/gpu/programs/` under its folder's budget, as a user would; record memguard's output.
 
     python tests/support/moment_child.py program.py said.jsonl
 
-Each process of the program leaves one line: its last report, and every event. Nothing of the program is changed."""
+Each process of the program appends one line: its last report and every event. The program itself is unchanged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 
 
 class Said:
-    """What memguard said in this process."""
+    """memguard's last report and events in this process."""
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -29,7 +29,7 @@ class Said:
         at = round(time.monotonic() - self.began, 2)
         self.events.append({"at": at, "kind": event.kind, "level": level, "text": event.text[:300]})
         if event.kind == "oom":
-            self.write()  # a framework may hang, or die, when the program ends
+            self.write()  # a framework may hang or crash at exit
 
     def write(self) -> None:
         import memguard
@@ -46,7 +46,7 @@ class Said:
             file.write(json.dumps(line, default=str) + "\n")
 
     def in_worker(self) -> None:
-        """In a forked child: its own events, written when multiprocessing ends it."""
+        """In a forked child: write its own events when multiprocessing ends it."""
         self.events = []
         multiprocessing.util.Finalize(None, self.write, exitpriority=10)
 

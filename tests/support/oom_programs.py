@@ -1,4 +1,4 @@
-"""Programs of `tests/gpu/programs/` as a user runs them, under a budget: one run, its advice followed, one more run."""
+"""Run programs of `tests/gpu/programs/` as a user would, under a budget: once, and again with the advice followed."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ while (free := runtime.memGetInfo()[0]) > leave + (2 << 20):
     kept.append(runtime.malloc(min(1 << 30, (free - leave) >> 21 << 21)))
 print("held", flush=True)
 sys.stdin.read()
-"""  # Another process that takes the card but for so many bytes.
+"""  # Another process that fills the GPU except for this many bytes.
 
 
 class Folder:
-    """A program, its budget, and what it left behind: one run each."""
+    """A program, its budget, and its output files: one run each."""
 
     def __init__(self, where: Path, program: str, budget: Mapping[str, Any]) -> None:
         self.where, self.program = where, where / "program.py"
         where.mkdir(parents=True)
         self.program.write_text(program)
-        (where / "budget.yaml").write_text(json.dumps(budget))  # YAML too
+        (where / "budget.yaml").write_text(json.dumps(budget))  # JSON is YAML too
 
     def run(self, environment: Mapping[str, str], limit: float, stranger: int | None = None) -> tuple[Ran, list[Any]]:
-        """Run it to its end, or to the time limit in seconds: then every process of it is killed."""
+        """Run it to its end, or for at most `limit` seconds: then kill all its processes."""
         said = self.where / "said.jsonl"
         paths = os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
         env = {**os.environ, "PYTHONFAULTHANDLER": "1", "TF_CPP_MIN_LOG_LEVEL": "1", "PYTHONPATH": paths, **environment}
@@ -56,7 +56,7 @@ class Folder:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     returncode = child.wait(limit)
             finally:
-                with contextlib.suppress(ProcessLookupError):  # also the workers that it left behind
+                with contextlib.suppress(ProcessLookupError):  # including workers that outlived it
                     os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
         peak = sampler.stop()["max_bytes"]
@@ -67,7 +67,7 @@ class Folder:
 
 
 def out_of_memory(name: str, arranged: Arranged, root: Path, limit: float, followed: bool = True) -> list[str]:
-    """What was wrong with the report of one program, and with its advice. `limit`: seconds for each of its two runs."""
+    """The errors in one program's report and advice. `limit`: seconds for each of its two runs."""
     program = (PROGRAMS / f"{name}.py").read_text()
     with _stranger(arranged.leave) as other:
         pid = other.pid if other else None
@@ -94,7 +94,7 @@ def out_of_memory(name: str, arranged: Arranged, root: Path, limit: float, follo
 
 
 def in_order(name: str, budget: Mapping[str, Any], root: Path, seconds: float) -> list[str]:
-    """What was wrong with a program that is in order and works for so long: how it ended, and its alarms."""
+    """The errors in a run of a program without a fault, of this duration: its exit status and its alarms."""
     ran, lines = Folder(root / name, (PROGRAMS / f"{name}.py").read_text(), budget).run(
         {"MOMENT_SECONDS": str(seconds)}, seconds + 90
     )
@@ -108,7 +108,7 @@ def in_order(name: str, budget: Mapping[str, Any], root: Path, seconds: float) -
 
 @contextlib.contextmanager
 def _stranger(leave: int | None) -> Iterator[subprocess.Popen[str] | None]:
-    """Another process that holds the card but for so many bytes, while the block runs."""
+    """While the block runs, another process fills the GPU except for this many bytes."""
     if leave is None:
         yield None
         return

@@ -1,22 +1,22 @@
-"""Judges a schedule after it was played: whether each refusal was needed, from what was live and nothing else.
+"""Judge a played schedule: whether each refusal was necessary, from the live arrays alone.
 
-It knows the terms and the log. Only what is held after a trim is said by the adapters, where no other can say it on a
-real GPU. Sizes are bytes.
+The judge reads the terms and the log. Only memory held after a trim comes from the adapters, because nothing else can
+report it on a real GPU. Sizes are bytes.
 
-A request is *infeasible* if the live arrays leave no room for it. The least that live arrays take is what their
-allocators cannot do without: pages of 2 MiB for each array above 1 MiB and for smaller ones together (CuPy, PyCUDA
-by its bins, Numba), 2 MiB for all small and for all large ones of torch, and 256 bytes each for TensorFlow and JAX.
-Below its min a framework needs nobody; above it only what others have not in use of theirs, and never their min, is to
-be had. So no room is left if live + request is above its max, or above room − Σ max(min, live) of the others.
+A request is *infeasible* if the live arrays leave no room for it. Live arrays have a minimum size in their
+allocators: pages of 2 MiB for each array above 1 MiB and for smaller ones together (CuPy, PyCUDA by its bins, Numba),
+2 MiB for all small and for all large ones of torch, and 256 bytes each for TensorFlow and JAX. A framework below its
+min always has room; above it, it can use only other frameworks' unused memory beyond their min. So there is no room
+if live + request exceeds its max, or room − Σ max(min, live) of the others.
 
-It is *blocked by fragments* if the room was there, but in pieces with live arrays in them, which no allocator can give
-back: whatever is held after all gave back what they can is more than what is live. They are named. The requester is
-named too if its own pieces, or what its allocator takes for a request, are what does not fit.
+It is *blocked by fragments* if there was enough room, but in blocks that also contain live arrays, which no allocator
+can free: after every framework has freed its idle memory, they hold more than the live arrays need. The judge names
+these frameworks. It also names the requester if its own fragments, or its allocator's rounding, are too large.
 
-All else was *avoidable*.
+Every other refusal was *avoidable*.
 
-If other processes hold part of the card, less than the room may be there: then the same is asked once more of the card,
-with the contexts and modules that the log shows, and with what the pools that never shrink hold."""
+If other processes hold part of the GPU, the room may be unavailable. The judge then repeats the test for the whole GPU,
+with the contexts and modules in the log, and with the memory of the pools that never shrink."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 MIB = 1 << 20
-PAGE = 2 * MIB  # The page in which the driver hands out memory, and of which caps are multiples.
+PAGE = 2 * MIB  # The driver allocates in pages of this size, and caps are multiples of it.
 SMALL = MIB  # The driver packs allocations of up to this size into pages.
-FIXED = ("tensorflow", "jax")  # Their pools never shrink, and their caps never change: their min is all that they have.
+FIXED = ("tensorflow", "jax")  # Their pools never shrink and their caps never change: they have only their min.
 
 
 class Terms(NamedTuple):
-    """What a budget promises on one GPU: each framework's least and most. `card` is what this process can have of the
-    GPU, if others hold so much that it is less than the limit. `kept` is what an allocator never gives back once it is
-    live: a small block of PyCUDA's real pool."""
+    """A budget's terms on one GPU: each framework's min and max. `card` is this process's available GPU memory, if
+    other processes reduce it below the limit. `kept` is memory that an allocator never frees once initialised: a small
+    block of PyCUDA's real pool."""
 
     limit: int
     reserve: int
@@ -53,16 +53,16 @@ class Terms(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """A request that failed: the error's text, and whether it says that the GPU is full (None: it does not tell)."""
+    """A refused request: the error's text, and whether it says that the GPU is full (None: unknown)."""
 
     text: str
     full: bool | None = None
 
 
 class Entry(NamedTuple):
-    """One thing that happened. `held` and `process` are of right after it. `trimmed` is what each framework held after
-    a refusal, once all gave back what they can; None where it was not needed. `right`: the values of a freed array
-    were what had been written into it."""
+    """One logged event. `held` and `process` were read right after it. `trimmed` is each framework's memory after a
+    refusal, once all have freed their idle memory; None where not needed. `right`: a freed array still had the values
+    that were written to it."""
 
     step: int
     op: str
@@ -77,14 +77,14 @@ class Entry(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """Something that must not be: at which entry of the log, and what."""
+    """A violation: the index of the log entry, and a description."""
 
     entry: int
     what: str
 
 
 class Verdicts(NamedTuple):
-    """What became of the requests, and what must not have been. `fragments` counts by the name of who is in the way."""
+    """The outcomes of the requests, and the violations. `fragments` counts refusals by the blocking framework."""
 
     requests: int
     infeasible: int
@@ -101,7 +101,7 @@ class Verdicts(NamedTuple):
 
 
 class Books:
-    """What is live, and what the allocators must hold for it at least."""
+    """The live arrays, and the minimum that the allocators must hold for them."""
 
     def __init__(self, terms: Terms) -> None:
         self.terms = terms
@@ -117,7 +117,7 @@ class Books:
         self.add(name, size, -1)
 
     def live(self, name: str) -> int:
-        """The least that its live arrays take."""
+        """The minimum size of its live arrays."""
         small, large = self._small[name], self._large[name]
         return small + large if name in FIXED else up(small) + up(large)
 
@@ -131,17 +131,17 @@ class Books:
         return self._arrays[name][True]
 
     def most(self, name: str) -> int:
-        """The most that it may hold while the others have live what they have live."""
+        """Its maximum while the others have their current live arrays."""
         return self.allowed(name, {other: self.live(other) for other in self.terms.shares})
 
     def allowed(self, name: str, held: Mapping[str, int]) -> int:
-        """The most that it may hold while the others hold so much: what they hold above their min is lent to them."""
+        """Its maximum while the others hold this much: they borrow any memory above their min."""
         terms = self.terms
         others = sum(max(terms.least(other), up(held[other])) for other in terms.shares if other != name)
         return min(terms.most(name), max(terms.room - others, terms.least(name)))
 
     def fits(self, name: str, size: int) -> bool:
-        """Whether there is room for one more array, by what is live."""
+        """Whether the live arrays leave room for one more array."""
         self.add(name, size)
         needed = self.live(name)
         self.remove(name, size)
@@ -149,19 +149,19 @@ class Books:
 
 
 def rounded(name: str, size: int) -> int:
-    """What an array takes in its allocator, at least."""
+    """The minimum size of an array in its allocator."""
     if name in FIXED:
         return up(size, 256)
     if name == "torch":
         return up(size, 512)
-    if name == "pycuda":  # a bin: all sizes with the same leading bit and four bits after it
+    if name == "pycuda":  # a bin: all sizes that share the leading bit and the four bits after it
         step = 1 << max(size.bit_length() - 5, 0)
         size = max((size // step + 1) * step - 1, size)
     return up(size) if size > SMALL else up(size, 512)
 
 
 def footprint(name: str, size: int) -> int:
-    """What its allocator takes from the driver for one more array, if it has no block that fits."""
+    """The size that its allocator requests from the driver for one more array, without a block that fits."""
     if name in FIXED:
         return up(size, 256)
     if name == "torch":
@@ -170,7 +170,7 @@ def footprint(name: str, size: int) -> int:
 
 
 def judge(log: Iterable[Entry], terms: Terms) -> Verdicts:
-    """Sort the refusals, and look for what must not be."""
+    """Classify the refusals, and collect the violations."""
     books, named = Books(terms), dict[str, int]()
     requests = infeasible = blocked = 0
     avoidable, above, minima, wrong = list[Fault](), list[Fault](), list[Fault](), list[Fault]()
@@ -200,7 +200,7 @@ def judge(log: Iterable[Entry], terms: Terms) -> Verdicts:
 
 
 def in_the_way(books: Books, entry: Entry) -> list[str]:
-    """Who is in the way of a request for which there would be room; empty if nobody is."""
+    """The frameworks that block a request for which there would be room; empty if none does."""
     terms, name = books.terms, entry.framework
     assert entry.trimmed is not None, "the runner looks at what stays held wherever the request would fit"
     held = {one: _pinned(books, one, size) for one, size in entry.trimmed.items()}
@@ -214,7 +214,7 @@ def in_the_way(books: Books, entry: Entry) -> list[str]:
 
 
 def _card_is_full(books: Books, entry: Entry) -> bool:
-    """Whether the live arrays leave no room on the card, whatever the caps."""
+    """Whether the live arrays leave no room on the GPU, regardless of the caps."""
     if books.terms.card is None:
         return False
     books.add(entry.framework, entry.size)
@@ -224,9 +224,10 @@ def _card_is_full(books: Books, entry: Entry) -> bool:
 
 
 def _in_the_way_on_the_card(books: Books, entry: Entry, held: Mapping[str, int]) -> list[str]:
-    """As `in_the_way`, where the caps leave room: whose pieces, or pools that never shrink, fill the card.
-    TensorFlow's and XLA's allocator asks the driver for a region of its own choice, up to what its limit leaves. Only
-    the first failure of its life makes it try smaller ones, so it fails beside less than that."""
+    """Like `in_the_way`, if the caps leave room: the frameworks whose fragments, or pools that never shrink, fill the
+    GPU. TensorFlow's and XLA's allocator requests a region of its own choice from the driver, up to its remaining
+    limit. At its first failure it retries with smaller regions, and at later ones it does not: it then fails if less
+    than one region is free."""
     terms, name = books.terms, entry.framework
     if terms.card is None:
         return []
@@ -237,13 +238,13 @@ def _in_the_way_on_the_card(books: Books, entry: Entry, held: Mapping[str, int])
 
 
 def _outside(entry: Entry) -> int:
-    """What the process holds beside its frameworks' pools: contexts, modules, and gaps in slabs."""
+    """The process's memory outside its frameworks' pools: contexts, modules, and gaps in slabs."""
     return entry.process - sum(size or 0 for size in entry.held.values())
 
 
 def _pinned(books: Books, name: str, held: int | None) -> int:
-    """What its live arrays can keep from the driver at most, of what it holds after a trim. PyCUDA's and Numba's
-    blocks hold one array each, so only pieces of slabs keep more than they are."""
+    """The maximum that its live arrays can pin after a trim. PyCUDA's and Numba's blocks contain one array each, so
+    only fragments of slabs exceed the arrays."""
     if held is None:
         return books.terms.most(name)
     if name in FIXED:
@@ -254,7 +255,7 @@ def _pinned(books: Books, name: str, held: int | None) -> int:
 
 
 def _overdrawn(terms: Terms, held: Mapping[str, int | None]) -> str:
-    """Says if what frameworks hold leaves somebody less than its min."""
+    """Report a violation if the frameworks' memory leaves another one less than its min."""
     known = {name: terms.least(name) if size is None else size for name, size in held.items()}
     total = sum(max(terms.least(name), size) for name, size in known.items())
     if total > terms.room:

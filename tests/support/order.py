@@ -1,7 +1,7 @@
-"""Hand-overs while the producer's kernel still runs, and views that are dropped while the consumer's still reads.
+"""Exchanges while the producer's kernel still runs, and views dropped while the consumer's kernel still reads.
 
-Each framework as a producer (`work` starts about a millisecond of work that ends in a fill with the round's number, on
-a stream that nothing orders) and as a consumer (`right` reads the whole array on a stream of its own)."""
+Each framework is a producer (`work` starts about a millisecond of work, ending in a fill with the round's number, on a
+stream with no ordering) and a consumer (`right` reads the whole array on its own stream)."""
 
 from __future__ import annotations
 
@@ -16,29 +16,28 @@ from typing import Any
 from support.arrays import ON_CPU, device, driver, on_gpu, start, wait
 
 SIZE = 65_536
-SECONDS = 0.001  # How long a producer works.
+SECONDS = 0.001  # Duration of a producer's work.
 _EYE = 256 if ON_CPU else 2048
 
 
 class Producer:
-    """`work(number)` gives an array that will hold the number everywhere, a millisecond later."""
+    """`work(number)` returns an array that contains the number everywhere a millisecond later."""
 
     def context(self) -> Any:
-        """In which the array is handed over: the producer's stream is current."""
+        """Context for the exchange: the producer's stream is current."""
         return contextlib.nullcontext()
 
     def work(self, number: int) -> Any:
         raise NotImplementedError
 
     def running(self) -> bool | None:
-        """Whether it still works; None where the framework does not tell."""
+        """Whether the producer is still working; None if the framework cannot tell."""
         return None
 
 
 class Busy:
-    """Whether the current context has work under way, by the driver: an event that covers all its streams, and a
-    query. For TensorFlow, whose stream nobody is told of: in a round it is the only one at work before the
-    hand-over."""
+    """Whether the current context has unfinished work, by the driver: query an event that covers all its streams. For
+    TensorFlow, whose stream is not exposed: in a round it is the only one working before the exchange."""
 
     _NOT_READY = 600
     _DISABLE_TIMING = 2
@@ -46,12 +45,12 @@ class Busy:
     def __init__(self) -> None:
         self.event, self.context = ctypes.c_void_p(), ctypes.c_void_p()
         cuda: Any = None if ON_CPU else driver()
-        there = cuda is not None and hasattr(cuda, "cuCtxRecordEvent")  # CUDA 12.5 has it
+        there = cuda is not None and hasattr(cuda, "cuCtxRecordEvent")  # CUDA 12.5 has this function
         made = there and not cuda.cuEventCreate(ctypes.byref(self.event), self._DISABLE_TIMING)
         self.cuda: Any = cuda if made else None
 
     def __call__(self) -> bool | None:
-        """None if the driver does not tell."""
+        """None if the driver cannot tell."""
         if self.cuda is None or self.cuda.cuCtxGetCurrent(ctypes.byref(self.context)) or not self.context:
             return None
         if self.cuda.cuCtxRecordEvent(self.context, self.event):
@@ -106,7 +105,7 @@ class CuPyProducer(Producer):
 
 
 class JaxProducer(Producer):
-    """Its own asynchronous dispatch: products of the identity, and then the fill."""
+    """JAX's own asynchronous dispatch: products with the identity, then the fill."""
 
     def __init__(self) -> None:
         import jax
@@ -138,7 +137,7 @@ class JaxProducer(Producer):
 
 
 class TensorFlowProducer(Producer):
-    """The same in a `tf.function`; the round's number is counted on the GPU, for feeding it would wait."""
+    """The same in a `tf.function`; it counts the round's number on the GPU, because feeding the number would block."""
 
     def __init__(self) -> None:
         import tensorflow as tf
@@ -180,7 +179,7 @@ class TensorFlowProducer(Producer):
 
 
 class PyCUDAProducer(Producer):
-    """A non-blocking stream of PyCUDA's, filled through PyTorch: PyCUDA compiles kernels only with nvcc."""
+    """A non-blocking PyCUDA stream, filled through PyTorch: PyCUDA needs nvcc to compile kernels."""
 
     def __init__(self) -> None:
         import numpy as np
@@ -210,7 +209,7 @@ def _non_blocking(drv: Any) -> Any:
 
 
 class NumbaProducer(Producer):
-    """Every second array names its stream in the interface; `numba.cuda.stream()` itself makes blocking ones only."""
+    """Every second array names its stream in the interface; `numba.cuda.stream()` only creates blocking streams."""
 
     def __init__(self) -> None:
         import numpy as np
@@ -235,7 +234,7 @@ class NumbaProducer(Producer):
 
 
 class Consumer:
-    """Reads on a stream of its own, that no other waits for."""
+    """Reads on its own stream, which no other stream waits for."""
 
     def __init__(self, name: str) -> None:
         self.name, self.stream, self.pinned = name, None, None
@@ -277,7 +276,7 @@ class Consumer:
         return self.torch.cuda.stream(self.stream) if self.name == "torch" else self.stream
 
     def right(self, y: Any, number: int) -> bool:
-        """Whether the whole array holds the number, as the consumer's stream finds it."""
+        """Whether the whole array contains the number, as read on the consumer's stream."""
         if self.name in ("torch", "cupy"):
             return bool((y == float(number)).all())
         if self.name == "jax":
@@ -303,9 +302,9 @@ PRODUCERS: dict[str, Callable[[], Producer]] = {
 def rounds(
     producer: Producer, consumer: Consumer, hand: Callable[[Any], Any], count: int, within: float = 1e9
 ) -> dict[str, Any]:
-    """Hand-overs of work under way: how many were stale, and what the host waited. Goes on until the kernel was seen
-    running just before `count` hand-overs: of another one nothing follows. At most half as many rounds more, and
-    `within` seconds."""
+    """Exchange arrays with unfinished work: count stale reads, and measure the host's waiting time. Continue until the
+    kernel was seen running just before `count` exchanges: the others prove nothing. At most half as many extra rounds,
+    and `within` seconds."""
     stale, before, after, took, done = 0, 0, 0, [], 0
     ends = time.monotonic() + within
     for number in range(1, count + count // 2 + 1):
@@ -329,7 +328,7 @@ def rounds(
 
 
 def sleep(seconds: float) -> None:
-    """That much work for the current stream of PyTorch's."""
+    """Enqueue that much work on PyTorch's current stream."""
     if not ON_CPU:
         import torch
 
@@ -337,9 +336,10 @@ def sleep(seconds: float) -> None:
 
 
 class Edge:
-    """Lengths of work that ends about when it is looked at, whatever lies between: after `told`, the next is nearer.
-    Each length is drawn from half to one and a half times the middle, which grows while the work had ended and shrinks
-    while it had not. So both come about equally often on any card, and most lengths are near the edge."""
+    """Durations of work near the tipping point: the work ends at about the time of the check, however long the code in
+    between takes. Each call of `told` moves the next duration closer. Each duration is drawn from half to one and a
+    half times the middle. The middle grows after a round whose work had ended, and shrinks after any other. So both
+    outcomes are about equally frequent on any GPU, and most durations are near the edge."""
 
     SHORTEST, LONGEST, STEP = 1.0, 1e8, 1.15
 
@@ -358,8 +358,8 @@ class Edge:
 
 
 def _cycles() -> float:
-    """Cycles of `torch.cuda._sleep` in a second, at the GPU's highest clock: at a lower one it sleeps longer. Not by
-    measuring: other processes have the GPU at the same time, in turns."""
+    """Cycles of `torch.cuda._sleep` per second at the GPU's highest clock: at a lower clock it sleeps longer. Computed,
+    not measured: other processes use the GPU at the same time, in turns."""
     global _rate
     if not _rate:
         try:
@@ -377,7 +377,7 @@ _rate = 0.0
 
 
 def _long_enough(chain: Callable[[int], Any], once: Callable[[Any], Any]) -> tuple[Any, float]:
-    """A chain of products that works for at least `SECONDS`, and for how long."""
+    """A chain of products that runs for at least `SECONDS`, and its duration."""
     call, took = None, 0.0
     for count in (8, 16, 32, 64):
         call, times = chain(count), []
@@ -393,7 +393,7 @@ def _long_enough(chain: Callable[[int], Any], once: Callable[[Any], Any]) -> tup
 
 
 def controls(count: int) -> dict[str, Any]:
-    """Imports by hand that order nothing: stale, or the rounds with memguard prove nothing."""
+    """Imports by hand without ordering: they must be stale, or the rounds with memguard prove nothing."""
     start("torch", "tensorflow", "cupy", "numba")
     import tensorflow as tf
     import torch
@@ -429,7 +429,7 @@ _LONG = 0.005
 
 
 class LateReader:
-    """`read(y)` starts a read of y behind 5 ms of other work, and returns what will hold the values."""
+    """`read(y)` enqueues a read of y behind 5 ms of other work, and returns the array that will contain the values."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -482,11 +482,11 @@ class LateReader:
             return not bool((out == float(number)).all())
 
 
-AGAIN = 8  # Arrays that are made at once after the lender's is gone: one of them takes its memory, if it is free.
+AGAIN = 8  # Arrays created right after the lender's is freed: one of them reuses its memory, if that is free.
 
 
 class Bare:
-    """The address of an array without anything that keeps it alive, as `torch.as_tensor` takes it."""
+    """An array's address without a reference that keeps it alive, as `torch.as_tensor` reads it."""
 
     def __init__(self, x: Any) -> None:
         self.__cuda_array_interface__ = {

@@ -1,8 +1,8 @@
-"""A plugin of pytest: every outcome in a file, line by line, so that a crash of the interpreter loses one test only.
+"""A pytest plugin that appends every outcome to a file, so that an interpreter crash loses only one test's.
 
     OUTCOMES=outcomes.jsonl python -m pytest -p support.outcomes ...
 
-It is the same with memguard and without, and imports nothing of it."""
+It works the same with and without memguard, and does not import it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def pytest_runtest_logfinish(nodeid: str) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """Whether a budget is active: under `memguard run` it has to be, or the outcomes show nothing."""
+    """Whether a budget is active: under `memguard run` it must be, or the outcomes prove nothing."""
     memguard = sys.modules.get("memguard")
     if memguard is not None:
         try:
@@ -70,7 +70,7 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture(scope="class")
 def initialize_from_pytest_config(request: pytest.FixtureRequest) -> None:
-    """What numba-cuda's own conftest.py gives its test classes; its wheel has the tests without it."""
+    """Set the class attribute that numba-cuda's conftest.py would set: its wheel has the tests without conftest.py."""
     request.cls._dump_failed_filechecks = False
 
 
@@ -78,7 +78,7 @@ _seen: list[Any] = []
 
 
 def _report() -> dict[str, Any] | None:
-    """The report that memguard made of this test's error, if it is active and made a new one."""
+    """memguard's report of this test's error, if memguard is active and made a new report."""
     memguard = sys.modules.get("memguard")
     if memguard is None:
         return None

@@ -1,6 +1,6 @@
-"""One rank under `ranks: auto`, by torchrun: `ranks_program.py FOLDER BACKEND`. It fills up, and stays full a while.
+"""One rank under `ranks: auto`, started by torchrun: `ranks_program.py FOLDER BACKEND`. It fills its cap and holds it.
 
-Before that it is under the same budget without the key, as the control: it gets more than its part then."""
+First, as the control, it runs under the same budget without the key: there it gets more than its share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BUDGET = {"version": 1, "device": {"limit": "16GiB"}, "frameworks": {"torch": {"
 
 
 def filled(live: list[Any], most: int = 10_000) -> str | None:
-    """Fill torch with at most so many tensors of 64 MiB, and tell the name of the error that ended it."""
+    """Fill torch with at most this many tensors of 64 MiB, and return the name of the error that ended it."""
     import torch
 
     try:
@@ -29,10 +29,10 @@ def filled(live: list[Any], most: int = 10_000) -> str | None:
 
 
 def worker(folder: Path, backend: str) -> None:
-    """One rank. It leaves its figures in a file, and stays full until `read` is there."""
+    """Run one rank: write its figures to a file, and stay full until the file `read` exists."""
     import memguard
 
-    memguard.init(BUDGET)  # the control: each has the budget whole
+    memguard.init(BUDGET)  # the control: each rank has the whole budget
     import torch
     import torch.distributed as dist
 
@@ -49,7 +49,7 @@ def worker(folder: Path, backend: str) -> None:
     told = torch.ones(1 << 20, device="cuda" if backend == "nccl" else "cpu")
     dist.all_reduce(told)
     refused = filled(live)
-    dist.all_reduce(told)  # works on while torch is at its cap
+    dist.all_reduce(told)  # continue to work while torch is at its cap
     torch.cuda.synchronize()
     uuid = f"GPU-{torch.cuda.get_device_properties(gpu).uuid}"
     part = next(one for one in guard.plan.devices if one.device.uuid == uuid)
@@ -69,7 +69,7 @@ def worker(folder: Path, backend: str) -> None:
 
 
 def leave(folder: Path, rank: int, found: Mapping[str, Any]) -> None:
-    """Write a rank's figures, whole or not at all."""
+    """Write a rank's figures atomically."""
     part = folder / f"{rank}.part"
     part.write_text(json.dumps(found))
     part.rename(folder / f"{rank}.json")

@@ -1,6 +1,6 @@
-"""One framework driven to a refusal beside an idle sibling: what memguard reports of it, and what was true.
+"""Drive one framework to a refusal while another is idle, and compare memguard's report with independent readings.
 
-    python -m support.reports "torch async" full     reads a line once all is loaded, then prints what it found
+    python -m support.reports "torch async" full     waits for a line on stdin after loading, then prints the result
 
 Sizes are bytes.
 """
@@ -17,16 +17,16 @@ from support.driving import GIB, MIB, allocator, load
 from support.independent import bytes_now
 
 KINDS = ("tensorflow", "jax", "torch", "torch async", "cupy", "cupy async", "pycuda", "numba")
-"""A framework, and its asynchronous allocator. A refusal takes the first two ten seconds."""
+"""A framework, and its asynchronous allocator. The first two take ten seconds to refuse."""
 STEP = 777 * MIB + 4096
-"""Asked for again and again: no size that any allocator rounds to by itself. From 1 GiB on PyTorch and JAX say the size
-in hundredths of a GiB, which is no better than 5 MiB."""
-STRANGER = 40 * GIB  # What another process holds of a full card.
+"""The size of each request: no allocator rounds to it. From 1 GiB on, PyTorch and JAX print the size in hundredths of a
+GiB, which is no more precise than 5 MiB."""
+STRANGER = 40 * GIB  # Memory of the other process that fills the GPU.
 WHERE = {"own cap": ("24GiB", "8GiB", "10GiB", 2 * GIB, GIB), "full": ("100%", "40GiB", "90GiB", 70 * GIB, 50 * GIB)}
-"""The GPU's limit, the requester's cap and the sibling's, and what the sibling holds, and of that in its cache."""
+"""The limit, the requester's and the sibling's caps, the sibling's memory, and its cached part."""
 SERVED = ("cupy", "pycuda", "numba")
-"""Their requests take what idles in a sibling's cache before they are refused on a full card."""
-IDLE_OF_SERVED = 5 * GIB  # Less than their cap leaves them: so the card is full at last, and not the cap reached.
+"""On a full GPU these reclaim a sibling's cache before they refuse."""
+IDLE_OF_SERVED = 5 * GIB  # Less than their caps leave free: the GPU fills up before they reach a cap.
 
 
 def allocating_call(kind: str, name: str) -> Callable[[int], Any]:
@@ -35,7 +35,7 @@ def allocating_call(kind: str, name: str) -> Callable[[int], Any]:
         import cupy
 
         cupy.cuda.set_allocator(cupy.cuda.MemoryAsyncPool().malloc)
-    if name == "jax":  # device_put copies from an array of 300 MiB: this makes the bytes on the GPU
+    if name == "jax":  # device_put copies from a 300 MiB host array: this creates the bytes on the GPU
         import jax
         import jax.numpy as jnp
 
@@ -45,7 +45,7 @@ def allocating_call(kind: str, name: str) -> Callable[[int], Any]:
 
 
 def refused(kind: str, where: str, ready: Callable[[], object] = lambda: None) -> dict[str, Any]:
-    """Ask until it refuses, inside a workload; then what the report said, and what a trim of each really returns.
+    """Allocate until refused, inside a workload; return the report's figures and the bytes that a trim of each frees.
 
     ready   called when both frameworks are loaded
     """
@@ -62,7 +62,7 @@ def refused(kind: str, where: str, ready: Callable[[], object] = lambda: None) -
     guard = memguard.init({"version": 1, "device": {"limit": limit}, "frameworks": frameworks})
     load(sibling)
     take, of_sibling = allocating_call(kind, name), allocator(sibling)[0]
-    take(MIB)  # live, with its context and modules
+    take(MIB)  # initialised, with its context and modules
     ready()
     beside = [of_sibling(GIB) for _ in range(held // GIB)]
     del beside[: idle // GIB]
@@ -90,9 +90,9 @@ def refused(kind: str, where: str, ready: Callable[[], object] = lambda: None) -
 
 
 def judge(one: Mapping[str, Any], stranger: int | None = None) -> None:
-    """Every figure of the report, against what was true.
+    """Compare every figure of the report with independent readings.
 
-    stranger   the PID of the process that holds `STRANGER` of a full card; None at the requester's own cap
+    stranger   the PID of the process that holds `STRANGER` on a full GPU; None at the requester's own cap
     """
     report = one["report"]
     assert report is not None, one["exception"]
@@ -100,7 +100,7 @@ def judge(one: Mapping[str, Any], stranger: int | None = None) -> None:
     assert report["requested"] is not None and abs(report["requested"] - STEP) <= MIB, report["requested"]
     rows = one["rows"]
     largest = max(rows, key=lambda row: rows[row])
-    # At their own caps several share the card, and other processes may hold more of it.
+    # At their own caps several tests share the GPU, and other processes may hold more of it.
     holders = [h for h in report["holders"] if h["kind"] == "framework" or stranger is not None]
     assert holders and holders[0]["name"] == largest, (holders[:2], rows)
     assert abs(holders[0]["bytes"] - rows[largest]) <= 2 * MIB, (holders[0], rows)
@@ -123,7 +123,7 @@ def judge(one: Mapping[str, Any], stranger: int | None = None) -> None:
 
 
 def _comes_back(said: int, freed: int) -> bool:
-    """Whether a trim gave back what was said to be reclaimable: within 1 %, or the one page that a pool may keep."""
+    """Whether a trim freed the reclaimable bytes in the report: within 1 %, or the one page that a pool may keep."""
     return abs(said - freed) <= max(2 * MIB, said // 100)
 
 

@@ -1,7 +1,7 @@
-"""Seeded schedules of six frameworks that share one GPU under elastic caps, for real and for simulated ones.
+"""Seeded schedules of six frameworks that share one GPU under elastic caps, for real and for simulated frameworks.
 
-`terms` and `schedule` make a budget and its steps from a seed; `play` runs them on a `Runner` and writes down what
-happened; `oracle.judge` sorts the refusals afterwards. Nothing here asks memguard anything. Sizes are bytes."""
+`terms` and `schedule` generate a budget and its steps from a seed; `play` runs them on a `Runner` and logs the
+results; `oracle.judge` classifies the refusals afterwards. Nothing here calls memguard. Sizes are bytes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ LENGTH = 60
 
 
 class Step(NamedTuple):
-    """One step, by one of the program's threads. allocate: `sizes` has one size, and `block` is the array's number.
-    free: the array `block`, if it is live. peak: all `sizes` are allocated, and then freed: a cache stays. idle:
-    nothing is asked for, and a tick passes."""
+    """One step, on one of the program's threads. allocate: `sizes` has one size, and `block` is the array's number.
+    free: the array `block`, if it is live. peak: allocate all `sizes`, then free them: a cache remains. idle: no
+    request, and a monitor tick."""
 
     op: Literal["allocate", "free", "peak", "idle"]
     thread: int
@@ -33,32 +33,32 @@ class Step(NamedTuple):
 
 
 class Runner(Protocol):
-    """What a schedule runs on. Calls come one at a time, from several threads. `allocate` tries as the program would:
-    a framework that cannot ask for room within a request goes through `guard.make_room` or `memguard.retry`, and tries
-    again. An array is filled with a value of its own."""
+    """The backend of a schedule. Calls come one at a time, from several threads. `allocate` behaves like the program:
+    for a framework that cannot make room within an allocation, it calls `guard.make_room` or `memguard.retry`, and
+    retries. It fills each array with its own value."""
 
     def allocate(self, framework: str, size: int) -> object | Refused:
-        """An array of so many bytes, or why there is none."""
+        """Allocate an array of this many bytes, or return the refusal."""
 
     def free(self, framework: str, array: Any) -> bool:
-        """Free it. Whether its values were right until now."""
+        """Free it. Return whether its values were still right."""
 
     def idle(self) -> None:
-        """A tick of the monitor passes, if there is one."""
+        """Run a monitor tick, if there is a monitor."""
 
     def held(self) -> Mapping[str, int | None]:
-        """What each framework holds of the driver; None if it does not say."""
+        """Each framework's memory from the driver; None if the framework does not report it."""
 
     def held_by_process(self) -> int:
-        """What the driver says that the process holds, the context included."""
+        """The process's memory by the driver, including the context."""
 
     def trimmed(self) -> Mapping[str, int | None]:
-        """`held` after every framework gave back all that it can, asked by itself and not by memguard."""
+        """`held` after each framework freed all its idle memory, called directly and not through memguard."""
 
 
 def terms(seed: int, limit: int, reserve: int) -> Terms:
-    """A budget for a GPU: each framework's least and most. The most add up to twice the limit. TensorFlow and JAX keep
-    what they begin with, so their min is all that they ever have."""
+    """A budget for a GPU: each framework's min and max. The maxima add up to twice the limit. TensorFlow and JAX keep
+    their initial caps: they only ever have their min."""
     rng = random.Random(f"terms {seed}")
     room = limit - reserve
     least = {name: _pages(room * rng.uniform(0.02, 0.08)) for name in FRAMEWORKS}
@@ -68,7 +68,7 @@ def terms(seed: int, limit: int, reserve: int) -> Terms:
     left, weight = 2 * limit, sum(weights.values())
     for name in sorted(
         weights, key=lambda one: -weights[one]
-    ):  # none can have more than the room: the rest has it then
+    ):  # no framework can have more than the room: the others get the rest
         most[name] = max(min(_pages(left * weights[name] / weight), _pages(room)), least[name])
         left, weight = left - most[name], weight - weights[name]
     return Terms(limit, reserve, {name: (least[name], most[name]) for name in FRAMEWORKS})
@@ -81,7 +81,7 @@ def budget(agreed: Terms) -> dict[str, Any]:
 
 
 def schedule(seed: int, agreed: Terms, length: int = LENGTH) -> list[Step]:
-    """The steps of this seed. They follow what would be live if every request that can be served were."""
+    """The steps of this seed, assuming that every feasible request is served."""
     rng = random.Random(f"steps {seed}")
     books, arrays = Books(agreed), dict[int, tuple[str, int]]()
     steps: list[Step] = []
@@ -107,7 +107,7 @@ def schedule(seed: int, agreed: Terms, length: int = LENGTH) -> list[Step]:
 
 
 def play(steps: Sequence[Step], runner: Runner, agreed: Terms) -> list[Entry]:
-    """Run the steps, each on its thread, one after the other. What is live at the end is freed."""
+    """Run the steps in order, each on its thread. Free the live arrays at the end."""
     return list(_Play(runner, agreed).all(steps))
 
 
@@ -155,7 +155,7 @@ class _Play:
             self.arrays[block] = name, size, found
             return self.entry(number, "allocate", name, block, size)
         entry = self.entry(number, "allocate", name, block, size, refused=found)
-        if self.books.fits(name, size):  # else what is fragmented does not matter
+        if self.books.fits(name, size):  # otherwise fragmentation does not matter
             entry = entry._replace(trimmed=self.runner.trimmed())
         return entry
 
@@ -173,7 +173,7 @@ class _Play:
 
 
 def _size(rng: random.Random, books: Books, name: str) -> int:
-    """From small pieces to large blocks; one in six is all that this framework could have just now, or nearly."""
+    """From small to large blocks; one in six takes all, or nearly all, of the framework's available memory."""
     left = max(books.most(name) - books.live(name), PAGE)
     kind = rng.random()
     if kind < 0.05:

@@ -1,4 +1,4 @@
-"""A test suite of others, run without memguard and under `memguard run`, in parts, each in a process of its own."""
+"""Run a third-party test suite without memguard and under `memguard run`, in parts, each in its own process."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from support.their_tests import CRASHED, HUNG, Outcome, Read, differing, file_of
 
 TESTS = Path(__file__).resolve().parents[1]
 CAP, LIMIT = 16 << 30, 20 << 30
-"""Of the framework, and of the GPU. Several processes at once have them: a cap is no reservation."""
-PART_SECONDS = 20.0  # About what one part takes. A process takes about 6 s before its first test.
-SILENT = 90  # Seconds without any news of a test: then it hangs.
-AGAIN = 3  # Further runs of a test that differs, each way.
-INI = "[pytest]\nconsider_namespace_packages = true\n"  # As numba-cuda's own: its modules lie in a namespace package.
+"""The framework's cap, and the GPU's limit. Parallel processes share them: a cap reserves no memory."""
+PART_SECONDS = 20.0  # Approximate seconds of one part. A process takes about 6 s before its first test.
+SILENT = 90  # Seconds without a finished test, after which the process counts as hung.
+AGAIN = 3  # Extra runs of a differing test, with and without memguard.
+INI = "[pytest]\nconsider_namespace_packages = true\n"  # numba-cuda's own option: its tests are a namespace package.
 
 
 OF_THIS_RUN = {"PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTEST_XDIST_WORKER", "PYTEST_CURRENT_TEST"}
 
 
 class Suite:
-    """One framework's tests, each process of them in a folder of its own."""
+    """One framework's tests; each of their processes has its own folder."""
 
     def __init__(self, name: str, root: Path, folder: Path, simulate: str | None = None) -> None:
         self.name, self.root, self.folder, self._number = name, root, folder, count()
@@ -39,7 +39,7 @@ class Suite:
         """The first test of each process that ended under `memguard run` without an active budget."""
 
     def process(self, tests: Sequence[str], under: bool, *options: str) -> Read:
-        """One process of pytest, and what it left behind; one that hangs is killed with all that it started."""
+        """One pytest process and its output files. If it hangs, it is killed with all processes that it started."""
         folder = self.folder / f"{self.name}-{next(self._number)}"
         folder.mkdir()
         (folder / "pytest.ini").write_text(INI)
@@ -59,9 +59,9 @@ class Suite:
             **{name: value for name, value in os.environ.items() if name not in OF_THIS_RUN},
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "PYTHONFAULTHANDLER": "1",
-            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # memguard's own is named: it may not be installed, only on the path
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # an explicit path: memguard's plugin may not be installed
             "OUTCOMES": str(lines),
-            # PyCUDA keeps what it compiles: each way has its own, so that neither waits for the other's.
+            # PyCUDA caches compiled code: separate caches, so that the two runs do not wait for each other.
             "XDG_CACHE_HOME": str(self.folder / ("cache-under" if under else "cache-plain")),
         }
         with (folder / "output").open("w") as out:
@@ -81,7 +81,7 @@ class Suite:
         return found
 
     def part(self, tests: Sequence[str], under: bool) -> dict[str, Outcome]:
-        """The outcomes of one part. After a crash the tests behind the one that crashed run in a new process."""
+        """The outcomes of one part. After a crash, a new process runs the tests behind the crashed one."""
         outcomes: dict[str, Outcome] = {}
         left = list(tests)
         while left:
@@ -89,7 +89,7 @@ class Suite:
             outcomes.update(found.outcomes)
             if under and found.outcomes and found.crashed is None and not found.killed and not found.active:
                 self.inactive.append(left[0])
-            if not found.outcomes:  # nothing was even collected
+            if not found.outcomes:  # pytest collected no test
                 why = next(iter(found.not_collected.values()), "no outcome")
                 outcomes.update({test: Outcome(CRASHED, why[-300:]) for test in left})
             missing = [test for test in left if test not in outcomes]
@@ -99,17 +99,17 @@ class Suite:
         return outcomes
 
     def seconds(self, test: str) -> float:
-        """About what it takes: a file that starts processes takes longer."""
+        """Its approximate seconds: a file that starts processes takes longer."""
         path = self.root / file_of(test)
         text = path.read_text(errors="replace") if path.is_file() else ""
         return 4.0 if re.search(r"\b(subprocess|multiprocessing)\b", text) else 0.5
 
     def ends_alike(self, paths: Sequence[str], at_once: int) -> dict[str, tuple[str, str]]:
-        """How each test ended without memguard and under it. AssertionError if a test did not run both ways, no budget
+        """Each test's outcome without memguard and under it. AssertionError if a test did not run both times, no budget
         was active under memguard, or a test differs without a reason."""
         collected = self.process(paths, False, "--collect-only")
         assert collected.collected and not collected.not_collected, collected.not_collected
-        # cudadrv resets devices and sets memory managers: no file of it runs in another's process.
+        # cudadrv resets devices and sets memory managers: each of its files runs in its own process.
         todo = parts(collected.collected, self.seconds, PART_SECONDS, apart=["cudadrv"])
         with ThreadPoolExecutor(at_once) as pool:
             ways = {under: [pool.submit(self.part, tests, under) for tests in todo] for under in (False, True)}
@@ -125,7 +125,8 @@ class Suite:
         return {test: (plain[test].outcome, under[test].outcome) for test in plain}
 
     def explained(self, test: str, plain: Outcome, under: Outcome) -> tuple[str, str | None, str]:
-        """Its reason and the evidence, after further runs alone, one after the other: it may take much of the card."""
+        """The reason for a difference, and the evidence, after extra runs one at a time: it may need much of the
+        GPU."""
         seen = {False: [plain], True: [under]}
         for way in (True, False) * AGAIN:
             seen[way] += self.part([test], way).values()
@@ -133,7 +134,7 @@ class Suite:
 
 
 def _wait(child: subprocess.Popen[bytes], lines: Path) -> bool:
-    """Until it ends, or leaves no line for too long: whether it hangs."""
+    """Wait until it ends or outputs nothing for too long. Return whether it hangs."""
     size, since = -1, time.monotonic()
     while time.monotonic() - since < SILENT:
         try:

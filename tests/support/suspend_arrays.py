@@ -1,6 +1,6 @@
-"""Random bytes of each framework on the GPU, and every kind of call into CUDA that a program makes through it.
+"""Random bytes of each framework on the GPU, and every kind of CUDA call that a program makes through it.
 
-Nothing here asks memguard."""
+Nothing here calls memguard."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from bench.programs import six
 from bench.programs.six import MIB, put_row_stack_back
 
 Calls = dict[str, Callable[[], Any]]
-BLOCK = 1 << 30  # A large array is made of such blocks.
-SMALL = 1 << 20  # Elements of the arrays that the kinds of calls work on.
+BLOCK = 1 << 30  # A large array consists of such blocks.
+SMALL = 1 << 20  # Size in elements of the arrays that the calls use.
 
 
 def random_bytes(size: int, seed: int) -> Any:
@@ -23,12 +23,12 @@ def random_bytes(size: int, seed: int) -> Any:
 
 
 class Library:
-    """One framework. `put` makes an array on the GPU of bytes on the host, `get` reads it back from the GPU."""
+    """One framework. `put` copies bytes from the host to a GPU array, `get` copies them back from the GPU."""
 
     name = ""
 
     def begin(self) -> None:
-        """Import it and make it live."""
+        """Import and initialise it."""
 
     def put(self, data: Any) -> Any:
         raise NotImplementedError
@@ -37,7 +37,7 @@ class Library:
         raise NotImplementedError
 
     def fill(self, size: int, value: int) -> Any:
-        """An array of one byte, made on the GPU: for sizes that no host array is made of."""
+        """An array filled with one byte on the GPU, for sizes too large for a host array."""
         raise NotImplementedError
 
     def ends(self, array: Any, size: int) -> Any:
@@ -45,18 +45,18 @@ class Library:
         raise NotImplementedError
 
     def computed(self, array: Any) -> int:
-        """Its sum, by a kernel of the framework; 0 where it has none."""
+        """Its sum, by one of the framework's kernels; 0 if it has none."""
         return 0
 
     def calls(self) -> Calls:
-        """Every kind of call into CUDA that a program makes through it. Each is run again and again on one thread."""
+        """Every kind of CUDA call that a program makes through it. One thread repeats each of them."""
         raise NotImplementedError
 
     def enter(self) -> None:
-        """Once on each thread that calls."""
+        """Set up each calling thread, once."""
 
     def trim(self) -> None:
-        """Give idle memory back, as far as it does that."""
+        """Free idle memory, as far as the framework can."""
 
 
 class Torch(Library):
@@ -203,7 +203,7 @@ class Jax(Library):
         return self.jax.device_put(data).block_until_ready()
 
     def get(self, array: Any) -> Any:
-        return np.asarray(self._copied(array))  # an array keeps its bytes on the host once they were read
+        return np.asarray(self._copied(array))  # after a read, an array keeps a copy on the host
 
     def fill(self, size: int, value: int) -> Any:
         return self._filled(size // 4, np.uint32(value * 0x01010101)).block_until_ready()
@@ -429,7 +429,7 @@ class Numba(Library):
 
 
 def _float_of(value: int) -> float:
-    """The number whose eight bytes are all this one."""
+    """The number whose eight bytes all have this value."""
     return float(np.full(8, value, np.uint8).view(np.float64)[0])
 
 
@@ -439,7 +439,8 @@ def library(name: str) -> Library:
 
 
 class Kept:
-    """One framework's arrays, with what they are to be: random bytes kept on the host, or blocks of one byte each."""
+    """One framework's arrays, with their expected contents: random bytes kept on the host, or blocks of one byte
+    value."""
 
     def __init__(self, name: str) -> None:
         self.library = library(name)
@@ -448,21 +449,21 @@ class Kept:
         self._blocks: list[tuple[Any, int, int]] = []
 
     def random(self, size: int, seed: int, parts: int = 4) -> None:
-        """`size` bytes in some arrays, each read back whole by `wrong`."""
+        """Add `size` bytes in several arrays; `wrong` reads each back completely."""
         for part in range(parts):
             data = random_bytes(max(size // parts, 4096), seed + part)
             array = self.library.put(data)
             self._random.append((array, data, self.library.computed(array)))
 
     def large(self, size: int) -> None:
-        """Blocks of 1 GiB, beside what there is; each is read back at both ends by `wrong`, and not between."""
+        """Add blocks of 1 GiB; `wrong` reads back both ends of each, but not its middle."""
         while size > 0:
             piece, value = min(size, BLOCK), 1 + len(self._blocks) % 120
             self._blocks.append((self.library.fill(piece, value), piece, value))
             size -= piece
 
     def wrong(self) -> int:
-        """How many arrays have other values than they were given."""
+        """The number of arrays whose values changed."""
         found = 0
         for array, data, total in self._random:
             found += not (np.array_equal(self.library.get(array), data) and self.library.computed(array) == total)
@@ -482,7 +483,8 @@ class Kept:
 
 
 class Raw(six.Raw):
-    """Of no framework, never suspended. Its context is current on the thread that makes it."""
+    """Raw CUDA memory of no framework, in a process that is never suspended. The creating thread has its context
+    current."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -496,4 +498,4 @@ class Raw(six.Raw):
             return None
 
 
-PIECES = (1 << 30, 64 * MIB, 2 * MIB)  # What fills a card.
+PIECES = (1 << 30, 64 * MIB, 2 * MIB)  # The frameworks that fill a GPU.

@@ -1,6 +1,6 @@
-"""Processes that are suspended, seen by their parent: asked with a time limit, and ended without harm to the machine.
+"""Suspended processes, controlled by their parent: requests with a time limit, and a safe way to end them.
 
-The parent itself has no CUDA. It reads NVML, which a suspended process cannot."""
+The parent itself does not use CUDA. It reads NVML, which a suspended process cannot."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from typing import Any
 from bench.programs import six
 
 TESTS = Path(__file__).resolve().parents[1]
-ORDERLY = 20.0  # Seconds in which a process must end by itself.
+ORDERLY = 20.0  # Seconds within which a process must exit by itself.
 harsh: list[str] = []  # Processes that had to be killed although they were restored and could not be suspended again.
 
 
@@ -31,8 +31,8 @@ _runtime: contextvars.ContextVar[str | None] = contextvars.ContextVar("runtime",
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """Processes that are started within the block take their turns among themselves alone. Else one that hangs with
-    the turn would keep those of every other scenario waiting, until their time is up."""
+    """Give the processes started within the block their own queue of turns. Otherwise one that hangs during its turn
+    would block every other scenario until the time limit."""
     with tempfile.TemporaryDirectory(prefix="memguard-", ignore_cleanup_errors=True) as folder:
         token = _runtime.set(folder)
         try:
@@ -42,7 +42,7 @@ def apart() -> Iterator[None]:
 
 
 def surroundings(**more: str) -> dict[str, str]:
-    """The environment of a process: this tree and tests/ before what PYTHONPATH names."""
+    """The environment of a process: PYTHONPATH begins with this tree and tests/."""
     before = os.environ.get("PYTHONPATH", "")
     paths = [str(TESTS.parent), str(TESTS), *([before] if before else [])]
     found = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **more}
@@ -55,23 +55,23 @@ class Broke(Exception):
 
 
 class Child:
-    """One process of a program of tests/support, which answers each line with a line."""
+    """A process running a program of tests/support, which answers each input line with an output line."""
 
     def __init__(self, script: str, *words: str, env: dict[str, str] | None = None) -> None:
         ours = {
             "PYTHONFAULTHANDLER": "1", "TF_CPP_MIN_LOG_LEVEL": "2", "TF_FORCE_GPU_ALLOW_GROWTH": "true",
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         }  # fmt: skip
-        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (a pipe that nobody reads fills up)
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (a pipe that nobody reads would fill up)
         self.words = words
         self.process = subprocess.Popen(
             [sys.executable, "-m", f"support.{script}", *words],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True,
             env=surroundings(**{**ours, **(env or {})}),
         )  # fmt: skip
-        self.touched = False  # Whether anybody has begun to suspend it.
+        self.touched = False  # Whether suspending it has started.
         self.lost = False
-        """Whether a restore of it has failed: then it can neither be suspended again nor end by itself."""
+        """Whether restoring it has failed: then it can neither be suspended again nor exit by itself."""
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -90,12 +90,12 @@ class Child:
         assert self.process.stdout is not None
         with contextlib.suppress(ValueError):
             for line in self.process.stdout:
-                if line.startswith("ANSWER "):  # libraries print what they like
+                if line.startswith("ANSWER "):  # libraries also print to stdout
                     self._lines.put(line[7:])
         self._lines.put(None)
 
     def close(self) -> None:
-        """What a process that has ended leaves."""
+        """Clean up after the process has ended."""
         self._reader.join(5)
         for pipe in (self.process.stdin, self.process.stdout, self.errors):
             if pipe is not None:
@@ -123,12 +123,12 @@ class Child:
         return found
 
     def ask(self, do: str, limit: float = 60.0, /, **fields: Any) -> dict[str, Any]:
-        """Its answer, which may have an `error`."""
+        """Its answer, which may contain an `error`."""
         self.send(do, **fields)
         return self.answer(limit, do)
 
     def must(self, do: str, limit: float = 60.0, /, **fields: Any) -> dict[str, Any]:
-        """Its answer. Raises Broke if that is an error."""
+        """Its answer. Raises Broke if it is an error."""
         found = self.ask(do, limit, **fields)
         if found.get("error"):
             raise Broke(f"{' '.join(self.words)}: {do}: {found['error']['exception']}: {found['error']['text']}")
@@ -140,7 +140,7 @@ class Child:
             return file.read()[-last:]
 
     def crashed_in(self) -> str:
-        """The call of `suspend_target.py` in which it crashed, by faulthandler's words; empty if it says nothing."""
+        """The call of `suspend_target.py` that crashed, from faulthandler's output; empty if there is none."""
         lines = self.stderr(20000).partition("Current thread")[2].splitlines()
         return next((line.rpartition(" in ")[2].strip() for line in lines if " in call: " in line), "")
 
@@ -161,7 +161,7 @@ def door() -> Any:
 
 
 def end(child: Child) -> None:
-    """End a process. One that was restored is suspended again first: killed as it is, it may hang the machine."""
+    """End a process. Suspend a restored one first: killing it directly may hang the machine."""
     process = child.process
     if process.poll() is None:
         with contextlib.suppress(OSError):
@@ -182,7 +182,7 @@ def end(child: Child) -> None:
 
 
 def away_again(pid: int) -> bool:
-    """Whether it is off its GPUs now, or has none: then it may be killed."""
+    """Whether it is suspended or uses no GPU, so that killing it is safe."""
     from memguard._devices.checkpoint import State
     from memguard._processes.identity import process_of
     from memguard._suspend import flow
@@ -204,7 +204,7 @@ class Card(six.Card):
     """The first GPU."""
 
     def of(self, pid: int) -> int | None:
-        """Bytes that NVML lists for a process; None if it is not in the list."""
+        """A process's bytes by NVML; None if NVML does not list it."""
         return self.listed().get(pid)
 
 
@@ -216,7 +216,7 @@ def host_bytes(pid: int) -> int:
 
 
 def command(*words: str, limit: float = 60.0) -> dict[str, Any]:
-    """`memguard WORDS` in a process of its own: code, seconds, and what it printed."""
+    """Run `memguard WORDS` in a new process: its exit code, seconds and output."""
     started = time.monotonic()
     child = subprocess.Popen(
         [sys.executable, "-m", "memguard", *words],
@@ -225,20 +225,20 @@ def command(*words: str, limit: float = 60.0) -> dict[str, Any]:
     try:
         out, err = child.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
-        child.kill()  # it has no GPU memory of its own; its helper ends what it has begun
+        child.kill()  # it has no GPU memory of its own; its helper completes the unfinished step
         out, err = child.communicate()
         err += f"\n(killed after {limit:.0f} s)"
     return {"rc": child.returncode, "seconds": round(time.monotonic() - started, 2), "out": out, "err": err[-1500:]}
 
 
 def resume(pid: int) -> dict[str, Any]:
-    """`memguard resume PID`, which waits for room, but not for ever."""
+    """Run `memguard resume PID`, which waits for room, up to a time limit."""
     return command("resume", str(pid), "--wait", "45s", limit=100)
 
 
 @contextlib.contextmanager
 def target(*words: str, env: dict[str, str] | None = None, **begin: Any) -> Iterator[Child]:
-    """A process with arrays of these frameworks. It is ended without harm, also if the block raises."""
+    """A process with arrays of these frameworks. It is ended safely, even if the block raises."""
     with Child("suspend_target", *words, env=env) as child:
         child.must("begin", 180, names=list(words), **begin)
         yield child
@@ -246,7 +246,7 @@ def target(*words: str, env: dict[str, str] | None = None, **begin: Any) -> Iter
 
 @contextlib.contextmanager
 def other(what: str, **begin: Any) -> Iterator[Child]:
-    """A process that takes memory from the driver itself, and is never suspended (`suspend_others.py`)."""
+    """A process that allocates from the driver directly, and is never suspended (`suspend_others.py`)."""
     with Child("suspend_others", what) as child:
         child.must("begin", 60, **begin)
         yield child

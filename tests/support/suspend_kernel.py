@@ -9,11 +9,11 @@ from typing import Any
 
 from support.suspend_children import away_again, surroundings
 
-TEXT = 4000  # Characters of a cell's output that are kept: a line of progress is written again and again.
+TEXT = 4000  # Maximum characters kept of a cell's output: a progress line is rewritten again and again.
 
 
 class Kernel:
-    """Cells by jupyter_client, each with a time limit."""
+    """Runs cells through jupyter_client, each with a time limit."""
 
     def __init__(self) -> None:
         from jupyter_client.manager import KernelManager
@@ -32,7 +32,7 @@ class Kernel:
         return str(self.client.execute(code))
 
     def reply(self, number: str, limit: float) -> dict[str, Any]:
-        """What the cell printed, and how it ended; `status` is None if it does not end in time."""
+        """A cell's output and status; `status` is None if it does not finish in time."""
         until, text = time.monotonic() + limit, ""
         while time.monotonic() < until:
             try:
@@ -53,7 +53,7 @@ class Kernel:
         return {"status": None, "text": text[-TEXT:]}
 
     def _status(self, number: str, limit: float = 10.0) -> str | None:
-        """Of the reply to this request. Replies to others, for which nobody waits any more, are left out."""
+        """The content of the reply to this request. Late replies to earlier requests are dropped."""
         until = time.monotonic() + limit
         while time.monotonic() < until:
             with contextlib.suppress(queue.Empty):

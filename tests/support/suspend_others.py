@@ -1,8 +1,8 @@
-"""Processes that take memory from the driver itself: `python -m support.suspend_others WHAT`. They are never suspended.
+"""Processes that allocate from the driver directly: `python -m support.suspend_others WHAT`. They are never suspended.
 
-filler    holds all of the card but some bytes, until it is told otherwise
-grabber   takes and gives back random sizes at random moments
-robber    tries to allocate in a tight loop, from the moment that a file is there
+filler    holds the whole GPU except for some bytes, until told to change
+grabber   allocates and frees random sizes at random moments
+robber    allocates in a tight loop, once a file exists
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Filler:
         return {}
 
     def fill(self, leave: int) -> dict[str, Any]:
-        """All but `leave` bytes, in pieces of 2 MiB at the least."""
+        """Allocate all but `leave` bytes, in blocks of at least 2 MiB."""
         for size in PIECES:
             while self.card.free() - size >= leave and (address := self.raw.take(size)) is not None:
                 self.held.append((address, size))
@@ -46,7 +46,8 @@ class Grabber:
         return {}
 
     def go(self, keep: int) -> dict[str, Any]:
-        """Until `halt`, on a thread: a part of what is free but `keep`, for up to 300 ms; and as long nothing."""
+        """On a thread, until `halt`: hold a part of the free memory beyond `keep` for up to 300 ms, then nothing for as
+        long."""
         self.stop.clear()
         self.thread = threading.Thread(target=self._grab, args=(keep,), daemon=True)
         self.thread.start()
@@ -78,7 +79,7 @@ class Robber:
         return {}
 
     def rob(self, path: str, size: int, seconds: float) -> dict[str, Any]:
-        """Wait for the file, then try without rest for so long. `at`: seconds after the file, when it got in."""
+        """Wait for the file, then retry without a pause for this long. `at`: seconds from the file to the success."""
         until = time.monotonic() + 30
         while not os.path.exists(path):
             if time.monotonic() > until:

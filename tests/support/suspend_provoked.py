@@ -1,4 +1,4 @@
-"""Each reason not to suspend that one card can provoke, within the process that is to be suspended."""
+"""Each reason not to suspend that one GPU can provoke, within the process to be suspended."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def _python(code: str) -> Iterator[subprocess.Popen[str]]:
-    """A process of its own, not a child of this one as far as its GPU counts: it is ended by closing its stdin."""
+    """A separate process, with its own use of the GPU: closing its stdin ends it."""
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         yield process
@@ -138,7 +138,8 @@ def capture() -> Iterator[None]:
 
 @contextlib.contextmanager
 def profiler() -> Iterator[None]:
-    """Kineto keeps CUPTI after its end, also with TEARDOWN_CUPTI=1 (torch 2.11, driver 580.159): the lock says 801."""
+    """Kineto stays attached to CUPTI after it ends, even with TEARDOWN_CUPTI=1 (torch 2.11, driver 580.159): the lock
+    returns 801."""
     import torch
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]):
@@ -169,7 +170,7 @@ def child() -> Iterator[None]:
 
 @contextlib.contextmanager
 def host_memory() -> Iterator[None]:
-    """By a stand-in: the machine says that 64 MiB are available."""
+    """Replaced by a stand-in: the machine reports 64 MiB of available memory."""
     from memguard._devices import machine_memory
 
     available = machine_memory.available
@@ -188,4 +189,4 @@ PROVOKED: dict[str, tuple[Callable[[], Any], str, str]] = {
     "NCCL, one rank": (nccl, "nccl", "torch"), "a child with a context": (child, "children", "torch"),
     "too little host memory": (host_memory, "host-memory", "torch"),
 }  # fmt: skip
-"""How it is provoked, the code of the reason that has to be among those given, and the framework of the process."""
+"""How to provoke it, the code that must be among the reasons, and the process's framework."""

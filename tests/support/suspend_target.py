@@ -1,4 +1,4 @@
-"""A process that is suspended: it has arrays of some frameworks, and does what its parent asks, line by line.
+"""A process to be suspended: it has arrays of some frameworks, and runs its parent's commands, line by line.
 
 python -m support.suspend_target FRAMEWORK..."""
 
@@ -18,11 +18,11 @@ from typing import Any
 
 from support.suspend_arrays import Kept
 
-HUNG = 40.0  # Seconds after which every thread's stack is written: somebody waits in the driver with the GIL.
+HUNG = 40.0  # Seconds after which all stacks are written: a thread is waiting in the driver with the GIL.
 
 
 class Api:
-    """memguard's calls, and the moments within them."""
+    """memguard's calls, and the steps within them."""
 
     def __init__(self) -> None:
         import memguard
@@ -60,7 +60,7 @@ class Api:
         return str(self.memguard.ledger())
 
     def ungated(self) -> None:
-        """The control: gates that hold nobody."""
+        """The control: gates that block nobody."""
         from memguard._suspend import gate
 
         close = gate.close
@@ -68,13 +68,13 @@ class Api:
 
 
 class Caller:
-    """A thread that makes one kind of call each time it is told to."""
+    """A thread that makes one kind of call on each request."""
 
     def __init__(self, name: str, call: Callable[[], Any], enter: Callable[[], None]) -> None:
         def named() -> Any:
             return call()
 
-        named.__code__ = named.__code__.replace(co_name=f"call: {name}")  # faulthandler says it if it crashes
+        named.__code__ = named.__code__.replace(co_name=f"call: {name}")  # faulthandler prints it after a crash
         self.name, self._call, self._enter = name, named, enter
         self.outcome, self.seconds = "", 0.0
         self.go, self.over = threading.Event(), threading.Event()
@@ -106,7 +106,7 @@ class Target:
         self, names: list[str], size: int = 0, large: int = 0, seed: int = 1, limit: str | None = None,
         timeline: str | None = None, by_others: bool = False,
     ) -> dict[str, Any]:  # fmt: skip
-        """Arrays of each framework; with `limit` under a budget whose monitor looks every 100 ms."""
+        """Create arrays of each framework; with `limit`, under a budget whose monitor samples every 100 ms."""
         if limit is not None:
             import memguard
 
@@ -119,7 +119,7 @@ class Target:
             if by_others:
                 budget["suspend"] = {"by_others": True}
             memguard.init(budget)
-        for number, name in enumerate(sorted(names, key=lambda name: name != "torch")):  # else TensorFlow breaks it
+        for number, name in enumerate(sorted(names, key=lambda name: name != "torch")):  # or TensorFlow breaks torch
             one = Kept(name)
             if size:
                 one.random(size, seed + 100 * number)
@@ -165,13 +165,13 @@ class Target:
         return {}
 
     def load(self, names: list[str]) -> dict[str, Any]:
-        """Import them before `begin`: that takes seconds, and nothing of the GPU."""
+        """Import them before `begin`: it takes seconds and does not use the GPU."""
         for name in names:
             importlib.import_module(name)
         return {}
 
     def calls(self, skip: list[str], gates: bool = True) -> dict[str, Any]:
-        """Make the callers, and let each call once while the process is on its GPUs."""
+        """Start the calling threads, and let each make one call before the suspend."""
         if not gates:
             self.api.ungated()
         broken = {}
@@ -188,7 +188,7 @@ class Target:
         return {"kinds": [caller.name for caller in self.callers], "broken": broken}
 
     def round(self, only: list[str] | None = None, seconds: float = 0.25) -> dict[str, Any]:
-        """Off; every call at once; back; and what became of each."""
+        """Suspend; make every call at once; resume; return the outcome of each call."""
         chosen = [caller for caller in self.callers if only is None or caller.name in only]
         faulthandler.dump_traceback_later(HUNG, exit=False)
         self.api.suspend(60.0)
@@ -217,7 +217,7 @@ class Target:
         return {"ends": ends}
 
     def broken(self, way: str, step: str, what: str, delay: float) -> dict[str, Any]:
-        """Off or on, with a SIGINT or the helper's death some seconds after a step began."""
+        """Suspend or resume, with a SIGINT or the helper's death some seconds after a step began."""
         if way == "on":
             self.api.suspend(60.0)
         armed = [True]
@@ -262,13 +262,13 @@ class Target:
 
     @staticmethod
     def _after(late: list[threading.Timer]) -> None:
-        """A late strike comes here, however busy the machine is, and not in what follows."""
+        """On a busy machine the interruption may come late: catch it here, not in later code."""
         for one in late:
             one.join()
             time.sleep(0.02)  # the signal's handler runs on this thread
 
     def at_restore(self, path: str, wait: float = 0.15) -> dict[str, Any]:
-        """From now on a file appears when the room is held, and the restore begins a little later."""
+        """From now on, create a file when the room is reserved, and delay the restore a little."""
 
         def at(told: str, client: Any) -> None:
             if told == "restore":
@@ -313,7 +313,7 @@ def lines() -> Iterator[str]:
 
 def main() -> None:
     faulthandler.enable()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # who started the tests may have it ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the process that started the tests may ignore it
     target = Target()
     for line in lines():
         asked = json.loads(line)

@@ -1,4 +1,4 @@
-"""Outcomes of a test suite with memguard and without: read, compared, and each difference with its reason. Pure."""
+"""Outcomes of a test suite with and without memguard: read, compare, and explain each difference. Pure."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ CRASHED, HUNG = "crashed", "hung"
 WANTS_MORE = "it wants more memory than its cap"
 FLAKY = "it does not end alike without memguard either"
 _RANK = ("passed", "xpassed", "xfailed", "skipped", "failed", "error")
-"""A test has a report for its setup, its call and its teardown: the last of these is its outcome."""
+"""A test has a report for its setup, call and teardown. The last of these is its outcome."""
 
 
 @dataclass
 class Outcome:
-    """How one test ended, and its seconds. `text` and `oom` (what memguard reported) are of its failure."""
+    """One test's outcome and seconds. `text` and `oom` (memguard's report) belong to its failure."""
 
     outcome: str
     text: str = ""
@@ -31,8 +31,8 @@ class Outcome:
 
 @dataclass
 class Read:
-    """What one process of pytest left behind. `active`: whether a budget was; None if it did not say. `killed`: it did
-    not end by itself."""
+    """The output of one pytest process. `active`: whether a budget was active; None if not reported. `killed`: it did
+    not exit by itself."""
 
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     collected: list[str] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Read:
 
 
 def read(lines: Iterable[str]) -> Read:
-    """The lines of `outcomes.py`. A test that began and never finished has crashed its interpreter."""
+    """Parse the lines of `outcomes.py`. A test that began and never finished crashed its interpreter."""
     found, going = Read(), None
     for text in lines:
         try:
@@ -83,12 +83,12 @@ def folder_of(test: str) -> str:
 def parts(
     ids: Sequence[str], seconds: Callable[[str], float], most: float, apart: Collection[str] = ()
 ) -> list[list[str]]:
-    """The tests in parts of at most about `most` seconds, a fixed order: folder by folder, the longest part first.
+    """Split the tests into parts of at most about `most` seconds in a fixed order: by folder, the longest part first.
 
-    seconds   what one test takes, about
-    apart     folders whose files have parts of their own
+    seconds   approximate seconds of one test
+    apart     folders whose files are not merged into parts with others
 
-    A file that takes longer is split, in its order. Small files share a part.
+    A file that takes longer is split, in order. Small files share a part.
     """
     folders: dict[str, dict[str, list[str]]] = {}
     for one in ids:
@@ -110,7 +110,7 @@ def parts(
 
 
 def _split(tests: Sequence[str], seconds: Callable[[str], float], most: float) -> list[list[str]]:
-    """The tests in their order, in as few pieces of about the same length as `most` allows."""
+    """Split the tests, in order, into the fewest pieces of similar length that `most` allows."""
     whole = sum(map(seconds, tests))
     count = min(max(math.ceil(whole / most), 1), len(tests))
     pieces: list[list[str]] = [[] for _ in range(count)]
@@ -122,18 +122,18 @@ def _split(tests: Sequence[str], seconds: Callable[[str], float], most: float) -
 
 
 def differing(plain: Mapping[str, Outcome], under: Mapping[str, Outcome]) -> list[str]:
-    """The tests that ran both ways and ended differently."""
+    """The tests that ran both times and ended differently."""
     return [one for one in plain if one in under and plain[one].outcome != under[one].outcome]
 
 
 def reason(cap: int, plain: Sequence[Outcome], under: Sequence[Outcome]) -> tuple[str | None, str]:
-    """Why a test differs, and the evidence; None if nothing explains it.
+    """The reason for a test's difference, and the evidence; None if there is no explanation.
 
-    plain, under   its outcomes in all runs, the first ones first
-    cap            bytes that the framework may have under memguard
+    plain, under   its outcomes in all runs, those of the first run first
+    cap            the framework's cap in bytes under memguard
 
-    WANTS_MORE if memguard refused it memory in every run, and by the refusal's own figures that was over the cap;
-    FLAKY if its runs without memguard differ among themselves.
+    WANTS_MORE if memguard refused it memory in every run, and the refusal's own figures exceed the cap; FLAKY if its
+    runs without memguard differ from each other.
     """
     if len({one.outcome for one in plain}) > 1:
         return FLAKY, f"without memguard: {_counted(plain)}"
@@ -151,7 +151,7 @@ _REFUSED = re.compile(
 
 
 def _over_cap(one: Outcome, cap: int) -> str | None:
-    """What memguard's refusal says, if what the framework held and what the request takes are more than its cap."""
+    """The figures in memguard's refusal, if the framework's memory plus the request exceed its cap."""
     if one.outcome not in ("failed", "error"):
         return None
     if found := _REFUSED.search(one.text):

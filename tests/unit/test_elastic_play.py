@@ -110,7 +110,7 @@ def test_a_schedule_is_played_and_judged_and_its_control_finds_what_could_have_b
     assert len(schedule(seed, monkeypatch, wrong=3).wrong) == 3
 
 
-def test_requests_that_wait_for_nothing_are_left_out_but_for_a_few() -> None:
+def test_all_but_a_few_requests_without_room_are_dropped() -> None:
     """Each would take ten seconds. Everything else of a schedule stays, in its order."""
     dropped = 0
     for seed in SEEDS:

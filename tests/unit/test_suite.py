@@ -50,7 +50,7 @@ def ended(pid: int) -> bool:
 
 
 @pytest.mark.long
-def test_a_test_over_its_limit_ends_with_what_it_started(tmp_path: Path) -> None:
+def test_a_test_over_its_limit_ends_with_its_subprocesses(tmp_path: Path) -> None:
     (tmp_path / "test_hangs.py").write_text(textwrap.dedent(HANGS.format(log=str(tmp_path / "log"))))
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *os.environ.get("PYTHONPATH", "").split(":")])}
     done = inner_pytest.run(tmp_path, "-p", "conftest", "-n2", env=environ)
@@ -63,7 +63,7 @@ def test_a_test_over_its_limit_ends_with_what_it_started(tmp_path: Path) -> None
 
 
 @pytest.mark.long
-def test_signals_that_were_ignored_are_not_in_tests_and_what_they_start(tmp_path: Path) -> None:
+def test_tests_and_subprocesses_do_not_inherit_ignored_signals(tmp_path: Path) -> None:
     (tmp_path / "test_signals.py").write_text(
         "import signal, subprocess, sys\n"
         "def test_here_and_in_a_child():\n"

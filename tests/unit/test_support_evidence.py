@@ -181,7 +181,7 @@ def test_only_the_gaps_in_cupys_slabs_may_pass_a_cap() -> None:
         assert not independent.refused_rightly(found)[0]
 
 
-def test_what_is_freed_and_counted_is_compared_with_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_freed_memory_is_compared_with_the_drivers_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     framework = Capped(GIB)
     monkeypatch.setattr(independent, "bytes_now", lambda: framework.driver.held() + 600 * MIB)
     live: list[int] = []
@@ -215,7 +215,7 @@ def test_what_is_freed_and_counted_is_compared_with_the_driver(monkeypatch: pyte
 # CUPTI's records
 
 
-def test_what_cupti_saw_is_summed_by_library() -> None:
+def test_cuptis_allocations_are_summed_by_library() -> None:
     """100 random histories against a count by hand: releases come in any order, addresses are taken again."""
     rng = random.Random(3)
     sources = ["/x/libc10_cuda.so", "libtensorflow_cc.so.2", "/y/xla_cuda_plugin.so", "runtime.cpython-312.so",

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.long  # no version of what is installed changes what th
 SIX = ("torch", "tensorflow", "cupy", "jax", "pycuda", "numba")
 
 
-def test_the_documented_dtypes_are_those_that_memguard_takes() -> None:
+def test_memguard_accepts_exactly_the_documented_dtypes() -> None:
     assert set(arrays.DTYPES) == set(DTYPES)
     assert set(arrays.TAKES) == set(SIX)
     for name, dtypes in arrays.TAKES.items():

@@ -65,7 +65,7 @@ SPOILT: dict[str, Spoil] = {
 }
 
 
-def test_what_is_right_passes() -> None:
+def test_correct_measurements_pass() -> None:
     at_caps.at_the_caps(at_their_caps(), 2)
     assert len(bfc_refusals(at_their_caps()["stderr"])) == 2
 
@@ -132,7 +132,7 @@ def test_the_other_process_on_a_full_card_is_named_with_its_bytes() -> None:
         reports.judge(found, 77)
 
 
-def test_a_cache_that_would_have_served_the_request_is_found() -> None:
+def test_the_oracle_finds_a_cache_that_would_have_served_the_request() -> None:
     found = reported(True) | {"served": True}
     with pytest.raises(AssertionError, match="would have served"):
         reports.judge(found, 77)

@@ -87,7 +87,7 @@ def test_parts_of_1935_tests_lose_none_and_keep_files_apart_where_they_must_be()
             ]
 
 
-def test_only_what_ran_both_ways_can_differ() -> None:
+def test_only_tests_that_ran_both_times_can_differ() -> None:
     plain = {"a": Outcome("passed"), "b": Outcome("passed"), "c": Outcome("failed"), "d": Outcome("passed")}
     under = {"a": Outcome("passed"), "b": Outcome("failed"), "c": Outcome("error")}
     assert their_tests.differing(plain, under) == ["b", "c"]
@@ -137,7 +137,7 @@ PASSED, FAILED = Outcome("passed"), Outcome("failed", "AttributeError: no such t
         ([PASSED], [], None),
     ],
 )
-def test_reasons_are_derived_from_what_was_seen(plain: list[Any], under: list[Any], reason: str | None) -> None:
+def test_reasons_are_derived_from_the_outcomes(plain: list[Any], under: list[Any], reason: str | None) -> None:
     found, evidence = their_tests.reason(4 * GIB, plain, under)
     assert found == reason and evidence
     if reason == MORE:

@@ -19,7 +19,7 @@ def test_a_process_answers_and_an_error_is_its_answer() -> None:
             child.must("no such thing")
 
 
-def test_a_process_that_dies_or_says_nothing_is_told() -> None:
+def test_a_process_that_dies_or_is_silent_is_reported() -> None:
     with Child("leases_job", "torch") as child:
         with pytest.raises(Broke, match="did not come in 0 s"):
             child.answer(0.1)
@@ -43,7 +43,7 @@ def test_processes_of_a_scenario_share_a_folder_of_their_own() -> None:
     assert surroundings().get("XDG_RUNTIME_DIR") == before
 
 
-def test_one_that_ends_by_itself_is_not_killed() -> None:
+def test_a_process_that_exits_by_itself_is_not_killed() -> None:
     child, begun = Child("suspend_others", "robber"), time.monotonic()
     with child:
         pass

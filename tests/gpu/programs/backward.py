@@ -1,4 +1,4 @@
-"""Training whose forward pass fits, and whose gradients do not."""
+"""Training whose forward pass fits, but whose gradients do not."""
 
 import torch
 from torch import nn

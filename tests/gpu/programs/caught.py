@@ -1,4 +1,4 @@
-"""Inference that halves its batch until it fits: the program ends well."""
+"""Inference that halves its batch until it fits: the program exits normally."""
 
 import torch
 

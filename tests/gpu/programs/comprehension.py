@@ -1,4 +1,4 @@
-"""Load a data set onto the GPU, all of it, in a list comprehension."""
+"""Load a whole data set onto the GPU in a list comprehension."""
 
 import torch
 

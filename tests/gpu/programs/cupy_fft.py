@@ -1,4 +1,4 @@
-"""The plan of a large FFT takes a work area as large as its data."""
+"""The plan of a large FFT allocates a work area as large as its data."""
 
 import cupy
 from cupyx.scipy import fft, fftpack

@@ -1,4 +1,4 @@
-"""A forked worker does the work on the GPU, under a budget that it applies itself: a forked child has none."""
+"""A forked worker uses the GPU under a budget that it applies itself: a forked child inherits none."""
 
 import multiprocessing
 

@@ -1,4 +1,4 @@
-"""As much of a data set as the card has room for, and then the first matrix product."""
+"""Fill the GPU with a data set, then compute the first matrix product."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Text generation: each token makes the cache of keys and values longer, by concatenation."""
+"""Text generation: each token extends the key-value cache by concatenation."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""An inference server that captures one CUDA graph for each size of batch, over one array of images."""
+"""An inference server that captures one CUDA graph for each batch size, over one array of images."""
 
 import torch
 from torch import nn

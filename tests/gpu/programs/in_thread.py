@@ -1,4 +1,4 @@
-"""A thread that fills a list with arrays of CuPy; nobody catches its error."""
+"""A thread fills a list with CuPy arrays, and nothing catches its error."""
 
 import threading
 

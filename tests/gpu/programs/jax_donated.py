@@ -1,4 +1,4 @@
-"""Training in JAX with donated parameters; a copy of them is kept after each epoch."""
+"""Training in JAX with donated parameters; the program keeps a copy of them after each epoch."""
 
 import functools
 

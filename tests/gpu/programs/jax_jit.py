@@ -1,4 +1,4 @@
-"""A jitted function that makes six variants of every image at once."""
+"""A jitted function that creates six variants of every image at once."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Keras: `fit` with a batch that is too large."""
+"""Keras: `fit` with too large a batch."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""A kernel of Numba whose arguments are copied to the GPU for the call."""
+"""A Numba kernel whose arguments are copied to the GPU for the call."""
 
 import numpy as np
 from numba import cuda

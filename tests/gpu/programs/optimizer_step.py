@@ -1,4 +1,4 @@
-"""Adam: its two moments of every parameter are made in the first step."""
+"""Adam: its first step allocates two moments for every parameter."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""An expression of GPUArrays: each of its parts is an array of its own."""
+"""An expression of GPUArrays: each subexpression allocates an array."""
 
 import numpy as np
 import pycuda.autoinit  # noqa: F401

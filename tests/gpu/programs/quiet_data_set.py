@@ -1,4 +1,4 @@
-"""In order: a data set is loaded to 60 % of the cap of 6 GiB, and then used."""
+"""Without a fault: load a data set to 60 % of the cap of 6 GiB, then use it."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""In order: texts of GPT-2, one after the other, each with a cache that grows and goes."""
+"""Without a fault: GPT-2 generates texts one by one, each with a cache that grows and is freed."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""In order: an image model of timm, trained at a resolution that grows, as progressive training does it."""
+"""Without a fault: train an image model of timm at increasing resolutions (progressive training)."""
 
 import os
 import time

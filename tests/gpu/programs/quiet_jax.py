@@ -1,4 +1,4 @@
-"""In order: training in JAX, with a checkpoint copied to the CPU now and then."""
+"""Without a fault: training in JAX, with occasional checkpoints copied to the CPU."""
 
 import functools
 import os

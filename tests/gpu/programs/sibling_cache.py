@@ -1,4 +1,4 @@
-"""CuPy has let go of what it preprocessed with, and keeps it in its pool. Then PyTorch needs memory."""
+"""CuPy's freed preprocessing arrays stay in its pool. Then PyTorch needs memory."""
 
 import cupy
 import torch

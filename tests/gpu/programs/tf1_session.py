@@ -1,11 +1,11 @@
-"""A graph and a session, as programs of TensorFlow 1 have them."""
+"""A graph and a session, as in TensorFlow 1 programs."""
 
 import tensorflow.compat.v1 as tf
 
 tf.disable_eager_execution()
 with tf.device("/GPU:0"):
     images = [tf.random.normal([8192, 8192])]
-    # One after the other: each operation without memory makes TensorFlow wait for ten seconds.
+    # Sequential: each operation that runs out of memory blocks TensorFlow for ten seconds.
     for number in range(20):
         images.append(tf.roll(images[-1], shift=number + 1, axis=0))
     with tf.control_dependencies(images[-1:]):
