@@ -189,7 +189,6 @@ fetch_prometheus() {
 }
 
 # have_axe: ensure that axe-core, an accessibility checker (screen readers, keyboard use), is in $VENV/axe-core.
-# It comes from npm's registry, by npm if that is installed.
 AXE=4.14.1
 AXE_SHA512=1477dafa598d8d065f273d6af302aa203c02e83131707b7fa648cd41bd3d6b734f8c22a0dab86ee6a6f64b8afbe804b214d36db85a2826965edfb3a0b9d546b5
 have_axe() {
@@ -198,17 +197,15 @@ have_axe() {
     folder=$(mktemp -d) || return
     fetch_axe "$folder" || code=$?
     rm -rf "$folder"
-    [ "$code" -eq 0 ] || say "memguard: axe-core $AXE, which the tests of the report need, could not be downloaded from registry.npmjs.org"
+    if [ "$code" -ne 0 ]; then
+        say "memguard: npm could not download axe-core $AXE, which the tests of the report need"
+        say "    fix: install npm, on Debian and Ubuntu: apt-get install npm; and check that it reaches its registry"
+    fi
     return "$code"
 }
 
 fetch_axe() {
-    if command -v npm >/dev/null 2>&1; then
-        (cd "$1" && npm pack --silent "axe-core@$AXE" >/dev/null) || return
-    else
-        "$VENV/bin/python" -c 'import sys, urllib.request as u; u.urlretrieve(sys.argv[1], sys.argv[2])' \
-            "https://registry.npmjs.org/axe-core/-/axe-core-$AXE.tgz" "$1/axe-core-$AXE.tgz" || return
-    fi
+    (cd "$1" && npm pack --silent "axe-core@$AXE" >/dev/null) || return
     printf '%s  %s\n' "$AXE_SHA512" "$1/axe-core-$AXE.tgz" | sha512sum --check --status || return
     tar xzf "$1/axe-core-$AXE.tgz" -C "$1" package/axe.min.js || return
     mkdir -p "$VENV/axe-core" || return
