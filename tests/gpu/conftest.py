@@ -1,6 +1,12 @@
 """GPU tests run if NVML reports a GPU; otherwise all of them are skipped.
 
+<<<<<<< HEAD
 With pytest-xdist, run `-n 8 -m "not whole_card"`, then `-m whole_card`: those tests fill the GPU.
+=======
+With pytest-xdist: `-n 8 -m "not whole_card"`, then `-m whole_card`: those fill the card. The long tests come first
+then, and each process is given one test after the other. A failure is told at once, in one line; at the end of a run
+that was interrupted (`timeout -s INT`) also which tests had not ended.
+>>>>>>> gatecheck
 
 `--thorough` runs the full counts and durations of a release: 1,000 rounds instead of 60, five minutes at the caps, ten
 without an alarm, all 30 import orders, each third-party suite completely. The assertions are the same. It takes about
@@ -10,6 +16,7 @@ version; without it PyCUDA's own tests are skipped.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -39,6 +46,30 @@ def gpu_missing() -> str | None:
 
 MISSING = gpu_missing()
 HERE = Path(__file__).parent
+LONG = (
+    "test_six_frameworks_stop_at_their_caps_while_the_others_are_full",
+    "test_out_of_memory[generate]",
+    "test_six_frameworks_at_their_caps_drift_nowhere",
+    "test_each_round_leaves_the_values_and_takes_nothing[all six]",
+    "test_no_alarm_of_work_that_rises_and_falls",
+    "test_every_call_of_another_thread_waits_or_is_refused_and_none_ends_the_process",
+    "test_none_is_stale_while_the_producer_still_works",
+    "test_who_is_interrupted_at_a_step_of_its_own_is_back_each_time",
+    "test_out_of_memory",
+    "test_no_alarm_of_programs_in_order",
+    "test_three_frameworks_stop_at_their_caps",
+    "test_whom_a_killed_controller_leaves_behind_comes_back_by_resume",
+    "test_each_round_leaves_the_values_and_takes_nothing",
+    "test_all_six_in_an_order_and_its_reverse",
+    "test_a_program_passes_under_the_budget_of_its_own_run",
+    "test_numba_cudas_own",
+    "test_every_pair_shares_its_pointer_each_dtype_and_nothing_is_lost",
+    "test_with_fixed_shares_refusals_of_the_same_schedule_are_avoidable",
+    "test_at_its_own_cap",
+    "test_odd_arrays_get_the_documented_answer_and_no_process_dies",
+)
+"""Tests, or one case of them, that take from half a minute to two and a half; in an order in which those that hold 20
+to 40 GiB are not all at work at once."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -50,7 +81,63 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+<<<<<<< HEAD
     config.addinivalue_line("markers", "thorough: repeats other cases; runs only with --thorough")
+=======
+    config.addinivalue_line("markers", "thorough: repeats what other cases show; runs with --thorough alone")
+    alone = all(HERE in (path := Path(arg.partition("::")[0]).resolve()).parents or path == HERE for arg in config.args)
+    if alone and getattr(config.option, "maxschedchunk", 1) is None:  # pytest-xdist gives out several at once otherwise
+        config.option.maxschedchunk = 1
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Teller(), "memguard-gpu-teller")
+    elif config.getoption("maxschedchunk", None) == 1:
+        config.pluginmanager.register(LongFirst(), "memguard-gpu-order")
+
+
+class LongFirst:
+    @pytest.hookimpl(trylast=True)  # after -m and -k have chosen
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = long_first(items)
+
+
+class Teller:
+    """Tells of each failure as it happens, and of what had not ended: a run that is killed at its limit shows no more.
+
+    With pytest-xdist in the process that gives out the tests.
+    """
+
+    def __init__(self) -> None:
+        self.began: dict[str, float] = {}
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.began[nodeid] = time.monotonic()
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self.began.pop(nodeid, None)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            if report.when not in ("setup", "call", "teardown"):  # its process died: its end is told by nothing else
+                self.began.pop(report.nodeid, None)
+            crash = getattr(report.longrepr, "reprcrash", None)
+            said = in_short(str(report.longrepr if crash is None else crash.message))
+            self._say(f"{report.nodeid}: {report.when} failed after {report.duration:.0f} s: {said}")
+
+    def pytest_sessionfinish(self) -> None:
+        for nodeid, began in self.began.items():
+            self._say(f"{nodeid}: had not ended after {time.monotonic() - began:.0f} s")
+
+    @staticmethod
+    def _say(line: str) -> None:
+        print(f"\n{line}", file=sys.stderr, flush=True)
+
+
+def in_short(message: str) -> str:
+    """An error's first line, and the last one before pytest explains the assertion: the end of a child's stderr."""
+    lines = [line.strip()[:300] for line in message.splitlines() if line.strip()]
+    end = next((max(at, 1) for at, line in enumerate(lines) if line.startswith("assert ")), len(lines))
+    return " … ".join(dict.fromkeys((*lines[:1], *lines[:end][-1:])))
+>>>>>>> gatecheck
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -62,6 +149,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="runs only with --thorough"))
         elif HERE in item.path.parents and thorough:
             item.add_marker(pytest.mark.time_limit(1200))
+
+
+def long_first(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The long tests in turn with the others, as pytest-xdist begins with two neighbours for each process."""
+    ranks = {name: number for number, name in enumerate(LONG)}
+    rank = {
+        item: ranks.get(item.name, ranks.get(getattr(item, "originalname", item.name), len(LONG))) for item in items
+    }
+    long = sorted((item for item in items if rank[item] < len(LONG)), key=rank.__getitem__)
+    rest = [item for item in items if rank[item] == len(LONG)]
+    return [item for pair in itertools.zip_longest(long, rest) for item in pair if item is not None]
 
 
 @pytest.fixture(scope="session")

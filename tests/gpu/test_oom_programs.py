@@ -34,7 +34,8 @@ def test_each_program_is_run() -> None:
 @pytest.mark.parametrize("names", BESIDE, ids=lambda names: names[0])
 def test_out_of_memory(names: tuple[str, ...], tmp_path: Path, thorough: bool) -> None:
     def one(name: str) -> list[str]:
-        return out_of_memory(name, ARRANGED[name], tmp_path, 150, followed=thorough or name not in LONG)
+        followed = thorough or name not in LONG
+        return out_of_memory(name, ARRANGED[name], tmp_path, 150 if followed else 300, followed)
 
     with ThreadPoolExecutor(len(names)) as pool:
         wrong = [line for lines in pool.map(one, names) for line in lines]
