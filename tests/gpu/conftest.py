@@ -1,12 +1,8 @@
 """GPU tests run if NVML reports a GPU; otherwise all of them are skipped.
 
-<<<<<<< HEAD
-With pytest-xdist, run `-n 8 -m "not whole_card"`, then `-m whole_card`: those tests fill the GPU.
-=======
-With pytest-xdist: `-n 8 -m "not whole_card"`, then `-m whole_card`: those fill the card. The long tests come first
-then, and each process is given one test after the other. A failure is told at once, in one line; at the end of a run
-that was interrupted (`timeout -s INT`) also which tests had not ended.
->>>>>>> gatecheck
+With pytest-xdist, run `-n 8 -m "not whole_card"`, then `-m whole_card`: those tests fill the GPU. The long tests then
+start first, and each process gets one test at a time. One line reports each failure at once; an interrupted run
+(`timeout -s INT`) also lists the tests that had not ended.
 
 `--thorough` runs the full counts and durations of a release: 1,000 rounds instead of 60, five minutes at the caps, ten
 without an alarm, all 30 import orders, each third-party suite completely. The assertions are the same. It takes about
@@ -81,10 +77,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-<<<<<<< HEAD
     config.addinivalue_line("markers", "thorough: repeats other cases; runs only with --thorough")
-=======
-    config.addinivalue_line("markers", "thorough: repeats what other cases show; runs with --thorough alone")
     alone = all(HERE in (path := Path(arg.partition("::")[0]).resolve()).parents or path == HERE for arg in config.args)
     if alone and getattr(config.option, "maxschedchunk", 1) is None:  # pytest-xdist gives out several at once otherwise
         config.option.maxschedchunk = 1
@@ -137,7 +130,6 @@ def in_short(message: str) -> str:
     lines = [line.strip()[:300] for line in message.splitlines() if line.strip()]
     end = next((max(at, 1) for at, line in enumerate(lines) if line.startswith("assert ")), len(lines))
     return " … ".join(dict.fromkeys((*lines[:1], *lines[:end][-1:])))
->>>>>>> gatecheck
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
