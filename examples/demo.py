@@ -63,8 +63,7 @@ def simulated(reason: str, verbose: bool) -> int:
 
     recorded = trace.read(TRACE)
     host = replay.host_of(recorded.header)
-    budget = _config.load(HERE / "mixed.yaml")
-    plan = _policy.plan(budget, host.devices())
+    plan = _policy.plan(_config.load(HERE / "mixed.yaml"), host.devices())
     caps = {name: plan.caps(name) for name in plan.devices[0].caps}
     before = replay.simulate(recorded, options=plan.options, keep=1)
     after = replay.simulate(recorded, host, caps, plan.options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from memguard._findings import known
@@ -13,10 +12,10 @@ _PAGES = Path(__file__).resolve().parent / "pages"
 
 
 def page(name: str) -> str:
-    """The text of a finding's page, without the comments. Raises MemguardError for an unknown name."""
+    """The text of a finding's page. Raises MemguardError for an unknown name."""
     known([name])
     try:
-        return re.sub(r"<!--.*?-->", "", (_PAGES / f"{name}.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+        return (_PAGES / f"{name}.md").read_text(encoding="utf-8")
     except OSError as error:
         from memguard._distribution import requirement
 
