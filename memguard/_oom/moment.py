@@ -66,9 +66,10 @@ def of_text(facts: ErrorFacts, verdict: Verdict, time: float) -> Moment | None:
         return None
     if (cached := found.pop("cached", None)) is not None and "in_use" in found:
         found["held"] = found["in_use"] + cached
-    # Whoever prints figures has given back before what could be given back.
-    moment = Moment(spec.name, "text", time, requested=verdict.requested, reclaimable=0)
-    return moment._replace(**found)
+    # An allocator that prints what it holds has emptied its cache before it refused. torch's cudaMallocAsync backend
+    # prints only what is in use: how much of the driver's pool a trim would return is not known.
+    reclaimable = 0 if "held" in found else None
+    return Moment(spec.name, "text", time, requested=verdict.requested)._replace(reclaimable=reclaimable, **found)
 
 
 def _size(text: str) -> int | None:

@@ -90,6 +90,11 @@ GPT = (
     "PyTorch, with 20.00 MiB allocated in private pools (e.g., CUDA Graphs), and 305.02 MiB is reserved by PyTorch but "
     "unallocated. If reserved but unallocated memory is large try setting PYTORCH_ALLOC_CONF=expandable_segments:True"
 )
+ASYNC = (
+    "Allocation on device 0 would exceed allowed memory. (out of memory)\nCurrently allocated     : 136.00 GiB\n"
+    "Requested               : 4.00 GiB\nDevice limit            : 139.80 GiB\nFree (according to CUDA): 31.12 MiB\n"
+    "PyTorch limit (set by user-supplied memory fraction)\n                        : 17179869184.00 GiB"
+)
 OLD = (
     "CUDA out of memory. Tried to allocate 376.00 MiB (GPU 0; 3.95 GiB total capacity; 1.72 GiB already allocated; "
     "354.88 MiB free; 2.46 GiB reserved in total by PyTorch)"
@@ -114,6 +119,10 @@ def test_the_text_of_torch_gives_the_figures_of_the_moment() -> None:
     )
     told = moments.of_text(facts, classify(facts), 3.0)
     assert told is not None and (told.held, told.in_use) == (8 * GIB, None)
+    facts = error("torch", ASYNC)
+    told = moments.of_text(facts, classify(facts), 3.0)
+    assert told is not None and (told.held, told.reclaimable) == (None, None)
+    assert near(told.in_use, 136 * GIB) and near(told.free, 31.12 * MIB)
     for text in ("CUDA out of memory.", "CUDA out of memory. Of the allocated memory x GiB is allocated by PyTorch"):
         assert moments.of_text(error("torch", text), classify(error("torch", text)), 3.0) is None
 
