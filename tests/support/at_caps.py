@@ -12,10 +12,10 @@ AT_CAP = 16 * MIB
 
 
 def within_limit(found: dict[str, Any], limit: int) -> None:
-    """Check every sample; samples are at most 100 ms apart. NVML must list the process for at least half of the
-    time."""
+    """Check every sample; samples are at most 2 s apart, as NVML waits while other processes create contexts. NVML must
+    list the process for at least half of the time. `bench/measures/caps.py` bounds the gap on an idle GPU."""
     nvml = found["nvml"]
-    assert nvml["samples"] >= 0.5 * nvml["wall_s"] * 1e3 / nvml["interval_ms"] and nvml["longest_gap_ms"] <= 100, nvml
+    assert nvml["samples"] >= 0.5 * nvml["wall_s"] * 1e3 / nvml["interval_ms"] and nvml["longest_gap_ms"] <= 2000, nvml
     assert 0 < nvml["max_bytes"] <= limit, nvml
 
 

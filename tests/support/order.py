@@ -303,11 +303,11 @@ def rounds(
     producer: Producer, consumer: Consumer, hand: Callable[[Any], Any], count: int, within: float = 1e9
 ) -> dict[str, Any]:
     """Exchange arrays with unfinished work: count stale reads, and measure the host's waiting time. Continue until the
-    kernel was seen running just before `count` exchanges: the others prove nothing. At most half as many extra rounds,
+    kernel was seen running just before `count` exchanges: the others prove nothing. At most four times as many rounds,
     and `within` seconds."""
     stale, before, after, took, done = 0, 0, 0, [], 0
     ends = time.monotonic() + within
-    for number in range(1, count + count // 2 + 1):
+    for number in range(1, 4 * count + 1):
         with producer.context():
             x = producer.work(number)
             with consumer.context():

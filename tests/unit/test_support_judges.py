@@ -60,7 +60,7 @@ SPOILT: dict[str, Spoil] = {
     "no overhead": lambda one: one["readings"][1].update(overhead=0),
     "no sum": lambda one: one["readings"][0].update(sum_minus_total=512),
     "above the limit": lambda one: one["nvml"].update(max_bytes=40 * GIB + 1),
-    "a hole in the samples": lambda one: one["nvml"].update(longest_gap_ms=101.0),
+    "a hole in the samples": lambda one: one["nvml"].update(longest_gap_ms=2001.0),
     "few samples": lambda one: one["nvml"].update(samples=100),
 }
 
