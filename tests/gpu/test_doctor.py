@@ -175,7 +175,9 @@ def test_a_program_that_imports_tensorflow_before_pytorch(tmp_path: Path) -> Non
     script = tmp_path / "train.py"
     script.write_text("import tensorflow as tf\nimport torch\n")
     _, facts = doctor("--dump-facts", "--script", str(script), "--framework", "torch", "--framework", "tensorflow")
-    assert "dies" in found_and_nothing_else(facts, "import-order"), json.dumps(facts["together"])
+    cause = found_and_nothing_else(facts, "import-order")
+    # torch reads 1 multiprocessor, not 132; whether it then dies depends on the cuBLAS that it finds.
+    assert "torch reads its GPU wrongly" in cause or "torch dies" in cause, cause
 
 
 @pytest.mark.whole_card
