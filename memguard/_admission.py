@@ -13,7 +13,6 @@ from memguard._devices import suspension
 from memguard._devices.host import Host
 from memguard._frameworks.base import Framework
 from memguard._ledger.overhead import totals
-from memguard._locks import not_for_ever
 from memguard._logs import log as _log
 from memguard._oom import hooks
 from memguard._reclaim import refusals, reservations, turns
@@ -258,7 +257,6 @@ class Admission:
     def _room_for(self, work: _Work, look: Look) -> Room:
         if (none := refusals.no_room(work.framework, look)) is not None:
             return none
-        not_for_ever(self._guard._lock)
         with self._guard._lock:
             self._guard._check_active()
             return self._make_room(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -24,7 +23,7 @@ from memguard._frameworks.real_imports import RealImports
 from memguard._ledger.overhead import own_bytes
 from memguard._ledger.rows import Reading, device_ledger
 from memguard._ledger.types import Ledger
-from memguard._locks import Turn, not_for_ever
+from memguard._locks import InterruptSafeLock, Turn
 from memguard._logs import log as _log
 from memguard._logs import words_of
 from memguard._oom import hooks
@@ -158,7 +157,6 @@ class Guard(Shares):
             if self._on_stop is not None:
                 self._on_stop.run()  # without the lock, for which the monitor's thread may be waiting
         finally:
-            not_for_ever(self._lock)
             with self._lock:
                 try:
                     self._undo.run()
@@ -178,7 +176,8 @@ class Guard(Shares):
 
     def forked(self) -> None:
         """In a forked child: let go of everything without touching CUDA. The parent's budget means nothing here."""
-        self._lock, self._noting = threading.RLock(), Turn()  # another thread of the parent may have held the old ones
+        # Another thread of the parent may have held the old ones.
+        self._lock, self._noting = InterruptSafeLock(), Turn()
         self._turn = Turn(self._lock)
         self._reader.forked()
         if self._admitting is not None:
@@ -320,7 +319,6 @@ class Guard(Shares):
             if self._fits(framework, needed, parts[0]):  # mostly: it takes no lock
                 return
             looked = True
-        not_for_ever(self._lock)
         with self._lock:
             self._check_active()
             self._entry(framework)

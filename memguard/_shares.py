@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from memguard import _joint, _policy
 from memguard._caps import Caps, Entry
 from memguard._devices import contexts
-from memguard._locks import not_for_ever
 from memguard._logs import log as _log
 from memguard._reclaim.reclaimer import Reclaimer, Sibling
 from memguard._types import Device, DevicePlan, Enforcement, Event, Plan, Room, Shortage
@@ -48,7 +47,6 @@ class Shares(Caps):
         On this thread: the least that serves, most reclaimable first. Where nothing may be freed, nothing is. Never
         raises for a lack of memory: `missing` in what it returns says what is still not there.
         """
-        not_for_ever(self._lock)
         with self._lock:
             self._check_active()
             self._entry(framework)
@@ -108,7 +106,6 @@ class Shares(Caps):
     def resize(self, framework: FrameworkName, size: int | str) -> None:
         """Change a cap on every GPU. Lowering it trims, and warns about what is still held above it."""
         self._find_drift()
-        not_for_ever(self._lock)
         with self._lock:
             self._check_active()
             entry = self._entry(framework)
@@ -154,7 +151,6 @@ class Shares(Caps):
 
     def trim(self, framework: CacheName | None = None) -> int:
         """Give idle caches back to the driver, of one framework or all, on this thread. Returns the bytes freed."""
-        not_for_ever(self._lock)
         with self._lock:
             self._check_active()
             shared = [] if self._reclaimer.shared is None else [_joint.POOL]
