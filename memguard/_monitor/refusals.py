@@ -39,6 +39,10 @@ class Refusals:
             waiting.count, waiting.last = waiting.count + 1, moment
             return self._due(False)
 
+    def forked(self) -> None:
+        """In a forked child: the parent writes its events, and another thread of it may have held the lock."""
+        self._lock, self._waiting = threading.RLock(), {}
+
     def due(self, everything: bool = False) -> list[Event]:
         """The events that have waited long enough, or all."""
         if not self._waiting:  # mostly
