@@ -58,6 +58,8 @@ _SPILLS = (
     "without an out-of-memory error. The caps of frameworks hold; what lies outside them may spill. "
     "fix: keep device.limit below what Windows leaves free on the GPU; `memguard doctor --explain sysmem-fallback`"
 )
+_IMPORT = 5.0
+"""Seconds that the import of a framework waits for another thread's call of memguard, to have its cap set."""
 _SAMPLES_PER_CHECK = 10
 """Samples from one check for drift to the next: a check calls into every framework once more."""
 
@@ -89,6 +91,8 @@ class Guard(Shares):
         self._hook = ImportHook()
         self._undo = Undo()
         self._not_undone: list[str] = []
+        self._late: set[str] = set()
+        """Frameworks that were imported while another thread had the lock: their caps are to be set."""
         self._samples = 0
         self._started = self._told = False
         self._joint = self._joint_pool()
@@ -233,7 +237,7 @@ class Guard(Shares):
         if not self._entries or self._over or self._pid != os.getpid():
             self._check_active()
         self._samples += 1
-        if self._samples % _SAMPLES_PER_CHECK == 1:
+        if self._samples % _SAMPLES_PER_CHECK == 1 or self._late:
             self._find_drift()
         frameworks, read, parts = self._frameworks, self._reader.sample, self.plan.devices
         if len(parts) == 1:
@@ -434,17 +438,49 @@ class Guard(Shares):
             self._apply(name, entry)
 
     def _imported(self, name: str) -> None:
-        """Runs inside the user's import, on the user's thread. What it raises comes out of that import."""
-        with self._lock:
-            if not self.active:
+        """Runs inside the user's import, on the user's thread. What it raises comes out of that import.
+
+        The import does not wait for ever for another thread's call: then its cap is set by a later call (`_set_late`).
+        """
+        if self._turn.take(self._apply_imported, _IMPORT, name) is None:
+            self._late.add(name)
+            _log.warning(
+                "%s: its cap is not set yet: another thread held memguard's lock for %g s while it was imported; the "
+                "next ledger, request for room or sample of the monitor sets it",
+                name,
+                _IMPORT,
+            )
+
+    def _apply_imported(self, name: str) -> None:
+        if not self.active:
+            return
+        entry = self._entries[name]
+        if entry.enforcement is not Enforcement.PENDING:
+            return
+        if entry.framework.state() is State.ABSENT:
+            self._absent(name, entry)
+        else:
+            self._apply(name, entry)
+
+    def _set_late(self) -> None:
+        """Set the caps that an import could not wait for, unless a call has the lock now."""
+        for name in [*self._late]:
+            if self._turn.mine or self._turn.take(self._apply_late, 0, name) is None:
                 return
-            entry = self._entries[name]
-            if entry.enforcement is not Enforcement.PENDING:
-                return
-            if entry.framework.state() is State.ABSENT:
-                self._absent(name, entry)
-            else:
-                self._apply(name, entry)
+            self._late.discard(name)
+
+    def _apply_late(self, name: str) -> None:
+        try:
+            self._apply_imported(name)
+        except Exception as error:  # there is no import any more that it could fail
+            self._entries[name].enforcement = Enforcement.WATCHED
+            self._lend_nothing_to(name)
+            self._warn(f"{name}: its cap could not be set after its import: {words_of(error)}")
+
+    def _find_drift(self, only: str | None = None) -> None:
+        if self._late:
+            self._set_late()
+        super()._find_drift(only)
 
     def _absent(self, name: str, entry: Entry) -> None:
         entry.enforcement = Enforcement.ABSENT
