@@ -275,6 +275,7 @@ class Guard(Shares):
         part = next((one for one in self.plan.devices if one.device.uuid == moment.uuid), None)
         if part is None or not self.active:
             return None
+        moment = moment._replace(no_room=self._why_no_room(moment))
         cap = part.caps.get(moment.framework) if moment.cap is None else moment.cap
         scene: Callable[[], hooks.Scene] = hooks.Scene
         try:
