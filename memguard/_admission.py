@@ -13,7 +13,6 @@ from memguard._devices import suspension
 from memguard._devices.host import Host
 from memguard._frameworks.base import Framework
 from memguard._ledger.overhead import totals
-from memguard._locks import not_for_ever
 from memguard._logs import log as _log
 from memguard._oom import hooks
 from memguard._reclaim import refusals, reservations, turns
@@ -22,13 +21,17 @@ from memguard._reclaim.refusals import Look, Waiting
 from memguard._reclaim.reservations import EMPTY, Asked, Book, Entry, Verdict
 from memguard._reclaim.turns import Ticket, Turns
 from memguard._types import Device, DevicePlan, MemoryInfo, Plan, Room, Usage, WorkloadReport
-from memguard._units import parse_duration, parse_size
+from memguard._units import format_size, parse_duration, parse_size
 from memguard.errors import BudgetExceeded, MemguardError
 
 _FIRST, _LAST = 0.05, 0.5
 """Seconds between two looks of one that waits: they double from the first to the last. What ends wakes it at once."""
 _LOOKS = 4
 """Looks within one try: others may begin, end and allocate between two readings."""
+
+
+_TRIES = 1000
+"""Looks at room that others take before it is reserved, until that counts as a refusal. Each changes something."""
 
 
 class Budgeted(Protocol):
@@ -228,7 +231,10 @@ class Admission:
                 return True
 
     def _try(self, work: _Work) -> tuple[BudgetExceeded, bool] | None:
-        """Reserve it, if that is possible now. Else the error, and whether it is of no use to wait."""
+        """Reserve it, if that is possible now. Else the error, and whether it is of no use to wait.
+
+        Other threads may change the reservations, or a cap, between each look and the reservation: not without end.
+        """
         rooms: dict[str, Room] = {}
         before: object = None
         number = 0
@@ -242,6 +248,8 @@ class Admission:
             if short is None:
                 if self._reserve(work, looks):
                     return None
+                if number >= _TRIES:
+                    return _contended(work, looks[0]), False
                 continue
             uuid, verdict = short.part.device.uuid, short.verdict
             if uuid not in rooms:
@@ -258,7 +266,6 @@ class Admission:
     def _room_for(self, work: _Work, look: Look) -> Room:
         if (none := refusals.no_room(work.framework, look)) is not None:
             return none
-        not_for_ever(self._guard._lock)
         with self._guard._lock:
             self._guard._check_active()
             return self._make_room(
@@ -449,3 +456,13 @@ def _at_most(framework: str, look: Look, again: Callable[..., Look]) -> Look:
         return look
     most = again(cap=refusals.most(look.part, framework))
     return look if most.verdict.refusal is None else most
+
+
+def _contended(work: _Work, look: Look) -> BudgetExceeded:
+    """The error where there was room at each look, and it was never reserved before others changed something."""
+    return BudgetExceeded(
+        work.framework, work.needed, look.verdict.available,
+        f"{work.framework} needs {format_size(work.needed)}, and other threads changed reservations or caps {_TRIES} "
+        "times while this one tried to reserve it\n"
+        "    fix: ask again, or begin fewer workloads at the same time",
+    )  # fmt: skip

@@ -6,7 +6,6 @@ import importlib
 import logging
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args
@@ -16,7 +15,7 @@ from memguard._blocks import Block, End
 from memguard._devices import suspension
 from memguard._frameworks import real_imports
 from memguard._guard import Guard
-from memguard._locks import free, not_for_ever
+from memguard._locks import InterruptSafeLock, free
 from memguard._logs import log as _log
 from memguard._monitor.session import WITHOUT_MONITOR, Session, callbacks, outlived, watches
 from memguard._oom import hooks
@@ -71,7 +70,7 @@ _claiming = False
 _leases: list[Lease] = []
 """Those that `init` has claimed, or kept of the budget before, until it is known whose they are."""
 _why_none = _NONE
-_lock = threading.RLock()
+_lock = InterruptSafeLock()
 _FREED = 3.0
 """Seconds that the driver may take to free what a process that ended had on a GPU: its lease is free before that."""
 _PATIENCE = 5.0
@@ -124,7 +123,6 @@ def _init(
 
     loaded = _config.of(budget)
     simulate = _simulated_by_default() if simulate is None else simulate
-    not_for_ever(_lock)
     with _lock:
         if not _applying:
             _applying = True
@@ -367,7 +365,6 @@ def guard(
     """
 
     def begin() -> tuple[Guard, End]:
-        not_for_ever(_lock)
         with _lock:  # if two blocks begin at once, one of them applies the budget, and that one ends it
             idle_before = _idle
             # Not `_active`: a signal handler or finalizer may begin another one, which is not this block's to end.
@@ -394,7 +391,6 @@ def _end_of(session: Session | None, idle: Guard | None, error: BaseException | 
     if (session is None or _active is not session) and (idle is None or idle is not _idle):
         return  # without the lock: there is nothing to end
     try:
-        not_for_ever(_lock)
         with _lock:
             if session is not None and _active is session:
                 shutdown()
@@ -416,7 +412,6 @@ def shutdown() -> list[str]:
     global _active, _idle, _stand_in, _unwanted
     if _claiming:  # another thread's `init`, or one that this call interrupted: it waits no longer
         _unwanted = True
-    not_for_ever(_lock)
     with _lock:
         if outlived(_active):
             _log.debug("memguard.shutdown of a budget that is over: the one that came after it stays")
@@ -605,7 +600,7 @@ def _host(simulate: str | Sequence[str] | None) -> Host:
 def _inert() -> None:
     """A forked child starts without a budget, and with a lock of its own: the parent's may be held for ever."""
     global _active, _starting, _applying, _claiming, _lock, _why_none
-    _lock, _claiming = threading.RLock(), False
+    _lock, _claiming = InterruptSafeLock(), False
     _leases.clear()
     before, _active, _starting, _applying = _active, None, None, False
     watches.clear()  # what they write to has its threads in the parent

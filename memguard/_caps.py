@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 from memguard import _policy
 from memguard._frameworks.base import Framework
 from memguard._ledger.reader import LedgerReader
-from memguard._locks import Turn
+from memguard._locks import InterruptSafeLock, Turn
 from memguard._logs import log as _log
 from memguard._specs import SPECS
 from memguard._types import DevicePlan, Enforcement, Event, Plan
@@ -68,7 +67,7 @@ class Caps:
         self.plan = _policy.plan(budget, devices, self.sharing)
         self._on_event: Callable[[Event], None] | None = None
         """Called when a cap no longer holds, or holds again; on the thread that found it, without the guard's lock."""
-        self._lock = threading.RLock()
+        self._lock = InterruptSafeLock()
         self._turn = Turn(self._lock)
         self._noting = Turn()
         """For the drift of the caps. Nobody waits for anything while having it."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -24,7 +23,7 @@ from memguard._frameworks.real_imports import RealImports
 from memguard._ledger.overhead import own_bytes
 from memguard._ledger.rows import Reading, device_ledger
 from memguard._ledger.types import Ledger
-from memguard._locks import Turn, not_for_ever
+from memguard._locks import InterruptSafeLock, Turn
 from memguard._logs import log as _log
 from memguard._logs import words_of
 from memguard._oom import hooks
@@ -59,6 +58,8 @@ _SPILLS = (
     "without an out-of-memory error. The caps of frameworks hold; what lies outside them may spill. "
     "fix: keep device.limit below what Windows leaves free on the GPU; `memguard doctor --explain sysmem-fallback`"
 )
+_IMPORT = 5.0
+"""Seconds that the import of a framework waits for another thread's call of memguard, to have its cap set."""
 _SAMPLES_PER_CHECK = 10
 """Samples from one check for drift to the next: a check calls into every framework once more."""
 
@@ -90,6 +91,8 @@ class Guard(Shares):
         self._hook = ImportHook()
         self._undo = Undo()
         self._not_undone: list[str] = []
+        self._late: set[str] = set()
+        """Frameworks that were imported while another thread had the lock: their caps are to be set."""
         self._samples = 0
         self._started = self._told = False
         self._joint = self._joint_pool()
@@ -158,7 +161,6 @@ class Guard(Shares):
             if self._on_stop is not None:
                 self._on_stop.run()  # without the lock, for which the monitor's thread may be waiting
         finally:
-            not_for_ever(self._lock)
             with self._lock:
                 try:
                     self._undo.run()
@@ -178,7 +180,8 @@ class Guard(Shares):
 
     def forked(self) -> None:
         """In a forked child: let go of everything without touching CUDA. The parent's budget means nothing here."""
-        self._lock, self._noting = threading.RLock(), Turn()  # another thread of the parent may have held the old ones
+        # Another thread of the parent may have held the old ones.
+        self._lock, self._noting = InterruptSafeLock(), Turn()
         self._turn = Turn(self._lock)
         self._reader.forked()
         if self._admitting is not None:
@@ -234,7 +237,7 @@ class Guard(Shares):
         if not self._entries or self._over or self._pid != os.getpid():
             self._check_active()
         self._samples += 1
-        if self._samples % _SAMPLES_PER_CHECK == 1:
+        if self._samples % _SAMPLES_PER_CHECK == 1 or self._late:
             self._find_drift()
         frameworks, read, parts = self._frameworks, self._reader.sample, self.plan.devices
         if len(parts) == 1:
@@ -272,6 +275,7 @@ class Guard(Shares):
         part = next((one for one in self.plan.devices if one.device.uuid == moment.uuid), None)
         if part is None or not self.active:
             return None
+        moment = moment._replace(no_room=self._why_no_room(moment))
         cap = part.caps.get(moment.framework) if moment.cap is None else moment.cap
         scene: Callable[[], hooks.Scene] = hooks.Scene
         try:
@@ -320,7 +324,6 @@ class Guard(Shares):
             if self._fits(framework, needed, parts[0]):  # mostly: it takes no lock
                 return
             looked = True
-        not_for_ever(self._lock)
         with self._lock:
             self._check_active()
             self._entry(framework)
@@ -436,17 +439,49 @@ class Guard(Shares):
             self._apply(name, entry)
 
     def _imported(self, name: str) -> None:
-        """Runs inside the user's import, on the user's thread. What it raises comes out of that import."""
-        with self._lock:
-            if not self.active:
+        """Runs inside the user's import, on the user's thread. What it raises comes out of that import.
+
+        The import does not wait for ever for another thread's call: then its cap is set by a later call (`_set_late`).
+        """
+        if self._turn.take(self._apply_imported, _IMPORT, name) is None:
+            self._late.add(name)
+            _log.warning(
+                "%s: its cap is not set yet: another thread held memguard's lock for %g s while it was imported; the "
+                "next ledger, request for room or sample of the monitor sets it",
+                name,
+                _IMPORT,
+            )
+
+    def _apply_imported(self, name: str) -> None:
+        if not self.active:
+            return
+        entry = self._entries[name]
+        if entry.enforcement is not Enforcement.PENDING:
+            return
+        if entry.framework.state() is State.ABSENT:
+            self._absent(name, entry)
+        else:
+            self._apply(name, entry)
+
+    def _set_late(self) -> None:
+        """Set the caps that an import could not wait for, unless a call has the lock now."""
+        for name in [*self._late]:
+            if self._turn.mine or self._turn.take(self._apply_late, 0, name) is None:
                 return
-            entry = self._entries[name]
-            if entry.enforcement is not Enforcement.PENDING:
-                return
-            if entry.framework.state() is State.ABSENT:
-                self._absent(name, entry)
-            else:
-                self._apply(name, entry)
+            self._late.discard(name)
+
+    def _apply_late(self, name: str) -> None:
+        try:
+            self._apply_imported(name)
+        except Exception as error:  # there is no import any more that it could fail
+            self._entries[name].enforcement = Enforcement.WATCHED
+            self._lend_nothing_to(name)
+            self._warn(f"{name}: its cap could not be set after its import: {words_of(error)}")
+
+    def _find_drift(self, only: str | None = None) -> None:
+        if self._late:
+            self._set_late()
+        super()._find_drift(only)
 
     def _absent(self, name: str, entry: Entry) -> None:
         entry.enforcement = Enforcement.ABSENT

@@ -1,10 +1,11 @@
-"""A lock that a signal handler or a finalizer may want while this thread has it."""
+"""Re-entrant locks that stay consistent if a signal handler or a finalizer interrupts their owner."""
 
 from __future__ import annotations
 
 import os
 import sys
 import threading
+from _thread import RLock
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
@@ -18,7 +19,7 @@ _WITHIN = 2.0
 _LOOK = 0.05
 """Seconds from one look to the next, meanwhile, whether it is."""
 _patient: list[int] = []
-"""Threads that wait in `not_for_ever`."""
+"""Threads that wait in a call that interrupted another one."""
 _awaited: list[int] = []
 """Threads that another thread waits for by `awaiting`, perhaps with a lock of its own."""
 
@@ -38,35 +39,58 @@ def interrupting() -> bool:
     return False
 
 
-def not_for_ever(lock: Any) -> None:
-    """Before `with lock` in a public call: raise MemguardError if the threads would wait for each other.
+class InterruptSafeLock(RLock):  # type: ignore[misc]  # final for type checkers only
+    """The lock of a public call, as `with lock:`. Entering it raises MemguardError where it could wait for ever.
 
-    Another thread has the lock, and this call interrupted one that may have a lock which that thread waits for.
+    That is where this call interrupted another memguard call on this thread: the other one may have a lock for which
+    the thread that has this one waits. Such a call waits a bounded time, in the acquisition itself: a look at the lock
+    before an unbounded `with` would let another thread take it in between.
+
+    `__exit__` is that of `RLock`, in C: an interruption cannot come between the end of the block and the release. The
+    inherited `acquire` is for callers that give a timeout.
     """
-    if not free(lock, 0) and interrupting() and not _free_in_time(lock):
-        raise MemguardError(
-            "another thread is within a call of memguard, and this one was made within another on this thread, so "
-            "that they may wait for each other\n"
-            "    fix: do not call it in a signal handler, a finalizer or a callback; memguard.ledger() may be"
-        )
 
+    _is_owned: Callable[[], bool]
 
-def _free_in_time(lock: Any) -> bool:
-    """One wait at a time on each thread: under a storm of signals, waits within waits would add up to minutes."""
-    thread = threading.get_ident()
-    if thread in _patient:
-        return False
-    try:
-        _patient.append(thread)
-        for _ in range(max(round(_WITHIN / _LOOK), 1)):
-            if thread in _awaited:
-                return free(lock, 0)
-            if free(lock, _LOOK):
+    def __enter__(self) -> bool:  # type: ignore[override]  # declared as `acquire` there
+        if self._is_owned():
+            # After a call Python may run a signal handler, whose exception would leave it acquired. Unpacking is none.
+            (taken,) = map(_acquire, (self,))
+            return taken
+        try:
+            if self.acquire(False) or (self._in_time() if interrupting() else self.acquire()):
                 return True
-        return False
-    finally:
+            raise MemguardError(
+                "this call could deadlock: it interrupted another memguard call on this thread, and a second thread "
+                "holds memguard's lock\n"
+                "    fix: do not call it in a signal handler, a finalizer or a callback; memguard.ledger() may be"
+            )
+        except BaseException:  # a Ctrl-C may have come right after the acquisition
+            try:
+                _leave(self)
+            finally:
+                _leave(self)
+            raise
+
+    def _in_time(self) -> bool:
+        """One wait at a time on each thread: under a storm of signals, waits within waits would add up to minutes."""
+        thread = threading.get_ident()
         if thread in _patient:
-            _patient.remove(thread)
+            return False
+        try:
+            _patient.append(thread)
+            for _ in range(max(round(_WITHIN / _LOOK), 1)):
+                if thread in _awaited:
+                    return self.acquire(False)
+                if self.acquire(timeout=_LOOK):
+                    return True
+            return False
+        finally:
+            if thread in _patient:
+                _patient.remove(thread)
+
+
+_acquire = RLock.acquire
 
 
 def awaiting(thread: int, wait: Callable[..., T], *given: Any) -> T:

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 from memguard import _joint, _policy
 from memguard._caps import Caps, Entry
 from memguard._devices import contexts
-from memguard._locks import not_for_ever
 from memguard._logs import log as _log
 from memguard._reclaim.reclaimer import Reclaimer, Sibling
-from memguard._types import Device, DevicePlan, Enforcement, Event, Plan, Room, Shortage
+from memguard._types import Device, DevicePlan, Enforcement, Event, Moment, Plan, Room, Shortage
 from memguard._units import format_size, round_down
 from memguard.errors import CapNotApplied
 
@@ -41,6 +40,8 @@ class Shares(Caps):
         self._admitting: Admission | None = None
         self.trims: Counter[tuple[str, str]] = Counter()
         """How often each framework was trimmed on each GPU (UUID). Counted with the guard's lock."""
+        self._unserved = threading.local()
+        """`last`, of each thread: its last shortage for which nobody could look for room, and why."""
 
     def make_room(self, framework: str, needed: int, device: Device | None = None) -> Room:
         """Have siblings give back what `framework` needs to take `needed` bytes from the driver, and raise its cap.
@@ -48,7 +49,6 @@ class Shares(Caps):
         On this thread: the least that serves, most reclaimable first. Where nothing may be freed, nothing is. Never
         raises for a lack of memory: `missing` in what it returns says what is still not there.
         """
-        not_for_ever(self._lock)
         with self._lock:
             self._check_active()
             self._entry(framework)
@@ -72,13 +72,27 @@ class Shares(Caps):
         It runs within the allocation, on the thread that made it, which has no lock of an adapter. If that thread is
         within a call of the guard already, or others are for long, the request is refused as it would be.
         """
-        if self._over or self._pid != os.getpid() or self._turn.mine:
+        self._unserved.last = None
+        if self._over or self._pid != os.getpid():
             return False
         part = next((one for one in self.plan.devices if one.device.uuid == shortage.uuid), None)
         if part is None or shortage.framework not in part.caps:
             return False
-        done = self._turn.take(self._serve, _PATIENCE, shortage, part.device)
-        return done is not None and done[0]
+        why = "the request was made within another memguard call on this thread"
+        if not self._turn.mine:
+            if (done := self._turn.take(self._serve, _PATIENCE, shortage, part.device)) is not None:
+                return done[0]
+            why = f"another thread held memguard's lock for {_PATIENCE:g} s"
+        self._unserved.last = shortage, why
+        _log.warning("%s: no room was made for %s: %s", shortage.framework, format_size(shortage.asked), why)
+        return False
+
+    def _why_no_room(self, moment: Moment) -> str | None:
+        """Why nobody could look for room for this thread's request, which was refused just now; None if one did."""
+        shortage, why = getattr(self._unserved, "last", None) or (None, None)
+        self._unserved.last = None
+        mine = shortage is not None and shortage[:3] == (moment.framework, moment.uuid, moment.requested)
+        return why if mine else None
 
     def _serve(self, shortage: Shortage, device: Device) -> bool:
         if not self.active or self._frozen():
@@ -108,7 +122,6 @@ class Shares(Caps):
     def resize(self, framework: FrameworkName, size: int | str) -> None:
         """Change a cap on every GPU. Lowering it trims, and warns about what is still held above it."""
         self._find_drift()
-        not_for_ever(self._lock)
         with self._lock:
             self._check_active()
             entry = self._entry(framework)
@@ -154,7 +167,6 @@ class Shares(Caps):
 
     def trim(self, framework: CacheName | None = None) -> int:
         """Give idle caches back to the driver, of one framework or all, on this thread. Returns the bytes freed."""
-        not_for_ever(self._lock)
         with self._lock:
             self._check_active()
             shared = [] if self._reclaimer.shared is None else [_joint.POOL]

@@ -39,6 +39,10 @@ class Refusals:
             waiting.count, waiting.last = waiting.count + 1, moment
             return self._due(False)
 
+    def forked(self) -> None:
+        """In a forked child: the parent writes its events, and another thread of it may have held the lock."""
+        self._lock, self._waiting = threading.RLock(), {}
+
     def due(self, everything: bool = False) -> list[Event]:
         """The events that have waited long enough, or all."""
         if not self._waiting:  # mostly
@@ -66,7 +70,8 @@ def _event(moment: Moment, count: int) -> Event:
         held = f"; it held {format_size(moment.held)} of its cap of {format_size(moment.cap)}"
     free = "" if moment.free is None else f", and the GPU had {format_size(moment.free)} free"
     what = f"a request{size} was refused" if count == 1 else f"{count} more requests were refused, the last{size}"
-    text = f"{moment.framework}: {what}{held}{free}"
+    unhelped = "" if moment.no_room is None else f"; no room was made for it: {moment.no_room}"
+    text = f"{moment.framework}: {what}{held}{free}{unhelped}"
     return Event(
         moment.time, "refused", text, uuid=moment.uuid, framework=moment.framework, bytes=moment.requested, times=count,
         held=moment.held, in_use=moment.in_use, reclaimable=moment.reclaimable, cap=moment.cap, free=moment.free,

@@ -92,6 +92,7 @@ class Session:
         self._neighbours: LeaseWatch | None = None
         self._workloads = Workloads()
         self._refusals = Refusals()
+        self._pid = os.getpid()
         self._beside: Beside | None = None  # with a timeline
         self._here = threading.local()  # per thread: whether it is the monitor's, or in a checkpoint already
 
@@ -229,7 +230,9 @@ class Session:
         )
 
     def _at_exit(self) -> None:
-        """The program ends without `shutdown`."""
+        """The program ends without `shutdown`. Nothing in a forked child, which inherits this exit function."""
+        if self._pid != os.getpid():
+            return
         if self._watched is not None:
             self._watched.end()
         if self.monitor is not None:
@@ -246,6 +249,7 @@ class Session:
         """In a forked child: no thread of the parent's is there, and its locks may be held."""
         self.guard.forked()
         _thread.session = None  # if a callback forked: the child's thread is no monitor's
+        self._refusals.forked()
         self._beside = self._neighbours = None
         if self.monitor is not None:
             self.monitor.forked()

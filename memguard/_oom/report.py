@@ -243,6 +243,12 @@ def diagnose(
     since = moments.since(before, None if caught else part, verdict.requester, pooled)
     reason, why = _reason(case, moment, since)
     found = remedies(verdict, case, reason)
+    if moment is not None and moment.no_room is not None:  # first: what follows may be cut off
+        why = f"no room was made for it: {moment.no_room}; {why}"
+        found = (
+            Remedy("run it again: memguard's lock is free once the call that has it (trim, resize, init) ends"),
+            *found,
+        )
     return Report(
         time, verdict, _short(facts), ledger, others, tuple(samples), found, uuid, who, reason, why, _holders(case),
         moment, caught,
@@ -353,7 +359,10 @@ def _reason(case: Case, moment: Moment | None, since: str) -> tuple[Reason, str]
     most = case.planned.elastic[row.name][1] if case.planned and row.name in case.planned.elastic else row.cap
     now = f" (elastic, at most {format_size(most)})" if most > row.cap else ""
     shared = "" if case.beside is None else f" of the shared pool, in which others {have} {format_size(case.beside)}"
-    cap = f"its cap of {format_size(row.cap)}{now} {is_} reached: it {held}{used}{shared}"
+    reached = f"{is_} reached"
+    if now and moment is not None and moment.no_room is not None:
+        reached = "was not raised"
+    cap = f"its cap of {format_size(row.cap)}{now} {reached}: it {held}{used}{shared}"
     asked = case.verdict.requested
     if asked is not None and asked > most and case.over_cap:
         whole = f"{format_size(asked)} is more than its whole cap of {format_size(most)}"
@@ -465,7 +474,7 @@ def _wrap(label: str, text: str, most: int, style: str = "") -> list[tuple[str, 
 def _moment(moment: Moment | None) -> dict[str, Any] | None:
     if moment is None:
         return None
-    names = ("source", "requested", "held", "in_use", "cached", "reclaimable", "free", "cap")
+    names = ("source", "requested", "held", "in_use", "cached", "reclaimable", "free", "cap", "no_room")
     when = datetime.fromtimestamp(moment.time, UTC).isoformat()
     return {"time": when, **{name: getattr(moment, name) for name in names}}
 

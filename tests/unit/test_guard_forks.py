@@ -129,6 +129,49 @@ def test_locks_that_another_thread_held_at_the_fork_do_not_stop_the_child(lock: 
 
 
 @forks
+def test_a_child_that_was_forked_while_another_thread_noted_a_refusal_ends(tmp_path: Path) -> None:
+    """The exit function that it inherits writes what was refused; a lock of that may be held for ever in the child."""
+    code = f"""
+import os, signal, sys, threading
+import memguard
+from memguard._monitor import refusals, session
+has, over = threading.Event(), threading.Event()
+def clock():
+    if threading.current_thread().name == "noting":
+        has.set()
+        over.wait(20)
+    return 0.0
+session.Refusals = lambda: refusals.Refusals(clock)
+guard = memguard.init({{
+    "version": 1, "frameworks": {{"torch": {{"limit": "1GiB"}}}},
+    "monitor": {{"interval": "10s", "timeline": {str(tmp_path / "{pid}.jsonl")!r}}},
+}}, simulate="h200")
+torch = guard.frameworks["torch"]
+def refused():
+    try:
+        torch.allocate(2 << 30)
+    except Exception:
+        pass
+refused()
+noting = threading.Thread(target=refused, name="noting")
+noting.start()
+has.wait(20)
+pid = os.fork()
+if pid == 0:
+    signal.alarm(10)
+    sys.exit(0)
+_, status = os.waitpid(pid, 0)
+over.set()
+noting.join()
+print(os.waitstatus_to_exitcode(status))
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.strip() == "0", f"the child hung: {done.stdout}{done.stderr}"
+
+
+@forks
 def test_what_was_forked_stays_inert_in_its_own_children() -> None:
     guard = start()
     assert in_child(lambda: in_child(lambda: str(guard.active))) == "False"

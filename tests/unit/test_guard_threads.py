@@ -19,9 +19,7 @@ from memguard import _api
 from memguard._frameworks.base import Framework
 from memguard._frameworks.simulated.adapter import SimulatedFramework
 from memguard._types import Device, Usage
-from memguard.errors import (
-    MemguardError,
-)
+from memguard.errors import CapNotApplied, MemguardError
 
 pytestmark = pytest.mark.usefixtures("nothing_stays")
 
@@ -110,6 +108,69 @@ def test_an_import_that_waits_while_the_budget_is_shut_down() -> None:
     thread.join(5)
     assert errors == [] and not thread.is_alive()
     assert cap_of(torch) is None, "a budget that is gone applies nothing"
+
+
+@pytest.mark.parametrize("then", ["ledger", "require", "sample"])
+def test_an_import_does_not_wait_for_ever_for_another_threads_call_and_a_later_call_sets_the_cap(
+    then: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("memguard._guard._IMPORT", 0.05)
+    guard = start(TORCH)
+    torch, has, over = simulated(guard, "torch"), threading.Event(), threading.Event()
+    calls: dict[str, Callable[[], object]] = {
+        "ledger": memguard.ledger,
+        "require": lambda: memguard.require("torch", "1GiB"),
+        "sample": guard.sample,
+    }
+    guard.sample()  # its first one looks for drift anyway
+
+    def hold() -> None:
+        with guard._lock:
+            has.set()
+            over.wait(5)
+
+    other = threading.Thread(target=hold, daemon=True)
+    other.start()
+    assert has.wait(5)
+    with caplog.at_level("WARNING", "memguard"):
+        torch.start_importing()
+    imported = not over.is_set() and other.is_alive()
+    assert memguard.ledger().devices[0].row("torch").enforcement == "pending", "the lock is not free yet"
+    over.set()
+    other.join(5)
+    assert imported, "the import waited for the other call's end"
+    assert cap_of(torch) is None and len(caplog.messages) == 1
+    assert "torch: its cap is not set yet: another thread held memguard's lock for 0.05 s" in caplog.messages[0]
+    calls[then]()
+    assert cap_of(torch) == 4 << 30
+    assert memguard.ledger().devices[0].row("torch").enforcement == "enforced"
+
+
+def test_a_cap_that_cannot_be_set_after_the_import_is_said_and_watched(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Late(SimulatedFramework):
+        def apply(self, caps: Any, options: Any) -> Any:
+            raise CapNotApplied("torch", "it is live already", "call memguard.init first")
+
+    monkeypatch.setattr("memguard._guard._IMPORT", 0.05)
+    replaced(monkeypatch, torch=Late)
+    guard, has, over = start(TORCH), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with guard._lock:
+            has.set()
+            over.wait(5)
+
+    other = threading.Thread(target=hold, daemon=True)
+    other.start()
+    assert has.wait(5)
+    simulated(guard, "torch").start_importing()
+    over.set()
+    other.join(5)
+    ledger = memguard.ledger()
+    assert ledger.devices[0].row("torch").enforcement == "watched"
+    assert any("torch: its cap could not be set after its import" in note for note in ledger.notes)
 
 
 @pytest.mark.parametrize("call", ["trim", "ledger", "require"])

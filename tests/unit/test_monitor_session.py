@@ -87,6 +87,89 @@ def test_an_out_of_memory_is_explained_once_and_goes_on_as_it_was(
     assert any("memguard" in note for note in caught.value.__notes__)
 
 
+def test_a_refusal_for_which_another_threads_call_left_no_time_says_so(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In the log, the report and the timeline: its elastic cap would have risen."""
+    monkeypatch.setattr("memguard._shares._PATIENCE", 0.05)
+    elastic = {"torch": {"min": "10%", "max": "70%"}, "cupy": {"min": "10%", "max": "70%"}}
+    path = tmp_path / "{pid}.jsonl"
+    _, frameworks = begin(frameworks=elastic, monitor={"interval": "10s", "timeline": str(path)})
+    guard, has, over = _api.current(), threading.Event(), threading.Event()
+    frameworks["cupy"].start_importing()
+
+    def hold() -> None:
+        with guard._lock:
+            has.set()
+            over.wait(20)
+
+    other = threading.Thread(target=hold, daemon=True)
+    other.start()
+    assert has.wait(20)
+    asked = guard.plan.devices[0].caps["cupy"] + GIB
+    try:
+        with (
+            caplog.at_level("WARNING", "memguard"),
+            pytest.raises(FrameworkOutOfMemory),
+            memguard.workload("train", framework="cupy"),
+        ):
+            frameworks["cupy"].allocate(asked)
+    finally:
+        over.set()
+        other.join(20)
+    why = "another thread held memguard's lock for 0.05 s"
+    assert [text for text in caplog.messages if why in text and text.startswith("cupy: no room was made for")]
+    report = memguard.last_oom()
+    assert report is not None and report.moment is not None and report.moment.no_room == why
+    assert report.why.startswith(f"no room was made for it: {why}; its cap of ") and " was not raised: " in report.why
+    assert report.as_dict()["moment"]["no_room"] == why and "run it again" in report.remedies[0].text
+    shown = capsys.readouterr().err
+    assert why in " ".join(shown.split())
+    memguard.shutdown()
+    events = [one for one in memguard.load_timeline(next(tmp_path.glob("*.jsonl"))).events() if one.kind == "refused"]
+    assert len(events) == 1 and events[0].text.endswith(f"; no room was made for it: {why}")
+
+
+def test_the_reason_of_one_refusal_is_not_that_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memguard._shares._PATIENCE", 0.05)
+    _, frameworks = begin()
+    guard, has, over = _api.current(), threading.Event(), threading.Event()
+    frameworks["cupy"].start_importing()
+
+    def hold() -> None:
+        with guard._lock:
+            has.set()
+            over.wait(20)
+
+    other = threading.Thread(target=hold, daemon=True)
+    other.start()
+    assert has.wait(20)
+    reasons = []
+    for _ in range(2):
+        with pytest.raises(FrameworkOutOfMemory):
+            frameworks["cupy"].allocate(21 * GIB)
+        report = memguard.last_oom()
+        assert report is not None and report.moment is not None
+        reasons.append(report.moment.no_room)
+        over.set()
+        other.join(20)
+    assert reasons == ["another thread held memguard's lock for 0.05 s", None]
+
+
+def test_a_refusal_within_another_call_on_its_thread_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """A signal handler or finalizer that allocates within, say, a trim: nobody can be asked for room then."""
+    _, frameworks = begin()
+    frameworks["cupy"].start_importing()
+    with caplog.at_level("WARNING", "memguard"), _api.current()._lock, pytest.raises(FrameworkOutOfMemory):
+        frameworks["cupy"].allocate(21 * GIB)
+    report, why = memguard.last_oom(), "the request was made within another memguard call on this thread"
+    assert report is not None and report.moment is not None and report.moment.no_room == why
+    assert caplog.messages == [f"cupy: no room was made for 21.00 GiB: {why}"]
+
+
 def test_callbacks_hear_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     _, frameworks = begin()
     seen: list[Event] = []

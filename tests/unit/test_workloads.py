@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import functools
 import gc
@@ -770,3 +771,48 @@ def test_a_workload_waits_for_what_is_lent() -> None:
     one.__exit__(None, None, None)
     thread.join(20)
     assert waited and book() is EMPTY
+
+
+def test_one_that_others_forestall_at_each_look_is_refused_at_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is room at each look, and each time the reservations change before its own is made."""
+    monkeypatch.setattr(_admission, "_TRIES", 20, raising=False)
+    guard = start(SMALL)
+    torch, looks, standing = type(simulated(guard, "torch")), 0, [block("1MiB", "other", "cupy")]
+    usage = torch.usage
+    standing[0].__enter__()
+
+    def forestalled(self: Any, device: Any) -> Any:
+        nonlocal looks
+        if self.name == "torch" and threading.current_thread().name == "beginning":
+            looks += 1
+            assert looks < 500, "for ever"
+            other.submit(forestall).result(10)
+        return usage(self, device)
+
+    def forestall() -> None:
+        after = block("1MiB", "other", "cupy")
+        after.__enter__()
+        standing.pop().__exit__(None, None, None)
+        standing.append(after)
+
+    refused: list[BaseException] = []
+
+    def begin() -> None:
+        try:
+            with block("1GiB"):
+                pass
+        except BaseException as error:
+            refused.append(error)
+
+    other = concurrent.futures.ThreadPoolExecutor(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "usage", forestalled)
+        background(begin, "beginning").join(60)
+    assert len(refused) == 1 and isinstance(refused[0], BudgetExceeded), refused
+    assert "other threads changed reservations or caps 20 times" in str(refused[0])
+    assert "    fix: ask again" in str(refused[0])
+    with block("1GiB"):
+        pass
+    other.submit(lambda: standing.pop().__exit__(None, None, None)).result(10)
+    other.shutdown()
+    assert book() is EMPTY
