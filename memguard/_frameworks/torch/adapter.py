@@ -511,7 +511,7 @@ class Torch(Framework):
         if not rmm.is_loaded_for("torch"):
             raise self._unlimited()
         ordinals = rmm.ordinals(self.name, self.host)  # asking torch for its numbering would initialise it
-        self._rmm, applied = rmm.apply(self.name, caps, ordinals)
+        self._rmm, applied = rmm.apply(self.name, caps, ordinals, self.changes)
         return applied
 
     def _put_pool_under(self, uuid: str, ordinal: int, allowed: int) -> None:
