@@ -146,7 +146,8 @@ class Moment(NamedTuple):
     source: refusal (memguard's own allocator refused it), observer (the framework's allocator told), text (of the
     error), peak (the most that the framework ever had in use) or sample (the monitor's last one). `held`, `in_use` and
     `reclaimable` are of the framework, as in `Usage`; `free` is of the GPU. `thread` is 0 if not known. `pooled` is the
-    part of `in_use` that idles in private pools: readings of another time do not count it.
+    part of `in_use` that idles in private pools: readings of another time do not count it. `id` names the record of
+    the refusal, process and number, as `memguard_refusal` on its exception; None without a record.
     """
 
     framework: str
@@ -161,6 +162,7 @@ class Moment(NamedTuple):
     free: int | None = None
     thread: int = 0
     pooled: int | None = None
+    id: str | None = None
 
     @property
     def cached(self) -> int | None:

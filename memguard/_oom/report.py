@@ -470,7 +470,7 @@ def _wrap(label: str, text: str, most: int, style: str = "") -> list[tuple[str, 
 def _moment(moment: Moment | None) -> dict[str, Any] | None:
     if moment is None:
         return None
-    names = ("source", "requested", "held", "in_use", "cached", "reclaimable", "free", "cap")
+    names = ("source", "id", "requested", "held", "in_use", "cached", "reclaimable", "free", "cap")
     when = datetime.fromtimestamp(moment.time, UTC).isoformat()
     return {"time": when, **{name: getattr(moment, name) for name in names}}
 
