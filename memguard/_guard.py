@@ -302,7 +302,7 @@ class Guard(Shares):
         self.refused(moment.framework, part.device.uuid, moment.time, moment.requested)
         record = hooks.refused(moment, scene)
         if self._on_refusal is not None:
-            self._on_refusal(moment)
+            self._on_refusal(moment._replace(id=record))
         return record
 
     def _refusals_on(self, uuid: str, told: Sequence[str]) -> dict[str, tuple[int, float | None]]:

@@ -1,7 +1,8 @@
-"""Text as a terminal may have it: nothing that it would obey, and nothing that its encoding lacks.
+"""Make text safe to print: escape control sequences, and replace what the encoding lacks.
 
 Names and messages come from drivers, frameworks, files and users. Whatever they hold, printing them must neither move
-the cursor nor raise UnicodeEncodeError.
+the cursor nor raise UnicodeEncodeError. `visible` is for every text. `fitting` and `shown` are for text on its way to a
+stream: errors, notes and records are logged, pickled and printed elsewhere, so they keep every character.
 """
 
 from __future__ import annotations

@@ -146,8 +146,9 @@ class Moment(NamedTuple):
     source: refusal (memguard's own allocator refused it), observer (the framework's allocator told), text (of the
     error), peak (the most that the framework ever had in use) or sample (the monitor's last one). `held`, `in_use` and
     `reclaimable` are of the framework, as in `Usage`; `free` is of the GPU. `thread` is 0 if not known. `pooled` is the
-    part of `in_use` that idles in private pools: readings of another time do not count it. `no_room` is why memguard
-    could not try to make room for it (`another thread held memguard's lock for 2 s`).
+    part of `in_use` that idles in private pools: readings of another time do not count it. `id` names the record of
+    the refusal, process and number, as `memguard_refusal` on its exception; None without a record. `no_room` is why
+    memguard could not try to make room for it (`another thread held memguard's lock for 2 s`).
     """
 
     framework: str
@@ -162,6 +163,7 @@ class Moment(NamedTuple):
     free: int | None = None
     thread: int = 0
     pooled: int | None = None
+    id: str | None = None
     no_room: str | None = None
 
     @property

@@ -9,13 +9,14 @@ top would give every worker the whole budget once more, so it applies nothing th
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from memguard._blocks import End
 from memguard._guard import Guard
 from memguard._ledger.types import Ledger
-from memguard._types import Device, Plan, Sample, WorkloadReport
+from memguard._types import Device, Event, Plan, Room, Sample, WorkloadReport
 from memguard.errors import NotActive
 
 if TYPE_CHECKING:
@@ -118,16 +119,18 @@ class PassiveGuard(_Inactive):
 
 
 class IdleGuard(_Inactive):
-    """What `init` returns if a program is to run on without a budget. Its calls do nothing, and none raises.
+    """What `init` returns if a program is to run on without a budget. Its calls do nothing.
 
     `why` says why nothing is applied, `given` is what `init` was given: `budget` reads it when it is asked for.
-    `ledger()` and `sample()` are empty, what is unknown is None.
+    `ledger()` and `sample()` are empty, what is unknown is None. Where there is no value without a GPU,
+    `part` and `set_cap` raise NotActive, and `host` is an AttributeError with the reason.
     """
 
     def __init__(self, why: str, given: Any) -> None:  # not Guard's, which asks for GPUs
         self.why, self.given = why, given
         self.notes, self.permanent = [why], []
         self.plan = Plan((), notes=(why,))
+        self.sharing, self.trims = None, Counter()
 
     def __getattr__(self, name: str) -> Any:
         if name != "budget":
@@ -135,6 +138,10 @@ class IdleGuard(_Inactive):
         from memguard import _config
 
         return _config.of(self.given)
+
+    @property
+    def undone(self) -> bool:
+        return True
 
     def start(self) -> None:
         pass
@@ -144,6 +151,30 @@ class IdleGuard(_Inactive):
 
     def sample(self) -> Sample:
         return Sample(time.time(), ())
+
+    def last_sample(self) -> Sample | None:
+        return None
+
+    def part(self, uuid: str) -> NoReturn:
+        self._refuse()
+
+    def movable(self, name: str) -> bool:
+        return False
+
+    def set_cap(self, name: str, uuid: str, cap: int) -> NoReturn:
+        self._refuse()
+
+    def settle(self) -> None:
+        pass
+
+    def moved(self) -> list[Event]:
+        return []
+
+    def refused(self, framework: str, uuid: str, when: float, size: int | None) -> None:
+        pass
+
+    def make_room(self, framework: str, needed: int, device: Device | None = None) -> Room:
+        return Room({}, None, 0, {})  # no cap is in the way
 
     def require(self, framework: str, size: int | str, device: Device | None = None) -> None:
         pass
@@ -171,6 +202,9 @@ class IdleGuard(_Inactive):
 
     def trim(self, framework: str | None = None) -> int:
         return 0
+
+    def _refuse(self) -> NoReturn:
+        raise NotActive(self.why)
 
     def __repr__(self) -> str:
         return "<IdleGuard, not active: print it for the reason>"

@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from memguard._text import shown
+from memguard._text import visible
 
 
 class MemguardError(Exception):
@@ -39,7 +39,7 @@ class MemguardError(Exception):
     exit_code = 1
 
     def __str__(self) -> str:
-        return shown(super().__str__())
+        return visible(super().__str__())
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class UnderPressure(MemguardError):
         self.framework, self.uuid = framework, uuid
 
     def __str__(self) -> str:
-        return shown(f"{self.args[2]}\n    fix: free arrays, or take 'raise' out of on_pressure in the budget")
+        return visible(f"{self.args[2]}\n    fix: free arrays, or take 'raise' out of on_pressure in the budget")
 
 
 class CannotShare(MemguardError):

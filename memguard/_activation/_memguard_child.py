@@ -122,10 +122,6 @@ def _load(name: str, package: str, file: str, **more: Any) -> ModuleType:
 class _Stderr(logging.Handler):
     """Shows memguard's warnings if the program sets up no logging of its own."""
 
-    def __init__(self, write: Callable[[str], None]) -> None:
-        super().__init__()
-        self._write = write
-
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
         try:
@@ -136,12 +132,12 @@ class _Stderr(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:
-            self._write(self.format(record))
+            write(self.format(record))
 
 
-def show_warnings(write: Callable[[str], None] | None = None) -> Callable[[], None]:
-    """Show warnings on stderr, by `write`, until the returned function is called."""
-    handler = _Stderr(write or _write)
+def show_warnings() -> Callable[[], None]:
+    """Show warnings on stderr until the returned function is called."""
+    handler = _Stderr()
     handler.setLevel(logging.WARNING)
     handler.setFormatter(logging.Formatter("memguard: %(message)s"))
     logging.getLogger("memguard").addHandler(handler)
@@ -150,11 +146,11 @@ def show_warnings(write: Callable[[str], None] | None = None) -> Callable[[], No
 
 def _end(text: str, code: int) -> NoReturn:
     if text:
-        _write(text)
+        write(text)
     os._exit(code)
 
 
-def _write(text: str) -> None:
+def write(text: str) -> None:
     """A line on stderr, whatever that is: a program must not fail, nor end otherwise, because of what is said here."""
     try:
         own: Any = sys.__stderr__

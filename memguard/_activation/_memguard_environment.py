@@ -182,7 +182,7 @@ def _apply(config: str, names: list[str] | None) -> None:
     from memguard._frameworks import real_imports
     from memguard.errors import AlreadyActive
 
-    hide = child.show_warnings(_write)
+    hide = child.show_warnings()
     try:
         _api.from_environment = _api.init(config, simulate=names)
     except BaseException as error:
@@ -193,7 +193,7 @@ def _apply(config: str, names: list[str] | None) -> None:
     _undo.append(hide)
     if names is not None:
         real_imports.said = True
-        _write(f"memguard: simulated GPUs ({', '.join(names)}): nothing limits a real one")
+        child.write(f"memguard: simulated GPUs ({', '.join(names)}): nothing limits a real one")
 
 
 def _names() -> list[str] | None:
@@ -213,20 +213,16 @@ def _fail(error: Exception) -> None:
 
 
 def _write(text: str) -> None:
-    """A line on stderr, whatever that is: a program must not fail, nor end otherwise, because of what is said here."""
+    """As `_memguard_child.write`, from the file beside this one: `memguard` may be another project's package."""
     try:
-        own: Any = sys.__stderr__
-        stream: Any = sys.stderr  # None under pythonw, or if it was closed
-        if stream is None:
-            return
-        line = f"{text}\n".encode(getattr(stream, "encoding", None) or "utf-8", "backslashreplace")
-        if stream is own:
-            stream.flush()
-            os.write(stream.fileno(), line)  # what a full disk does not take must not stay in Python's buffer
-        else:
-            stream.write(line.decode(getattr(stream, "encoding", None) or "utf-8", "replace"))
-            stream.flush()
-    except Exception:  # full, closed, or without these methods
+        from importlib import util
+
+        file = os.path.join(os.path.dirname(__file__), "_memguard_child.py")
+        spec: Any = util.spec_from_file_location("_memguard_child", file)
+        child = util.module_from_spec(spec)
+        spec.loader.exec_module(child)
+        child.write(text)
+    except Exception:  # removed meanwhile
         return
 
 

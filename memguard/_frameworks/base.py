@@ -173,7 +173,7 @@ class Framework(ABC):
             if error is not None and record is not None:
                 vars(BaseException)["__dict__"].__get__(error)["memguard_refusal"] = record
         except Exception as failure:
-            _log.debug("%s: a refused request was not recorded: %s", self.name, str(failure))
+            _log.debug("%s: a refused request was not recorded: %s", self.name, failure)
 
     def _short(self, shortage: Shortage) -> bool:
         """Have room made for a request that is about to be refused: siblings give back cache, an elastic cap rises.
@@ -186,7 +186,7 @@ class Framework(ABC):
         try:
             return self.on_shortage(shortage)
         except Exception as failure:
-            _log.debug("%s: no room could be made: %s", self.name, str(failure))
+            _log.debug("%s: no room could be made: %s", self.name, failure)
             return False
 
     def capturing(self) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 from memguard._devices.host import Host
 from memguard._types import Applied, Enforcement, Usage
+from memguard._undo import Undo
 from memguard.errors import CapNotApplied
 
 UNSEEN = "RMM tells nobody of a refused request"
@@ -72,8 +73,11 @@ def ordinals(framework: str, host: Host) -> dict[str, int]:
     raise CapNotApplied(framework, why, "run `memguard doctor` to see why CUDA does not start")
 
 
-def apply(framework: str, caps: Mapping[str, int], ordinals: Mapping[str, int]) -> tuple[Limit, Applied]:
-    """Limit RMM's resource on every device that has a cap, or say in a note why it is only watched."""
+def apply(framework: str, caps: Mapping[str, int], ordinals: Mapping[str, int], changes: Undo) -> tuple[Limit, Applied]:
+    """Limit RMM's resource on every device that has a cap, or say in a note why it is only watched.
+
+    `changes` receives the undo before the first change, so that an interruption leaves no device limited.
+    """
     import rmm
 
     for uuid, ordinal in ordinals.items():
@@ -94,30 +98,33 @@ def apply(framework: str, caps: Mapping[str, int], ordinals: Mapping[str, int]) 
         uuid: rmm.mr.LimitingResourceAdaptor(before[ordinal], allocation_limit=caps[uuid])
         for ordinal, uuid in capped.items()
     }
-    limit = Limit(adaptors, ordinals)
+    limit, stays = Limit(adaptors, ordinals), list[str]()
+
+    def undo() -> None:
+        """Restore each device's resource; a second call continues where an interruption stopped the first."""
+        limit.standing.clear()
+        for ordinal, uuid in capped.items():
+            if ordinal not in _limits or _limits[ordinal][1] is not adaptors[uuid]:
+                continue  # never limited, or restored by an interrupted call
+            now = rmm.mr.get_per_device_resource(ordinal)
+            if now is adaptors[uuid]:
+                rmm.mr.set_per_device_resource(ordinal, before[ordinal])
+            elif now is not before[ordinal] and f"cuda:{ordinal}" not in stays:
+                stays.append(f"cuda:{ordinal}")
+            _limits.pop(ordinal, None)  # last, so that an interruption repeats this device
+        if stays:
+            why = f"RMM's resource was wrapped again after memguard.init, so its limit stays on {' and '.join(stays)}"
+            stays.clear()
+            raise CapNotApplied(framework, why, "undo what wraps it, or restart the process")
+
+    changes.add(framework, undo)
     try:
         for ordinal, uuid in capped.items():
             _limits[ordinal] = (framework, adaptors[uuid])
             rmm.mr.set_per_device_resource(ordinal, adaptors[uuid])
     except BaseException:
-        for ordinal, uuid in capped.items():
-            _limits.pop(ordinal, None)
-            if rmm.mr.get_per_device_resource(ordinal) is adaptors[uuid]:
-                rmm.mr.set_per_device_resource(ordinal, before[ordinal])
+        undo()
         raise
-
-    def undo() -> None:
-        stays = []
-        limit.standing.clear()
-        for ordinal, resource in before.items():
-            _, adaptor = _limits.pop(ordinal)
-            if rmm.mr.get_per_device_resource(ordinal) is adaptor:
-                rmm.mr.set_per_device_resource(ordinal, resource)
-            else:
-                stays.append(f"cuda:{ordinal}")
-        if stays:
-            why = f"RMM's resource was wrapped again after memguard.init, so its limit stays on {' and '.join(stays)}"
-            raise CapNotApplied(framework, why, "undo what wraps it, or restart the process")
 
     note = f"{framework}: capped through RMM, which is its allocator; what it held before is not counted"
     return limit, Applied(Enforcement.ENFORCED, undo, notes=(note,))

@@ -1,16 +1,24 @@
-"""Refused requests as events of the timeline: the first at once, repetitions together."""
+"""Refused requests as events of the timeline: the first at once, repetitions together.
+
+Readers join an out-of-memory report with the event that counts its request. The event itself cannot carry the ids of
+its requests, because memguard 0.1.0 refuses an event with a field that it does not know. So each event gets a time of
+its own, and the report names its request's id and that time.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 
 from memguard._types import Event, Moment
 from memguard._units import format_size
 
 EVERY = 10.0
 """Seconds between two events of one framework on one GPU: a program may probe batch sizes thousands of times."""
+_KEPT = 256
+"""Requests whose event is remembered, and events whose time is. Only the report of a recent one is still to come."""
 
 
 class _Waiting:
@@ -19,6 +27,7 @@ class _Waiting:
     def __init__(self, since: float) -> None:
         self.since, self.count = since, 0
         self.last: Moment | None = None
+        self.ids: deque[str | None] = deque(maxlen=_KEPT)
 
 
 class Refusals:
@@ -27,6 +36,9 @@ class Refusals:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._lock = clock, threading.RLock()
         self._waiting: dict[tuple[str, str | None], _Waiting] = {}
+        self._events: dict[str, float] = {}
+        """By the id of a request, the time of the event that counts it."""
+        self._times: deque[float] = deque(maxlen=_KEPT)
 
     def refused(self, moment: Moment) -> list[Event]:
         """The events to write now."""
@@ -35,8 +47,9 @@ class Refusals:
             waiting = self._waiting.get(key)
             if waiting is None:
                 self._waiting[key] = _Waiting(self._clock())
-                return [_event(moment, 1)]
+                return [self._counted(moment, 1, [moment.id])]
             waiting.count, waiting.last = waiting.count + 1, moment
+            waiting.ids.append(moment.id)
             return self._due(False)
 
     def forked(self) -> None:
@@ -50,6 +63,21 @@ class Refusals:
         with self._lock:
             return self._due(everything)
 
+    def event_of(self, request: str | None) -> float | None:
+        """The time of the event that counts the request with this id, as the timeline has it; None if unknown."""
+        return None if request is None else self._events.get(request)
+
+    def _counted(self, moment: Moment, count: int, ids: Iterable[str | None]) -> Event:
+        """The event, at a time that no other has. A timeline's times are whole milliseconds."""
+        when = round(moment.time, 3)
+        while when in self._times:
+            when = round(when + 0.001, 3)
+        self._times.append(when)
+        self._events.update((one, when) for one in ids if one is not None)
+        while len(self._events) > _KEPT:
+            del self._events[next(iter(self._events))]
+        return _event(moment._replace(time=when), count)
+
     def _due(self, everything: bool) -> list[Event]:
         now, events = self._clock(), []
         for key, waiting in list(self._waiting.items()):
@@ -58,7 +86,7 @@ class Refusals:
             if waiting.last is None:
                 del self._waiting[key]
                 continue
-            events.append(_event(waiting.last, waiting.count))
+            events.append(self._counted(waiting.last, waiting.count, waiting.ids))
             self._waiting[key] = _Waiting(now)
         return events
 

@@ -354,7 +354,10 @@ class Session:
             self.guard.refused(who, report.uuid, report.time, report.verdict.requested)
         self._write_refusals(everything=True)
         if self._writer is not None:
-            self._writer.oom(report.as_dict())
+            record = report.as_dict()
+            if moment is not None and (event := self._refusals.event_of(moment.id)) is not None:
+                record["moment"]["event"] = event
+            self._writer.oom(record)
 
     def _announce_oom(self, report: Report) -> None:
         who, size = report.verdict.requester, report.verdict.requested

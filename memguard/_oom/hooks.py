@@ -162,12 +162,13 @@ def refused(moment: Moment, scene: Callable[[], Scene]) -> str | None:
     if _installed is None or _pid != os.getpid():
         return None
     number = next(_numbers)
-    _refusals[number] = _Refusal(moment, scene)
+    name = f"{_pid}:{number}"
+    _refusals[number] = _Refusal(moment._replace(id=name), scene)
     while len(_refusals) > _REFUSALS:
         oldest = min(list(_refusals), default=number)
         _refusals.pop(oldest, None)
         _caught.pop(oldest, None)
-    return f"{_pid}:{number}"
+    return name
 
 
 def last_oom() -> Report | None:

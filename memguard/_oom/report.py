@@ -136,14 +136,14 @@ class Report:
     def note(self) -> str:
         """For the exception itself: title, reason and the first remedy."""
         parts = [f"memguard: {self.title}", self.why, *(remedy.text for remedy in self.remedies[:1])]
-        return shown("\n  ".join(part for part in parts if part))
+        return visible("\n  ".join(part for part in parts if part))
 
     def __repr__(self) -> str:
         """One line, for a prompt; `print` shows the whole report."""
         return shown(f"<Report: {self.title}>")
 
     def __str__(self) -> str:
-        return shown("\n".join(label + text for _, label, text in self._lines()))
+        return shown(full_text(self))
 
     def __rich__(self) -> RenderableType:
         from rich.text import Text
@@ -156,7 +156,7 @@ class Report:
     def _repr_html_(self) -> str:
         import html
 
-        return f"<pre>{html.escape(str(self))}</pre>"
+        return f"<pre>{html.escape(full_text(self))}</pre>"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """What IPython shows in a terminal."""
@@ -186,6 +186,11 @@ class Report:
                 break
             lines += more
         return lines
+
+
+def full_text(report: Report) -> str:
+    """The whole report, for a log, a file or another process. `str` is for `print`: it fits standard output."""
+    return visible("\n".join(label + text for _, label, text in report._lines()))
 
 
 def diagnose(
@@ -474,7 +479,7 @@ def _wrap(label: str, text: str, most: int, style: str = "") -> list[tuple[str, 
 def _moment(moment: Moment | None) -> dict[str, Any] | None:
     if moment is None:
         return None
-    names = ("source", "requested", "held", "in_use", "cached", "reclaimable", "free", "cap", "no_room")
+    names = ("source", "id", "requested", "held", "in_use", "cached", "reclaimable", "free", "cap", "no_room")
     when = datetime.fromtimestamp(moment.time, UTC).isoformat()
     return {"time": when, **{name: getattr(moment, name) for name in names}}
 

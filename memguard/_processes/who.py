@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 
 from memguard._processes import proc
-from memguard._text import shown
+from memguard._text import visible
 from memguard._units import GIB, format_size
 
 _LONGEST = 60
@@ -52,7 +52,7 @@ def command(pid: int) -> str:
         return ""
     if not words:
         return ""
-    line = shown(" ".join([os.path.basename(words[0]), *words[1:]])).replace("\n", " ")
+    line = visible(" ".join([os.path.basename(words[0]), *words[1:]])).replace("\n", " ")
     return line if len(line) <= _LONGEST else line[: _LONGEST - 1] + "…"
 
 

@@ -9,23 +9,31 @@ from typing import Any, NamedTuple
 
 from memguard._report.model import Entry
 from memguard._timeline import Oom
+from memguard._timeline.refusals import event_of
 from memguard._types import Event
 from memguard._units import is_whole
 
 _SAME = 0.002
-"""Seconds: both have the time of the refusal, and a timeline has milliseconds."""
+"""Seconds: both have the time of the refusal, and a timeline has milliseconds. Reports of 0.1.0 name no event."""
 
 
 class Refused(NamedTuple):
-    """Who asked for how much, and when that was refused. `times`: how many requests it stands for."""
+    """Who asked for how much, and when that was refused.
+
+    `times` says how many requests it stands for. `event` is the time of the event that counts it, if a report names it.
+    """
 
     framework: object
     uuid: object
     size: object
     time: float
     times: int = 1
+    event: float | None = None
 
-    def same(self, other: Refused) -> bool:
+    def counts(self, other: Refused) -> bool:
+        """Whether this event counts the request of a report."""
+        if other.event is not None:
+            return self.time == other.event
         return self[:3] == other[:3] and abs(self.time - other.time) <= _SAME
 
 
@@ -46,7 +54,8 @@ def of_oom(oom: Oom) -> Refused | None:
         time = datetime.fromisoformat(moment["time"]).timestamp()
     except (KeyError, TypeError, ValueError, OverflowError, OSError):
         return None
-    return Refused(report.get("requester"), report.get("uuid"), moment.get("requested"), time)
+    requester, uuid, event = report.get("requester"), report.get("uuid"), event_of(moment)
+    return Refused(requester, uuid, moment.get("requested"), time, event=event)
 
 
 def merged(entries: Iterable[Entry], requests: Mapping[int, Refused]) -> list[Entry]:
@@ -62,11 +71,12 @@ def merged(entries: Iterable[Entry], requests: Mapping[int, Refused]) -> list[En
         request = requests.get(id(entry))
         if request is None or entry.severity != "oom":
             continue
-        event = next((one for one in events if id(one) not in gone and requests[id(one)].same(request)), None)
+        event = next((one for one in events if id(one) not in gone and requests[id(one)].counts(request)), None)
         if event is None:
             continue
         times = requests[id(event)].times
-        said = event.title if times == 1 else f"the last of {times:,} requests, which an event counts together"
+        which = "the last" if request.event is None else "one"
+        said = event.title if times == 1 else f"{which} of {times:,} requests, which an event counts together"
         instead[id(entry)] = replace(entry, lines=(*entry.lines, ("refused", said)))
         if times == 1:
             gone.add(id(event))

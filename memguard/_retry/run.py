@@ -13,7 +13,7 @@ from memguard._oom import hooks
 from memguard._retry import frames, ranks, room, sizes, words
 from memguard._retry.recognised import recognised
 from memguard._retry.types import Done, Failure
-from memguard._text import shown
+from memguard._text import visible
 
 Ranks = Literal["refuse", "independent"]
 
@@ -128,4 +128,4 @@ class Run:
         return words.history(self._runs, f"{end}.") if self._runs else words.not_again(end)
 
     def _note(self, error: BaseException, text: str) -> None:
-        hooks.add_note(error, shown(text))
+        hooks.add_note(error, visible(text))

@@ -61,6 +61,12 @@ class SuspendedGuard(Guard):
     def trim(self, framework: str | None = None) -> int:
         self._refuse("memguard.trim")
 
+    def set_cap(self, name: str, uuid: str, cap: int) -> None:
+        self._refuse("a change of a cap")
+
+    def busy(self) -> NoReturn:
+        self._refuse("a look at the GPUs' other processes")
+
     def stop(self) -> list[str]:
         self._refuse("the end of the budget")
 

@@ -13,7 +13,7 @@ from datetime import datetime
 from memguard._config import FRAMEWORKS
 from memguard._specs import NEVER_GIVE_BACK
 from memguard._timeline.format import Oom
-from memguard._timeline.refusals import Refusal, Reported, once
+from memguard._timeline.refusals import Refusal, Reported, event_of, once
 from memguard._types import DevicePlan, DeviceSample, Event, FrameworkSample, Plan, Sample
 from memguard._units import GRANULE, is_whole
 
@@ -95,7 +95,7 @@ class Unmet:
         counted = moment.get("source") in ("refusal", "observer")  # by an event
         when = _time(moment.get("time")) if counted else None
         refusal = self._refusal(key, record.time, asked, held, cap, free, 0 if counted else 1)
-        self._add(key, Reported(refusal, when, then is not None))
+        self._add(key, Reported(refusal, when, then is not None, event_of(moment) if counted else None))
 
     def _refusal(
         self, key: Key, time: float, asked: int | None, held: int | None, cap: int | None, free: int | None, times: int

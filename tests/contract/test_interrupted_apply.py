@@ -13,12 +13,16 @@ import pytest
 import test_cupy_model
 import test_numba_model
 import test_pycuda_model
+import test_rmm_model
+
+from memguard._frameworks import rmm
 
 _spec = importlib.util.spec_from_file_location("interruptions", Path(__file__).parents[1] / "unit" / "interruptions.py")
 assert _spec is not None and _spec.loader is not None
 interruptions = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(interruptions)
 pycuda_model, numba_model, cupy_model = test_pycuda_model.model, test_numba_model.model, test_cupy_model.model
+rmm_model = test_rmm_model.model
 
 
 @pytest.fixture
@@ -42,6 +46,12 @@ def numba_state() -> object:
 def cupy_state() -> object:
     cupy: Any = sys.modules["cupy"]
     return cupy.cuda.get_allocator()
+
+
+def rmm_state() -> tuple[object, ...]:
+    cupy, mr = sys.modules["cupy"], importlib.import_module("rmm").mr
+    resources = [mr.get_per_device_resource(ordinal) for ordinal in (0, 1)]
+    return resources, dict(rmm._limits), cupy.cuda.get_allocator(), cupy.cuda.set_allocator
 
 
 def attempts(make: Callable[[], Any], state: Callable[[], object], caps: int) -> int:
@@ -88,3 +98,9 @@ def test_numba(numba_model: Callable[..., Any]) -> None:
 def test_cupy(cupy_model: Callable[..., Any]) -> None:
     importlib.import_module("cupy")
     assert attempts(cupy_model, cupy_state, 1 << 26) > 10
+
+
+def test_rmm(rmm_model: Callable[..., Any]) -> None:
+    """Both GPUs are limited through RMM, which is CuPy's allocator: no GPU stays limited."""
+    rmm_model()
+    assert attempts(rmm_model, rmm_state, 1 << 26) > 20

@@ -15,6 +15,7 @@ from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks import rmm
 from memguard._frameworks.cupy.adapter import CuPy
 from memguard._types import Applied, Enforcement, State, Usage
+from memguard._undo import Undo
 from memguard._units import MIB
 from memguard.errors import CapNotApplied
 
@@ -153,7 +154,7 @@ def test_a_gpu_that_is_not_in_the_budget_is_left_alone(model: Model) -> None:
     setting = model()
     setting.mr.set_per_device_resource(1, setting.mr.PoolMemoryResource(setting.mr.CudaMemoryResource()))
     before = setting.resources()
-    limit, applied = rmm.apply("torch", {setting.first.uuid: 64 * MIB}, setting.ordinals)
+    limit, applied = rmm.apply("torch", {setting.first.uuid: 64 * MIB}, setting.ordinals, Undo())
     assert applied.enforcement is Enforcement.ENFORCED and setting.resources()[1] is before[1]
     assert limit.usage(setting.first.uuid) == Usage(0, 0, 0) and limit.usage(setting.second.uuid) is None
     assert setting.resources()[0].get_allocation_limit() == 64 * MIB
@@ -163,7 +164,7 @@ def test_a_second_framework_shares_the_limit_of_the_first(model: Model) -> None:
     setting = model()
     first = setting.apply()
     limited = setting.resources()
-    limit, second = rmm.apply("torch", setting.caps(1024 * MIB), setting.ordinals)
+    limit, second = rmm.apply("torch", setting.caps(1024 * MIB), setting.ordinals, Undo())
     assert second.enforcement is Enforcement.WATCHED and second.undo is not None
     assert second.notes == (WATCHED + "it shares RMM with cupy, whose cap holds for both together",)
     assert limit.usage(setting.first.uuid) == Usage(None, None) and setting.resources() == limited
@@ -171,7 +172,7 @@ def test_a_second_framework_shares_the_limit_of_the_first(model: Model) -> None:
     assert setting.resources() == limited, "the limit is the first one's"
     assert first.undo is not None
     first.undo()
-    _, again = rmm.apply("torch", setting.caps(), setting.ordinals)
+    _, again = rmm.apply("torch", setting.caps(), setting.ordinals, Undo())
     assert again.enforcement is Enforcement.ENFORCED, "nobody's limit is there any more"
 
 
@@ -200,7 +201,7 @@ def test_a_resource_that_is_replaced_is_told(model: Model, ordinal: int) -> None
 def test_only_watched_nothing_drifts(model: Model) -> None:
     setting = model()
     setting.apply()
-    limit, _ = rmm.apply("torch", setting.caps(), setting.ordinals)
+    limit, _ = rmm.apply("torch", setting.caps(), setting.ordinals, Undo())
     setting.mr.set_per_device_resource(0, setting.mr.CudaMemoryResource())
     assert limit.drift("torch") == [] and len(setting.framework.drift()) == 1
 
@@ -279,10 +280,11 @@ def test_an_undo_says_where_the_limit_stays(model: Model) -> None:
     assert caught.value.reason == "RMM's resource was wrapped again after memguard.init, so its limit stays on cuda:1"
     assert caught.value.framework == "cupy" and "undo what wraps it" in caught.value.remedy
     assert setting.resources() == [before[0], wrapped]
+    applied.undo()  # it was said once
     array = setting.alloc(100 * MIB)
     with pytest.raises(MemoryError):
         setting.alloc(100 * MIB, 1)
-    _, again = rmm.apply("cupy", setting.caps(), setting.ordinals)
+    _, again = rmm.apply("cupy", setting.caps(), setting.ordinals, Undo())
     assert again.enforcement is Enforcement.WATCHED and "StatisticsResourceAdaptor" in again.notes[0]
     del array
 
@@ -291,7 +293,7 @@ def test_a_limit_that_cannot_be_made_leaves_nothing_behind(model: Model) -> None
     setting = model()
     before = setting.resources()
     with pytest.raises(OverflowError):
-        rmm.apply("torch", setting.caps(64 * MIB, -1), setting.ordinals)
+        rmm.apply("torch", setting.caps(64 * MIB, -1), setting.ordinals, Undo())
     assert setting.resources() == before and rmm._limits == {}
 
 

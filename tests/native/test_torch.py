@@ -620,6 +620,32 @@ result["unseen"] = [framework.unseen(), second.unseen()]
     assert found["second"] == 2 and found["attached"] == 1 and found["unseen"] == [None, None]
 
 
+def test_nothing_comes_out_of_the_observer_whatever_listens_to_the_log(with_torch: Run) -> None:
+    """It is called from C++: an error there would take the place of torch's own."""
+    found = with_torch(
+        SETUP
+        + """
+import logging
+class Wordless(RuntimeError):
+    def __str__(self): raise ValueError("no words")
+def refuse(*args): raise Wordless
+found = card(host)
+framework.apply({uuid: 4 * GIB}, {})
+torch.cuda.init()
+(observer,) = found.observers
+handler = logging.Handler()
+handler.handle = refuse
+logging.getLogger("memguard").addHandler(handler)
+logging.getLogger("memguard").setLevel(logging.DEBUG)
+framework.on_refusal = refuse
+result["recorded"] = observer(0, 2 * GIB, 4 * GIB, 100 * GIB)
+torch._C._cuda_memoryStats = refuse
+result["read"] = observer(0, 2 * GIB, 4 * GIB, 100 * GIB)
+"""
+    )
+    assert found["recorded"] is None and found["read"] is None
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import subprocess
+import sys
+import types
 from pathlib import Path
 
 import pytest
 from environments import environ, make
 
-from memguard._activation import _memguard_child as child
 from memguard._activation import _memguard_environment as environment
 
 BUDGET = "version: 1\nframeworks:\n  torch: {share: 50%}\n"
@@ -131,8 +131,17 @@ def test_a_thread_within_an_import_that_the_activation_waits_for(python: Path, f
     assert (code, out.splitlines()[-1]) == (0, "done False"), (out, err)
 
 
-def test_both_ways_to_write_are_the_same() -> None:
-    assert inspect.getsource(child._write) == inspect.getsource(environment._write)
+def test_a_failure_is_said_whoevers_package_memguard_is(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("memguard.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "memguard", types.ModuleType("memguard"))
+    monkeypatch.setattr(environment, "why", None)
+    environment._fail(ImportError("cannot import name '_api' from 'memguard'"))
+    err = capfd.readouterr().err
+    assert err.startswith("memguard: NO budget is active") and "cannot import name '_api'" in err
+    assert "_memguard_child" not in sys.modules, "which says that `memguard run` started this process"
 
 
 def test_a_fork_while_another_thread_activates() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import html
 import io
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -24,12 +26,14 @@ from memguard._doctor import report_on
 from memguard._doctor.facts import Facts
 from memguard._ledger.tables import html_ledger
 from memguard._ledger.types import Ledger
+from memguard._oom.report import full_text
 from memguard._text import fitting, shown, visible
 from memguard._timeline.reader import Timeline
 from memguard._timeline.writer import Writer
 from memguard._types import Device, Event, FrameworkSample, Pressure, WorkloadReport
 from memguard._units import GIB, format_size
 from memguard.cli import main
+from memguard.errors import BudgetExceeded, UnderPressure
 
 EVIL = "\x1b]0;owned\x07\x1b[31m\x9b2J\r\u202e\u00e9\u4e2d\U0001f600\u2212"
 """Title, colour, clear screen in one byte, carriage return, right to left; then what latin-1 and ASCII lack."""
@@ -357,16 +361,13 @@ def test_what_users_print(
     assert report is not None
     guard.notes.append(f"a note {EVIL}")
     event = Event(START, "pressure", f"torch {EVIL}", Pressure.WARN, "GPU-1", "torch", 3.0, 4)
-    with pytest.raises(memguard.ConfigError) as wrong:
-        memguard.Budget.from_mapping({"version": 1, EVIL: EVIL})
-    things = [memguard.ledger(), guard, report, workload, event, report_on(facts(), None), wrong.value]
+    things = [memguard.ledger(), guard, report, workload, event, report_on(facts(), None)]
     things += [memguard.reclaimable(), timeline_in(tmp_path, EVIL)]
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     monkeypatch.setattr(sys, "stdout", stream)
     for thing in things:
         print(thing)
-        if thing is not wrong.value:
-            print(repr(thing))
+        print(repr(thing))
         for how in ("_repr_html_", "to_json"):
             if hasattr(thing, how):
                 assert harmless(getattr(thing, how)())
@@ -378,6 +379,28 @@ def test_what_users_print(
     assert ("≥" in text) == (encoding == "utf-8")
     assert (">= " in text) == (encoding != "utf-8")
     assert harmless(report.note)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "ascii", "cp1252"])
+def test_what_travels_has_every_character_whatever_standard_output_lacks(
+    guard: memguard.Guard, encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Errors, their pickles and notes, and what is sent as data: they are printed elsewhere, or logged."""
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+    lacked = EVIL[-4:]
+    frameworks: Any = guard.frameworks
+    frameworks["torch"].start_importing()
+    with pytest.raises(RuntimeError) as failed:
+        frameworks["torch"].allocate(2 * GIB)
+    failed.value.args = (f"{EVIL} {failed.value.args[0]}",)
+    oom = memguard._oom.hooks.seen(failed.value, show=False)
+    assert oom is not None
+    with pytest.raises(memguard.ConfigError) as wrong:
+        memguard.Budget.from_mapping({"version": 1, EVIL: EVIL})
+    exceeded = BudgetExceeded("torch", 2, 1, f"{EVIL}: \N{MINUS SIGN}1")
+    errors = [wrong.value, exceeded, UnderPressure("torch", None, EVIL), pickle.loads(pickle.dumps(exceeded))]
+    for text in (*map(str, errors), full_text(oom), html.unescape(oom._repr_html_())):
+        assert lacked in text and harmless(text)
 
 
 @pytest.mark.parametrize("encoding", [None, 7, "", "rot13", "no such", "a\0b", "base64", ZeroDivisionError])

@@ -8,16 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from timelines import Clock, plan_of, sample_of
+from timelines import START, Clock, plan_of, sample_of
 
+import memguard
 from memguard import cli
+from memguard._monitor.refusals import Refusals
+from memguard._oom import hooks
 from memguard._report import tables, texts
 from memguard._report.collect import collect
 from memguard._report.model import Run
 from memguard._report.page import page
 from memguard._timeline import load_timeline
 from memguard._timeline.writer import Writer
-from memguard._types import Event, FrameworkSample
+from memguard._types import Event, FrameworkSample, Moment
 from memguard._units import GIB
 
 
@@ -101,6 +104,50 @@ def test_an_event_of_several_requests_stays_and_the_error_says_that_it_is_one_of
     run = run_of(refused(tmp_path, times=4))
     assert [entry.severity for entry in run.entries] == ["critical", "oom"]
     assert run.entries[1].lines[-1] == ("refused", "the last of 4 requests, which an event counts together")
+
+
+def test_two_requests_of_one_moment_and_size_are_not_taken_for_each_other(tmp_path: Path) -> None:
+    """The report names the event, and no two events have the same time."""
+    plan, refusals = plan_of("h200", torch="11GiB"), Refusals(lambda: 0.0)
+    uuid = plan.devices[0].device.uuid
+    first, second = (
+        Moment("torch", "refusal", START, uuid, 10 * GIB, held * GIB, cap=11 * GIB, id=f"7:{held}") for held in (5, 6)
+    )
+    events = [*refusals.refused(first), *refusals.refused(second), *refusals.due(True)]
+    when = datetime.fromtimestamp(START, UTC).isoformat()
+    moment = {"time": when, "source": "refusal", "id": second.id, "requested": 10 * GIB}
+    with Writer(tmp_path / "{rank}.jsonl", plan, clock=Clock()) as writer:
+        for event in events:
+            writer.event(event)
+        moment["event"] = refusals.event_of(second.id)
+        writer.oom({"requester": "torch", "requested": 10 * GIB, "uuid": uuid, "certain": True, "moment": moment})
+    run = run_of(Path(writer.path))
+    event, error = run.entries
+    assert "it held 5.00 GiB" in event.title and "it held 6.00 GiB" in dict(error.lines)["refused"]
+
+
+def test_the_error_of_one_of_several_requests_is_joined_with_their_event(tmp_path: Path) -> None:
+    """It was not the last of them, whose size and time the event has."""
+    budget = {
+        "version": 1,
+        "frameworks": {"torch": {"limit": "1GiB"}},
+        "monitor": {"timeline": f"{tmp_path}/run.jsonl"},
+    }
+    torch: Any = memguard.init(budget, simulate="h200").frameworks["torch"]
+    errors = []
+    for size in (2, 3, 4):
+        with pytest.raises(RuntimeError) as refusal:
+            torch.allocate(size * GIB)
+        errors.append(refusal.value)
+    report = hooks.seen(errors[1], show=False)
+    memguard.shutdown()
+    (path,) = tmp_path.glob("run*.jsonl")
+    (oom,), found = load_timeline(path).ooms(), [one for one in load_timeline(path).events() if one.kind == "refused"]
+    assert report is not None and report.moment is not None
+    assert report.moment.id == oom.report["moment"]["id"] == vars(errors[1])["memguard_refusal"]
+    assert [event.times for event in found] == [1, 2] and oom.report["moment"]["event"] == found[1].time
+    entry = next(entry for entry in run_of(path).entries if entry.severity == "oom")
+    assert entry.lines[-1] == ("refused", "one of 2 requests, which an event counts together")
 
 
 def test_another_request_is_another_entry(tmp_path: Path) -> None:

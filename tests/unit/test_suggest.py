@@ -211,6 +211,11 @@ ONCE = {"held": 7 * GIB, "in_use": 5 * GIB, "reclaimable": 0}
         ([refused(4 * GIB, 1), reported(4 * GIB, 5)], 2, 2),
         ([refused(4 * GIB, 1), reported(3 * GIB, 1)], 2, 2),
         ([refused(4 * GIB, 9, times=5), reported(4 * GIB, 1)], 6, 2),
+        # the report names the event, which has the time and the size of the last of its requests
+        ([refused(GIB, 2, times=3), reported(4 * GIB, 1.9, **ONCE, event=START + 2)], 3, 1),
+        ([refused(4 * GIB, 2, times=3), reported(GIB, 1.9, **ONCE, event=START + 2)], 3, 1),
+        ([refused(4 * GIB, 1), refused(4 * GIB, 1.001), reported(3 * GIB, 1, **ONCE, event=START + 1.001)], 2, 2),
+        ([refused(4 * GIB, 1), reported(4 * GIB, 1, **ONCE, event=START + 3)], 1, 2),  # that event was left out
     ],
 )
 def test_a_request_is_counted_and_told_once(records: Sequence[object], requests: int, lines: int) -> None:

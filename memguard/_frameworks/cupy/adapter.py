@@ -86,7 +86,7 @@ class CuPy(Limits):
         if rmm.is_cupys(allocator):
             initialised = contexts.initialised()  # if not, asking CuPy would initialise CUDA
             ordinals = self._by_uuid() if initialised else rmm.ordinals(self.name, self.host)
-            self._rmm, applied = rmm.apply(self.name, caps, ordinals)
+            self._rmm, applied = rmm.apply(self.name, caps, ordinals, self.changes)
             return self._told_at_once(cupy, applied)
         if not isinstance(pool, cupy.cuda.MemoryPool):
             raise ConflictingSetting(
@@ -517,6 +517,7 @@ class CuPy(Limits):
             if inner is not None:
                 inner()
 
+        self.changes.add(self.name, undo)
         try:
             self._replace(cupy, replaced)
         except BaseException:

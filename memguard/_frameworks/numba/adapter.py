@@ -246,7 +246,7 @@ class Numba(Framework):
 
     def _apply_rmm(self, caps: Mapping[str, int]) -> Applied:
         try:
-            self._rmm, applied = rmm.apply(self.name, caps, rmm.ordinals(self.name, self.host))
+            self._rmm, applied = rmm.apply(self.name, caps, rmm.ordinals(self.name, self.host), self.changes)
         except ImportError as error:
             raise CapNotApplied(
                 self.name, f"it is set to allocate through RMM, but {error}", "unset NUMBA_CUDA_MEMORY_MANAGER"

@@ -18,7 +18,6 @@ graph's, a `MemPool`'s) serves no other request, so torch's text counts it as al
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import sys
@@ -34,6 +33,7 @@ from memguard._frameworks.base import Framework
 from memguard._frameworks.driver_pools import PIECE, returned_by_trim
 from memguard._frameworks.replacements import Replacements
 from memguard._frameworks.torch import settings
+from memguard._logs import log as _log
 from memguard._specs import SPECS
 from memguard._types import Applied, Device, Enforcement, Moment, State, TraceEvent, Usage, usage_of
 from memguard._units import GRANULE, MIB, format_size, round_up
@@ -41,8 +41,6 @@ from memguard.errors import CapNotApplied, ConflictingSetting, DeviceError
 
 if TYPE_CHECKING:
     from memguard._devices.pools import CappedPool, DefaultPool
-
-_log = logging.getLogger("memguard")
 
 SEGMENT = 20 * MIB
 """Expandable segments take memory in pieces of this size (measured)."""
@@ -513,7 +511,7 @@ class Torch(Framework):
         if not rmm.is_loaded_for("torch"):
             raise self._unlimited()
         ordinals = rmm.ordinals(self.name, self.host)  # asking torch for its numbering would initialise it
-        self._rmm, applied = rmm.apply(self.name, caps, ordinals)
+        self._rmm, applied = rmm.apply(self.name, caps, ordinals, self.changes)
         return applied
 
     def _put_pool_under(self, uuid: str, ordinal: int, allowed: int) -> None:
@@ -597,7 +595,7 @@ def _tell(device: int, requested: int, allowed: int, free: int) -> None:
     try:
         found[0]._told(device, requested, allowed, free)
     except Exception as error:
-        _log.debug("torch: a refused request was not recorded: %s", str(error))
+        _log.debug("torch: a refused request was not recorded: %s", error)
 
 
 def _nvml_uuid(uuid: str) -> str:

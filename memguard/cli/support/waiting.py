@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 
 from memguard._suspend.types import Progress, Wait
-from memguard._text import shown
+from memguard._text import visible
 from memguard._units import format_size
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class _Drawn:
         for one in self._waits.values():
             rows.add_row(ProgressBar(total=one.needs, completed=min(one.free, one.needs), width=40))
             for line in lines(one):
-                rows.add_row(Text(shown(line)))
+                rows.add_row(Text(visible(line)))
         self._live.update(rows)  # type: ignore[attr-defined]
 
 

@@ -108,11 +108,13 @@ class Attached:
         """On the thread of the task that failed."""
         from distributed.worker import get_worker, thread_state
 
+        from memguard._oom.report import full_text
+
         with contextlib.suppress(ValueError):  # of `client.run`: the error is of no task
             if get_worker() is not self._worker:  # one of several workers in this process
                 return
         key = getattr(thread_state, "key", None)
-        self._log({"kind": "report", "text": str(report), "task": None if key is None else str(key)})
+        self._log({"kind": "report", "text": full_text(report), "task": None if key is None else str(key)})
 
     def _said(self, what: str) -> None:
         self._log({"kind": what, "text": f"worker {self._worker.name} is {what}: pressure {self._level or 'unknown'}"})

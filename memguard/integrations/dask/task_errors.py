@@ -68,12 +68,14 @@ def _carry(message: Any, report: Report) -> None:
     try:
         from distributed.protocol import pickle, to_serialize
 
+        from memguard._oom.report import full_text
+
         sent = pickle.loads(message["exception"].data)
         notes = getattr(sent, "__notes__", None)
         if type(notes) is list and report.note in notes:
-            notes[notes.index(report.note)] = str(report)
+            notes[notes.index(report.note)] = full_text(report)
         else:
-            hooks.add_note(sent, str(report))
+            hooks.add_note(sent, full_text(report))
         message["exception"] = to_serialize(pickle.dumps(sent))
     except Exception as failure:
         _log.debug("a report was not put on a task's error: %s", text_of(failure))

@@ -56,7 +56,9 @@ def _reported(text: Any, cause: Any) -> Any:
     report = hooks.seen(cause)
     if report is None:
         return text
-    whole = str(report)
+    from memguard._oom.report import full_text
+
+    whole = full_text(report)
     try:
         notes = getattr(cause, "__notes__", None)
         if type(notes) is list and report.note in notes:

@@ -1,0 +1,94 @@
+"""Whatever the guard of a budget offers, the guards that stand in for it answer, or refuse with a MemguardError."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from guards import TORCH
+
+import memguard
+from memguard import _workers
+from memguard._types import Plan, Room
+from memguard.errors import MemguardError, NotActive, Suspended
+
+WHY = "no budget is active: MEMGUARD_DISABLE is set"
+NAMES: dict[str, tuple[Any, ...] | None] = {
+    "active": None, "budget": None, "busy": (), "forked": (), "frameworks": None, "host": None, "last_sample": (),
+    "ledger": (), "make_room": ("torch", 1), "movable": ("torch",), "moved": (), "notes": None,
+    "open_bytes": ("torch", "UUID"), "own_plan": None, "part": ("UUID",), "peaks": (), "permanent": None, "plan": None,
+    "promised": ("torch", "UUID"), "reclaimable": (), "refused": ("torch", "UUID", 0.0, 1), "require": ("torch", 1),
+    "resize": ("torch", 1), "sample": (), "set_cap": ("torch", "UUID", 1), "settle": (), "sharing": None, "start": (),
+    "stop": (), "trim": (), "trims": None, "undone": None, "workload": ("step",),
+}  # fmt: skip
+"""Every public name of a guard: the arguments of a call, or None for an attribute."""
+REFUSED = {
+    "idle": {"host", "part", "set_cap"},
+    "suspended": {
+        "busy", "make_room", "reclaimable", "require", "resize", "sample", "set_cap", "start", "stop", "trim",
+        "workload",
+    },
+}  # fmt: skip
+"""What raises. Everything else answers."""
+
+
+@pytest.fixture(autouse=True)
+def _shut_down() -> Iterator[None]:
+    yield
+    memguard.shutdown()
+
+
+def asked(guard: Any, name: str) -> object:
+    arguments = NAMES[name]
+    if arguments is None:
+        return getattr(guard, name)
+    more = {"framework": "torch"} if name == "workload" else {}
+    uuid = guard.plan.devices[0].device.uuid if guard.plan.devices else "UUID"
+    result = getattr(guard, name)(*(uuid if one == "UUID" else one for one in arguments), **more)
+    if name == "workload":
+        with result:
+            return None
+    return list(result) if isinstance(result, Iterator) else result
+
+
+def test_the_table_has_every_name() -> None:
+    guard = memguard.init(TORCH, simulate="h200")
+    assert {name for name in (*dir(guard), *vars(guard)) if not name.startswith("_")} == NAMES.keys()
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_an_idle_guard(name: str) -> None:
+    guard = _workers.IdleGuard(WHY, TORCH)
+    if name not in REFUSED["idle"]:
+        asked(guard, name)
+        return
+    with pytest.raises(AttributeError if name == "host" else NotActive, match="MEMGUARD_DISABLE is set"):
+        asked(guard, name)
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_a_suspended_guard(name: str) -> None:
+    guard = memguard.init(TORCH, simulate="h200")
+    with memguard.suspended():
+        if name not in REFUSED["suspended"]:
+            asked(guard, name)
+            return
+        with pytest.raises(MemguardError if name == "start" else Suspended):
+            asked(guard, name)
+
+
+def test_what_an_idle_guard_says() -> None:
+    guard = _workers.IdleGuard(WHY, TORCH)
+    assert guard.make_room("torch", 1 << 40) == Room({}, None, 0, {}), "no cap is in the way"
+    assert guard.own_plan == guard.plan == Plan((), notes=(WHY,)) and guard.undone
+    assert guard.moved() == [] and guard.last_sample() is None and guard.peaks() == {} and not guard.movable("torch")
+
+
+def test_what_a_suspended_guard_changes() -> None:
+    """A cap that cannot be set stays as planned."""
+    guard = memguard.init(TORCH, simulate="h200")
+    (part,) = guard.plan.devices
+    with memguard.suspended(), pytest.raises(Suspended, match="a change of a cap"):
+        guard.set_cap("torch", part.device.uuid, 1 << 30)
+    assert guard.plan.devices == (part,)
