@@ -16,7 +16,7 @@ from memguard._ledger.reader import LedgerReader
 from memguard._locks import InterruptSafeLock, Turn
 from memguard._logs import log as _log
 from memguard._specs import SPECS
-from memguard._types import DevicePlan, Enforcement, Event, Plan
+from memguard._types import Device, DevicePlan, Enforcement, Event, Plan
 from memguard._units import parse_size
 from memguard.errors import MemguardError, NotActive
 
@@ -102,6 +102,17 @@ class Caps:
     def part(self, uuid: str) -> DevicePlan:
         """The plan of one GPU of the budget."""
         return next(part for part in self.plan.devices if part.device.uuid == uuid)
+
+    def _planned(self, device: Device) -> DevicePlan:
+        """The plan of that GPU. Raises MemguardError if the budget has none for it."""
+        for part in self.plan.devices:
+            if part.device.uuid == device.uuid:
+                return part
+        known = ", ".join(f"{part.device.name} ({part.device.uuid})" for part in self.plan.devices)
+        raise MemguardError(
+            f"{device.name} ({device.uuid}) is not a GPU of the budget, which has: {known}\n"
+            "    fix: give the device of one of guard.plan.devices, or leave out device="
+        )
 
     def _find_drift(self, only: str | None = None) -> None:
         """Ask each framework, or `only` this one, whether the cap that was set still holds, and note what changed.

@@ -327,9 +327,8 @@ class Guard(Shares):
         with self._lock:
             self._check_active()
             self._entry(framework)
-            for part in self._used_by(framework) if device is None else self.plan.devices:
-                asked = device is None or part.device.uuid == device.uuid
-                if asked and (looked or not self._fits(framework, needed, part)):
+            for part in self._used_by(framework) if device is None else [self._planned(device)]:
+                if looked or not self._fits(framework, needed, part):
                     self._admission.require(framework, needed, part.device)
 
     @property

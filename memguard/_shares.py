@@ -52,9 +52,9 @@ class Shares(Caps):
         with self._lock:
             self._check_active()
             self._entry(framework)
+            where = (self._used_by(framework)[0] if device is None else self._planned(device)).device
             if self._frozen():
                 return Room({}, None, needed, {})
-            where = device if device is not None else self._used_by(framework)[0].device
             return self._reclaimer.make_room(where, framework, needed)
 
     def open_bytes(self, framework: str, uuid: str) -> int:

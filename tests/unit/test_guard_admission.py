@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -111,6 +112,22 @@ def test_with_several_gpus_require_asks_about_those_the_framework_uses() -> None
 
 
 # workload
+
+
+@pytest.mark.parametrize(
+    "ask", [lambda guard, device: guard.require("torch", "999GiB", device=device),
+            lambda guard, device: guard.make_room("torch", GIB, device=device)]
+)  # fmt: skip
+def test_a_gpu_that_is_not_in_the_plan_is_an_error_that_names_those_that_are(ask: Callable[..., object]) -> None:
+    guard = start(TORCH)
+    part = guard.plan.devices[0].device
+    other = Device("GPU-11111111-0000-4000-8000-000000000000", "NVIDIA A100", 1, part.total, None, "ampere", 1, True)
+    with pytest.raises(MemguardError) as caught:
+        ask(guard, other)
+    assert f"{other.name} ({other.uuid}) is not a GPU of the budget, which has: {part.name} ({part.uuid})" in str(
+        caught.value
+    )
+    assert "\n    fix: " in str(caught.value) and not isinstance(caught.value, BudgetExceeded)
 
 
 def test_a_workload_reports_what_it_did() -> None:
