@@ -93,12 +93,16 @@ class Admission:
 
     def open_bytes(self, framework: str, uuid: str) -> int:
         """Bytes that its workloads have reserved there and not taken yet. Also within an allocation: no lock."""
+        return 0 if self.turns.book is EMPTY else self.promised(framework, uuid, self._in_use(framework).get(uuid))
+
+    def promised(self, framework: str, uuid: str, in_use: int | None) -> int:
+        """The same, by what the framework has in use there; None: unknown."""
         if self.turns.book is EMPTY:
             return 0
         book = self.turns.view()
         if (framework, uuid) not in book.bases:
             return 0
-        return reservations.open_bytes(book, framework, uuid, self._in_use(framework).get(uuid))
+        return reservations.open_bytes(book, framework, uuid, in_use)
 
     # require
 

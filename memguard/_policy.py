@@ -7,7 +7,7 @@ granules of 2 MiB, so caps never add up to more than was declared.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from fractions import Fraction
@@ -348,20 +348,60 @@ def _matches(key: str, device: Device) -> bool:
     return fnmatchcase(device.name.lower(), key.lower())
 
 
-def resized(current: Plan, framework: str, size: int, short: Mapping[str, Room] = {}) -> Plan:
+def room_left(room: int, others: Iterable[tuple[int, int]]) -> int:
+    """What may be given away of `room` bytes beside the others, each with its cap and what it holds; below 0 if they
+    have more than that.
+
+    A cap that was lowered below live arrays frees none of them. So each counts as its cap, or as what it holds if that
+    is more: what it holds above its cap can be given to nobody until it is freed.
+    """
+    return room - sum(max(cap, held) for cap, held in others)
+
+
+def left_beside(part: DevicePlan, framework: str, held: Mapping[str, int] = {}) -> int:
+    """The most that the cap of `framework` may be there: the room that the others leave. `held` is by framework."""
+    pool, rest = part.joined, [name for name in part.caps if name not in part.joined]
+    one_each = [(part.caps[name], held.get(name, 0)) for name in rest if name != framework]
+    if pool and framework not in pool:  # they have one cap together
+        one_each.append((part.caps[pool[0]], sum(held.get(name, 0) for name in pool)))
+    return room_left(part.limit - part.reserve, one_each)
+
+
+def known_held(usage: Usage | None) -> int:
+    """What a framework holds, in bytes; the least that it must hold if it does not say that."""
+    if usage is None:
+        return 0
+    return usage.held if usage.held is not None else max(usage.held_at_least or 0, usage.in_use or 0)
+
+
+def resized(
+    current: Plan,
+    framework: str,
+    size: int,
+    held: Mapping[str, Mapping[str, int]] = {},
+    short: Mapping[str, Room] = {},
+) -> Plan:
     """The plan with the framework's cap changed to `size` bytes on every device. PlanError if it does not fit.
 
-    What elastic frameworks have beyond their min is called back before; `short` says by UUID where that is not enough.
+    `held` is by UUID and framework, in bytes. What elastic frameworks have beyond their min and what others cache above
+    their caps is called back before; `short` says by UUID where that is not enough.
     """
     if shared := next((part.joined for part in current.devices if framework in part.joined), ()):
         message = f"{framework} draws from the pool of {' and '.join(shared)}, whose size is fixed"
         raise PlanError([Problem(message, "change the budget file and restart the process")], "resize")
     cap = round_down(size)
-    frees = {part.device.uuid: part.unallocated + part.caps.get(framework, 0) for part in current.devices}
-    frees.update({uuid: max(cap - room.missing, 0) for uuid, room in short.items()})
+    frees: dict[str, int] = {}
+    over: dict[str, dict[str, int]] = {}
+    for part in current.devices:
+        uuid = part.device.uuid
+        beside = cap - short[uuid].missing if uuid in short else left_beside(part, framework, held.get(uuid, {}))
+        frees[uuid] = max(beside, part.caps.get(framework, 0))  # a lower cap than now takes nothing from anybody
+        over[uuid] = _above(part, framework, held.get(uuid, {}))
     most = round_down(min(frees.values(), default=0))
-    live = dict.fromkeys(name for room in short.values() for name in room.live)
+    live = dict.fromkeys(name for sizes in (*(room.live for room in short.values()), *over.values()) for name in sizes)
     fix = f"free arrays of {' or '.join(live)}" if live else "lower another framework's cap first"
+    if any(over.values()):
+        fix += " and call memguard.trim() first"
     fix = f"ask for at most {most // MIB}MiB, or {fix}" if GRANULE <= most < cap else fix
     fix = f"ask for at least {GRANULE // MIB}MiB" if cap < GRANULE else fix
     problems = []
@@ -369,12 +409,13 @@ def resized(current: Plan, framework: str, size: int, short: Mapping[str, Room] 
     for part in current.devices:
         free, room = frees[part.device.uuid], short.get(part.device.uuid)
         if cap > free or cap < GRANULE:
-            lent = _holders(room) if room is not None and room.live else ""
+            above = over[part.device.uuid]
+            lent = {} if room is None else {name: live for name, live in room.live.items() if name not in above}
             problems.append(
                 Problem(
                     f"{format_size(size)} for {framework} does not fit {part.device.name} ({part.device.uuid}): "
                     f"between {format_size(GRANULE)} and {format_size(free)} is possible beside the other caps"
-                    + (f"; lent to others, in live arrays: {lent}" if lent else ""),
+                    + _who(lent, above),
                     fix,
                 )
             )
@@ -415,8 +456,8 @@ def elastic_refusal(refusal: str, part: DevicePlan, framework: str, room: Room) 
     lines, first = refusal.split("\n"), f"{framework} is elastic: min {format_size(least)}, max {format_size(most)}"
     if beside < most:
         first += f", of which what others have for sure leaves {format_size(beside)}"
-    if room.live:
-        first += f"; lent to others, in live arrays: {_holders(room)}"
+    lent = {name: size for name, size in room.live.items() if name in part.elastic}
+    first += _who(lent, {name: size for name, size in room.live.items() if name not in lent})
     if part.caps[framework] < min(most, beside):
         said = f"its cap is {format_size(min(most, beside))} "
         lines[0] = lines[0].replace(said, said.replace("is", "can rise to", 1))
@@ -440,9 +481,20 @@ def _bounds(part: DevicePlan, framework: str, mib: int, live: bool) -> str:
     return f"{text}, and lower what {others} has for sure (min, share or limit) by {-(-short // MIB)}MiB"
 
 
-def _holders(room: Room) -> str:
-    """Who has what is lent, most first."""
-    return ", ".join(f"{name} {format_size(size)}" for name, size in sorted(room.live.items(), key=lambda i: -i[1]))
+def _above(part: DevicePlan, framework: str, held: Mapping[str, int]) -> dict[str, int]:
+    """What others than `framework` hold above their caps there, in bytes."""
+    alone = {name: cap for name, cap in part.caps.items() if name != framework and name not in part.joined}
+    return {name: held[name] - cap for name, cap in alone.items() if held.get(name, 0) > cap}
+
+
+def _who(lent: Mapping[str, int], over: Mapping[str, int]) -> str:
+    """Who has in live arrays what was lent to it, and what is above its cap, most first."""
+    text = ""
+    for what, sizes in (("lent to others, in live arrays", lent), ("held above their caps", over)):
+        if sizes:
+            most_first = sorted(sizes.items(), key=lambda item: -item[1])
+            text += f"; {what}: " + ", ".join(f"{name} {format_size(size)}" for name, size in most_first)
+    return text
 
 
 def busy(part: DevicePlan, memory: MemoryInfo, own: int | None) -> str | None:

@@ -13,7 +13,7 @@ from memguard._caps import Caps, Entry
 from memguard._devices import contexts
 from memguard._logs import log as _log
 from memguard._reclaim.reclaimer import Reclaimer, Sibling
-from memguard._types import Device, DevicePlan, Enforcement, Event, Moment, Plan, Room, Shortage
+from memguard._types import Device, DevicePlan, Enforcement, Event, Moment, Plan, Room, Sample, Shortage
 from memguard._units import format_size, round_down
 from memguard.errors import CapNotApplied
 
@@ -101,12 +101,17 @@ class Shares(Caps):
         room = self._reclaimer.make_room(device, who, shortage.needed, full=full, asked=True)
         return not room.missing
 
-    def settle(self) -> None:
-        """At a tick of the monitor: elastic caps get headroom. Does nothing while another thread is within a call."""
-        for part in self.plan.devices if self._elastic and self.active else ():
-            before, caps = self._reclaimer.headroom(part.device)
+    def settle(self, sample: Sample) -> Sample:
+        """At a tick of the monitor: elastic caps get headroom, by what `sample` has read. Returns it, with the caps as
+        they are then. Moves nothing while another thread is within a call."""
+        if not self._elastic or not self.active:
+            return sample
+        plan = self.plan
+        for one in sample.devices:
+            before, caps = self._reclaimer.headroom(one)
             if caps:
                 self._turn.take(self._settle, 0, before, caps)
+        return sample if self.plan is plan else _with_caps(sample, self.plan)
 
     def _settle(self, before: DevicePlan, caps: Mapping[str, int]) -> None:
         if self.active:
@@ -154,8 +159,8 @@ class Shares(Caps):
         wants = [
             part
             for part in self.plan.devices
-            if part.elastic and framework not in part.joined and sets and not entry.drift
-            if round_down(size) > part.caps[framework] + part.unallocated
+            if framework not in part.joined and sets and not entry.drift
+            if round_down(size) > max(part.caps[framework], _policy.left_beside(part, framework, self._held(part)))
         ]
         for last in (False, True):  # nothing goes on one GPU if it does not fit another
             act = last and not self._frozen()
@@ -163,7 +168,12 @@ class Shares(Caps):
             short = {part.device.uuid: room for part, room in rooms if room.missing}
             if short:
                 break
-        return _policy.resized(self.plan, framework, size, short)
+        held = {part.device.uuid: self._held(part) for part in self.plan.devices}
+        return _policy.resized(self.plan, framework, size, held, short)
+
+    def _held(self, part: DevicePlan) -> dict[str, int]:
+        """What each framework of the budget holds on one GPU, in bytes."""
+        return {name: _policy.known_held(one.usage(part.device)) for name, one in self._frameworks.items()}
 
     def trim(self, framework: CacheName | None = None) -> int:
         """Give idle caches back to the driver, of one framework or all, on this thread. Returns the bytes freed."""
@@ -206,12 +216,13 @@ class Shares(Caps):
                 self._resized += self._resized % 2
         self.plan = plan
 
-    def promised(self, name: str, uuid: str) -> int:
-        """As `open_bytes`, by the name that the reclaimer knows it by."""
-        return self.open_bytes(name, uuid)
+    def promised(self, name: str, uuid: str, in_use: int | None) -> int:
+        """As `open_bytes`, by what the framework has in use."""
+        return 0 if self._admitting is None else self._admitting.promised(name, uuid, in_use)
 
     def _trim_above_cap(self, name: str) -> None:
-        """A cap below what is held frees nothing by itself: trim, and warn about what stays above it."""
+        """A cap below what is held frees nothing by itself: trim, and warn about what stays above it, which elastic
+        frameworks are lent no more."""
         entry = self._entry(name)
 
         def above() -> str | None:
@@ -224,6 +235,7 @@ class Shares(Caps):
                 self._trim([name], part.device)
                 if (note := above()) is not None:
                     _log.warning("%s", note)
+                    self._reclaimer.call_back_unused(part.device)
 
     def _trim(self, names: Sequence[str], device: Device) -> None:
         """On this thread, unless nothing may be freed on it; and nothing that spoils another thread's capture."""
@@ -273,6 +285,16 @@ class Shares(Caps):
         for part in self.plan.devices:
             if name in part.elastic:
                 self.plan = _policy.with_cap(self.plan, part.device.uuid, name, part.elastic[name][0])
+
+
+def _with_caps(sample: Sample, plan: Plan) -> Sample:
+    """The sample with the caps of this plan."""
+    devices, caps = [], {part.device.uuid: part.caps for part in plan.devices}
+    for one in sample.devices:
+        now = caps.get(one.uuid, {})
+        named = {name: read._replace(cap=now.get(name, read.cap)) for name, read in one.frameworks.items()}
+        devices.append(one._replace(frameworks=named))
+    return sample._replace(devices=tuple(devices))
 
 
 def above_cap(name: str, held: int | None, cap: int | None, enforcement: str, device: Device) -> str | None:

@@ -164,8 +164,8 @@ class IdleGuard(_Inactive):
     def set_cap(self, name: str, uuid: str, cap: int) -> NoReturn:
         self._refuse()
 
-    def settle(self) -> None:
-        pass
+    def settle(self, sample: Sample) -> Sample:
+        return sample
 
     def moved(self) -> list[Event]:
         return []
@@ -190,6 +190,9 @@ class IdleGuard(_Inactive):
         return self._begin_workload(name, framework, needs, wait)
 
     def open_bytes(self, framework: str, uuid: str) -> int:
+        return 0
+
+    def promised(self, name: str, uuid: str, in_use: int | None) -> int:
         return 0
 
     def reclaimable(self) -> Reclaimable:

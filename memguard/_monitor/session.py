@@ -370,11 +370,12 @@ class Session:
         self._here.monitor, _thread.session, own_thread.mine = True, self, True
         if not getattr(self._here, "relaxed", False):
             self._here.relaxed = contexts.relax()
+        sample = self.guard.sample()
         try:
-            self.guard.settle()
+            return self.guard.settle(sample)
         except Exception as error:  # a sample is taken all the same
             _log.debug("no headroom was given: %s", text_of(error))
-        return self.guard.sample()
+        return sample
 
     def _act(self, action: pressure.Action) -> None:
         event = action.event

@@ -313,7 +313,9 @@ def _higher_cap(case: Case) -> Iterator[Remedy]:
     if wanted <= min(spare.values()):
         later = " and restart: its pool is fixed"
         if name not in NEVER_GIVE_BACK:
-            now = wanted <= min(p.unallocated + p.caps[name] for p in plan.devices)  # not lent to elastic frameworks
+            held = {r.name: r.bytes or 0 for r in case.frameworks}
+            # Not what is lent to elastic frameworks, nor what others hold above their caps.
+            now = wanted <= min(_policy.left_beside(p, name, held if p is part else {}) for p in plan.devices)
             later = f", or memguard.resize({name!r}, '{wanted // MIB}MiB')" if now else ""
         setting = _share(plan, part, wanted, spare, least) or f"limit to {least}{wanted // MIB}MiB"
         if case.budget is not None and case.budget.frameworks[name].min is not None:  # it gets its min, and no more

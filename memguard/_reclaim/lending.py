@@ -2,6 +2,9 @@
 
 On each GPU the room is limit − reserve. What is above the sum of the minima is lent. The rules:
 
+- What is given away leaves room for each cap, and for what is held above one (`_policy.room_left`): a cap that was
+  lowered below live arrays frees none of them. If all have more than the room already, nothing is lent until they have
+  less, and a tick calls back what is lent and not used.
 - The caps never add up to more than the room, and no cap is below its min. So whatever others hold, a framework has its
   min at once: it asks nobody for it.
 - A cap is lowered only to what its framework holds (or has promised to a block of work). So what is live is never
@@ -21,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from memguard._policy import room_left
 from memguard._units import GRANULE, MIB, round_down, round_up
 
 _STEP = 16
@@ -48,15 +52,20 @@ class Part(NamedTuple):
     promised: int = 0
 
     @property
+    def taken(self) -> tuple[int, int]:
+        """What `room_left` counts: its cap, and what it has taken from the driver, in whole granules."""
+        return self.cap, round_up(max(self.held - self.promised, 0))
+
+    @property
     def unused(self) -> int:
         """What the cap can be lowered by, with nothing given back."""
         return max(self.cap - max(self.least, round_up(self.held)), 0)
 
     @property
     def cached(self) -> int:
-        """What it can be lowered by beyond that, once its cache was given back."""
+        """What comes back beyond that, once its cache was given back: of its cap, or of what it holds above that."""
         stays = max(self.least, round_up(max(self.held - self.idle, 0)))
-        return max(min(round_up(self.held), self.cap) - stays, 0)
+        return max(max(self.taken) - self.unused - stays, 0)
 
 
 class Loan(NamedTuple):
@@ -64,7 +73,7 @@ class Loan(NamedTuple):
 
     `caps` are those that change, the lowered ones first: empty as long as something is missing. `calls` are siblings
     whose cache has to go before that, with how much of it; then ask again. `missing` is what cannot be had. `live` is
-    what siblings hold above their min in live arrays.
+    what siblings hold in live arrays above their min, or above the cap of one that does not move.
     """
 
     caps: Mapping[str, int]
@@ -81,8 +90,7 @@ def ask(parts: Mapping[str, Part], room: int, who: str, wanted: int) -> Loan:
     if wanted > own.most:
         return Loan({}, missing=wanted - own.most)
     siblings = {name: part for name, part in parts.items() if name != who}
-    spare = room - sum(part.cap for part in parts.values())
-    need = wanted - own.cap - max(spare, 0)
+    need = wanted - room_left(room, [part.taken for part in siblings.values()])
     caps: dict[str, int] = {}
     for name, part in sorted(siblings.items(), key=lambda item: (not item[1].asks, -item[1].unused)):
         if need > 0 and (taken := min(round_down(part.unused), round_up(need))) > 0:
@@ -112,7 +120,8 @@ def _further(
     step = max((own.most - own.least) // _STEP, own.cap - own.least) if own.asks else 2 * _low(own)
     step = round_down(max(min(step, own.most - wanted), 0))
     now = {name: caps.get(name, part.cap) for name, part in siblings.items()}
-    got = min(round_down(max(room - sum(now.values()) - wanted, 0)), step)
+    beside = room_left(room, [part._replace(cap=now[name]).taken for name, part in siblings.items()])
+    got = min(round_down(max(beside - wanted, 0)), step)
     lowered: dict[str, int] = {}
     for name, part in sorted(siblings.items(), key=lambda item: not item[1].asks):
         unused = part._replace(cap=now[name]).unused
@@ -126,9 +135,12 @@ def _further(
 def settle(parts: Mapping[str, Part], room: int) -> dict[str, int]:
     """The caps that change at a tick, the lowered ones first: headroom for those that cannot ask within a request.
 
-    It comes from what is lent to nobody, and from what those have unused that can ask for it again.
+    It comes from what is lent to nobody, and from what those have unused that can ask for it again. There is none as
+    long as all have more than the room: then what is unused is called back.
     """
-    spare = max(room - sum(part.cap for part in parts.values()), 0)
+    spare = room_left(room, [part.taken for part in parts.values()])
+    if spare < 0:
+        return called_back(parts, room)
     lenders = {name: round_down(part.unused) for name, part in parts.items() if part.asks}
     poor = {name: part for name, part in parts.items() if not part.asks and part.cap - part.held < _low(part)}
     lowered: dict[str, int] = {}
@@ -149,9 +161,20 @@ def settle(parts: Mapping[str, Part], room: int) -> dict[str, int]:
     return {**lowered, **raised}
 
 
+def called_back(parts: Mapping[str, Part], room: int) -> dict[str, int]:
+    """The caps to lower because all together have more than the room, as one holds more than its cap: by what nobody
+    uses, first of those that can ask for it again."""
+    need, lowered = -room_left(room, [part.taken for part in parts.values()]), {}
+    for name, part in sorted(parts.items(), key=lambda item: (not item[1].asks, -item[1].unused)):
+        if need > 0 and (back := min(round_down(part.unused), round_up(need))) > 0:
+            lowered[name] = part.cap - back
+            need -= back
+    return lowered
+
+
 def _live(part: Part) -> int:
     """What it holds above its min that is no cache."""
-    return max(min(part.held - part.promised, part.cap) - part.least - part.idle, 0)
+    return max(part.held - part.promised - part.least - part.idle, 0)
 
 
 def _low(part: Part) -> int:

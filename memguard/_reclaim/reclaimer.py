@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Protocol
 
+from memguard import _policy
 from memguard._devices import contexts
 from memguard._devices.host import Host
 from memguard._frameworks.base import Framework
@@ -19,8 +20,9 @@ from memguard._joint import POOL
 from memguard._logs import log as _log
 from memguard._logs import words_of
 from memguard._reclaim import lending, order
+from memguard._reclaim.reservations import usage_in_use
 from memguard._specs import NEVER_GIVE_BACK
-from memguard._types import Device, DevicePlan, Event, Room, Usage
+from memguard._types import Device, DevicePlan, DeviceSample, Event, Room, Usage
 from memguard._units import GRANULE, format_size
 from memguard.errors import CapNotApplied
 
@@ -44,8 +46,8 @@ class Budgeted(Protocol):
     def set_cap(self, name: str, uuid: str, cap: int) -> None:
         """Set one cap. Raises CapNotApplied."""
 
-    def promised(self, name: str, uuid: str) -> int:
-        """Bytes that running blocks of work of this framework have reserved and not taken yet."""
+    def promised(self, name: str, uuid: str, in_use: int | None) -> int:
+        """Bytes that its running blocks of work have reserved and not taken yet, by what it has in use."""
 
 
 class Sibling(Protocol):
@@ -106,7 +108,7 @@ class Reclaimer:
         missing, live = cap, dict[str, int]()
         for _ in range(2 * len(self._guard.frameworks) + 2):
             part = self._guard.part(device.uuid)
-            parts = self._parts(device, self._usages(device), spent)
+            parts = self._parts(part, self._usages(device), spent)
             parts[who] = parts[who]._replace(most=max(cap, parts[who].cap))
             loan = lending.ask(parts, part.limit - part.reserve, who, cap)
             missing, live = loan.missing, dict(loan.live)
@@ -120,11 +122,21 @@ class Reclaimer:
         self._note(who, device.uuid, returned, None)
         return Room(returned, None, missing, live)
 
-    def headroom(self, device: Device) -> tuple[DevicePlan, dict[str, int]]:
+    def headroom(self, sample: DeviceSample) -> tuple[DevicePlan, dict[str, int]]:
         """At a tick: the caps that should move so that elastic frameworks which cannot ask have headroom, and the plan
-        by which they should. It needs no lock: an adapter may hang in the driver."""
+        by which they should. None if caps have moved since it was read. It needs no lock, and asks no framework."""
+        part, read = self._guard.part(sample.uuid), sample.frameworks
+        if any(one.cap != part.caps[name] for name, one in read.items() if name in part.caps):
+            return part, {}
+        usages = {name: Usage(one.held, one.in_use, one.reclaimable) for name, one in read.items()}
+        return part, lending.settle(self._parts(part, usages), part.limit - part.reserve)
+
+    def call_back_unused(self, device: Device) -> None:
+        """Lower what is lent and not used, as far as all have more than the room: one holds more than its cap."""
         part = self._guard.part(device.uuid)
-        return part, lending.settle(self._parts(device, self._usages(device)), part.limit - part.reserve)
+        if part.elastic:
+            parts = self._parts(part, self._usages(device))
+            self._set(device, lending.called_back(parts, part.limit - part.reserve))
 
     def settle(self, before: DevicePlan, caps: Mapping[str, int]) -> None:
         """Move these caps, unless others have moved since."""
@@ -145,9 +157,10 @@ class Reclaimer:
             if own.held is None:  # TensorFlow with growth, whose cap is fixed
                 return 0, {}
             part = self._guard.part(device.uuid)
-            parts = self._parts(device, usages, spent)
+            parts = self._parts(part, usages, spent)
             wanted = own.held + needed - (0 if asked else own.reclaimable or 0)
-            loan = lending.ask(parts, part.limit - part.reserve, who, wanted)
+            capped = part.joined[0] if who in part.joined else who
+            loan = lending.ask(parts, part.limit - part.reserve, capped, wanted)
             if loan.missing:
                 return loan.missing, loan.live
             if not loan.calls:
@@ -228,21 +241,29 @@ class Reclaimer:
         return {name: framework.usage(device) for name, framework in self._guard.frameworks.items()}
 
     def _parts(
-        self, device: Device, usages: Mapping[str, Usage | None], spent: set[str] | frozenset[str] = frozenset()
+        self, plan: DevicePlan, usages: Mapping[str, Usage | None], spent: set[str] | frozenset[str] = frozenset()
     ) -> dict[str, lending.Part]:
-        """The figures for `lending`. `spent`: their caches did not come back."""
-        plan, parts = self._guard.part(device.uuid), {}
+        """The figures for `lending`, one for each cap: that of the shared pool by the first framework that draws from
+        it. `spent`: their caches did not come back."""
+        parts: dict[str, lending.Part] = {}
+        frameworks = self._guard.frameworks
         offers = {one.name: one.most for one in order.offers(usages, "")}
         for name, cap in plan.caps.items():
-            framework, usage = self._guard.frameworks[name], usages.get(name)
+            if name in plan.joined:
+                held = sum(_policy.known_held(usages.get(one)) for one in plan.joined)
+                parts.setdefault(plan.joined[0], lending.Part(cap, cap, cap, held, asks=frameworks[name].asks))
+                continue
+            framework, usage = frameworks[name], usages.get(name)
             least, most = plan.elastic.get(name, (cap, cap))
             if name in self._fixed or framework.fixed() or not self._guard.movable(name):
                 least = most = cap
-            held = usage.held if usage is not None else 0
-            promised = 0 if held is None else self._guard.promised(name, device.uuid)
-            held = cap if held is None else held + promised
+            held, promised = _policy.known_held(usage), 0
+            if usage is not None and usage.held is None:
+                held = max(held, cap)
+            else:
+                promised = self._guard.promised(name, plan.device.uuid, usage_in_use(usage))
             idle = 0 if name in spent else offers.get(name, 0)
-            parts[name] = lending.Part(least, most, cap, held, idle, framework.asks, promised)
+            parts[name] = lending.Part(least, most, cap, held + promised, idle, framework.asks, promised)
         return parts
 
     def _set(self, device: Device, caps: Mapping[str, int]) -> bool:
@@ -262,7 +283,7 @@ class Reclaimer:
                 continue
             usage = self._guard.frameworks[name].usage(device) if cap < now else None
             held = (usage.held or 0) if usage is not None else 0
-            if cap < now and held + self._guard.promised(name, uuid) > cap:
+            if cap < now and held + self._guard.promised(name, uuid, usage_in_use(usage)) > cap:
                 self._guard.set_cap(name, uuid, now)  # it has allocated meanwhile, or has it reserved
                 done = False
         return done

@@ -45,9 +45,9 @@ class SimulatedRunner:
         return True
 
     def idle(self) -> None:
+        sample = self.guard.sample()
         if self.lends:
-            self.guard.settle()
-        self.guard.sample()
+            self.guard.settle(sample)
 
     def held(self) -> Mapping[str, int]:
         return {name: one.stats(self.gpu).held for name, one in self.frameworks.items()}

@@ -10,7 +10,7 @@ from guards import TORCH
 
 import memguard
 from memguard import _workers
-from memguard._types import Plan, Room
+from memguard._types import Plan, Room, Sample
 from memguard.errors import MemguardError, NotActive, Suspended
 
 WHY = "no budget is active: MEMGUARD_DISABLE is set"
@@ -18,9 +18,9 @@ NAMES: dict[str, tuple[Any, ...] | None] = {
     "active": None, "budget": None, "busy": (), "forked": (), "frameworks": None, "host": None, "last_sample": (),
     "ledger": (), "make_room": ("torch", 1), "movable": ("torch",), "moved": (), "notes": None,
     "open_bytes": ("torch", "UUID"), "own_plan": None, "part": ("UUID",), "peaks": (), "permanent": None, "plan": None,
-    "promised": ("torch", "UUID"), "reclaimable": (), "refused": ("torch", "UUID", 0.0, 1), "require": ("torch", 1),
-    "resize": ("torch", 1), "sample": (), "set_cap": ("torch", "UUID", 1), "settle": (), "sharing": None, "start": (),
-    "stop": (), "trim": (), "trims": None, "undone": None, "workload": ("step",),
+    "promised": ("torch", "UUID", 0), "reclaimable": (), "refused": ("torch", "UUID", 0.0, 1), "require": ("torch", 1),
+    "resize": ("torch", 1), "sample": (), "set_cap": ("torch", "UUID", 1), "settle": (Sample(0.0, ()),),
+    "sharing": None, "start": (), "stop": (), "trim": (), "trims": None, "undone": None, "workload": ("step",),
 }  # fmt: skip
 """Every public name of a guard: the arguments of a call, or None for an attribute."""
 REFUSED = {

@@ -17,14 +17,15 @@ granules = st.integers(1, 400).map(lambda count: count * GRANULE)
 
 @st.composite
 def scenes(draw: st.DrawFn) -> tuple[dict[str, Part], int, str]:
-    """Frameworks whose caps fit the room, in any state that the rules allow; and one of them."""
+    """Frameworks whose caps fit the room, in any state that the rules allow; and one of them. A cap that does not move
+    may have been lowered below what is held."""
     parts, room = {}, 0
     for name in draw(st.lists(st.sampled_from(NAMES), min_size=1, unique=True)):
         least = draw(granules)
         elastic = name != "jax" and draw(st.booleans())
         most = least + (draw(granules) if elastic else 0)
         cap = least + draw(st.integers(0, (most - least) // GRANULE)) * GRANULE
-        held = draw(st.integers(0, cap))
+        held = cap + draw(granules) if not elastic and draw(st.booleans()) else draw(st.integers(0, cap))
         parts[name] = Part(least, most, cap, held, draw(st.integers(0, held)), name != "torch")
         room += cap
     return parts, room + draw(st.integers(0, 200)) * GRANULE, draw(st.sampled_from(sorted(parts)))
@@ -34,20 +35,29 @@ def after(parts: Mapping[str, Part], caps: Mapping[str, int]) -> dict[str, Part]
     return {name: part._replace(cap=caps.get(name, part.cap)) for name, part in parts.items()}
 
 
+def had(parts: Mapping[str, Part]) -> int:
+    """What the process may come to hold with these caps."""
+    return sum(max(part.cap, round_up(part.held)) for part in parts.values())
+
+
 def holds(parts: Mapping[str, Part], room: int, caps: Mapping[str, int]) -> None:
-    """Each step of the change leaves caps that fit the room, none below a min or below what is held."""
+    """Each step of the change leaves caps that fit the room beside what is held above one, none below a min or below
+    what is held."""
     now = dict(parts)
     for name, cap in caps.items():
         assert parts[name].least <= cap <= parts[name].most
         assert cap >= min(round_up(parts[name].held), parts[name].cap)
         assert cap % GRANULE == 0
         now[name] = now[name]._replace(cap=cap)
-        assert sum(part.cap for part in now.values()) <= room
+        assert sum(part.cap for part in now.values()) <= room and had(now) <= max(room, had(parts))
+    if any(cap > parts[name].cap for name, cap in caps.items()):
+        assert had(now) <= room
 
 
 @given(scenes(), granules)
 def test_what_is_lent_is_never_anybodys_min_nor_live(scene: tuple[dict[str, Part], int, str], more: int) -> None:
     parts, room, who = scene
+    holds(parts, room, ask(parts, room, who, parts[who].cap + 1).caps)
     loan = ask(parts, room, who, parts[who].held + more)
     holds(parts, room, loan.caps)
     if loan.caps:
@@ -69,10 +79,7 @@ def test_it_is_refused_only_if_all_caches_together_would_not_serve(
     wanted = parts[who].held + more
     others = [part for name, part in parts.items() if name != who]
     # What stays with a sibling whatever happens: its min, or what it has live above that.
-    stays = sum(
-        max(part.least, round_up(max(part.held - part.idle, 0))) if part.cap > part.least else part.cap
-        for part in others
-    )
+    stays = sum(max(part.least, round_up(max(part.held - part.idle, 0))) for part in others)
     loan = ask(parts, room, who, wanted)
     if wanted <= parts[who].most and round_up(wanted) + stays <= room:
         assert not loan.missing
@@ -108,6 +115,22 @@ def test_a_tick_moves_something_once_under_a_constant_load(scene: tuple[dict[str
     holds(parts, room, caps)
     assert all(not parts[name].asks for name, cap in caps.items() if cap > parts[name].cap)
     assert settle(after(parts, caps), room) == {}
+
+
+def test_what_is_held_above_a_lowered_cap_is_lent_to_nobody() -> None:
+    parts = {
+        "torch": Part(GIB, 30 * GIB, 12 * GIB, 2 * GIB, asks=False),
+        "cupy": Part(GIB, 30 * GIB, 2 * GIB, 2 * GIB),
+        "numba": Part(GIB, GIB, GIB, 14 * GIB),
+    }
+    refused = ask(parts, 28 * GIB, "cupy", 13 * GIB)
+    assert (refused.missing, refused.live) == (GIB, {"torch": GIB, "numba": 13 * GIB})
+    assert ask(parts, 28 * GIB, "cupy", 12 * GIB).caps == {"torch": 2 * GIB, "cupy": 12 * GIB}
+    cached = {**parts, "numba": parts["numba"]._replace(idle=9 * GIB)}
+    assert ask(cached, 28 * GIB, "cupy", 13 * GIB).calls == (("numba", GIB),)
+    assert settle(parts, 28 * GIB) == {}, "it fits"
+    assert settle(parts, 20 * GIB) == {"torch": 4 * GIB}, "eight too much, which nobody uses"
+    assert settle(parts, 10 * GIB) == {"torch": 2 * GIB}, "as far as that goes"
 
 
 def test_unlent_memory_goes_first_then_what_is_unused_then_cache() -> None:

@@ -362,6 +362,21 @@ def test_nobody_is_told_to_trim_the_requester_or_a_pool_that_never_gives_back() 
     assert "jax's pool of 30.00 GiB (2.00 GiB in use) never returns memory to the driver" in texts
 
 
+def test_a_resize_is_not_advised_where_another_holds_more_than_its_cap() -> None:
+    plan = plan_of({"torch": {"limit": "20GiB"}, "numba": {"limit": "1GiB"}})
+    live = {"torch": Usage(16 * GIB, 16 * GIB, 0), "numba": Usage(GIB, GIB, 0)}
+    asked = torch_error("Tried to allocate 8.00 GiB. GPU 0")
+    (resize,) = re.findall(r"resize\('torch', '(\d+)MiB'\)", report(live, facts=asked, plan=plan).remedies[0].text)
+    room = plan.devices[0].limit - plan.devices[0].reserve
+    live["numba"] = Usage(room - int(resize) * MIB, GIB, 0)  # just beside it
+    assert "memguard.resize" in report(live, facts=asked, plan=plan).remedies[0].text
+    held = room - int(resize) * MIB + 2 * MIB
+    live["numba"] = Usage(held, held, 0)
+    assert not any("memguard.resize" in one.text for one in report(live, facts=asked, plan=plan).remedies)
+    with pytest.raises(PlanError):
+        _policy.resized(plan, "torch", int(resize) * MIB, {H200.uuid: {"numba": held}})
+
+
 @given(
     shares=st.lists(st.integers(1, 60), min_size=1, max_size=5),
     asked=st.integers(1, 60 * 1024),

@@ -73,7 +73,7 @@ def test_a_cap_that_does_not_move_fails_neither_a_request_nor_the_monitor(
         memguard.require("cupy", "60GiB")
     assert caplog.text.count("torch: its cap stays at") == 1
     simulated(guard, "torch").allocate(GIB)
-    guard.settle()
+    guard.settle(guard.sample())
     assert guard.sample().devices
 
 
@@ -209,9 +209,9 @@ def test_a_tick_that_moves_a_cap_says_so() -> None:
     guard.moved()
     low = caps(guard)
     torch.allocate(low["torch"] - GIB)
-    guard.settle()
+    guard.settle(guard.sample())
     (event,) = guard.moved()
     assert (event.kind, event.framework) == ("reclaim", "torch") and "its cap moved from" in event.text
     assert caps(guard)["torch"] > low["torch"] and caps(guard)["cupy"] < low["cupy"]
-    guard.settle()
+    guard.settle(guard.sample())
     assert guard.moved() == []

@@ -199,10 +199,11 @@ def test_the_doctor_looks_at_everything_but_the_gpus_of_this_process(
 
 
 def test_the_guard_itself_answers_or_refuses(guard: Guard) -> None:
+    sample = guard.sample()
     with memguard.suspended():
         assert "suspended, " in str(guard) and repr(guard) and guard.active
         assert guard.peaks() == {} and guard.moved() == []
-        guard.settle()
+        assert guard.settle(sample) is sample
         assert not guard._capturing()
         assert not guard._shortage(Shortage("torch", guard.plan.devices[0].device.uuid, 1, 1, True))
         for refused in (guard.sample, guard.stop, guard.trim, lambda: guard.make_room("torch", 1)):
