@@ -48,6 +48,7 @@ class TensorFlow(Framework):
         self._limits: dict[str, int] = {}  # what holds: the cap, or the user's own stricter limit
         self._logical: dict[str, int] = {}
         self._seen: dict[str, range] | None = None  # its numbers for each GPU, if live without caps
+        self._unmatched = False  # whether it has GPUs then of which the UUID is unknown
         self._gpus: dict[Any, str] = {}  # UUID by TensorFlow's device
         self._asked: dict[Any, list[Any]] = {}  # what the user asked for since, by TensorFlow's device
         self._spans: dict[str, range] = {}  # its numbers for each GPU, once the user has configured one
@@ -125,7 +126,8 @@ class TensorFlow(Framework):
 
         With growth it tells what is in use, not what the pool holds: then held is None, with bounds. The lower one is
         its peak, which is too high after its allocator gave back idle regions, as it does before it refuses a request.
-        Of the sessions of a TF1 program without the eager context it tells nothing: both are None then.
+        Of the sessions of a TF1 program without the eager context it tells nothing, nor of an allocator without
+        statistics, nor where its GPUs cannot be told apart: both are None then.
         """
         tf: Any = sys.modules.get("tensorflow")
         if tf is None:
@@ -134,23 +136,29 @@ class TensorFlow(Framework):
         if not self._live(tf):
             if not self._session or uuid not in self._logical:
                 return None
-            limit = self._limits.get(uuid)
-            return Usage(None, None, 0, held_at_most=limit) if self._growth else Usage(limit, None, 0)
+            return self._untold(uuid)
         in_use = peak = 0
         try:
             number = self._logical.get(uuid)
             numbers = (number,) if number is not None and not self._spans else self._numbers(tf, device)
+            if numbers is None:
+                return Usage(None, None, 0)
             for number in numbers:
                 info = tf.config.experimental.get_memory_info(f"GPU:{number}")
                 in_use, peak = in_use + info["current"], peak + info["peak"]
         except (ValueError, RuntimeError, AttributeError):
-            return None
+            return self._untold(uuid) if _has(tf, number or 0) else None
         if not numbers:
             return None
         limit = self._limits.get(uuid) if uuid in self._logical else None
         if limit is not None and not self._growth:
             return usage_of((limit, in_use, 0, None, None, peak))
         return usage_of((None, in_use, 0, peak, limit, peak))
+
+    def _untold(self, uuid: str) -> Usage:
+        """What is known of its pool on a GPU where it tells nothing: without growth the pool is its limit."""
+        limit = self._limits.get(uuid) if uuid in self._logical else None
+        return Usage(None, None, 0, held_at_most=limit) if self._growth or limit is None else Usage(limit, None, 0)
 
     def trim(self, device: Device) -> None:
         """Does nothing: TensorFlow's pool cannot be shrunk from outside."""
@@ -210,8 +218,8 @@ class TensorFlow(Framework):
             matched.append((gpu, uuid))
         return matched
 
-    def _numbers(self, tf: Any, device: Device) -> Sequence[int]:
-        """The numbers of the GPU's logical devices; empty if TensorFlow has none there, or they cannot be known."""
+    def _numbers(self, tf: Any, device: Device) -> Sequence[int] | None:
+        """The numbers of the GPU's logical devices; empty if TensorFlow has none there, None if that is unknown."""
         if self._spans:
             return self._spans.get(device.uuid, ())
         if self._logical:
@@ -219,7 +227,7 @@ class TensorFlow(Framework):
             return () if number is None else (number,)
         if self._seen is None:
             self._seen = self._look(tf)
-        return self._seen.get(device.uuid, ())
+        return self._seen.get(device.uuid, None if self._unmatched else ())
 
     def _count(self) -> dict[str, range]:
         """The numbers for all GPUs, of which the user may have split some into several logical devices."""
@@ -237,13 +245,14 @@ class TensorFlow(Framework):
             devices = self.host.devices(ordinals=True) if gpus else ()
         except DeviceError as error:
             _log.debug("tensorflow: its GPUs cannot be told apart: %s", error)
-            return {}
+            devices = ()
         found, first = {}, 0
         for gpu in gpus:
             count = len(tf.config.get_logical_device_configuration(gpu) or "1")
             uuid = _uuid(gpu, gpus, devices)
             if uuid is not None:
                 found[uuid] = range(first, first + count)
+            self._unmatched = self._unmatched or uuid is None
             first += count
         return found
 
@@ -464,6 +473,14 @@ def _module(name: str) -> Any:
 def _limited(tf: Any, gpu: Any, cap: int) -> bool:
     limits = [entry.memory_limit for entry in tf.config.get_logical_device_configuration(gpu) or []]
     return bool(limits) and None not in limits and sum(limits) * MIB <= cap
+
+
+def _has(tf: Any, number: int) -> bool:
+    """Whether the live TensorFlow has a logical GPU of that number, as far as it says."""
+    try:
+        return number < len(tf.config.list_logical_devices("GPU"))
+    except (ValueError, RuntimeError, AttributeError):
+        return True
 
 
 def _context() -> Any:

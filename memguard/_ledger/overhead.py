@@ -14,9 +14,10 @@ the growth must be about as large as it was measured. Two first uses come at onc
 a library has just appeared, and none is charged for what grows again and again.
 
 All other growth is unaccounted, and so is all beyond what `_policy` knows of the live frameworks. What was charged for
-a first use or for kernels and is given back is charged no more. The gaps in the driver's slabs are counted by address.
-A second context is often seen only after it was made: it is charged then, from what was unaccounted, and has a row of
-its own.
+a first use or for kernels and is given back is charged no more. While a framework does not report what it holds, growth
+may be its pool: such a charge is provisional, and taken back as far as the framework's own figures prove it wrong. The
+gaps in the driver's slabs are counted by address. A second context is often seen only after it was made: it is charged
+then, from what was unaccounted, and has a row of its own.
 """
 
 from __future__ import annotations
@@ -43,6 +44,10 @@ TOGETHER = 3
 """The first uses that are told from one growth, of libraries that were seen to be entered."""
 ANY = frozenset(LIBRARIES)
 """Every library: where nothing tells which ones are loaded, each may be."""
+Use = tuple[str, int]
+"""A first use of a library: the framework, and the place in its `first_uses`."""
+Charge = tuple[int, frozenset[Use], int]
+"""Bytes, the first uses that they were charged for, and the part of them for kernels."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,8 @@ class Overhead:
     entered  those that were, if no first use was charged since
     seen     when that was last seen, in seconds
     charges  each charge for first uses or kernels: its bytes, the uses, and its part of `lazy`
+    doubtful the part of `charged`, `used` and `lazy` that was charged while a framework did not report what it held
+    least    the least that such frameworks must hold, in the last reading
     """
 
     charged: int = 0
@@ -78,7 +85,7 @@ class Overhead:
     fresh: bool = False
     second: int = 0
     loaded: frozenset[str] = frozenset()
-    used: frozenset[tuple[str, int]] = frozenset()
+    used: frozenset[Use] = frozenset()
     lazy: int = 0
     rest: int = 0
     pending: int = 0
@@ -88,11 +95,19 @@ class Overhead:
     entries: frozenset[tuple[str, int]] = frozenset()
     entered: frozenset[str] = frozenset()
     seen: float = -math.inf
-    charges: tuple[tuple[int, frozenset[tuple[str, int]], int], ...] = ()
+    charges: tuple[Charge, ...] = ()
+    doubtful: Charge = (0, frozenset(), 0)
+    least: int = 0
 
     @property
     def total(self) -> int:
         return self.charged + self.slabs
+
+    @property
+    def lasting(self) -> tuple[int, int]:
+        """The figures that last: they may change only by a reading during which no framework's figure changed. Else
+        memory that a framework takes after it was asked passes for overhead."""
+        return self.charged, self.gap
 
     def after(
         self,
@@ -102,14 +117,15 @@ class Overhead:
         loaded: frozenset[str] = ANY,
         now: float = 0.0,
         entries: frozenset[tuple[str, int]] = frozenset(),
+        least: int = 0,
     ) -> Overhead:
         """The state after a reading: `gap` is the process's bytes less what frameworks hold, `loaded` of `LIBRARIES`,
         `now` in seconds, `entries` as of `Host.entries`.
 
         Not `exact` if a framework does not report what it holds: part of the gap is then its pool, and no more is
-        charged than was measured for what appeared.
+        charged than was measured for what appeared. `least`: what such frameworks must hold, which the gap leaves out.
         """
-        quiet = gap == self.last and not (self.fresh or self.rest or self.pending)
+        quiet = gap == self.last and least == self.least and not (self.fresh or self.rest or self.pending)
         if quiet and appeared == self.appeared and loaded == self.loaded and entries == self.entries:
             return self
         growth, since, paused = gap - self.gap, gap - self.last, now - self.at > PAUSE
@@ -155,7 +171,7 @@ class Overhead:
             shrunk = min(shrunk, max(gap, 0))
         elif gone and since < 0:  # NCCL's communicators were destroyed, or a framework let go of the GPU
             shrunk = max(shrunk + max(since, -sum(workspace(name) for name in gone)), 0)
-        return replace(
+        state = replace(
             state,
             charged=shrunk + charge,
             gap=gap if gone or returned is not None else max(gap, self.gap),
@@ -167,6 +183,36 @@ class Overhead:
             grown=(self.grown[1], growth) if growth > 0 else self.grown,
             at=now if growth > 0 else self.at,
             streak=streak + 1 if growth > 0 and not new else streak,
+            least=least,
+        )
+        return state._without_pools(self, exact)
+
+    def _without_pools(self, before: Overhead, exact: bool) -> Overhead:
+        """The state without the charges that turn out to be a pool's memory.
+
+        When the least that a pool must hold rises, the pool holds that much: all overhead is then within the gap. At
+        other times the least may be too high (TensorFlow gives back idle regions), and proves nothing.
+        """
+        size, used, lazy = self.doubtful
+        if not exact:
+            size += max(self.charged - before.charged, 0)
+            used |= self.used - before.used
+            lazy += max(self.lazy - before.lazy, 0)
+        size, used, lazy = min(size, self.charged), used & self.used, min(lazy, self.lazy)
+        wrong = min(size, self.charged - self.last) if self.least > before.least else 0
+        if wrong <= 0:
+            return self if (size, used, lazy) == self.doubtful else replace(self, doubtful=(size, used, lazy))
+        taken_for = _contained(used, wrong)
+        kernels = max(min(lazy, wrong - sum(map(_size_of, taken_for))), 0)
+        return replace(
+            self,
+            charged=self.charged - wrong,
+            gap=self.last,
+            second=min(self.second, self.charged - wrong),
+            used=self.used - taken_for,
+            lazy=self.lazy - kernels,
+            charges=tuple(one for one in self.charges if not (one[1] & taken_for or (kernels and one[2]))),
+            doubtful=(size - wrong, used - taken_for, lazy - kernels),
         )
 
     def saw(self, entries: frozenset[tuple[str, int]], now: float, new: frozenset[str] = frozenset()) -> Overhead:
@@ -220,9 +266,7 @@ class Overhead:
         rest = _most(measured) - size if size < measured else 0
         return replace(self, used=self.used | used, rest=rest, charges=self._with(size, used), entered=frozenset())
 
-    def _with(
-        self, size: int, used: frozenset[tuple[str, int]] = frozenset(), lazy: int = 0
-    ) -> tuple[tuple[int, frozenset[tuple[str, int]], int], ...]:
+    def _with(self, size: int, used: frozenset[Use] = frozenset(), lazy: int = 0) -> tuple[Charge, ...]:
         """The charges with one more. Those below a page of the driver's are in no figure by themselves."""
         return (*self.charges, (size, used, lazy)) if size >= GRANULE else self.charges
 
@@ -273,16 +317,25 @@ def _most(measured: int) -> int:
     return measured * 5 // 4
 
 
-def _used_by(new: frozenset[str], charge: int) -> frozenset[tuple[str, int]]:
+def _used_by(new: frozenset[str], charge: int) -> frozenset[Use]:
     """The first uses that a charge for new frameworks contains, beyond what they take at once: the largest first."""
-    left = charge - sum(map(_at_once, new))
-    uses = [(size, name, place) for name in new & set(SPECS) for place, (_, size) in enumerate(SPECS[name].first_uses)]
+    uses = [(name, place) for name in new & set(SPECS) for place in range(len(SPECS[name].first_uses))]
+    return _contained(uses, charge - sum(map(_at_once, new)))
+
+
+def _contained(uses: Iterable[Use], size: int) -> frozenset[Use]:
+    """The first uses that so many bytes contain: the largest first."""
     found = set()
-    for size, name, place in sorted(uses, reverse=True):
-        if size * 7 // 8 <= left:
-            left -= size
-            found.add((name, place))
+    for use in sorted(uses, key=lambda use: (_size_of(use), use), reverse=True):
+        if _size_of(use) * 7 // 8 <= size:
+            size -= _size_of(use)
+            found.add(use)
     return frozenset(found)
+
+
+def _size_of(use: Use) -> int:
+    name, place = use
+    return SPECS[name].first_uses[place][1]
 
 
 def _at_once(name: str) -> int:

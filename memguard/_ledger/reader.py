@@ -73,6 +73,7 @@ class LedgerReader:
         self._overhead: dict[str, Overhead] = {}
         self._warned: set[str] = set()
         self._rest: dict[str, int] = {}
+        self._unsettled: set[str] = set()  # GPUs of which the last reading was not one moment's: nothing was charged
         self._owned: dict[str, tuple[int | None, int | None, int]] = {}
         self._ordinals: dict[str, int] = {}
         self._in_vain = -math.inf  # when a look at the loaded libraries showed no new one
@@ -85,6 +86,7 @@ class LedgerReader:
         self._overhead.clear()
         self._warned.clear()
         self._rest.clear()
+        self._unsettled.clear()
         self._owned.clear()
         self._second.clear()
 
@@ -149,10 +151,11 @@ class LedgerReader:
         gap = gap_of(own, usages.values(), slabs)
         if gap is not None:  # what has appeared since the last reading, which this one leaves to the next to charge
             live = {name for name, usage in usages.items() if usage is not None}
-            exact = all(usage is None or usage.held is not None for usage in usages.values())
+            silent = [usage.held_at_least or 0 for usage in usages.values() if usage is not None and usage.held is None]
             entries = self._host.entries(mark=False) if gap > state.last else state.entries
             appeared = state.appeared.union(live, {"context"})
-            state = state.after(gap, appeared, exact, state.loaded, time.monotonic(), entries)
+            loaded, now, least = state.loaded, time.monotonic(), sum(silent)
+            state = state.after(gap, appeared, not silent, loaded, now, entries, least)
         return Reading(device, memory, own, usages, replace(state, slabs=slabs)), processes
 
     def sample(self, part: DevicePlan, frameworks: Mapping[str, Framework]) -> DeviceSample:
@@ -184,20 +187,32 @@ class LedgerReader:
             f"another thread has waited {_PATIENCE:.0f} s for the driver\n    fix: run nvidia-smi to see if it hangs"
         )
 
-    def _read(self, part: DevicePlan, frameworks: Mapping[str, Framework], charge: bool) -> Reading:
-        """NVML is read before and after the frameworks, and all of it again if its figures moved meanwhile."""
+    def _read(
+        self,
+        part: DevicePlan,
+        frameworks: Mapping[str, Framework],
+        charge: bool,
+        earlier: Mapping[str, Usage | None] | None = None,
+    ) -> Reading:
+        """NVML is read before and after the frameworks, and all of it again if its figures moved meanwhile.
+
+        Only a reading that is one moment's may change what is charged: each framework's figure has to be the same
+        before and after NVML's. `earlier`: figures from just before; without them, or if they differ, the frameworks
+        are asked once more where a charge depends on it.
+        """
         device, host = part.device, self._host
         pid, uuid = host.pid, device.uuid
         for attempt in range(_ATTEMPTS):
             memory_before, before = host.memory(device), host.processes(device).get(pid)
             usages: dict[str, Usage | None] = {}
-            names, known, exact = [], 0, True
+            names, known, exact, least = [], 0, True, 0
             for name, one in frameworks.items():
                 usages[name] = usage = one.usage(device)
                 if usage is not None:
                     held, _, _, at_least, _, _ = usage
                     if held is None:
                         held, exact = at_least or 0, False
+                        least += held
                     known += held
                     names.append(name)
             processes = host.processes(device)
@@ -211,7 +226,8 @@ class LedgerReader:
             usages.update(others)
             names += others
             known += sum([_known(usage) for usage in others.values()])
-            exact = exact and None not in [usage.held for usage in others.values()]
+            silent = [usage.held_at_least or 0 for usage in others.values() if usage.held is None]
+            exact, least = exact and not silent, least + sum(silent)
         with_libraries, with_contexts, with_uncounted = self._who_tells(frameworks)
         live = frozenset(names)
         active = host.context_active(device)
@@ -238,24 +254,54 @@ class LedgerReader:
             if owners:
                 appeared |= {SECOND_CONTEXT + (f" {n}" if n > 1 else "") for n in range(1, len(owners) + 1)}
             loaded, entries = self._loaded(state, gap, appeared, charge)
-            state = state.after(gap, appeared, exact, loaded, time.monotonic(), entries)
+            after = state.after(gap, appeared, exact, loaded, time.monotonic(), entries, least)
+            settled = after.lasting == state.lasting or self._still(device, frameworks, usages, earlier)
+            state, moved = (after, moved) if settled else (state, True)
             if charge:
                 self._overhead[uuid] = state
+                (self._unsettled.discard if settled else self._unsettled.add)(uuid)
+        elif charge and own is not None:
+            self._unsettled.add(uuid)
         if state.charged + state.slabs > part.reserve:
             self._warn_of_overhead(state, part)
         past = sorted([(name, what) for name, one in with_uncounted if name in live and (what := one.uncounted())])
         uncounted = tuple([what for _, what in past])
         return reading_of((device, memory, own, usages, state, moved, owners, lent, uncounted))
 
+    def _still(
+        self,
+        device: Device,
+        frameworks: Mapping[str, Framework],
+        usages: Mapping[str, Usage | None],
+        earlier: Mapping[str, Usage | None] | None,
+    ) -> bool:
+        """Whether each framework held the same before and after NVML was read: as `earlier`, or if asked once more."""
+        pooled = [name for name, one in frameworks.items() if one.pooled]
+
+        def held(figures: Mapping[str, Usage | None]) -> dict[str, int]:
+            """Those that share a pool count as one: what is live there changes all the time."""
+            found = {n: _known(usage) for n, usage in figures.items() if usage is not None and n != EXCHANGE}
+            shared = sum([found.pop(name, 0) for name in (*pooled, POOL)])
+            return {**found, POOL: shared}
+
+        now = held(usages)
+        if earlier is not None and held(earlier) == now:
+            return True
+        again = {name: one.usage(device) for name, one in {**frameworks, **self._created}.items()}
+        if self.joint is not None:
+            again.update(self._shared(device, frameworks, again))
+        return held(again) == now
+
     def _sample(self, part: DevicePlan, frameworks: Mapping[str, Framework], charge: bool) -> DeviceSample:
         device = part.device
         uuid, caps, known, given = device.uuid, part.caps, 0, frameworks
         figures: dict[str, FrameworkSample] = {}
+        usages: dict[str, Usage | None] = {}
         if self._unnamed and (unnamed := self.unnamed()):
             frameworks = {**frameworks, **unnamed}
         for name, one in frameworks.items():
             if (usage := one.usage(device)) is not None:
-                held, in_use, reclaimable, at_least, _, _ = usage
+                held, in_use, reclaimable, at_least, _, _ = usages[name] = usage
                 known += held if held is not None else at_least or 0
                 figures[name] = framework_sample_of((held, in_use, reclaimable, caps.get(name)))
         _, _, used, free, _ = self._host.memory(device)
@@ -269,21 +315,22 @@ class LedgerReader:
                 figures[name] = framework_sample_of((*usage[:3], caps.get(name)))
         if self.joint is not None:
             for name, usage in self._shared(device, frameworks, figures).items():
+                usages[name] = usage
                 known += usage.held or 0
                 figures[name] = framework_sample_of((*usage[:3], None))
         slabs = driver_pages.slabs[uuid].gaps
         gap = None if own is None else own - known - slabs
         charged = self._overhead.get(uuid, _NOTHING).charged
         rest = None if gap is None else gap - charged
-        if rest is not None and abs(rest - self._rest.get(uuid, 0)) >= GRANULE:
-            reading = self._read(part, given, charge)
-            usages = {name: usage for name, usage in reading.usages.items() if usage is not None}
+        if rest is not None and (uuid in self._unsettled or abs(rest - self._rest.get(uuid, 0)) >= GRANULE):
+            reading = self._read(part, given, charge, usages)
+            found = {name: usage for name, usage in reading.usages.items() if usage is not None}
             own, slabs = reading.own, reading.overhead.slabs
             used, free = reading.memory.used, reading.memory.free
-            gap, charged = gap_of(own, usages.values(), slabs), reading.overhead.charged
+            gap, charged = gap_of(own, found.values(), slabs), reading.overhead.charged
             rest = None if gap is None else gap - charged
             self._rest[uuid] = rest or 0
-            figures = {name: framework_sample_of((*usage[:3], caps.get(name))) for name, usage in usages.items()}
+            figures = {name: framework_sample_of((*usage[:3], caps.get(name))) for name, usage in found.items()}
         elif charge and time.monotonic() - self._looked >= _SECOND_LOOK:
             self._look()
         if self.joint is not None:

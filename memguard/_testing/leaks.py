@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 MARKER = "memguard_leaks"
 _KEYWORDS = ("tolerance", "check")
+_UNCOUNTED = ("pycuda", "numba")
+"""They count nothing without a budget: what they take is unaccounted."""
 TOLERANCE = MIB
 """Bytes that a test may leave: random states, constants of compiled functions."""
 UNACCOUNTED = 64 * MIB
@@ -140,6 +142,8 @@ class Watcher:
             self._look_at_plans(parts)
         for one in devices:
             for name, figures in one.frameworks.items():
+                if name in _UNCOUNTED and figures.held is None:
+                    continue
                 size = figures.in_use
                 if name == "cupy" and size is not None and not simulated:
                     size = max(size - self._plans.get(one.uuid, 0), 0)

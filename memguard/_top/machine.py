@@ -17,7 +17,7 @@ from memguard._suspend.client import Client
 from memguard._suspend.listener import SilentError
 from memguard._top import client
 from memguard._top.server import KIND
-from memguard._top.snapshot import Gpu, Listed, Snapshot, Target
+from memguard._top.snapshot import Gpu, Listed, Snapshot, Target, off
 from memguard.errors import DeviceError, MemguardError
 
 LISTED = 10.0
@@ -234,7 +234,7 @@ class Machine:
 def _gpu(gpu: processes.Gpu, targets: Sequence[Target], known: bool) -> Gpu:
     """`others`: what NVML counts beside the targets. They were read a moment later: never below 0."""
     held = [
-        0 if share.suspended is not None else share.process
+        0 if off(target, share) else share.process
         for target in targets
         for share in target.shares
         if share.uuid == gpu.uuid and target.state != "ended"

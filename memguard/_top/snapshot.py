@@ -148,6 +148,12 @@ class Snapshot:
         return {"memguard_top": SCHEMA, **asdict(self)}
 
 
+def off(target: Target, share: Share) -> bool:
+    """Whether the process is suspended: off the GPU. A timeline does not say of each of several GPUs how much it has in
+    host memory."""
+    return share.suspended is not None or target.state == "suspended"
+
+
 def present(uuid: str, targets: Iterable[Target], now: float | None = None) -> list[tuple[Target, Share]]:
     """Who was on the GPU when it was read last: at `now`, or when one of them last did.
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from memguard._top.bars import ASCII, BLOCKS, Signs, card_bar, framework_bar
-from memguard._top.snapshot import Gpu, Listed, Share, Snapshot, Target, present
+from memguard._top.snapshot import Gpu, Listed, Share, Snapshot, Target, off, present
 from memguard._top.texts import UNKNOWN, ago, clean, clock, cut, gib, in_ascii, left, right, wrapped
 
 LEAST = 60
@@ -138,8 +138,8 @@ def _card(gpu: Gpu, here: Sequence[tuple[Target, Share]], width: int, signs: Sig
     if gpu.used is None and not here:
         return [Span(left("what is used is unknown", width), "note")]
     sizes: list[tuple[str, int]] = []
-    for _, share in here:
-        if share.suspended is not None:
+    for target, share in here:
+        if off(target, share):
             continue
         for part in share.frameworks:
             sizes.append((clean(part.name), part.held if part.held is not None else part.at_least or part.in_use or 0))
@@ -156,8 +156,8 @@ def _share(
     key = Key(target.key, share.uuid)
     who = clean(target.name) if target.pid is None else f"PID {target.pid} {clean(target.name)}"
     limit = "" if share.limit is None else f" of limit {gib(share.limit)}"
-    if share.suspended is not None or target.state == "suspended":
-        size = UNKNOWN if not share.suspended else f"{gib(share.suspended)} GiB"
+    if off(target, share):
+        size = UNKNOWN if share.suspended is None else f"{gib(share.suspended)} GiB"
         sizes = f"suspended, {size} in host memory"
     else:
         sizes = f"{gib(share.process)}{limit} GiB"

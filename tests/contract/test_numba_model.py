@@ -386,7 +386,7 @@ def test_undone_while_live_the_cap_is_gone(model: Model) -> None:
     live = setting.fill()
     assert applied.undo is not None and applied.permanent is None
     applied.undo()
-    assert setting.driver._memory_manager is None and setting.framework.usage(setting.gpu) is None
+    assert setting.driver._memory_manager is None and setting.framework.usage(setting.gpu) == Usage(None, None)
     live.append(setting.cuda.device_array(GIB))
     live.clear()
     setting.framework.trim(setting.gpu)
@@ -423,8 +423,10 @@ def test_live_before_it_cannot_be_capped(model: Model) -> None:
     with pytest.raises(CapNotApplied, match=r"was live before memguard\.init\(\)"):
         setting.apply()
     assert setting.driver._memory_manager is setting.driver.NumbaCUDAMemoryManager, "nothing stays"
-    assert setting.framework.usage(setting.gpu) is None
+    assert setting.framework.usage(setting.gpu) == Usage(None, None), "nobody counts what it holds"
     del array
+    setting.cuda.close()
+    assert setting.framework.usage(setting.gpu) is None
 
 
 def test_an_undo_keeps_its_hands_off_a_manager_set_later(model: Model) -> None:

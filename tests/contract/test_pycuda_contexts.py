@@ -24,7 +24,7 @@ from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks import driver_pages, second_contexts
 from memguard._frameworks.pycuda import adapter as pycuda_file
 from memguard._frameworks.pycuda.adapter import PyCUDA
-from memguard._types import Applied
+from memguard._types import Applied, Usage
 from memguard._units import MIB
 from memguard.errors import DeviceError
 
@@ -90,6 +90,38 @@ def setting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Setting]:
     driver_pages.slabs.clear()
     for name in modelled():
         del sys.modules[name]
+
+
+# without a cap
+
+
+def test_without_a_cap_what_it_holds_is_unknown_on_the_gpus_where_it_has_a_context(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contexts, "ordinals", lambda: {setting.gpu.uuid: 0, setting.other.uuid: 1})
+
+    def rows() -> list[Any]:
+        return [setting.framework.usage(gpu) for gpu in (setting.gpu, setting.other)]
+
+    assert rows() == [None, None], "not imported"
+    setting.drv.init()
+    assert rows() == [None, None], "no context"
+    context = setting.drv.Device(1).make_context()
+    assert rows() == [None, Usage(None, None)]
+    context.pop()
+    assert rows() == [None, Usage(None, None)], "it is another thread's now, or nobody's: its memory is there"
+
+
+def test_without_a_cap_the_context_of_autoinit_is_seen_from_every_thread(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contexts, "ordinals", lambda: {setting.gpu.uuid: 0, setting.other.uuid: 1})
+    importlib.import_module("pycuda.autoinit")
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.extend(map(setting.framework.usage, setting.host.devices())))
+    thread.start()
+    thread.join()
+    assert found == [Usage(None, None), None]
 
 
 # who serves make_context

@@ -432,6 +432,70 @@ def test_not_in_the_budget_each_gpus_figures_are_its_own(
     assert found["rows"] == [expected, expected] and found["asked"] == [True], "and once then"
 
 
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ("known = (None, None)", ["unknown", "unknown"]),
+        ("known = (0, None)", [0, "unknown"]),
+        ("known = None", ["unknown", "unknown"]),
+        ("tf.config.set_visible_devices([], 'GPU'); known = None", [None, None]),
+    ],
+    ids=["without numbers", "one without", "without an answer", "none visible"],
+)
+def test_gpus_that_cannot_be_told_apart_are_unknown_and_not_nothing(
+    with_tensorflow: Run, change: str, expected: list[Any]
+) -> None:
+    found = with_tensorflow(
+        f"""
+{UNNAMED}
+{change}
+figures = dict.fromkeys(figures, 0)
+def held(usage): return usage and ("unknown" if usage.held is usage.held_at_least is None else usage.held_at_least)
+result["rows"] = [[held(framework.usage(gpu)) for gpu in plain] for _ in range(2)]
+"""
+    )
+    assert found["rows"] == [expected, expected]
+
+
+@pytest.mark.parametrize("error", ["ValueError('Allocator stats not available')", "RuntimeError()", "AttributeError()"])
+@pytest.mark.parametrize(
+    ("devices", "growth", "expected"),
+    [
+        ("[tf]", True, [None, None, 1 << 30]),
+        ("[tf]", False, [1 << 30, None, None]),
+        ("[]", True, None),
+        ("1 / 0", True, [None, None, 1 << 30]),
+    ],
+    ids=["growth", "whole", "hidden since", "no list"],
+)
+def test_an_allocator_without_statistics_is_unknown_and_not_nothing(
+    with_tensorflow: Run, error: str, devices: str, growth: bool, expected: list[int | None] | None
+) -> None:
+    devices = devices.replace("1 / 0", "(_ for _ in ()).throw(RuntimeError())")
+    found = with_tensorflow(
+        ONE
+        + f"""
+from memguard._guard import Guard
+from memguard._config import from_mapping
+own = {{"limit": "1GiB", "growth": {growth}}}
+guard = Guard(from_mapping({{"version": 1, "frameworks": {{"tensorflow": own}}}}), host)
+guard.start()
+framework = guard.frameworks["tensorflow"]
+def broken(name): raise {error}
+tf.config.experimental.get_memory_info, tf.config.list_logical_devices = broken, lambda kind: {devices}
+framework._live = lambda module: True  # as after the first operation, which would need the GPU
+usage = framework.usage(device)
+result["usage"] = usage and [usage.held, usage.in_use, usage.held_at_most]
+row = guard.ledger().devices[0].row("tensorflow")
+result["row"] = [row.bytes, row.in_use]
+framework._live = lambda module: False
+guard.stop()
+"""
+    )
+    assert found["usage"] == expected
+    assert found["row"] == (expected[:2] if expected is not None else [0, None])
+
+
 GROWING = {"held": None, "in_use": 100, "reclaimable": 0, "held_at_least": 300, "held_at_most": 1 << 30, "peak": 300}
 WHOLE = {**GROWING, "held": 1 << 30, "held_at_least": None, "held_at_most": None}
 

@@ -339,6 +339,83 @@ def test_nothing_is_charged_while_another_thread_allocates(
     assert charged == 612 if moved else charged == 612 + 2 * times
 
 
+class Interleaved(Setting):
+    """Between the readings of two frameworks another thread allocates with the first, which trims the second."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__("jax", "cupy")
+        self.host.load("cublas")
+        self.live()
+        for name in ("torch", "jax"):
+            self.stubs[name].usages[self.gpu.uuid] = Usage(GIB, GIB, 0)
+        self.host.take(self.gpu, 2 * GIB + 34 * MIB)
+        assert self.figures() == [646, 0]
+        self.size, self.times = size, 0
+        ask = self.torch.usage
+
+        def usage(device: Device) -> Usage | None:
+            found = ask(device)
+            if self.times:
+                self.times -= 1
+                for name, size in (("torch", self.size), ("jax", -self.size)):
+                    held = (self.stubs[name].usages[device.uuid].held or 0) + size
+                    self.stubs[name].usages[device.uuid] = Usage(held, held, 0)
+            return found
+
+        self.torch.usage = usage  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("how", ["ledger", "sample"])
+@pytest.mark.parametrize("size", [2 * MIB, 66 * MIB, 226 * MIB])
+def test_what_a_framework_takes_after_it_was_asked_is_not_charged_with_one_that_appears(how: str, size: int) -> None:
+    """The process's bytes are the same before and after, so only the frameworks' own figures tell."""
+    setting = Interleaved(size)
+    setting.stubs["cupy"].usages[setting.gpu.uuid] = Usage(0, 0, 0)
+    setting.host.take(setting.gpu, 94 * MIB)
+    setting.times = 1 if how == "ledger" else 2
+    if how == "ledger":
+        part = setting.read()
+        assert part.moved and part.row("overhead").bytes == 646 * MIB, "it is no single moment's reading"
+    else:
+        assert setting.reader.sample(setting.part, setting.stubs).overhead == 646 * MIB
+    assert setting.times == 0
+    sample = setting.reader.sample(setting.part, setting.stubs)
+    assert (sample.overhead, sample.unaccounted) == (740 * MIB, 0), "the next tick charges what is there"
+    assert setting.figures() == [740, 0]
+
+
+def test_what_a_framework_takes_after_it_was_asked_hides_no_first_use_that_comes_later() -> None:
+    setting = Interleaved(300 * MIB)
+    setting.times = 1
+    assert setting.read().moved
+    assert setting.figures() == [646, 0]
+    setting.host.take(setting.gpu, 66 * MIB)
+    assert setting.figures() == [712, 0]
+
+
+def test_a_reading_asks_each_framework_once_and_again_only_where_a_charge_depends_on_it() -> None:
+    setting = Setting("jax")
+    setting.live()
+
+    def asked(read: Callable[[], object]) -> list[int]:
+        before = {name: stub.asked for name, stub in setting.stubs.items()}
+        read()
+        return [stub.asked - before[name] for name, stub in setting.stubs.items()]
+
+    def tick() -> object:
+        return setting.reader.sample(setting.part, setting.stubs)
+
+    assert asked(setting.read) == [2, 2], "the context and torch are charged"
+    assert asked(setting.read) == asked(tick) == [1, 1]
+    setting.torch.usages[setting.gpu.uuid] = Usage(GIB, GIB, 0)
+    setting.host.take(setting.gpu, GIB)
+    assert asked(tick) == asked(setting.read) == [1, 1], "torch took it"
+    setting.host.load("cublas")
+    setting.host.take(setting.gpu, 66 * MIB)
+    assert asked(tick) == [2, 2], "cuBLAS: the whole reading follows the tick's own figures"
+    assert setting.figures() == [678, 0]
+
+
 def test_others_that_allocate_do_not_keep_this_process_from_being_charged() -> None:
     setting = Setting()
     memory = setting.host.memory

@@ -370,6 +370,28 @@ def test_work_areas_of_cupys_cached_fft_plans_are_no_arrays(monkeypatch: pytest.
     assert check.leaks(None) == [], "another version of CuPy"
 
 
+@pytest.mark.parametrize("name", ["pycuda", "numba"])
+def test_what_a_framework_takes_that_counts_nothing_without_a_budget_is_seen_as_unaccounted(name: str) -> None:
+    from types import SimpleNamespace
+
+    from memguard._devices.simulated import SimulatedHost
+    from memguard._types import DevicePlan
+
+    device = SimulatedHost(["h200"]).devices()[0]
+    watcher, unaccounted, live = Watcher(), [0], dict[str, FrameworkSample]()
+    watcher._parts = (DevicePlan(device, GIB, GIB, {}, 0),)
+
+    def sample(part: DevicePlan, frameworks: Any) -> DeviceSample:
+        return DeviceSample(device.uuid, 9 * GIB, GIB, GIB, GIB, None, 0, unaccounted[0], live.copy())
+
+    watcher._reader = SimpleNamespace(sample=sample, unnamed=dict)  # type: ignore[assignment]
+    for _ in ("it begins within the test", "it was there before"):
+        check = Check(watcher, MIB)
+        live[name] = FrameworkSample(None, None, None, None)
+        unaccounted[0] += 200 * MIB
+        assert [(one.framework, one.after - one.before) for one in check.leaks(None)] == [("", 200 * MIB)]
+
+
 def test_gpus_that_cannot_be_read_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from memguard._devices import contexts
 

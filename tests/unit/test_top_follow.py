@@ -244,6 +244,21 @@ def test_a_suspended_process_is_shown_as_one(tmp_path: Path, clock: Clock) -> No
     writer.close()
 
 
+def test_a_suspended_process_of_several_gpus_is_in_no_bar(tmp_path: Path, clock: Clock) -> None:
+    writer = run(path_of(tmp_path), clock, plan_of("h200", "h200"))
+    source = Timelines([writer.path], clock)
+
+    def bar() -> str:
+        (found,) = [line for line in plain(view(source.read(), 100)) if line.startswith(" [")]
+        return found
+
+    assert "█" in bar()
+    writer.event(Event(clock(), "suspended", "suspended", seconds=1.0, bytes=7 << 30))
+    assert "█" not in bar(), "the event has the bytes of both together"
+    source.close()
+    writer.close()
+
+
 def test_several_timelines_share_their_gpus(tmp_path: Path, clock: Clock) -> None:
     plan = plan_of()
     writers = [run(tmp_path / f"{name}.{{pid}}.jsonl", clock, plan) for name in "ab"]

@@ -226,4 +226,5 @@ def test_what_a_target_holds_is_not_others() -> None:
     assert machine._gpu(gpu(), (target,), True).others == 5 * GIB
     assert machine._gpu(gpu(), (replace(target, shares=(replace(share, process=None),)),), True).others is None
     assert machine._gpu(gpu(), (replace(target, shares=(replace(share, suspended=GIB),)),), True).others == 30 * GIB
+    assert machine._gpu(gpu(), (replace(target, state="suspended"),), True).others == 30 * GIB
     assert machine._gpu(gpu(used=None), (target,), True).others is None

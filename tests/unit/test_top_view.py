@@ -148,6 +148,22 @@ def test_a_suspended_process_says_what_it_has_in_host_memory() -> None:
     assert "torch" not in lines[2]  # the card's bar
 
 
+def test_a_suspended_process_without_bytes_in_host_memory_says_so() -> None:
+    share = replace(SHARE, suspended=0)
+    text = "\n".join(plain(view(replace(FOLLOWED, targets=(replace(TARGET, state="suspended", shares=(share,)),)), 80)))
+    assert "suspended, 0.00 GiB in host memory" in text and "unknown in host memory" not in text
+
+
+def test_a_suspended_process_is_in_no_bar_though_its_bytes_in_host_memory_are_unknown() -> None:
+    """As a timeline of several GPUs tells it: the bytes of all together."""
+    second = replace(GPU, uuid="GPU-1", index=1)
+    target = replace(TARGET, state="suspended", shares=(SHARE, replace(SHARE, uuid="GPU-1")))
+    lines = plain(view(replace(FOLLOWED, gpus=(GPU, second), targets=(target,)), 80))
+    bars = [line for line in lines if line.startswith(" [")]
+    assert len(bars) == 2 and not any("torch" in bar or "jax" in bar for bar in bars)
+    assert sum("suspended, unknown in host memory" in line for line in lines) == 2
+
+
 def test_others_are_listed_and_the_asked_ones_are_not() -> None:
     lines = plain(view(attached(), 100))
     text = "\n".join(lines)

@@ -157,10 +157,8 @@ class Numba(Framework):
             return None
         if self._rmm is not None:
             return self._rmm.usage(device.uuid)
-        if self._manager is None:
-            return None
-        if not isinstance(managers[0], self._manager):
-            return Usage(None, None)  # another memory manager took its place, and nobody counts
+        if not isinstance(managers[0], self._manager or ()):
+            return Usage(None, None)  # the budget does not name Numba, or another manager is set: nobody counts
         bank: Bank = managers[0].bank
         if managers[0].alone():
             held, in_use, reclaimable, peak = managers[0].usage()

@@ -27,7 +27,7 @@ from memguard._devices import contexts
 from memguard._frameworks.base import Framework
 from memguard._frameworks.driver_pages import DriverPages, slabs
 from memguard._frameworks.pycuda import streams
-from memguard._frameworks.pycuda.contexts import current_context, serve_by_primary
+from memguard._frameworks.pycuda.contexts import automatic, current_context, pushed, serve_by_primary
 from memguard._frameworks.pycuda.pitched import Pitched
 from memguard._frameworks.pycuda.pool import Pool, RawPool
 from memguard._frameworks.replacements import Replacements
@@ -52,6 +52,7 @@ class PyCUDA(Framework):
         self._caps: dict[str, int] = {}
         self._by_ordinal: dict[int, str] = {}
         self._ordinals: dict[str, int] = {}
+        self._seen: set[str] = set()  # GPUs on which it was seen with a context, if it has no cap
         self._own: dict[int, Pool] = {}  # by context handle
         self._last: Pool | None = None  # the one that `mem_alloc` used last
         self._others: dict[int, Pool] = {}  # pools that the user made, by `id`
@@ -98,7 +99,9 @@ class PyCUDA(Framework):
 
     def usage(self, device: Device) -> Usage | None:
         drv = sys.modules.get("pycuda.driver")
-        if drv is None or not self._caps or not (self._own or self._live(drv)):
+        if drv is not None and not self._caps:
+            return self._uncounted(device)
+        if drv is None or not (self._own or self._live(drv)):
             return None
         uuid = device.uuid
         with self._lock:
@@ -119,6 +122,14 @@ class PyCUDA(Framework):
         if not pools and not held and not peak:
             return None  # its context is on another GPU, or it has not allocated yet
         return usage_of((held, in_use, idle, None, None, peak))
+
+    def _uncounted(self, device: Device) -> Usage | None:
+        """Unknown where PyCUDA was seen with a context: without a cap nobody counts. Its context of another thread is
+        seen if `pycuda.autoinit` made it, else when that thread reads."""
+        ordinal = contexts.ordinals().get(device.uuid)
+        if ordinal is not None and (automatic(ordinal) or (pushed() is not None and contexts.current() == ordinal)):
+            self._seen.add(device.uuid)
+        return Usage(None, None) if device.uuid in self._seen else None
 
     def trim(self, device: Device) -> None:
         """`free_held()` of the pools that can be freed by this thread."""
