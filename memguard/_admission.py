@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from memguard import _joint
+from memguard import _joint, _policy
 from memguard._blocks import End
 from memguard._devices import suspension
 from memguard._devices.host import Host
@@ -348,7 +348,7 @@ class Admission:
             if report.reserved is None:
                 return None
             devices = [part.device.uuid for part in self._guard.plan.devices]
-            return {uuid: reservations.usage_in_use(usage) for uuid, usage in zip(devices, usages, strict=True)}
+            return {uuid: _policy.in_use(usage) for uuid, usage in zip(devices, usages, strict=True)}
         except Exception as failure:  # shut down in the block, or a GPU is lost: the user's own error goes first
             if error is None and not isinstance(failure, MemguardError):
                 raise
@@ -402,7 +402,7 @@ class Admission:
             usages.update(self._guard._reclaimer.beside(device, framework))
             memory = self._guard.host.memory(device)
             verdict = self._admit(book, asked, part, usages, memory)
-        in_use = {name: reservations.usage_in_use(usage) for name, usage in usages.items()}
+        in_use = {name: _policy.in_use(usage) for name, usage in usages.items()}
         for name, size in in_use.items():
             lower = reservations.seen(book, name, {device.uuid: size})
             if lower is not book and self.turns.replace(book, lower):
@@ -430,7 +430,7 @@ class Admission:
     def _within_min(self, asked: Asked, part: DevicePlan, own: Usage | None) -> bool:
         """Whether it asks for no more than is its own for good, whatever other frameworks hold or wait for."""
         least = part.elastic.get(asked.framework, (part.caps[asked.framework], 0))[0]
-        taken = reservations.usage_in_use(own) or 0
+        taken = _policy.in_use(own) or 0
         return taken + self.open_bytes(asked.framework, asked.uuid) + asked.footprint <= least
 
     def _question(self, framework: str, needed: int, part: DevicePlan, mine: frozenset[int]) -> Asked:
@@ -448,7 +448,7 @@ class Admission:
         for part in self._guard.plan.devices if one is not None else ():
             assert one is not None
             try:
-                found[part.device.uuid] = reservations.usage_in_use(one.usage(part.device))
+                found[part.device.uuid] = _policy.in_use(one.usage(part.device))
             except Exception as error:
                 _log.debug("%s: what it has in use cannot be read: %s", framework, str(error))
         return found

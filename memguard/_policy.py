@@ -581,6 +581,11 @@ def admit(
     )
 
 
+def in_use(usage: Usage | None) -> int | None:
+    """What live arrays occupy: 0 where the framework is not live."""
+    return 0 if usage is None else usage.in_use
+
+
 def cached(usage: Usage) -> int:
     """What trimming the framework may return: all of its cache, if it does not say which part is fragmented."""
     if usage.reclaimable is not None:

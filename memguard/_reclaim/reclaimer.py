@@ -20,7 +20,6 @@ from memguard._joint import POOL
 from memguard._logs import log as _log
 from memguard._logs import words_of
 from memguard._reclaim import lending, order
-from memguard._reclaim.reservations import usage_in_use
 from memguard._specs import NEVER_GIVE_BACK
 from memguard._types import Device, DevicePlan, DeviceSample, Event, Room, Usage
 from memguard._units import GRANULE, format_size
@@ -261,7 +260,7 @@ class Reclaimer:
             if usage is not None and usage.held is None:
                 held = max(held, cap)
             else:
-                promised = self._guard.promised(name, plan.device.uuid, usage_in_use(usage))
+                promised = self._guard.promised(name, plan.device.uuid, _policy.in_use(usage))
             idle = 0 if name in spent else offers.get(name, 0)
             parts[name] = lending.Part(least, most, cap, held + promised, idle, framework.asks, promised)
         return parts
@@ -283,7 +282,7 @@ class Reclaimer:
                 continue
             usage = self._guard.frameworks[name].usage(device) if cap < now else None
             held = (usage.held or 0) if usage is not None else 0
-            if cap < now and held + self._guard.promised(name, uuid, usage_in_use(usage)) > cap:
+            if cap < now and held + self._guard.promised(name, uuid, _policy.in_use(usage)) > cap:
                 self._guard.set_cap(name, uuid, now)  # it has allocated meanwhile, or has it reserved
                 done = False
         return done

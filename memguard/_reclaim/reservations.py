@@ -215,7 +215,7 @@ def admit(book: Book, asked: Asked, usages: Mapping[str, Usage | None], memory: 
     what all others may still take, out of what is free and what trims give back.
     """
     framework, uuid = asked.framework, asked.uuid
-    in_use = {name: usage_in_use(usage) for name, usage in usages.items()}
+    in_use = {name: _policy.in_use(usage) for name, usage in usages.items()}
     plain = _policy.admit(framework, asked.needed, asked.footprint, asked.cap, usages, memory)
     own_part = may_have_left(book, framework, uuid, in_use.get(framework), asked.mine)
     if own_part >= asked.needed:
@@ -287,11 +287,6 @@ def who_holds(book: Book, uuid: str, in_use: Mapping[str, int | None], now: floa
                 f"{one.name!r} ({one.framework}, {one.who}) has waited {_ago(one, now)} for {format_size(one.asked)}"
             )
     return lines if len(lines) <= _SHOWN else [*lines[:_SHOWN], f"and {len(lines) - _SHOWN} more"]
-
-
-def usage_in_use(usage: Usage | None) -> int | None:
-    """What live arrays occupy: 0 where the framework is not live."""
-    return 0 if usage is None else usage.in_use
 
 
 def cache(usage: Usage) -> int:
