@@ -19,6 +19,7 @@ from pydantic_core import PydanticKnownError, core_schema
 from memguard._units import GIB, GRANULE, KIB, MAX_SIZE, MIB, TIB, parse_duration, parse_percent, parse_size, short
 
 T = TypeVar("T")
+V = TypeVar("V")
 
 INTERVAL, FORECAST = (0.05, 3600.0), (1.0, 3600.0)
 """The least and the most seconds between two samples, and that the monitor may look ahead (0 turns that off)."""
@@ -171,10 +172,10 @@ def _is_part(value: object) -> bool:
 
 
 def _meant(value: object, bare: str) -> str | None:
-    """As `meant.quantity`. What is written right needs nothing of that module."""
-    from memguard._config import meant
+    """As `suggestions.quantity`. What is written right needs nothing of that module."""
+    from memguard._config import suggestions
 
-    return meant.quantity(value, bare)
+    return suggestions.quantity(value, bare)
 
 
 def _or_meant(parse: Callable[[object], T], value: object, bare: str, fits: Callable[[str], bool]) -> T:
@@ -285,7 +286,7 @@ def ranks_text(value: object) -> object:
 
 def device_key(value: str) -> str:
     """A GPU by UUID, CUDA ordinal or name pattern, in one spelling each."""
-    from memguard._config import meant
+    from memguard._config import suggestions
 
     name = value.strip(" \t") if len(value) <= MAX_KEY else value
     shown = found(value)
@@ -296,7 +297,7 @@ def device_key(value: str) -> str:
         import unicodedata
 
         what = f"U+{ord(odd):04X} ({unicodedata.name(odd, 'a control character')})"
-        instead = meant.device_key(value)
+        instead = suggestions.device_key(value)
         fix = f"name the GPU '{instead}'" if instead else _NAME_A_GPU
         raise ValueError(f"{shown} has {what} in it; GPUs' names and numbers are plain ASCII; {fix}")
     if re.fullmatch(_UUID, name):
@@ -309,7 +310,7 @@ def device_key(value: str) -> str:
         raise ValueError(f"{shown} is not a GPU's whole UUID; copy the one that `nvidia-smi -L` prints")
     if name.upper().startswith("MIG-"):
         raise ValueError(f"{shown} is a MIG instance, which this version does not support; remove this entry")
-    instead = meant.device_key(name)
+    instead = suggestions.device_key(name)
     if instead == name:
         return name
     if instead == "*":
@@ -329,6 +330,28 @@ _NAME_A_GPU = "write a UUID from `nvidia-smi -L`, a CUDA ordinal such as 0, or a
 def _unit_missing(value: object, likely: bool, unit: str) -> str:
     number = re.sub(r"\.0*$", "", found(value).strip("' "))
     return f"; write '{number}{unit}' if you mean that" if likely and re.fullmatch("[0-9]+", number) else ""
+
+
+# Mappings
+
+
+class Frozen(dict[str, V]):
+    """A dict in file order that nothing may change, so that it has a hash."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Frozen, (dict(self),)  # pickle would set its entries one by one
+
+    def _refuse(self, *args: object, **more: object) -> Any:
+        raise TypeError("a budget cannot be changed")
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+
+def frozen(entries: dict[str, V]) -> Frozen[V]:
+    return Frozen(entries)  # pydantic takes a millisecond to find out how the class itself is called
 
 
 # Types, each with its part of the JSON Schema

@@ -34,7 +34,7 @@ from memguard._config import (
     load,
     parse,
 )
-from memguard._config.budget import MODELS
+from memguard._config.schema import MODELS
 from memguard._findings import NAMES
 from memguard._specs import SPECS
 from memguard._units import GIB, MIB
@@ -502,7 +502,7 @@ def resolved(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain(text: str) -> Any:
-    from memguard._config.positions import read
+    from memguard._config.yaml import read
 
     return read(text).data
 

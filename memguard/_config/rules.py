@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple, TypeVar
 
 from memguard._config import values
-from memguard._config.document import Loc
+from memguard._config.source_map import Loc
 from memguard._config.values import percent_text, size_text
 from memguard._specs import CONTEXT, OVERHEADS, SECOND_CONTEXT, SLACK, SPECS
 from memguard._units import MIB
@@ -61,9 +61,7 @@ def check(data: Mapping[str, Any]) -> list[Violation]:
     for loc, own, inherited in scopes:
         violations += _fits(loc, own, inherited, asked, rooms, auto)
     if data.get("strategy") == "pool":
-        from memguard._config import pooling
-
-        violations += [Violation(*found) for found in pooling.check(frameworks)]
+        violations += _pool(frameworks)
     violations += _misplaced(data)
     violations += _same_device(devices)
     violations += _levels(_mapping(data.get("monitor")))
@@ -120,15 +118,17 @@ def _bounds(loc: Loc, entry: Mapping[str, Any]) -> Iterator[Violation]:
 
 def _not_one(name: str, entry: Mapping[str, Any], data: Mapping[str, Any], options: set[str]) -> Iterator[Violation]:
     """Not exactly one of share, limit, and min with max."""
-    from memguard._config import meant
+    from memguard._config import suggestions
 
     loc: Loc = ("frameworks", name)
     fixed, bounds = [key for key in entry if key in SIZES[:2]], [key for key in entry if key in SIZES[2:]]
     known = set(entry) <= options | set(SIZES)  # an unknown key may be a misspelt one, and is explained by itself
-    kept = meant.flow({key: value for key, value in entry.items() if key in {o.name for o in SPECS[name].options}})
+    kept = suggestions.flow(
+        {key: value for key, value in entry.items() if key in {o.name for o in SPECS[name].options}}
+    )
     rest = f", {kept[1:-1]}" if 2 < len(kept) < 60 else ""
     if len(fixed) == 2:
-        both = " or ".join(f"'{key}: {meant.flow(entry[key])}'" for key in SIZES[:2])
+        both = " or ".join(f"'{key}: {suggestions.flow(entry[key])}'" for key in SIZES[:2])
         fix = f"remove one of them{f': {both}' if len(both) < 60 else ''}"
         yield Violation((*loc, fixed[1]), "has both share and limit: exactly one is allowed", fix, True)
     elif fixed and len(bounds) == 2:
@@ -141,15 +141,18 @@ def _not_one(name: str, entry: Mapping[str, Any], data: Mapping[str, Any], optio
         else:
             yield Violation((*loc, bounds[0]), message, "remove it", True, True)
     elif bounds == ["max"] and known:
-        line = meant.sized(entry["max"], "GiB", "framework") or "limit: 4GiB"
+        line = suggestions.sized(entry["max"], "GiB", "framework") or "limit: 4GiB"
         fix = f"write '{line}' for a cap that stays, or add a min, for example 'min: 5%'"
         yield Violation((*loc, "max"), "has max without min: an elastic share has both", fix, True, True)
     elif bounds and known:
-        least = meant.quantity(entry["min"], "%") or "5%"
+        least = suggestions.quantity(entry["min"], "%") or "5%"
         fix = f"write '{name}: {{min: {least}, max: 100%{rest}}}', or another max"
         yield Violation(loc, "has min without max: an elastic share has both", fix, True, True)
     elif not bounds and known:
-        message, left = "has neither share nor limit, nor min and max: exactly one is needed", meant.share_left(data)
+        message, left = (
+            "has neither share nor limit, nor min and max: exactly one is needed",
+            suggestions.share_left(data),
+        )
         yield Violation(
             loc, message, f"write '{name}: {{share: {left}{rest}}}' or '{name}: {{limit: 4GiB{rest}}}'", True
         )
@@ -170,16 +173,16 @@ def _shares(asked: Asked, rooms: list[int]) -> Iterator[Violation]:
     total = sum(shares.values(), Fraction(0))
     if total < 1:
         return
-    from memguard._config import fitting  # suggests numbers: a budget that fits needs none
+    from memguard._config import suggestions  # suggests numbers: a budget that fits needs none
 
-    numbers = fitting.as_text(_lowered(shares, limits, rooms), elastic)
+    numbers = suggestions.as_text(_lowered(shares, limits, rooms), elastic)
     if total > 1:
         what = "shares and minima" if set(shares) & set(elastic) else "shares"
         message = f"the {what} add up to {percent_text(total)} ({_sum(shares, elastic)}); at most 100% can be given out"
         fix = f"lower them by {percent_text(total - 1)} together, for example to {numbers}"
         yield Violation(_place(list(shares)[-1], "share", elastic), message, fix)
     elif total == 1 and limits:
-        size, names = size_text(sum(limits.values())), [fitting.label(name, elastic) for name in shares]
+        size, names = size_text(sum(limits.values())), [suggestions.label(name, elastic) for name in shares]
         message = f"the shares take 100%, so nothing is left for the {size} of {' and '.join(limits)}"
         fix = f"lower the share of {' and '.join(names)}, for example to {numbers}"
         yield Violation(_place(list(limits)[-1], "limit", elastic), message, fix)
@@ -191,9 +194,9 @@ def _place(name: str, key: str, elastic: Collection[str]) -> Loc:
 
 def _lowered(shares: Mapping[str, Fraction], limits: Mapping[str, int], rooms: list[int]) -> dict[str, Fraction | int]:
     """What to lower shares to that are too large by themselves: they have to be, even if a limit has to be raised."""
-    from memguard._config import fitting
+    from memguard._config import suggestions
 
-    return fitting.fitting(shares, limits, min(rooms, default=None)) or fitting.fitting(shares, limits, None)
+    return suggestions.fitting(shares, limits, min(rooms, default=None)) or suggestions.fitting(shares, limits, None)
 
 
 def _bytes(own: Mapping[str, Any], inherited: Mapping[str, Any]) -> tuple[int, int | None] | None:
@@ -260,7 +263,7 @@ def _fits(
         return
     over = math.ceil(needed - left * (limit - reserve))
     if over > 0:
-        from memguard._config import fitting
+        from memguard._config import suggestions
 
         kept = f" − reserve {size_text(reserve)}" if reserve else ""
         message = (
@@ -268,11 +271,33 @@ def _fits(
         )
         fix = f"raise the limit to {_about(math.ceil(needed / left) + keep)}"
         fix += ", with room for the reserve" if declared is None else ""
-        numbers = fitting.as_text(fitting.fitting(shares, limits, min(rooms, default=None)), elastic)
+        numbers = suggestions.as_text(suggestions.fitting(shares, limits, min(rooms, default=None)), elastic)
         if limit > keep and numbers:
             over = math.ceil(needed - left * (limit - keep))
             fix += f", or lower the frameworks by {_about(over)}, for example to {numbers}"
         yield Violation((*loc, at), message, fix)
+
+
+def _pool(frameworks: Mapping[str, Mapping[str, Any]]) -> Iterator[Violation]:
+    """What is wrong with the frameworks of a budget whose strategy is the pool."""
+    for name, entry in frameworks.items():
+        for key in ("min", "max"):
+            if key in entry and _joins(name, entry):
+                message = (
+                    f"{key} has no meaning under 'strategy: pool': the pool is shared already, and each may use all"
+                )
+                fix = "write one share or limit, or 'strategy: caps'"
+                yield Violation(("frameworks", name, key), message, fix, True, True)
+                break
+    if frameworks and not any(_joins(name, entry) for name, entry in frameworks.items()):
+        able = " or ".join(name for name, spec in SPECS.items() if spec.joint)
+        message = f"no framework of this budget can draw from one pool: {', '.join(frameworks)}"
+        yield Violation(("strategy",), message, f"name {able}, or write 'strategy: caps'")
+
+
+def _joins(name: str, entry: Mapping[str, Any]) -> bool:
+    """Whether the framework draws from the shared pool. Not with a CUDA context of its own."""
+    return bool(SPECS[name].joint) and entry.get("context") != "own"
 
 
 def _misplaced(data: Mapping[str, Any]) -> Iterator[Violation]:
@@ -332,10 +357,10 @@ def _metrics(data: Mapping[str, Any]) -> Iterator[Violation]:
         return
     told = {key: value for key, value in metrics.items() if key != "opentelemetry" or value is not False}
     if set(told) <= {"job"}:
-        from memguard._config import meant
+        from memguard._config import suggestions
 
         both = {"prometheus": 9477, **told}
-        fix = f"write 'metrics: {meant.flow(both)}' or 'metrics: {{opentelemetry: true}}'"
+        fix = f"write 'metrics: {suggestions.flow(both)}' or 'metrics: {{opentelemetry: true}}'"
         yield Violation(("metrics",), "nobody gets them: it names neither prometheus nor opentelemetry", fix, True)
 
 
@@ -351,9 +376,9 @@ def _lease(device: Mapping[str, Any]) -> Iterator[Violation]:
         text, more = "nobody is suspended for a lease that is not waited for", {"wait": "10min"}
     else:
         return
-    from memguard._config import meant
+    from memguard._config import suggestions
 
-    fix = f"write 'device: {meant.flow({**device, **more})}', or remove {' and '.join(waits)}"
+    fix = f"write 'device: {suggestions.flow({**device, **more})}', or remove {' and '.join(waits)}"
     yield Violation(("device",), text, fix, True)
 
 
@@ -365,9 +390,9 @@ def _repeated(loc: Loc, listed: object) -> Iterator[Violation]:
 
 
 def _sum(parts: Mapping[str, Fraction | int], elastic: Collection[str]) -> str:
-    from memguard._config import fitting
+    from memguard._config import suggestions
 
-    return fitting.as_text(parts, elastic, " + ")
+    return suggestions.as_text(parts, elastic, " + ")
 
 
 def _about(size: int) -> str:

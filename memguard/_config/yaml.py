@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from memguard._config.document import MAX_DEPTH, MAX_NODES, MAX_TEXT, Document, Loc, Mark, encodable, too_long
+from memguard._config.source_map import MAX_DEPTH, MAX_NODES, MAX_TEXT, Document, Loc, Mark, encodable, too_long
 from memguard._units import short
 from memguard.errors import Problem
 

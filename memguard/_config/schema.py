@@ -25,11 +25,9 @@ from pydantic import (
 )
 from pydantic_core import core_schema
 
-from memguard._config import checks, values
-from memguard._config.document import Document, of_mapping
-from memguard._config.frozen import Frozen, frozen
-from memguard._config.origin import Origin, in_order, origin
-from memguard._config.values import WRITTEN
+from memguard._config import rules, values
+from memguard._config.source_map import Document, Origin, in_order, of_mapping, origin
+from memguard._config.values import WRITTEN, Frozen, frozen
 from memguard._findings import NAMES, Name
 from memguard._specs import SPECS, Option
 from memguard._units import short
@@ -316,7 +314,7 @@ class Budget(_Model):
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Budget":
         """The budget in a file. Raises ConfigError, also if the file cannot be read."""
-        from memguard._config.positions import MAX_BYTES
+        from memguard._config.yaml import MAX_BYTES
 
         source = short(path)
         try:
@@ -333,7 +331,7 @@ class Budget(_Model):
     @classmethod
     def from_text(cls, text: str | bytes, source: str = "budget") -> "Budget":
         """The budget in a text, or in bytes of UTF-8. `source` names it in messages. Raises ConfigError."""
-        from memguard._config.positions import read  # imports yaml, which a budget of Python values does not need
+        from memguard._config.yaml import read  # imports yaml, which a budget of Python values does not need
 
         return _budget(read(text), _printable(source))
 
@@ -400,7 +398,7 @@ def _budget(document: Document, source: str) -> Budget:
     if () in document.bad or not isinstance(document.data, dict):
         wrong = [] if () in document.bad else [_not_a_mapping(document)]
         raise ConfigError(in_order([*document.problems, *wrong]), source)
-    violations = checks.check(document.data)
+    violations = rules.check(document.data)
     errors: list[Any] = []
     try:
         budget = Budget.model_validate(document.data)
