@@ -26,7 +26,7 @@ from pydantic import (
 from pydantic_core import core_schema
 
 from memguard._config import rules, values
-from memguard._config.source_map import Document, Origin, in_order, of_mapping, origin
+from memguard._config.source_map import Document, Origin, in_order, of_mapping
 from memguard._config.values import WRITTEN, Frozen, frozen
 from memguard._findings import NAMES, Name
 from memguard._specs import SPECS, Option
@@ -412,7 +412,8 @@ def _budget(document: Document, source: str) -> Budget:
         budget = budget.model_copy(update={"monitor": MonitorConfig()})
     if budget.ranks is not None:
         budget = _unsaid(budget)
-    budget._origin = origin(document, source)
+    if document.text is not None:
+        budget._origin = Origin(source, document.text)
     return budget
 
 

@@ -1,10 +1,14 @@
-"""A budget as plain values (mappings, lists, text, whole numbers, true, false, nothing), and where each was written."""
+"""A budget as plain values (mappings, lists, text, whole numbers, true, false, nothing), and where each was written.
+
+Places are looked up when an error needs them: a budget that is right never does.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
+from functools import cached_property
 
 from memguard._config.values import device_key
 from memguard._units import short
@@ -21,25 +25,54 @@ Mark = tuple[int, int]
 """Line and column, both from 1."""
 Loc = tuple[str | int, ...]
 """The keys and indexes that lead to a value."""
+Places = tuple[dict[Loc, Mark | None], dict[Loc, Mark | None]]
+"""The marks of the keys, and those of the values, in file order. A mark is None if there is no file."""
 
 
 class Document:
-    """One document as plain values, the marks of its keys and values in file order, and its problems of form.
+    """One document as plain values, and its problems of form.
 
-    A mark is None if there is no file. What lies at or below a place in `bad` was reported already.
+    `text` is None if it was made of Python values. What lies at or below a place in `bad` was reported already.
     """
 
     def __init__(
-        self,
-        values: dict[Loc, Mark | None] | None = None,
-        problems: list[Problem] | None = None,
-        bad: set[Loc] | None = None,
+        self, text: str | None = None, problems: list[Problem] | None = None, bad: set[Loc] | None = None
     ) -> None:
         self.data: object = None
-        self.keys: dict[Loc, Mark | None] = {}
-        self.values = {} if values is None else values
+        self.text = text
+        self.nodes = 0
         self.problems = [] if problems is None else problems
         self.bad = set() if bad is None else bad
+        self.find: Callable[[], Places] = self._without_marks
+
+    @cached_property
+    def _places(self) -> Places:
+        return self.find()
+
+    @property
+    def keys(self) -> dict[Loc, Mark | None]:
+        """The mark of each key."""
+        return self._places[0]
+
+    @property
+    def values(self) -> dict[Loc, Mark | None]:
+        """The mark of each value."""
+        return self._places[1]
+
+    def _without_marks(self) -> Places:
+        keys: dict[Loc, Mark | None] = {}
+        values: dict[Loc, Mark | None] = {}
+
+        def walk(value: object, loc: Loc) -> None:
+            values[loc] = None
+            if isinstance(value, dict):
+                keys.update(((*loc, key), None) for key in value)
+            children = value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ())
+            for part, child in children:
+                walk(child, (*loc, part))
+
+        walk(self.data, ())
+        return keys, values
 
 
 class Opaque:
@@ -64,8 +97,8 @@ def of_mapping(mapping: object) -> Document:
 
 
 def _plain(value: object, path: Loc, document: Document) -> object:
-    document.values[path] = None
-    if len(document.values) > MAX_NODES or len(path) > MAX_DEPTH:
+    document.nodes += 1
+    if document.nodes > MAX_NODES or len(path) > MAX_DEPTH:
         raise OverflowError
     if isinstance(value, Mapping):
         found: dict[str, object] = {}
@@ -75,14 +108,12 @@ def _plain(value: object, path: Loc, document: Document) -> object:
             if isinstance(key, str) and len(key) > MAX_TEXT:
                 document.problems.append(too_long(key, "key"))
                 continue
-            name = _key(key)
-            at = (*path, name or "")
+            name = key if type(key) is str and key.isascii() else _key(key)
             if name is None or name in found:
                 message = f"{short(key)} is given twice" if name else f"a key must be text, found {short(key)}"
                 document.problems.append(Problem(message, "keep one of them" if name else "write the key as text"))
             else:
-                document.keys[at] = None
-                found[name] = _plain(child, at, document)
+                found[name] = _plain(child, (*path, name), document)
         return found
     if isinstance(value, (list, tuple)):
         return [_plain(child, (*path, index), document) for index, child in enumerate(value)]
@@ -92,7 +123,7 @@ def _plain(value: object, path: Loc, document: Document) -> object:
             document.problems.append(too_long(text, "value"))
             document.bad.add(path)
             return Opaque(value)
-        return text if encodable(text) else Opaque(value)
+        return text if text.isascii() or encodable(text) else Opaque(value)
     if value is None or isinstance(value, (bool, float)):
         return value
     if isinstance(value, (int, Fraction)):
@@ -119,13 +150,14 @@ def encodable(text: str) -> bool:
 
 
 class Origin:
-    """Where a budget was written. All origins are equal, so that equal budgets may come from different files.
+    """Where a budget was written, for problems that are found later.
 
-    `source` names the text in messages, and is "" if the budget was made of plain Python values.
+    All origins are equal, so that equal budgets may come from different files. `source` names the text in messages, and
+    is "" if the budget was made of plain Python values.
     """
 
-    def __init__(self, source: str = "", marks: Mapping[Loc, Mark] | None = None) -> None:
-        self.source, self.marks = source, marks or {}
+    def __init__(self, source: str = "", text: str | None = None) -> None:
+        self.source, self._text = source, text
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Origin)
@@ -135,16 +167,20 @@ class Origin:
 
     def problem(self, loc: Loc, message: str, fix: str) -> Problem:
         """A problem with what is at `loc`. If nothing is written there, its line is that of the nearest key above."""
-        line, column = self.marks.get(nearest(loc, self.marks)) or (None, None)
+        marks = self._marks()
+        line, column = marks.get(nearest(loc, marks)) or (None, None)
         return Problem(message, fix, line, column, path(loc))
 
+    def _marks(self) -> dict[Loc, Mark]:
+        """By place in the checked budget: a mapping at its key, a value where it stands itself."""
+        if self._text is None:
+            return {}
+        from memguard._config.yaml import read
 
-def origin(document: Document, source: str) -> Origin:
-    """Where a checked budget was written: a mapping at its key, a value where it stands itself."""
-    parents = {loc[:-1] for loc in document.values}
-    marks = document.values | {loc: mark for loc, mark in document.keys.items() if loc in parents}
-    written = source if document.values.get(()) else ""
-    return Origin(written, {_canonical(loc): mark for loc, mark in marks.items() if loc and mark})
+        document = read(self._text)
+        parents = {loc[:-1] for loc in document.values}
+        marks = document.values | {loc: mark for loc, mark in document.keys.items() if loc in parents}
+        return {_canonical(loc): mark for loc, mark in marks.items() if loc and mark}
 
 
 def _canonical(loc: Loc) -> Loc:
