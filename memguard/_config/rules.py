@@ -1,12 +1,15 @@
-"""What must hold between the values of a budget. Lenient: it checks what can be read and skips the rest, so that these
-problems are reported together with those of single values."""
+"""What must hold between the values of a budget.
+
+The values are those of the checked budget. If some value is wrong there is none: then the rules read what they can of
+the document and skip the rest, so that their problems are reported together with those of single values.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from fractions import Fraction
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from memguard._config import values
 from memguard._config.source_map import Loc
@@ -14,10 +17,35 @@ from memguard._config.values import percent_text, size_text
 from memguard._specs import CONTEXT, OVERHEADS, SECOND_CONTEXT, SLACK, SPECS
 from memguard._units import MIB
 
+if TYPE_CHECKING:
+    from memguard._config.schema import Budget, FrameworkBudget
+
 T = TypeVar("T")
 
 SIZES = ("share", "limit", "min", "max")
 """The keys that say how much a framework gets."""
+_SIZES, _SHARE, _LIMIT, _BOUNDS = {*SIZES}, {"share"}, {"limit"}, {"min", "max"}
+
+
+class Part(NamedTuple):
+    """How much a framework gets, as far as it can be read. What is not written is None."""
+
+    share: Fraction | None = None
+    limit: int | None = None
+    min: Fraction | int | None = None
+    max: Fraction | int | None = None
+
+
+class Scope(NamedTuple):
+    """Limit and reserve of every GPU, or of those that an entry of `devices` names; None if that cannot be read.
+
+    `written` has the keys at `loc`; what is not written there is as in `device`.
+    """
+
+    loc: Loc
+    written: Mapping[str, Any]
+    limit: Fraction | int | None
+    reserve: int | Literal["auto"] | None
 
 
 class Asked(NamedTuple):
@@ -46,82 +74,133 @@ class Violation(NamedTuple):
     instead: tuple[Loc, ...] = ()
 
 
-def check(data: Mapping[str, Any]) -> list[Violation]:
-    """Every violation in raw data. Frameworks that memguard does not know are left out."""
+def check(data: Mapping[str, Any], budget: Budget | None) -> list[Violation]:
+    """Every violation in plain data, and in the budget that it was read to; None if some value is wrong.
+
+    Frameworks that memguard does not know are left out.
+    """
     written = _mapping(data.get("frameworks"))
     frameworks = {name: entry for name, entry in written.items() if name in SPECS and isinstance(entry, Mapping)}
-    asked = _asked(frameworks)
-    device, devices, pressure = _mapping(data.get("device")), _mapping(data.get("devices")), data.get("on_pressure")
-    violations = [violation for name, entry in frameworks.items() for violation in _framework(name, entry, data)]
-    scopes: list[tuple[Loc, Mapping[str, Any], Mapping[str, Any]]] = [(("device",), device, {})]
-    scopes += [(("devices", key), _mapping(override), device) for key, override in devices.items()]
-    auto = _auto_reserve(frameworks)
-    rooms = [room for _, own, inherited in scopes if (room := _room(own, inherited, auto)) is not None and room > 0]
-    violations += _shares(asked, rooms)
-    for loc, own, inherited in scopes:
-        violations += _fits(loc, own, inherited, asked, rooms, auto)
+    device, devices, monitor = _mapping(data.get("device")), _mapping(data.get("devices")), data.get("monitor")
+    if budget is not None and len(budget.devices) < len(devices):
+        budget = None  # two keys name one GPU: it has one of their entries
+    parts: Mapping[str, Part | FrameworkBudget]
+    if budget is not None:
+        parts, scopes = budget.frameworks, _scopes(device, devices, budget)
+    else:
+        parts = {name: _part(entry) for name, entry in frameworks.items()}
+        scopes = _readable_scopes(device, devices)
+    violations: list[Violation] = []
+    for name, entry in frameworks.items():
+        given = entry.keys() & _SIZES
+        if given == _BOUNDS:
+            violations += _bounds(name, parts[name])
+        elif given != _SHARE and given != _LIMIT:
+            violations += _not_one(name, entry, data)
+    violations += _amounts(frameworks, parts, scopes)
     if data.get("strategy") == "pool":
         violations += _pool(frameworks)
-    violations += _misplaced(data)
-    violations += _same_device(devices)
-    violations += _levels(_mapping(data.get("monitor")))
-    if "monitor" not in data and isinstance(pressure, list) and pressure:
-        message = "nothing watches the pressure: on_pressure needs a monitor"
-        violations.append(Violation(("on_pressure",), message, "add 'monitor: {}', which takes the defaults", True))
+    if budget is None:  # what no budget can have
+        violations += _of_others(frameworks)
+        violations += _misplaced(data)
+        violations += _same_device(devices)
+    if isinstance(monitor, Mapping):
+        violations += _levels(monitor, budget)
+    if (pressure := data.get("on_pressure")) and isinstance(pressure, list):
+        if "monitor" not in data:
+            message = "nothing watches the pressure: on_pressure needs a monitor"
+            violations.append(Violation(("on_pressure",), message, "add 'monitor: {}', which takes the defaults", True))
+        violations += _repeated(("on_pressure",), pressure)
+    if (ignored := _mapping(data.get("doctor")).get("ignore")) and isinstance(ignored, list):
+        violations += _repeated(("doctor", "ignore"), ignored)
     violations += _metrics(data)
     violations += _lease(device)
-    violations += _repeated(("on_pressure",), pressure)
-    violations += _repeated(("doctor", "ignore"), _mapping(data.get("doctor")).get("ignore"))
     return violations
 
 
-def _asked(frameworks: Mapping[str, Mapping[str, Any]]) -> Asked:
+def _part(entry: Mapping[str, Any]) -> Part:
+    share, limit = _read(values.share, entry.get("share")), _read(values.limit, entry.get("limit"))
+    return Part(share, limit, _read(values.least, entry.get("min")), _read(values.most, entry.get("max")))
+
+
+def _scopes(device: Mapping[str, Any], devices: Mapping[str, Any], budget: Budget) -> list[Scope]:
+    every = budget.device
+    scopes = [Scope(("device",), device, every.limit, every.reserve)]
+    for key, own in zip(devices, budget.devices.values(), strict=True):  # `cuda:0` is `0` in the budget
+        limit = every.limit if own.limit is None else own.limit
+        reserve = every.reserve if own.reserve is None else own.reserve
+        scopes.append(Scope(("devices", key), devices[key], limit, reserve))
+    return scopes
+
+
+def _readable_scopes(device: Mapping[str, Any], devices: Mapping[str, Any]) -> list[Scope]:
+    scopes = []
+    for loc, own in [(("device",), device), *((("devices", key), _mapping(own)) for key, own in devices.items())]:
+        limit = _read(values.device_limit, own.get("limit", device.get("limit")))
+        reserve = _read(values.reserve, own.get("reserve", device.get("reserve")))
+        scopes.append(Scope(loc, own, limit, reserve))
+    return scopes
+
+
+def _amounts(
+    frameworks: Mapping[str, Mapping[str, Any]], parts: Mapping[str, Part | FrameworkBudget], scopes: list[Scope]
+) -> Iterator[Violation]:
+    """What the frameworks ask for against what there is."""
+    asked = _asked(frameworks, parts)
+    in_bytes = [scope for scope in scopes if isinstance(scope.limit, int)]
+    auto = _auto_reserve(frameworks) if in_bytes else 0
+    rooms = [room for scope in in_bytes if (room := _room(scope, auto)) > 0]
+    yield from _shares(asked, rooms)
+    for scope in in_bytes:
+        yield from _fits(scope, asked, rooms, auto)
+
+
+def _asked(frameworks: Mapping[str, Mapping[str, Any]], parts: Mapping[str, Part | FrameworkBudget]) -> Asked:
     shares: dict[str, Fraction] = {}
     limits: dict[str, int] = {}
     elastic = []
     for name, entry in frameworks.items():
-        if share := _read(values.share, entry.get("share")):
-            shares[name] = share
-        if limit := _read(values.limit, entry.get("limit")):
-            limits[name] = limit
-        if not {"share", "limit"} & set(entry) and (least := _read(values.least, entry.get("min"))):
+        part = parts[name]
+        if part.share:
+            shares[name] = part.share
+        if part.limit:
+            limits[name] = part.limit
+        if part.min and "share" not in entry and "limit" not in entry:
             elastic.append(name)
-            if isinstance(least, Fraction):
-                shares[name] = least
+            if isinstance(part.min, Fraction):
+                shares[name] = part.min
             else:
-                limits[name] = least
+                limits[name] = part.min
     return Asked(shares, limits, tuple(elastic))
 
 
-def _framework(name: str, entry: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[Violation]:
-    loc: Loc = ("frameworks", name)
-    options = {option.name: (owner, option) for owner, spec in SPECS.items() for option in spec.options}
-    given = {key for key in SIZES if key in entry}
-    if given == {"min", "max"}:
-        yield from _bounds(loc, entry)
-    elif given not in ({"share"}, {"limit"}):
-        yield from _not_one(name, entry, data, set(options))
-    own = {option.name for option in SPECS[name].options}
-    for key, (owner, option) in options.items():
-        if key in entry and key not in own:
-            message = f"{key} is a setting of {owner}; {option.elsewhere.format(name=name)}"
-            yield Violation((*loc, key), message, option.fix, True, True)
+def _of_others(frameworks: Mapping[str, Mapping[str, Any]]) -> Iterator[Violation]:
+    """Settings of other frameworks."""
+    for name, entry in frameworks.items():
+        own = {option.name for option in SPECS[name].options}
+        for owner, option in ((owner, option) for owner, spec in SPECS.items() for option in spec.options):
+            if option.name in entry and option.name not in own:
+                message = f"{option.name} is a setting of {owner}; {option.elsewhere.format(name=name)}"
+                yield Violation(("frameworks", name, option.name), message, option.fix, True, True)
 
 
-def _bounds(loc: Loc, entry: Mapping[str, Any]) -> Iterator[Violation]:
+def _bounds(name: str, part: Part | FrameworkBudget) -> Iterator[Violation]:
     """The two bounds of an elastic share. A percentage and bytes are compared by the plan, on each GPU."""
-    least, most = _read(values.least, entry["min"]), _read(values.most, entry["max"])
+    least, most = part.min, part.max
     if least is not None and most is not None and type(least) is type(most) and most < least:
         low, high = values.text(least), values.text(most)
-        yield Violation((*loc, "max"), f"the max of {high} is less than the min of {low}", f"write '{low}' or more")
+        yield Violation(
+            ("frameworks", name, "max"), f"the max of {high} is less than the min of {low}", f"write '{low}' or more"
+        )
 
 
-def _not_one(name: str, entry: Mapping[str, Any], data: Mapping[str, Any], options: set[str]) -> Iterator[Violation]:
+def _not_one(name: str, entry: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[Violation]:
     """Not exactly one of share, limit, and min with max."""
     from memguard._config import suggestions
 
     loc: Loc = ("frameworks", name)
     fixed, bounds = [key for key in entry if key in SIZES[:2]], [key for key in entry if key in SIZES[2:]]
+    options = {option.name for spec in SPECS.values() for option in spec.options}
     known = set(entry) <= options | set(SIZES)  # an unknown key may be a misspelt one, and is explained by itself
     kept = suggestions.flow(
         {key: value for key, value in entry.items() if key in {o.name for o in SPECS[name].options}}
@@ -199,24 +278,12 @@ def _lowered(shares: Mapping[str, Fraction], limits: Mapping[str, int], rooms: l
     return suggestions.fitting(shares, limits, min(rooms, default=None)) or suggestions.fitting(shares, limits, None)
 
 
-def _bytes(own: Mapping[str, Any], inherited: Mapping[str, Any]) -> tuple[int, int | None] | None:
-    """Limit and reserve in bytes; None if the limit is not in bytes, for then only the GPU decides.
-
-    The reserve is None for `auto`, which depends on the GPU too.
-    """
-    limit = _read(values.device_limit, own.get("limit", inherited.get("limit")))
-    declared = _read(values.reserve, own.get("reserve", inherited.get("reserve")))
-    return (limit, declared if isinstance(declared, int) else None) if isinstance(limit, int) else None
-
-
-def _room(own: Mapping[str, Any], inherited: Mapping[str, Any], auto: int) -> int | None:
+def _room(scope: Scope, auto: int) -> int:
     """What numbers that are suggested may use. A reserve of `auto` counts unless it takes the whole limit."""
-    if (found := _bytes(own, inherited)) is None:
-        return None
-    limit, reserve = found
-    if reserve is None:
-        return limit - auto if limit > auto else limit
-    return limit - reserve
+    assert isinstance(scope.limit, int)
+    if not isinstance(scope.reserve, int):
+        return scope.limit - auto if scope.limit > auto else scope.limit
+    return scope.limit - scope.reserve
 
 
 def _auto_reserve(frameworks: Mapping[str, Mapping[str, Any]]) -> int:
@@ -230,20 +297,14 @@ def _auto_reserve(frameworks: Mapping[str, Mapping[str, Any]]) -> int:
     return -(-size // (128 * MIB)) * 128 * MIB
 
 
-def _fits(
-    loc: Loc,
-    own: Mapping[str, Any],
-    inherited: Mapping[str, Any],
-    asked: Asked,
-    rooms: list[int],
-    auto: int,
-) -> Iterator[Violation]:
+def _fits(scope: Scope, asked: Asked, rooms: list[int], auto: int) -> Iterator[Violation]:
     """Bytes against bytes. The plan finds what fits only on some GPUs."""
+    loc, own, limit, written_reserve = scope
     at = next((key for key in ("limit", "reserve") if key in own), None)
-    if at is None or (found := _bytes(own, inherited)) is None:
+    if at is None or not isinstance(limit, int):
         return
     shares, limits, elastic = asked
-    limit, declared = found
+    declared = written_reserve if isinstance(written_reserve, int) else None  # `auto` depends on the GPU
     reserve, keep = declared or 0, auto if declared is None else declared
     total = sum(shares.values(), Fraction(0))
     needed, left = sum(limits.values()), 1 - total
@@ -331,9 +392,13 @@ def _same_device(devices: Mapping[str, Any]) -> Iterator[Violation]:
             seen[same] = key
 
 
-def _levels(monitor: Mapping[str, Any]) -> Iterator[Violation]:
-    warn = _read(values.percent, monitor.get("warn", values.WARN))
-    critical = _read(values.percent, monitor.get("critical", values.CRITICAL))
+def _levels(monitor: Mapping[str, Any], budget: Budget | None) -> Iterator[Violation]:
+    if budget is not None and budget.monitor is not None:
+        levels: tuple[Fraction | None, Fraction | None] = budget.monitor.warn, budget.monitor.critical
+    else:
+        written = (monitor.get("warn", values.WARN), monitor.get("critical", values.CRITICAL))
+        levels = _read(values.percent, written[0]), _read(values.percent, written[1])
+    warn, critical = levels
     if warn is None or critical is None or warn < critical:
         return
     at = [key for key in monitor if key in ("warn", "critical")][-1]
@@ -382,8 +447,7 @@ def _lease(device: Mapping[str, Any]) -> Iterator[Violation]:
     yield Violation(("device",), text, fix, True)
 
 
-def _repeated(loc: Loc, listed: object) -> Iterator[Violation]:
-    names = listed if isinstance(listed, list) else []
+def _repeated(loc: Loc, names: list[object]) -> Iterator[Violation]:
     for index, name in enumerate(names):
         if isinstance(name, str) and name in names[:index]:
             yield Violation((*loc, index), f"{values.found(name)} is named twice", "keep one of them")

@@ -398,13 +398,13 @@ def _budget(document: Document, source: str) -> Budget:
     if () in document.bad or not isinstance(document.data, dict):
         wrong = [] if () in document.bad else [_not_a_mapping(document)]
         raise ConfigError(in_order([*document.problems, *wrong]), source)
-    violations = rules.check(document.data)
-    errors: list[Any] = []
+    budget, errors = None, []
     try:
         budget = Budget.model_validate(document.data)
     except ValidationError as error:
-        errors = list(error.errors())
-    if errors or violations or document.problems:
+        errors = error.errors()
+    violations = rules.check(document.data, budget)
+    if budget is None or violations or document.problems:
         from memguard._config.problems import problems  # explains: a budget that is right needs nothing of it
 
         raise ConfigError(problems(errors, violations, document, _fields()), source)
