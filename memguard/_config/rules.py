@@ -111,10 +111,12 @@ def check(data: Mapping[str, Any], budget: Budget | None) -> list[Violation]:
             message = "nothing watches the pressure: on_pressure needs a monitor"
             violations.append(Violation(("on_pressure",), message, "add 'monitor: {}', which takes the defaults", True))
         violations += _repeated(("on_pressure",), pressure)
-    if (ignored := _mapping(data.get("doctor")).get("ignore")) and isinstance(ignored, list):
+    if isinstance(doctor := data.get("doctor"), Mapping) and isinstance(ignored := doctor.get("ignore"), list):
         violations += _repeated(("doctor", "ignore"), ignored)
-    violations += _metrics(data)
-    violations += _lease(device)
+    if isinstance(metrics := data.get("metrics"), Mapping):
+        violations += _metrics(metrics)
+    if device:
+        violations += _lease(device)
     return violations
 
 
@@ -148,6 +150,10 @@ def _amounts(
     """What the frameworks ask for against what there is."""
     asked = _asked(frameworks, parts)
     in_bytes = [scope for scope in scopes if isinstance(scope.limit, int)]
+    least = min(map(_declared_room, in_bytes), default=None)
+    left, needed = 1 - sum(asked.shares.values(), Fraction(0)), sum(asked.limits.values())
+    if (left > 0 or (left == 0 and not needed)) and (least is None or (least > 0 and needed <= left * least)):
+        return  # all fits; what follows finds what does not, and numbers that would
     auto = _auto_reserve(frameworks) if in_bytes else 0
     rooms = [room for scope in in_bytes if (room := _room(scope, auto)) > 0]
     yield from _shares(asked, rooms)
@@ -278,12 +284,16 @@ def _lowered(shares: Mapping[str, Fraction], limits: Mapping[str, int], rooms: l
     return suggestions.fitting(shares, limits, min(rooms, default=None)) or suggestions.fitting(shares, limits, None)
 
 
+def _declared_room(scope: Scope) -> int:
+    """Limit − reserve in bytes. A reserve of `auto` counts as nothing: it depends on the GPU."""
+    assert isinstance(scope.limit, int)
+    return scope.limit - (scope.reserve if isinstance(scope.reserve, int) else 0)
+
+
 def _room(scope: Scope, auto: int) -> int:
     """What numbers that are suggested may use. A reserve of `auto` counts unless it takes the whole limit."""
-    assert isinstance(scope.limit, int)
-    if not isinstance(scope.reserve, int):
-        return scope.limit - auto if scope.limit > auto else scope.limit
-    return scope.limit - scope.reserve
+    room = _declared_room(scope)
+    return room - auto if not isinstance(scope.reserve, int) and room > auto else room
 
 
 def _auto_reserve(frameworks: Mapping[str, Mapping[str, Any]]) -> int:
@@ -415,11 +425,8 @@ def _levels(monitor: Mapping[str, Any], budget: Budget | None) -> Iterator[Viola
     yield Violation(("monitor", at), f"{first} must come before {second}", fix)
 
 
-def _metrics(data: Mapping[str, Any]) -> Iterator[Violation]:
+def _metrics(metrics: Mapping[str, Any]) -> Iterator[Violation]:
     """Somebody has to get them. An unknown key may be a misspelt one, and is explained by itself."""
-    metrics = data.get("metrics")
-    if not isinstance(metrics, Mapping):
-        return
     told = {key: value for key, value in metrics.items() if key != "opentelemetry" or value is not False}
     if set(told) <= {"job"}:
         from memguard._config import suggestions

@@ -90,6 +90,8 @@ def of_mapping(mapping: object) -> Document:
     document = Document()
     try:
         document.data = _plain(mapping, (), document)
+        if document.nodes > MAX_NODES:
+            raise OverflowError
         return document
     except Exception as error:  # foreign mappings run foreign code
         problem = Problem(f"the mapping cannot be read ({type(error).__name__})", "give plain dicts, text and numbers")
@@ -112,6 +114,9 @@ def _plain(value: object, path: Loc, document: Document) -> object:
             if name is None or name in found:
                 message = f"{short(key)} is given twice" if name else f"a key must be text, found {short(key)}"
                 document.problems.append(Problem(message, "keep one of them" if name else "write the key as text"))
+            elif type(child) is str and child.isascii() and len(child) <= MAX_TEXT:
+                document.nodes += 1  # as most values are
+                found[name] = child
             else:
                 found[name] = _plain(child, (*path, name), document)
         return found

@@ -120,14 +120,12 @@ def size(value: object, least: int = GRANULE) -> int:
 
 def share(value: object) -> Fraction:
     """A part of (limit − reserve)."""
-    try:
-        return percent(value)
-    except ValueError:
-        text = value if isinstance(value, str) and "%" not in value else ""
-        if text and (size := _meant(text, "%")) and not size.endswith("%"):
-            message = f"a share is a percentage, found the size {found(value)}; write 'limit: {size}'"
-            raise ValueError(message) from None
-        raise
+    with contextlib.suppress(ValueError):
+        return parse_percent(value)
+    text = value if isinstance(value, str) and "%" not in value else ""
+    if text and (size := _meant(text, "%")) and not size.endswith("%"):
+        raise ValueError(f"a share is a percentage, found the size {found(value)}; write 'limit: {size}'")
+    return percent(value)  # a Fraction; of anything else it says what is wrong
 
 
 def limit(value: object) -> int:

@@ -224,7 +224,8 @@ def _plain(node: Node, path: Loc, document: Document, bad: set[int]) -> object:
     found: dict[str, object] = {}
     first: dict[str, Node] = {}
     for key, child in node.value:
-        problem = _wrong_key(key, bad)
+        word = isinstance(key, ScalarNode) and key.value not in ("", "<<")
+        problem = None if word else _wrong_key(key, bad)
         if problem is None and key.value in found:
             line, here = first[key.value].start_mark.line, key.start_mark.line
             where = f": in line {line + 1} and here" if line != here else " in this line"
