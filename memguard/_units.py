@@ -17,6 +17,7 @@ MAX_SIZE = 1 << 50
 """1 PiB: larger than any device; a larger number is a typing mistake."""
 
 _UNITS = {"B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}
+_BY_LOWER_CASE = {name.lower(): name for name in _UNITS}
 _AMBIGUOUS = {"K": "KiB", "KB": "KiB", "M": "MiB", "MB": "MiB", "G": "GiB", "GB": "GiB", "T": "TiB", "TB": "TiB"}
 _SECONDS = {"ms": Fraction(1, 1000), "s": Fraction(1), "min": Fraction(60), "h": Fraction(3600)}
 _DURATION = re.compile(r"\s*(\d{1,9}(?:\.\d{1,20})?)\s*([A-Za-z]*)\s*", re.ASCII)
@@ -33,13 +34,12 @@ def parse_size(value: object) -> int:
         size = value
     elif isinstance(value, str) and (match := _SIZE.fullmatch(value)):
         number, unit = match.groups()
-        known = {name.lower(): name for name in _UNITS}
         if not unit:
             if "." in number:
                 raise ValueError(f"{short(value)} has no unit; write for example '{number}GiB'")
             unit = "B"
-        elif unit.lower() in known:
-            unit = known[unit.lower()]
+        elif unit.lower() in _BY_LOWER_CASE:
+            unit = _BY_LOWER_CASE[unit.lower()]
         elif unit.upper() in _AMBIGUOUS:
             meant = _AMBIGUOUS[unit.upper()]
             raise ValueError(f"the unit {unit!r} is ambiguous; write '{number}{meant}' (base 1024) or plain bytes")

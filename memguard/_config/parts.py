@@ -6,13 +6,13 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from memguard._config.frozen import Frozen
+from memguard._config.values import Frozen
 from memguard._specs import SPECS
 from memguard._units import GRANULE, format_size, round_down
 from memguard.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:
-    from memguard._config.budget import Budget
+    from memguard._config.schema import Budget
 
 
 def part_of(budget: Budget, parts: int, who: str = "rank") -> Budget:

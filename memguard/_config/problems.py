@@ -10,10 +10,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, get_args, get_origin
 
-from memguard._config import meant
-from memguard._config.checks import SIZES, Violation
-from memguard._config.document import Document, Loc
-from memguard._config.origin import in_order, nearest, path
+from memguard._config import suggestions
+from memguard._config.rules import SIZES, Violation
+from memguard._config.source_map import Document, Loc, in_order, nearest, path
 from memguard._config.values import found
 from memguard._specs import SPECS
 from memguard._units import short
@@ -80,7 +79,7 @@ _KEYS = {
     **dict.fromkeys(("while_waiting", "when_waiting", "on_lease", "waiting"), "on_wait"),
     **dict.fromkeys(("timeout", "patience", "waits", "max_wait", "wait_for", "queue"), "wait"),
     **dict.fromkeys(("ver", "format", "format_version", "schema_version"), "version"),
-    **{meant.normal(alias): name for name, spec in SPECS.items() for alias in spec.aliases},
+    **{suggestions.normal(alias): name for name, spec in SPECS.items() for alias in spec.aliases},
     **{alias: option.name for spec in SPECS.values() for option in spec.options for alias in option.aliases},
 }
 _OTHERS = ("cudf", "cuml", "numpy")
@@ -148,30 +147,30 @@ def _shape(loc: Loc, raw: object, data: object) -> tuple[str, str] | None:
         return None
     name = str(loc[1]) if len(str(loc[1])) <= 60 else "..."
     if loc[0] == "devices":
-        return "the keys limit and reserve", f"'{name}: {{{meant.sized(raw, '%', 'device') or 'limit: 50%'}}}'"
-    return "share, limit, or min and max", f"'{meant.entry(name, raw, data)}'"
+        return "the keys limit and reserve", f"'{name}: {{{suggestions.sized(raw, '%', 'device') or 'limit: 50%'}}}'"
+    return "share, limit, or min and max", f"'{suggestions.entry(name, raw, data)}'"
 
 
 def _instead(key: str, raw: object) -> str:
     """What to write for a key of the top level whose value has another shape; "" if an example has to do."""
-    if key in ("device", "devices") and (line := meant.sized(raw, "%", "device")):
+    if key in ("device", "devices") and (line := suggestions.sized(raw, "%", "device")):
         return f"'device: {{{line}}}'"
     if not isinstance(raw, list) or not 0 < len(raw) <= 20:
         names = [_name(raw)] if key == "frameworks" and isinstance(raw, str) else []
     elif all(isinstance(one, Mapping) for one in raw):
-        line = meant.flow({name: value for one in raw for name, value in one.items()})
+        line = suggestions.flow({name: value for one in raw for name, value in one.items()})
         return f"'{key}: {line}', without the list" if len(line) < 300 else ""
     else:
         names = [_name(one) for one in raw] if key == "frameworks" else []
     if not names or not all(names):
         return ""
     part = f"{{share: {max(100 // len(names), 1) if len(names) > 1 else 50}%}}"
-    return f"'frameworks: {meant.flow(dict.fromkeys(names, part))}'"
+    return f"'frameworks: {suggestions.flow(dict.fromkeys(names, part))}'"
 
 
 def _name(word: object) -> str:
     """The framework that a word stands for; "" if none."""
-    normal = meant.normal(word) if isinstance(word, str) else ""
+    normal = suggestions.normal(word) if isinstance(word, str) else ""
     return normal if normal in SPECS else next((n for n, spec in SPECS.items() if normal in spec.aliases), "")
 
 
@@ -232,11 +231,11 @@ def _word(raw: object) -> str:
 def _unknown(loc: Loc, fields: Fields, data: object) -> Violation:
     name, level = str(loc[-1]), _level(loc)
     if loc[0] == "devices":
-        if name in fields[level] and name not in meant.FIELDS_OF_A_DEVICE:
+        if name in fields[level] and name not in suggestions.FIELDS_OF_A_DEVICE:
             return _of_all_gpus(loc, name, data)
-        fields = {**fields, level: {key: fields[level][key] for key in meant.FIELDS_OF_A_DEVICE}}
-    value, allowed = meant.at(data, loc), fields[level]
-    around = meant.at(data, loc[:-1])
+        fields = {**fields, level: {key: fields[level][key] for key in suggestions.FIELDS_OF_A_DEVICE}}
+    value, allowed = suggestions.at(data, loc), fields[level]
+    around = suggestions.at(data, loc[:-1])
     siblings: Mapping[str, Any] = around if isinstance(around, Mapping) else {}
     fix, instead, here = _advice(name, level, value, siblings, fields, data)
     thing, where = "framework" if level == "frameworks" else "key", " here" if here else ""
@@ -246,8 +245,8 @@ def _unknown(loc: Loc, fields: Fields, data: object) -> Violation:
 
 def _of_all_gpus(loc: Loc, name: str, data: object) -> Violation:
     """A key of `device` below one GPU, which can have no value of its own for it."""
-    allowed = f"allowed here: {', '.join(meant.FIELDS_OF_A_DEVICE)}"
-    there = meant.at(data, ("device", name)) is not None
+    allowed = f"allowed here: {', '.join(suggestions.FIELDS_OF_A_DEVICE)}"
+    there = suggestions.at(data, ("device", name)) is not None
     fix = "remove it: 'device:' has it" if there else "move it to 'device:'"
     return Violation(loc, f"{name} holds for all GPUs of a process; {allowed}", fix, True, True)
 
@@ -261,7 +260,7 @@ def _advice(
 
     def known(word: str) -> str:
         """The key of this level that a word stands for; "" if none."""
-        normal = meant.normal(word)
+        normal = suggestions.normal(word)
         if level == "frameworks" and normal in _OTHERS:
             return ""
         if normal in allowed:
@@ -270,10 +269,10 @@ def _advice(
         other = {"min": "max", "max": "min"}.get(near, "")  # `mix` may be either
         return other if near in siblings and other and other not in siblings and _near(normal, [other]) else near
 
-    if cut := meant.decimals(name, siblings):
+    if cut := suggestions.decimals(name, siblings):
         fix = f"write '{cut[0]}: {cut[1]}'; write decimals with a point, as in 1.5GiB"
         return fix, ((*own, cut[0]),), False
-    if line := meant.in_one_word(name, value, known):
+    if line := suggestions.in_one_word(name, value, known):
         return f"write '{line}', with a space after ':'", (), False
     if ":" in name and len(name) <= 40:  # {share:50%}
         return "write a space after ':'", (), False
@@ -281,7 +280,11 @@ def _advice(
         return "write decimals with a point, as in 1.5GiB", (), False
     if level in SPECS and (bound := _bound(name, siblings)):
         return f"did you mean {bound!r}?", ((*own, bound),), False
-    amount = meant.is_quantity(name) and meant.normal(name) not in allowed and not _exactly_elsewhere(name, fields)
+    amount = (
+        suggestions.is_quantity(name)
+        and suggestions.normal(name) not in allowed
+        and not _exactly_elsewhere(name, fields)
+    )
     if amount and level in SPECS and set(SIZES) & set(siblings) and not known(name):
         return "remove it", (), False
     line = _sized(name, value, level, siblings, known(name)) if amount else ""
@@ -312,23 +315,23 @@ _BOUNDS = {
 
 def _bound(name: str, siblings: Mapping[str, Any]) -> str:
     """The bound of an elastic share that a word stands for, where the other bound stands beside it; "" if none."""
-    bound = _BOUNDS.get(meant.normal(name), "")
-    words = [meant.normal(key) for key in siblings if key != name]
+    bound = _BOUNDS.get(suggestions.normal(name), "")
+    words = [suggestions.normal(key) for key in siblings if key != name]
     others = {_BOUNDS.get(word) or _near(word, ("min", "max")) or word for word in words}
     return bound if bound not in others and {"min", "max"} - {bound} <= others and not others & {*SIZES[:2]} else ""
 
 
 def _too_far_left(name: str, value: object, fields: Fields, data: object) -> str:
     """The whole line of a framework whose key below it is not indented, so that it stands beside it; "" if none is."""
-    empty = [one for one in meant.unsized(data) if meant.at(data, ("frameworks", one)) is None]
+    empty = [one for one in suggestions.unsized(data) if suggestions.at(data, ("frameworks", one)) is None]
     if len(empty) != 1 or name not in fields[empty[0]] or isinstance(value, (Mapping, list)):
         return ""
-    return f"{empty[0]}: {{{name}: {meant.flow(value)}}}"
+    return f"{empty[0]}: {{{name}: {suggestions.flow(value)}}}"
 
 
 def _exactly_elsewhere(name: str, fields: Fields) -> bool:
     """Whether a key belongs to another level as it is written; amounts may belong to several."""
-    normal = meant.normal(name)
+    normal = suggestions.normal(name)
     return normal not in SIZES and any(normal in level for level in fields.values())
 
 
@@ -341,13 +344,13 @@ def _sized(name: str, value: object, level: str, siblings: Mapping[str, Any], ne
         return ""
     if level == "" and name in SIZES[:2]:
         return ""
-    line = meant.sized(value, meant.bare_unit(name), "framework" if level in SPECS else "device")
+    line = suggestions.sized(value, suggestions.bare_unit(name), "framework" if level in SPECS else "device")
     below = " (a share is written below a framework)" if name == "share" else ""
     if line:
         return f"write 'device: {{{line}}}'" if level == "" else f"write '{line}'{below}"
     if near or level == "":
         return ""
-    key = "limit" if level == "device" else "share" if meant.bare_unit(name) == "%" else "limit"
+    key = "limit" if level == "device" else "share" if suggestions.bare_unit(name) == "%" else "limit"
     return f"write for example '{key}: {'50%' if key == 'share' else '4GiB'}'{below}"
 
 
@@ -361,7 +364,7 @@ def _top(
     name: str, value: object, siblings: Mapping[str, Any], fields: Fields, data: object
 ) -> tuple[str, tuple[Loc, ...], bool] | None:
     """What to do with an unknown key of the top level, by its value."""
-    if (shape := meant.looks_like(value, fields)) and shape not in siblings and name not in SPECS:
+    if (shape := suggestions.looks_like(value, fields)) and shape not in siblings and name not in SPECS:
         return f"did you mean {shape!r}?", ((shape,),), False
     if isinstance(value, Mapping) and "frameworks" in value and "frameworks" not in siblings:
         fix = "remove this line, and indent what is below it less, so that 'frameworks:' begins its line"
@@ -384,12 +387,12 @@ def _home(name: str, value: object, fields: Fields, data: object) -> str:
     for level in ("frameworks", "device", "monitor", "metrics", "suspend", "doctor", *SPECS):
         if name in fields[level]:
             if level in SPECS and name in SIZES:
-                owner = next(meant.unsized(data), "torch")
+                owner = next(suggestions.unsized(data), "torch")
                 short = isinstance(value, (str, int)) and 0 < len(_written(value)) < 20
-                written = meant.flow(value) if short else "50%"
+                written = suggestions.flow(value) if short else "50%"
                 return f"move it below a framework, as in '{owner}: {{{name}: {written}}}'"
             return f"move it below '{level}:'" + (
-                ", or remove it" if level in SPECS and not meant.at(data, ("frameworks", level)) else ""
+                ", or remove it" if level in SPECS and not suggestions.at(data, ("frameworks", level)) else ""
             )
     return "align it with 'version:'" if name in fields[""] else ""
 

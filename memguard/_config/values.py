@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from decimal import Decimal, localcontext
 from fractions import Fraction
+from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
@@ -19,6 +20,7 @@ from pydantic_core import PydanticKnownError, core_schema
 from memguard._units import GIB, GRANULE, KIB, MAX_SIZE, MIB, TIB, parse_duration, parse_percent, parse_size, short
 
 T = TypeVar("T")
+V = TypeVar("V")
 
 INTERVAL, FORECAST = (0.05, 3600.0), (1.0, 3600.0)
 """The least and the most seconds between two samples, and that the monitor may look ahead (0 turns that off)."""
@@ -39,6 +41,7 @@ MAX_KEY = 100
 """Characters in the key of a GPU: NVML's names have at most 95 (`NVML_DEVICE_NAME_V2_BUFFER_SIZE`)."""
 JOB = "[A-Za-z0-9][A-Za-z0-9._/:@-]{0,63}"
 _UUID = "[Gg][Pp][Uu]-[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}"
+_OCTAL = re.compile(r"\s*0[0-9]+\s*")
 _ORDINAL = "([Cc][Uu][Dd][Aa]:)?(0|[1-9][0-9]{0,3})"
 
 
@@ -85,23 +88,29 @@ def text(value: Fraction | int | str | None) -> str | None:
     return percent_text(value) if isinstance(value, Fraction) else size_text(value)
 
 
-# Text as values
+# Text as values. Each parser first reads the value; only a wrong one is looked at again, for what to say of it.
 
 
 def percent(value: object) -> Fraction:
     """A part above 0 and at most 1, of text such as `50%` or of a Fraction."""
-    if not isinstance(value, Fraction) or not 0 < value <= 1:
-        return _or_meant(parse_percent, value, "%", lambda text: "%" in text)
-    if len(percent_text(value)) > 20:  # a third, for example: a budget must be the same when its own text is read
-        raise ValueError(f"{value} has no exact percentage; write '{float(value * 100):.6g}%'")
-    return value
+    if isinstance(value, Fraction) and 0 < value <= 1:
+        if len(percent_text(value)) > 20:  # a third, for example: a budget must be the same when its own text is read
+            raise ValueError(f"{value} has no exact percentage; write '{float(value * 100):.6g}%'")
+        return value
+    try:
+        return parse_percent(value)
+    except ValueError as error:
+        raise _with_meant(error, value, "%", lambda text: "%" in text) from None
 
 
 def size(value: object, least: int = GRANULE) -> int:
     """Bytes; a number that is too small lacks its unit."""
-    if isinstance(value, str) and re.fullmatch(r"\s*0[0-9]+\s*", value):
+    if isinstance(value, str) and _OCTAL.fullmatch(value):
         raise ValueError(f"{found(value)} starts with 0: octal to some programs; write it without the leading 0")
-    size = _or_meant(parse_size, value, "MiB", lambda text: "%" not in text)
+    try:
+        size = parse_size(value)
+    except ValueError as error:
+        raise _with_meant(error, value, "MiB", lambda text: "%" not in text) from None
     if size < least:
         why = ", the smallest piece that CUDA hands out" if least == GRANULE else ""
         unit = _unit_missing(value, size < MIB and size * MIB >= least, "MiB")
@@ -111,52 +120,71 @@ def size(value: object, least: int = GRANULE) -> int:
 
 def share(value: object) -> Fraction:
     """A part of (limit − reserve)."""
+    with contextlib.suppress(ValueError):
+        return parse_percent(value)
     text = value if isinstance(value, str) and "%" not in value else ""
     if text and (size := _meant(text, "%")) and not size.endswith("%"):
         raise ValueError(f"a share is a percentage, found the size {found(value)}; write 'limit: {size}'")
-    return percent(value)
+    return percent(value)  # a Fraction; of anything else it says what is wrong
 
 
 def limit(value: object) -> int:
     """The bytes of one framework."""
-    if _is_part(value):
+    try:
+        return size(value)
+    except ValueError:
+        if not _is_part(value):
+            raise
         part = _meant(value, "%")
         instead = f"'share: {part}', or " if part else ""
-        raise ValueError(f"a framework's limit is bytes, found {found(value)}; write {instead}a size such as '4GiB'")
-    return size(value)
+        message = f"a framework's limit is bytes, found {found(value)}; write {instead}a size such as '4GiB'"
+        raise ValueError(message) from None
 
 
 def device_limit(value: object) -> Fraction | int:
     """A part of what CUDA can give, or bytes."""
-    if isinstance(value, str) and value.strip().lower() in _ALL:
-        raise ValueError(f"{found(value)} is no limit; write '100%' for all that CUDA can give")
-    return _part_or_bytes(value, "40GiB")
+    try:
+        return _part_or_bytes(value, "40GiB")
+    except ValueError:
+        if not _is_all(value):
+            raise
+        raise ValueError(f"{found(value)} is no limit; write '100%' for all that CUDA can give") from None
 
 
 def least(value: object) -> Fraction | int:
     """What an elastic framework can have at any time: a part of (limit − reserve), or bytes."""
-    if re.fullmatch(r"0+(\.0*)?\s*(%|[a-z]{1,3})?", found(value).strip("' ").lower()):
-        raise ValueError(f"a min of {found(value)} guarantees nothing; write '{size_text(GRANULE)}', the smallest cap")
-    return _part_or_bytes(value, "4GiB")
+    try:
+        return _part_or_bytes(value, "4GiB")
+    except ValueError:
+        if not re.fullmatch(r"0+(\.0*)?\s*(%|[a-z]{1,3})?", found(value).strip("' ").lower()):
+            raise
+        message = f"a min of {found(value)} guarantees nothing; write '{size_text(GRANULE)}', the smallest cap"
+        raise ValueError(message) from None
 
 
 def most(value: object) -> Fraction | int:
     """What the cap of an elastic framework may rise to: a part of (limit − reserve), or bytes."""
-    if isinstance(value, str) and value.strip().lower() in _ALL:
-        raise ValueError(f"{found(value)} is no max; write '100%' for all that others leave")
-    return _part_or_bytes(value, "4GiB")
-
-
-_ALL = ("all", "max", "none", "unlimited", "full")
+    try:
+        return _part_or_bytes(value, "4GiB")
+    except ValueError:
+        if not _is_all(value):
+            raise
+        raise ValueError(f"{found(value)} is no max; write '100%' for all that others leave") from None
 
 
 def _part_or_bytes(value: object, example: str) -> Fraction | int:
-    if isinstance(value, Fraction) or _is_part(value):
+    if isinstance(value, Fraction) or (isinstance(value, str) and "%" in value):
         return percent(value)
-    bare = found(value).strip("' ")
-    if re.fullmatch("100|[1-9][0-9]?", bare):
-        raise ValueError(f"{found(value)} has no unit; write '{bare}%', or a size such as '{example}'")
-    return size(value)
+    try:
+        return size(value)
+    except ValueError:
+        if _is_part(value):
+            return percent(value)  # which says how to write it
+        bare = found(value).strip("' ")
+        if not re.fullmatch("100|[1-9][0-9]?", bare):
+            raise
+        message = f"{found(value)} has no unit; write '{bare}%', or a size such as '{example}'"
+        raise ValueError(message) from None
 
 
 def _is_part(value: object) -> bool:
@@ -170,22 +198,23 @@ def _is_part(value: object) -> bool:
     return isinstance(value, (str, float)) and (_meant(value, "MiB") or "").endswith("%")
 
 
+def _is_all(value: object) -> bool:
+    return isinstance(value, str) and value.strip().lower() in ("all", "max", "none", "unlimited", "full")
+
+
 def _meant(value: object, bare: str) -> str | None:
-    """As `meant.quantity`. What is written right needs nothing of that module."""
-    from memguard._config import meant
+    """As `suggestions.quantity`. What is written right needs nothing of that module."""
+    from memguard._config import suggestions
 
-    return meant.quantity(value, bare)
+    return suggestions.quantity(value, bare)
 
 
-def _or_meant(parse: Callable[[object], T], value: object, bare: str, fits: Callable[[str], bool]) -> T:
-    """What `parse` makes of the value. Its error ends with what was most likely meant, if that can be told."""
-    try:
-        return parse(value)
-    except ValueError as error:
-        text = _meant(value, bare)
-        if text is None or not fits(text) or re.search(f"write (for example )?'{text}'", str(error)):
-            raise
-        raise ValueError(f"{re.split('; (?=write )', str(error))[0]}; write '{text}'") from None
+def _with_meant(error: ValueError, value: object, bare: str, fits: Callable[[str], bool]) -> ValueError:
+    """The error, ending with what was most likely meant, if that can be told."""
+    text = _meant(value, bare)
+    if text is None or not fits(text) or re.search(f"write (for example )?'{text}'", str(error)):
+        return error
+    return ValueError(f"{re.split('; (?=write )', str(error))[0]}; write '{text}'")
 
 
 def reserve(value: object) -> int | Literal["auto"]:
@@ -208,6 +237,11 @@ def duration(value: object, least: float, most: float, or_none: str = "") -> flo
         return seconds
     span = f"between {duration_text(least)} and {duration_text(most)}{or_none}"
     raise ValueError(f"{found(value)} is not {span}" + _unit_missing(value, least <= seconds / 1000 <= most, "ms"))
+
+
+def lease_wait(value: object) -> float | None:
+    """Seconds; None for 0, which is not waiting at all."""
+    return duration(value, *WAIT, ", or 0 for none") or None
 
 
 def version(value: object) -> int:
@@ -285,9 +319,13 @@ def ranks_text(value: object) -> object:
 
 def device_key(value: str) -> str:
     """A GPU by UUID, CUDA ordinal or name pattern, in one spelling each."""
-    from memguard._config import meant
-
     name = value.strip(" \t") if len(value) <= MAX_KEY else value
+    if name.isascii() and re.fullmatch(_UUID, name):
+        return "GPU-" + name[4:].lower()
+    if name.isascii() and (ordinal := re.fullmatch(_ORDINAL, name)):
+        return ordinal[2]
+    from memguard._config import suggestions
+
     shown = found(value)
     if len(value) > MAX_KEY:
         raise ValueError(f"{shown} is longer than {MAX_KEY} characters; {_NAME_A_GPU}")
@@ -296,20 +334,16 @@ def device_key(value: str) -> str:
         import unicodedata
 
         what = f"U+{ord(odd):04X} ({unicodedata.name(odd, 'a control character')})"
-        instead = meant.device_key(value)
+        instead = suggestions.device_key(value)
         fix = f"name the GPU '{instead}'" if instead else _NAME_A_GPU
         raise ValueError(f"{shown} has {what} in it; GPUs' names and numbers are plain ASCII; {fix}")
-    if re.fullmatch(_UUID, name):
-        return "GPU-" + name[4:].lower()
-    if ordinal := re.fullmatch(_ORDINAL, name):
-        return ordinal[2]
     if re.fullmatch(_UUID, name.replace(" ", "")):
         raise ValueError(f"{shown} has a space in it; name the GPU '{name.replace(' ', '')}'")
     if name.upper().startswith("GPU-") and not re.fullmatch("[Gg][Pp][Uu]-[0-9]{1,4}", name):
         raise ValueError(f"{shown} is not a GPU's whole UUID; copy the one that `nvidia-smi -L` prints")
     if name.upper().startswith("MIG-"):
         raise ValueError(f"{shown} is a MIG instance, which this version does not support; remove this entry")
-    instead = meant.device_key(name)
+    instead = suggestions.device_key(name)
     if instead == name:
         return name
     if instead == "*":
@@ -331,6 +365,28 @@ def _unit_missing(value: object, likely: bool, unit: str) -> str:
     return f"; write '{number}{unit}' if you mean that" if likely and re.fullmatch("[0-9]+", number) else ""
 
 
+# Mappings
+
+
+class Frozen(dict[str, V]):
+    """A dict in file order that nothing may change, so that it has a hash."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Frozen, (dict(self),)  # pickle would set its entries one by one
+
+    def _refuse(self, *args: object, **more: object) -> Any:
+        raise TypeError("a budget cannot be changed")
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+
+def frozen(entries: dict[str, V]) -> Frozen[V]:
+    return Frozen(entries)  # pydantic takes a millisecond to find out how the class itself is called
+
+
 # Types, each with its part of the JSON Schema
 
 
@@ -339,19 +395,18 @@ class Value:
 
     What PlainValidator, PlainSerializer and WithJsonSchema do together, without what they look up for each field:
     signatures, return types and the schema of a type that `parse` answers for. That was half of building the models.
+    A type with None is that of a key that may be left out: `parse` refuses None, so a key that is written has a value.
     """
 
     def __init__(
         self, parse: Callable[[object], object], shown: Callable[[Any], object] | None, *schemas: dict[str, Any]
     ) -> None:
-        self._parse, self._shown = parse, shown
         self._schema = schemas[0] if len(schemas) == 1 else {"anyOf": list(schemas)}
+        ways = core_schema.plain_serializer_function_ser_schema(shown, when_used="unless-none") if shown else None
+        self._core = core_schema.no_info_plain_validator_function(parse, serialization=ways)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        if self._shown is None:
-            return core_schema.no_info_plain_validator_function(self._parse)
-        shown = core_schema.plain_serializer_function_ser_schema(self._shown)
-        return core_schema.no_info_plain_validator_function(self._parse, serialization=shown)
+        return self._core.copy()
 
     def __get_pydantic_json_schema__(
         self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
@@ -360,7 +415,7 @@ class Value:
 
 
 class _Written:
-    """In `Annotated`, for a key that may be left out, which gives None: if it is written, it has a value."""
+    """In `Annotated`, for a mapping that may be left out, which gives None: if it is written, it has a value."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         return core_schema.no_info_before_validator_function(_not_none, handler(source))
@@ -413,15 +468,31 @@ DEVICE_KEYS: list[Any] = [
 ]
 """The JSON Schema of what may name a GPU below `devices`: any of these."""
 
+_DEVICE_LIMIT = Value(device_limit, text, _PERCENT, *_sizes(GRANULE))
+_RESERVE = Value(reserve, text, {"const": "auto"}, *_sizes(GRANULE))
+_FORECAST = partial(duration, least=FORECAST[0], most=FORECAST[1], or_none=", or 0 for none")
+
+Version = Annotated[int, Value(version, None, {"const": 1})]
+DeviceLimit = Annotated[Fraction | int, _DEVICE_LIMIT]
+Reserve = Annotated[int | Literal["auto"], _RESERVE]
 Percent = Annotated[Fraction, Value(percent, text, _PERCENT)]
-Share = Annotated[Fraction, Value(share, text, _PERCENT)]
-Limit = Annotated[int, Value(limit, text, *_sizes(GRANULE))]
-DeviceLimit = Annotated[Fraction | int, Value(device_limit, text, _PERCENT, *_sizes(GRANULE))]
-Least = Annotated[Fraction | int, Value(least, text, _PERCENT, *_sizes(GRANULE))]
-Most = Annotated[Fraction | int, Value(most, text, _PERCENT, *_sizes(GRANULE))]
-Reserve = Annotated[int | Literal["auto"], Value(reserve, text, {"const": "auto"}, *_sizes(GRANULE))]
+Interval = Annotated[
+    float, Value(partial(duration, least=INTERVAL[0], most=INTERVAL[1]), duration_text, *_seconds(*INTERVAL))
+]
+Forecast = Annotated[float, Value(_FORECAST, duration_text, *_seconds(*FORECAST), {"const": 0})]
+TimelineSize = Annotated[int, Value(partial(size, least=MIB), text, *_sizes(MIB))]
+
+# Of keys that may be left out
+
+LeaseWait = Annotated[float | None, Value(lease_wait, duration_text, *_seconds(*WAIT), {"const": 0})]
+OwnLimit = Annotated[Fraction | int | None, _DEVICE_LIMIT]
+OwnReserve = Annotated[int | Literal["auto"] | None, _RESERVE]
+Share = Annotated[Fraction | None, Value(share, text, _PERCENT)]
+Limit = Annotated[int | None, Value(limit, text, *_sizes(GRANULE))]
+Least = Annotated[Fraction | int | None, Value(least, text, _PERCENT, *_sizes(GRANULE))]
+Most = Annotated[Fraction | int | None, Value(most, text, _PERCENT, *_sizes(GRANULE))]
 Ranks = Annotated[
-    int | Literal["auto"],
+    int | Literal["auto"] | None,
     Value(
         ranks,
         ranks_text,
@@ -434,23 +505,9 @@ Ranks = Annotated[
         },
     ),
 ]
-Interval = Annotated[float, Value(lambda value: duration(value, *INTERVAL), duration_text, *_seconds(*INTERVAL))]
-Forecast = Annotated[
-    float,
-    Value(
-        lambda value: duration(value, *FORECAST, ", or 0 for none"),
-        duration_text,
-        *_seconds(*FORECAST),
-        {"const": 0},
-    ),
+WhenIdle = Annotated[
+    float | None, Value(partial(duration, least=IDLE[0], most=IDLE[1]), duration_text, *_seconds(*IDLE))
 ]
-WhenIdle = Annotated[float, Value(lambda value: duration(value, *IDLE), duration_text, *_seconds(*IDLE))]
-LeaseWait = Annotated[
-    float,
-    Value(lambda value: duration(value, *WAIT, ", or 0 for none"), duration_text, *_seconds(*WAIT), {"const": 0}),
-]
-Port = Annotated[int, Value(port, None, {"type": "integer", "minimum": PORTS[0], "maximum": PORTS[1]})]
-Job = Annotated[str, Value(job, None, {"type": "string", "pattern": f"^{JOB}$"})]
-Timeline = Annotated[str, Value(timeline, None, _PATH)]
-TimelineSize = Annotated[int, Value(lambda value: size(value, MIB), text, *_sizes(MIB))]
-Version = Annotated[int, Value(version, None, {"const": 1})]
+Port = Annotated[int | None, Value(port, None, {"type": "integer", "minimum": PORTS[0], "maximum": PORTS[1]})]
+Job = Annotated[str | None, Value(job, None, {"type": "string", "pattern": f"^{JOB}$"})]
+Timeline = Annotated[str | None, Value(timeline, None, _PATH)]

@@ -19,7 +19,7 @@ from memguard._units import GIB, MIB, format_size, parse_size, short
 from memguard.errors import ConfigError, DeviceError, Problem
 
 if TYPE_CHECKING:
-    from memguard._config.document import Document, Loc
+    from memguard._config.source_map import Document, Loc
 
 SMALLEST = 256 * MIB
 """Bytes. What claims to be smaller is a typing mistake, such as a size without its unit."""
@@ -165,7 +165,7 @@ def _is_file(name: str) -> bool:
 
 
 def _file(path: str) -> list[Model]:
-    from memguard._config.positions import read
+    from memguard._config.yaml import read
 
     document = read(_read(path))
     found = _Profile(document)

@@ -24,8 +24,7 @@ ALWAYS = {
     "", "_api", "_blocks", "_caps", "_guard", "_locks", "_logs", "_policy", "_shares", "_specs", "_text", "_types",
     "_undo", "_units",
     "_workers", "errors", "_findings", "_joint",
-    "_config", "_config.budget", "_config.checks", "_config.document", "_config.frozen", "_config.origin",
-    "_config.values",
+    "_config", "_config.rules", "_config.schema", "_config.source_map", "_config.values",
     "_devices", "_devices.contexts", "_devices.host", "_devices.libcuda", "_devices.suspension",
     "_frameworks", "_frameworks.base", "_frameworks.driver_pages", "_frameworks.import_hook",
     "_frameworks.real_imports", "_frameworks.registry", "_frameworks.replacements", "_frameworks.second_contexts",
@@ -35,7 +34,7 @@ ALWAYS = {
     "_reclaim", "_reclaim.lending", "_reclaim.order", "_reclaim.reclaimer",
 }  # fmt: skip
 """What init loads of memguard for any budget: names below `memguard`, which is "" itself."""
-FILE = {"_config.positions"}
+FILE = {"_config.yaml"}
 MONITOR = {"_monitor.pressure", "_monitor.sampler"}
 TIMELINE = {
     "_ranks",
@@ -152,7 +151,7 @@ def test_on_a_simulated_gpu_nothing_of_a_real_one_is_loaded(loaded: Callable[...
 def test_what_explains_a_wrong_budget_is_loaded_when_one_is_wrong(loaded: Callable[..., set[str]], share: str) -> None:
     """The control: these are modules that the lists above would catch."""
     found = loaded({"version": 1, "frameworks": {"torch": {"share": share}}})
-    assert {"_config.problems", "_config.meant"} <= ours(found)
+    assert {"_config.problems", "_config.suggestions"} <= ours(found)
     assert "difflib" in found and not ours(found) & (REAL | MONITOR)
 
 

@@ -9,8 +9,11 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -34,7 +37,7 @@ from memguard._config import (
     load,
     parse,
 )
-from memguard._config.budget import MODELS
+from memguard._config.schema import MODELS
 from memguard._findings import NAMES
 from memguard._specs import SPECS
 from memguard._units import GIB, MIB
@@ -448,6 +451,8 @@ def test_a_row_is_enough_for_a_framework_and_its_options(tmp_path: Path) -> None
 def test_importing_builds_no_model_and_python_values_need_no_yaml() -> None:
     script = """
 import sys
+from collections import Counter
+from collections.abc import Callable
 from memguard import _config
 models = [_config.Budget, _config.DeviceBudget, _config.FrameworkBudget, _config.MonitorConfig, _config.DoctorConfig]
 assert not any(model.__pydantic_complete__ for model in models)
@@ -457,6 +462,46 @@ assert _config.Budget.__pydantic_complete__ and "yaml" not in sys.modules
     environ = {**os.environ, "PYTHONPATH": str(Path(_config.__file__).parents[2])}
     run = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
+
+
+ONCE = """\
+version: 1
+device: {limit: 120GiB, reserve: 4GiB}
+devices: {'cuda:0': {limit: 100GiB}}
+frameworks:
+  torch: {min: 10%, max: 50%}
+  tensorflow: {limit: 8GiB}
+  jax: {share: 10%}
+monitor: {interval: 1s, warn: 80%, critical: 90%, forecast: 20s, timeline_size: 8MiB}
+"""
+"""Five sizes, five percentages, two durations, and no default that is written as text."""
+
+
+@pytest.mark.parametrize("read", [lambda: parse(ONCE), lambda: from_mapping(plain(ONCE))], ids=["text", "mapping"])
+def test_each_value_is_read_once(read: Callable[[], Budget]) -> None:
+    parsers = ("parse_size", "parse_percent", "parse_duration")
+    assert read() == parse(ONCE)  # builds the models
+    calls: Counter[str] = Counter()
+
+    def note(frame: FrameType, event: str, arg: object) -> None:
+        if event == "call" and str(frame.f_globals.get("__name__")).startswith("memguard._"):
+            calls[frame.f_code.co_name] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        read()
+    finally:
+        sys.setprofile(before)
+    assert [calls[name] for name in parsers] == [5, 5, 2]
+
+
+def test_lines_are_known_for_problems_that_are_found_later() -> None:
+    for budget in (parse(ONCE), pickle.loads(pickle.dumps(parse(ONCE))), parse(ONCE).model_copy()):
+        problem = budget.problem(("devices", "0", "limit"), "is odd", "change it")
+        assert (problem.line, problem.column, problem.path) == (3, 29, "devices['0'].limit")
+        assert budget.problem(("frameworks", "jax", "min"), "is odd", "change it").line == 7
+    assert from_mapping(plain(ONCE)).problem(("device",), "is odd", "change it").line is None
 
 
 def test_building_the_models_looks_up_no_signature_for_each_field() -> None:
@@ -502,7 +547,7 @@ def resolved(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain(text: str) -> Any:
-    from memguard._config.positions import read
+    from memguard._config.yaml import read
 
     return read(text).data
 

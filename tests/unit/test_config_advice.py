@@ -18,8 +18,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from memguard._config import FRAMEWORKS, Budget, from_mapping, parse
-from memguard._config.fitting import fitting
-from memguard._config.positions import read
+from memguard._config.suggestions import fitting
+from memguard._config.yaml import read
 from memguard._policy import plan
 from memguard._specs import SPECS
 from memguard._types import Device

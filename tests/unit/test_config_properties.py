@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from memguard._config import FRAMEWORKS, Budget, from_mapping, json_schema, parse
-from memguard._config.positions import read
+from memguard._config.yaml import read
 from memguard._findings import NAMES
 from memguard._units import GIB, GRANULE, MIB
 from memguard.errors import ConfigError

@@ -25,11 +25,9 @@ from pydantic import (
 )
 from pydantic_core import core_schema
 
-from memguard._config import checks, values
-from memguard._config.document import Document, of_mapping
-from memguard._config.frozen import Frozen, frozen
-from memguard._config.origin import Origin, in_order, origin
-from memguard._config.values import WRITTEN
+from memguard._config import rules, values
+from memguard._config.source_map import Document, Origin, in_order, of_mapping
+from memguard._config.values import WRITTEN, Frozen, frozen
 from memguard._findings import NAMES, Name
 from memguard._specs import SPECS, Option
 from memguard._units import short
@@ -82,7 +80,7 @@ class DeviceBudget(_Model):
         False,
         strict=True,
     )
-    wait: Annotated[values.LeaseWait | None, WRITTEN, AfterValidator(lambda wait: wait or None)] = _key(
+    wait: values.LeaseWait = _key(
         "With lease: how long init waits until others give back enough, first come, first served. From 1s to 7 days; "
         "0: not at all.",
         examples=["10min"],
@@ -97,8 +95,8 @@ class DeviceBudget(_Model):
 class DeviceOverride(_Model):
     """What differs on some GPUs: a key that is left out is as in `device`, and None here."""
 
-    limit: Annotated[values.DeviceLimit | None, WRITTEN] = _key("As in device.", examples=["90%", "40GiB"])
-    reserve: Annotated[values.Reserve | None, WRITTEN] = _key("As in device.", examples=["auto", "2GiB"])
+    limit: values.OwnLimit = _key("As in device.", examples=["90%", "40GiB"])
+    reserve: values.OwnReserve = _key("As in device.", examples=["auto", "2GiB"])
 
 
 class FrameworkBudget(_Model):
@@ -111,15 +109,15 @@ class FrameworkBudget(_Model):
         }
     )
 
-    share: Annotated[values.Share | None, WRITTEN] = _key("A part of (limit − reserve).", examples=["50%"])
-    limit: Annotated[values.Limit | None, WRITTEN] = _key(
+    share: values.Share = _key("A part of (limit − reserve).", examples=["50%"])
+    limit: values.Limit = _key(
         "The same on every GPU: 512MiB, 1.5GiB (base 1024) or bytes; at least 2MiB.", examples=["4GiB", "512MiB"]
     )
-    min: Annotated[values.Least | None, WRITTEN] = _key(
+    min: values.Least = _key(
         "With max, an elastic share: what it can have at any time. A part of (limit − reserve), or bytes.",
         examples=["5%", "1GiB"],
     )
-    max: Annotated[values.Most | None, WRITTEN] = _key(
+    max: values.Most = _key(
         "With min: what its cap may rise to while others leave room. A part of (limit − reserve), or bytes.",
         examples=["15%", "4GiB"],
     )
@@ -127,7 +125,9 @@ class FrameworkBudget(_Model):
     @property
     def guaranteed(self) -> Fraction | int:
         """What it can have whatever others do: its share, limit or min; a part of (limit − reserve), or bytes."""
-        return next(part for part in (self.share, self.limit, self.min) if part is not None)
+        part = self.share if self.share is not None else self.limit if self.limit is not None else self.min
+        assert part is not None
+        return part
 
     def __getattr__(self, name: str) -> Any:
         if any(name == option.name for spec in SPECS.values() for option in spec.options):
@@ -186,7 +186,7 @@ class MonitorConfig(_Model):
     warn: values.Percent = _key("The part of a cap or a GPU's limit above which a warning is logged.", values.WARN)
     critical: values.Percent = _key("The part above which the pressure is critical; above warn.", values.CRITICAL)
     forecast: values.Forecast = _key("How long before a cap is reached a warning is logged; 0: never.", "20s")
-    timeline: Annotated[values.Timeline | None, WRITTEN] = _key(
+    timeline: values.Timeline = _key(
         "A file for every sample and event, relative to the folder of this file. {pid} and {rank} are filled in.",
         examples=["memguard.jsonl"],
     )
@@ -201,14 +201,14 @@ class MonitorConfig(_Model):
 class SuspendConfig(_Model):
     """When this process may leave its GPUs. `when_idle` and `on_demand` are in seconds; None: never."""
 
-    when_idle: Annotated[values.WhenIdle | None, WRITTEN] = _key(
+    when_idle: values.WhenIdle = _key(
         "In a notebook: without work for so long, it leaves its GPUs until the next cell. From 1s to 7 days.",
         examples=["10min"],
     )
     by_others: bool = _key(
         "Whether other processes of the user may suspend it: memguard suspend PID.", False, strict=True
     )
-    on_demand: Annotated[values.WhenIdle | None, WRITTEN] = _key(
+    on_demand: values.WhenIdle = _key(
         "Without work for so long, it leaves its GPUs for another process that waits for its lease (device: {on_wait: "
         "suspend-idle}), and comes back when there is room. From 1s to 7 days.",
         examples=["10s"],
@@ -225,16 +225,14 @@ class MetricsConfig(_Model):
         "required": ["opentelemetry"], "properties": {"opentelemetry": {"const": True}},
     }]})  # fmt: skip
 
-    prometheus: Annotated[values.Port | None, WRITTEN] = _key(
+    prometheus: values.Port = _key(
         "A port of 127.0.0.1 at which Prometheus finds the metrics: from 1024 to 65535. LOCAL_RANK is added to it.",
         examples=[9477],
     )
     opentelemetry: bool = _key(
         "Whether the program's own OpenTelemetry MeterProvider gets the metrics.", False, strict=True
     )
-    job: Annotated[values.Job | None, WRITTEN] = _key(
-        "What the metrics call this program; without it the name of its script.", examples=["train"]
-    )
+    job: values.Job = _key("What the metrics call this program; without it the name of its script.", examples=["train"])
 
 
 class DoctorConfig(_Model):
@@ -284,7 +282,7 @@ class Budget(_Model):
     on_busy: Literal["warn", "raise"] = _key(
         "What init does if others hold so much of a GPU that the limit cannot be had: log a warning, or raise.", "warn"
     )
-    ranks: Annotated[values.Ranks | None, WRITTEN] = _key(
+    ranks: values.Ranks = _key(
         "For the ranks of torchrun, mpirun and srun. auto: those that use the same GPU divide its limit. {per_gpu: 2}: "
         "two processes share each GPU. Without this key each process has the budget whole.",
         examples=["auto"],
@@ -316,7 +314,7 @@ class Budget(_Model):
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Budget":
         """The budget in a file. Raises ConfigError, also if the file cannot be read."""
-        from memguard._config.positions import MAX_BYTES
+        from memguard._config.yaml import MAX_BYTES
 
         source = short(path)
         try:
@@ -333,7 +331,7 @@ class Budget(_Model):
     @classmethod
     def from_text(cls, text: str | bytes, source: str = "budget") -> "Budget":
         """The budget in a text, or in bytes of UTF-8. `source` names it in messages. Raises ConfigError."""
-        from memguard._config.positions import read  # imports yaml, which a budget of Python values does not need
+        from memguard._config.yaml import read  # imports yaml, which a budget of Python values does not need
 
         return _budget(read(text), _printable(source))
 
@@ -400,13 +398,13 @@ def _budget(document: Document, source: str) -> Budget:
     if () in document.bad or not isinstance(document.data, dict):
         wrong = [] if () in document.bad else [_not_a_mapping(document)]
         raise ConfigError(in_order([*document.problems, *wrong]), source)
-    violations = checks.check(document.data)
-    errors: list[Any] = []
+    budget, errors = None, []
     try:
         budget = Budget.model_validate(document.data)
     except ValidationError as error:
-        errors = list(error.errors())
-    if errors or violations or document.problems:
+        errors = error.errors()
+    violations = rules.check(document.data, budget)
+    if budget is None or violations or document.problems:
         from memguard._config.problems import problems  # explains: a budget that is right needs nothing of it
 
         raise ConfigError(problems(errors, violations, document, _fields()), source)
@@ -414,7 +412,8 @@ def _budget(document: Document, source: str) -> Budget:
         budget = budget.model_copy(update={"monitor": MonitorConfig()})
     if budget.ranks is not None:
         budget = _unsaid(budget)
-    budget._origin = origin(document, source)
+    if document.text is not None:
+        budget._origin = Origin(source, document.text)
     return budget
 
 
@@ -457,4 +456,4 @@ def _unreadable(error: OSError | TypeError | ValueError) -> Problem:
 
 
 def _printable(source: str) -> str:
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in source)
+    return source if source.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in source)

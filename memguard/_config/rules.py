@@ -1,23 +1,51 @@
-"""What must hold between the values of a budget. Lenient: it checks what can be read and skips the rest, so that these
-problems are reported together with those of single values."""
+"""What must hold between the values of a budget.
+
+The values are those of the checked budget. If some value is wrong there is none: then the rules read what they can of
+the document and skip the rest, so that their problems are reported together with those of single values.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from fractions import Fraction
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from memguard._config import values
-from memguard._config.document import Loc
+from memguard._config.source_map import Loc
 from memguard._config.values import percent_text, size_text
 from memguard._specs import CONTEXT, OVERHEADS, SECOND_CONTEXT, SLACK, SPECS
 from memguard._units import MIB
+
+if TYPE_CHECKING:
+    from memguard._config.schema import Budget, FrameworkBudget
 
 T = TypeVar("T")
 
 SIZES = ("share", "limit", "min", "max")
 """The keys that say how much a framework gets."""
+_SIZES, _SHARE, _LIMIT, _BOUNDS = {*SIZES}, {"share"}, {"limit"}, {"min", "max"}
+
+
+class Part(NamedTuple):
+    """How much a framework gets, as far as it can be read. What is not written is None."""
+
+    share: Fraction | None = None
+    limit: int | None = None
+    min: Fraction | int | None = None
+    max: Fraction | int | None = None
+
+
+class Scope(NamedTuple):
+    """Limit and reserve of every GPU, or of those that an entry of `devices` names; None if that cannot be read.
+
+    `written` has the keys at `loc`; what is not written there is as in `device`.
+    """
+
+    loc: Loc
+    written: Mapping[str, Any]
+    limit: Fraction | int | None
+    reserve: int | Literal["auto"] | None
 
 
 class Asked(NamedTuple):
@@ -46,89 +74,146 @@ class Violation(NamedTuple):
     instead: tuple[Loc, ...] = ()
 
 
-def check(data: Mapping[str, Any]) -> list[Violation]:
-    """Every violation in raw data. Frameworks that memguard does not know are left out."""
+def check(data: Mapping[str, Any], budget: Budget | None) -> list[Violation]:
+    """Every violation in plain data, and in the budget that it was read to; None if some value is wrong.
+
+    Frameworks that memguard does not know are left out.
+    """
     written = _mapping(data.get("frameworks"))
     frameworks = {name: entry for name, entry in written.items() if name in SPECS and isinstance(entry, Mapping)}
-    asked = _asked(frameworks)
-    device, devices, pressure = _mapping(data.get("device")), _mapping(data.get("devices")), data.get("on_pressure")
-    violations = [violation for name, entry in frameworks.items() for violation in _framework(name, entry, data)]
-    scopes: list[tuple[Loc, Mapping[str, Any], Mapping[str, Any]]] = [(("device",), device, {})]
-    scopes += [(("devices", key), _mapping(override), device) for key, override in devices.items()]
-    auto = _auto_reserve(frameworks)
-    rooms = [room for _, own, inherited in scopes if (room := _room(own, inherited, auto)) is not None and room > 0]
-    violations += _shares(asked, rooms)
-    for loc, own, inherited in scopes:
-        violations += _fits(loc, own, inherited, asked, rooms, auto)
+    device, devices, monitor = _mapping(data.get("device")), _mapping(data.get("devices")), data.get("monitor")
+    if budget is not None and len(budget.devices) < len(devices):
+        budget = None  # two keys name one GPU: it has one of their entries
+    parts: Mapping[str, Part | FrameworkBudget]
+    if budget is not None:
+        parts, scopes = budget.frameworks, _scopes(device, devices, budget)
+    else:
+        parts = {name: _part(entry) for name, entry in frameworks.items()}
+        scopes = _readable_scopes(device, devices)
+    violations: list[Violation] = []
+    for name, entry in frameworks.items():
+        given = entry.keys() & _SIZES
+        if given == _BOUNDS:
+            violations += _bounds(name, parts[name])
+        elif given != _SHARE and given != _LIMIT:
+            violations += _not_one(name, entry, data)
+    violations += _amounts(frameworks, parts, scopes)
     if data.get("strategy") == "pool":
-        from memguard._config import pooling
-
-        violations += [Violation(*found) for found in pooling.check(frameworks)]
-    violations += _misplaced(data)
-    violations += _same_device(devices)
-    violations += _levels(_mapping(data.get("monitor")))
-    if "monitor" not in data and isinstance(pressure, list) and pressure:
-        message = "nothing watches the pressure: on_pressure needs a monitor"
-        violations.append(Violation(("on_pressure",), message, "add 'monitor: {}', which takes the defaults", True))
-    violations += _metrics(data)
-    violations += _lease(device)
-    violations += _repeated(("on_pressure",), pressure)
-    violations += _repeated(("doctor", "ignore"), _mapping(data.get("doctor")).get("ignore"))
+        violations += _pool(frameworks)
+    if budget is None:  # what no budget can have
+        violations += _of_others(frameworks)
+        violations += _misplaced(data)
+        violations += _same_device(devices)
+    if isinstance(monitor, Mapping):
+        violations += _levels(monitor, budget)
+    if (pressure := data.get("on_pressure")) and isinstance(pressure, list):
+        if "monitor" not in data:
+            message = "nothing watches the pressure: on_pressure needs a monitor"
+            violations.append(Violation(("on_pressure",), message, "add 'monitor: {}', which takes the defaults", True))
+        violations += _repeated(("on_pressure",), pressure)
+    if isinstance(doctor := data.get("doctor"), Mapping) and isinstance(ignored := doctor.get("ignore"), list):
+        violations += _repeated(("doctor", "ignore"), ignored)
+    if isinstance(metrics := data.get("metrics"), Mapping):
+        violations += _metrics(metrics)
+    if device:
+        violations += _lease(device)
     return violations
 
 
-def _asked(frameworks: Mapping[str, Mapping[str, Any]]) -> Asked:
+def _part(entry: Mapping[str, Any]) -> Part:
+    share, limit = _read(values.share, entry.get("share")), _read(values.limit, entry.get("limit"))
+    return Part(share, limit, _read(values.least, entry.get("min")), _read(values.most, entry.get("max")))
+
+
+def _scopes(device: Mapping[str, Any], devices: Mapping[str, Any], budget: Budget) -> list[Scope]:
+    every = budget.device
+    scopes = [Scope(("device",), device, every.limit, every.reserve)]
+    for key, own in zip(devices, budget.devices.values(), strict=True):  # `cuda:0` is `0` in the budget
+        limit = every.limit if own.limit is None else own.limit
+        reserve = every.reserve if own.reserve is None else own.reserve
+        scopes.append(Scope(("devices", key), devices[key], limit, reserve))
+    return scopes
+
+
+def _readable_scopes(device: Mapping[str, Any], devices: Mapping[str, Any]) -> list[Scope]:
+    scopes = []
+    for loc, own in [(("device",), device), *((("devices", key), _mapping(own)) for key, own in devices.items())]:
+        limit = _read(values.device_limit, own.get("limit", device.get("limit")))
+        reserve = _read(values.reserve, own.get("reserve", device.get("reserve")))
+        scopes.append(Scope(loc, own, limit, reserve))
+    return scopes
+
+
+def _amounts(
+    frameworks: Mapping[str, Mapping[str, Any]], parts: Mapping[str, Part | FrameworkBudget], scopes: list[Scope]
+) -> Iterator[Violation]:
+    """What the frameworks ask for against what there is."""
+    asked = _asked(frameworks, parts)
+    in_bytes = [scope for scope in scopes if isinstance(scope.limit, int)]
+    least = min(map(_declared_room, in_bytes), default=None)
+    left, needed = 1 - sum(asked.shares.values(), Fraction(0)), sum(asked.limits.values())
+    if (left > 0 or (left == 0 and not needed)) and (least is None or (least > 0 and needed <= left * least)):
+        return  # all fits; what follows finds what does not, and numbers that would
+    auto = _auto_reserve(frameworks) if in_bytes else 0
+    rooms = [room for scope in in_bytes if (room := _room(scope, auto)) > 0]
+    yield from _shares(asked, rooms)
+    for scope in in_bytes:
+        yield from _fits(scope, asked, rooms, auto)
+
+
+def _asked(frameworks: Mapping[str, Mapping[str, Any]], parts: Mapping[str, Part | FrameworkBudget]) -> Asked:
     shares: dict[str, Fraction] = {}
     limits: dict[str, int] = {}
     elastic = []
     for name, entry in frameworks.items():
-        if share := _read(values.share, entry.get("share")):
-            shares[name] = share
-        if limit := _read(values.limit, entry.get("limit")):
-            limits[name] = limit
-        if not {"share", "limit"} & set(entry) and (least := _read(values.least, entry.get("min"))):
+        part = parts[name]
+        if part.share:
+            shares[name] = part.share
+        if part.limit:
+            limits[name] = part.limit
+        if part.min and "share" not in entry and "limit" not in entry:
             elastic.append(name)
-            if isinstance(least, Fraction):
-                shares[name] = least
+            if isinstance(part.min, Fraction):
+                shares[name] = part.min
             else:
-                limits[name] = least
+                limits[name] = part.min
     return Asked(shares, limits, tuple(elastic))
 
 
-def _framework(name: str, entry: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[Violation]:
-    loc: Loc = ("frameworks", name)
-    options = {option.name: (owner, option) for owner, spec in SPECS.items() for option in spec.options}
-    given = {key for key in SIZES if key in entry}
-    if given == {"min", "max"}:
-        yield from _bounds(loc, entry)
-    elif given not in ({"share"}, {"limit"}):
-        yield from _not_one(name, entry, data, set(options))
-    own = {option.name for option in SPECS[name].options}
-    for key, (owner, option) in options.items():
-        if key in entry and key not in own:
-            message = f"{key} is a setting of {owner}; {option.elsewhere.format(name=name)}"
-            yield Violation((*loc, key), message, option.fix, True, True)
+def _of_others(frameworks: Mapping[str, Mapping[str, Any]]) -> Iterator[Violation]:
+    """Settings of other frameworks."""
+    for name, entry in frameworks.items():
+        own = {option.name for option in SPECS[name].options}
+        for owner, option in ((owner, option) for owner, spec in SPECS.items() for option in spec.options):
+            if option.name in entry and option.name not in own:
+                message = f"{option.name} is a setting of {owner}; {option.elsewhere.format(name=name)}"
+                yield Violation(("frameworks", name, option.name), message, option.fix, True, True)
 
 
-def _bounds(loc: Loc, entry: Mapping[str, Any]) -> Iterator[Violation]:
+def _bounds(name: str, part: Part | FrameworkBudget) -> Iterator[Violation]:
     """The two bounds of an elastic share. A percentage and bytes are compared by the plan, on each GPU."""
-    least, most = _read(values.least, entry["min"]), _read(values.most, entry["max"])
+    least, most = part.min, part.max
     if least is not None and most is not None and type(least) is type(most) and most < least:
         low, high = values.text(least), values.text(most)
-        yield Violation((*loc, "max"), f"the max of {high} is less than the min of {low}", f"write '{low}' or more")
+        yield Violation(
+            ("frameworks", name, "max"), f"the max of {high} is less than the min of {low}", f"write '{low}' or more"
+        )
 
 
-def _not_one(name: str, entry: Mapping[str, Any], data: Mapping[str, Any], options: set[str]) -> Iterator[Violation]:
+def _not_one(name: str, entry: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[Violation]:
     """Not exactly one of share, limit, and min with max."""
-    from memguard._config import meant
+    from memguard._config import suggestions
 
     loc: Loc = ("frameworks", name)
     fixed, bounds = [key for key in entry if key in SIZES[:2]], [key for key in entry if key in SIZES[2:]]
+    options = {option.name for spec in SPECS.values() for option in spec.options}
     known = set(entry) <= options | set(SIZES)  # an unknown key may be a misspelt one, and is explained by itself
-    kept = meant.flow({key: value for key, value in entry.items() if key in {o.name for o in SPECS[name].options}})
+    kept = suggestions.flow(
+        {key: value for key, value in entry.items() if key in {o.name for o in SPECS[name].options}}
+    )
     rest = f", {kept[1:-1]}" if 2 < len(kept) < 60 else ""
     if len(fixed) == 2:
-        both = " or ".join(f"'{key}: {meant.flow(entry[key])}'" for key in SIZES[:2])
+        both = " or ".join(f"'{key}: {suggestions.flow(entry[key])}'" for key in SIZES[:2])
         fix = f"remove one of them{f': {both}' if len(both) < 60 else ''}"
         yield Violation((*loc, fixed[1]), "has both share and limit: exactly one is allowed", fix, True)
     elif fixed and len(bounds) == 2:
@@ -141,15 +226,18 @@ def _not_one(name: str, entry: Mapping[str, Any], data: Mapping[str, Any], optio
         else:
             yield Violation((*loc, bounds[0]), message, "remove it", True, True)
     elif bounds == ["max"] and known:
-        line = meant.sized(entry["max"], "GiB", "framework") or "limit: 4GiB"
+        line = suggestions.sized(entry["max"], "GiB", "framework") or "limit: 4GiB"
         fix = f"write '{line}' for a cap that stays, or add a min, for example 'min: 5%'"
         yield Violation((*loc, "max"), "has max without min: an elastic share has both", fix, True, True)
     elif bounds and known:
-        least = meant.quantity(entry["min"], "%") or "5%"
+        least = suggestions.quantity(entry["min"], "%") or "5%"
         fix = f"write '{name}: {{min: {least}, max: 100%{rest}}}', or another max"
         yield Violation(loc, "has min without max: an elastic share has both", fix, True, True)
     elif not bounds and known:
-        message, left = "has neither share nor limit, nor min and max: exactly one is needed", meant.share_left(data)
+        message, left = (
+            "has neither share nor limit, nor min and max: exactly one is needed",
+            suggestions.share_left(data),
+        )
         yield Violation(
             loc, message, f"write '{name}: {{share: {left}{rest}}}' or '{name}: {{limit: 4GiB{rest}}}'", True
         )
@@ -170,16 +258,16 @@ def _shares(asked: Asked, rooms: list[int]) -> Iterator[Violation]:
     total = sum(shares.values(), Fraction(0))
     if total < 1:
         return
-    from memguard._config import fitting  # suggests numbers: a budget that fits needs none
+    from memguard._config import suggestions  # suggests numbers: a budget that fits needs none
 
-    numbers = fitting.as_text(_lowered(shares, limits, rooms), elastic)
+    numbers = suggestions.as_text(_lowered(shares, limits, rooms), elastic)
     if total > 1:
         what = "shares and minima" if set(shares) & set(elastic) else "shares"
         message = f"the {what} add up to {percent_text(total)} ({_sum(shares, elastic)}); at most 100% can be given out"
         fix = f"lower them by {percent_text(total - 1)} together, for example to {numbers}"
         yield Violation(_place(list(shares)[-1], "share", elastic), message, fix)
     elif total == 1 and limits:
-        size, names = size_text(sum(limits.values())), [fitting.label(name, elastic) for name in shares]
+        size, names = size_text(sum(limits.values())), [suggestions.label(name, elastic) for name in shares]
         message = f"the shares take 100%, so nothing is left for the {size} of {' and '.join(limits)}"
         fix = f"lower the share of {' and '.join(names)}, for example to {numbers}"
         yield Violation(_place(list(limits)[-1], "limit", elastic), message, fix)
@@ -191,29 +279,21 @@ def _place(name: str, key: str, elastic: Collection[str]) -> Loc:
 
 def _lowered(shares: Mapping[str, Fraction], limits: Mapping[str, int], rooms: list[int]) -> dict[str, Fraction | int]:
     """What to lower shares to that are too large by themselves: they have to be, even if a limit has to be raised."""
-    from memguard._config import fitting
+    from memguard._config import suggestions
 
-    return fitting.fitting(shares, limits, min(rooms, default=None)) or fitting.fitting(shares, limits, None)
-
-
-def _bytes(own: Mapping[str, Any], inherited: Mapping[str, Any]) -> tuple[int, int | None] | None:
-    """Limit and reserve in bytes; None if the limit is not in bytes, for then only the GPU decides.
-
-    The reserve is None for `auto`, which depends on the GPU too.
-    """
-    limit = _read(values.device_limit, own.get("limit", inherited.get("limit")))
-    declared = _read(values.reserve, own.get("reserve", inherited.get("reserve")))
-    return (limit, declared if isinstance(declared, int) else None) if isinstance(limit, int) else None
+    return suggestions.fitting(shares, limits, min(rooms, default=None)) or suggestions.fitting(shares, limits, None)
 
 
-def _room(own: Mapping[str, Any], inherited: Mapping[str, Any], auto: int) -> int | None:
+def _declared_room(scope: Scope) -> int:
+    """Limit − reserve in bytes. A reserve of `auto` counts as nothing: it depends on the GPU."""
+    assert isinstance(scope.limit, int)
+    return scope.limit - (scope.reserve if isinstance(scope.reserve, int) else 0)
+
+
+def _room(scope: Scope, auto: int) -> int:
     """What numbers that are suggested may use. A reserve of `auto` counts unless it takes the whole limit."""
-    if (found := _bytes(own, inherited)) is None:
-        return None
-    limit, reserve = found
-    if reserve is None:
-        return limit - auto if limit > auto else limit
-    return limit - reserve
+    room = _declared_room(scope)
+    return room - auto if not isinstance(scope.reserve, int) and room > auto else room
 
 
 def _auto_reserve(frameworks: Mapping[str, Mapping[str, Any]]) -> int:
@@ -227,20 +307,14 @@ def _auto_reserve(frameworks: Mapping[str, Mapping[str, Any]]) -> int:
     return -(-size // (128 * MIB)) * 128 * MIB
 
 
-def _fits(
-    loc: Loc,
-    own: Mapping[str, Any],
-    inherited: Mapping[str, Any],
-    asked: Asked,
-    rooms: list[int],
-    auto: int,
-) -> Iterator[Violation]:
+def _fits(scope: Scope, asked: Asked, rooms: list[int], auto: int) -> Iterator[Violation]:
     """Bytes against bytes. The plan finds what fits only on some GPUs."""
+    loc, own, limit, written_reserve = scope
     at = next((key for key in ("limit", "reserve") if key in own), None)
-    if at is None or (found := _bytes(own, inherited)) is None:
+    if at is None or not isinstance(limit, int):
         return
     shares, limits, elastic = asked
-    limit, declared = found
+    declared = written_reserve if isinstance(written_reserve, int) else None  # `auto` depends on the GPU
     reserve, keep = declared or 0, auto if declared is None else declared
     total = sum(shares.values(), Fraction(0))
     needed, left = sum(limits.values()), 1 - total
@@ -260,7 +334,7 @@ def _fits(
         return
     over = math.ceil(needed - left * (limit - reserve))
     if over > 0:
-        from memguard._config import fitting
+        from memguard._config import suggestions
 
         kept = f" − reserve {size_text(reserve)}" if reserve else ""
         message = (
@@ -268,11 +342,33 @@ def _fits(
         )
         fix = f"raise the limit to {_about(math.ceil(needed / left) + keep)}"
         fix += ", with room for the reserve" if declared is None else ""
-        numbers = fitting.as_text(fitting.fitting(shares, limits, min(rooms, default=None)), elastic)
+        numbers = suggestions.as_text(suggestions.fitting(shares, limits, min(rooms, default=None)), elastic)
         if limit > keep and numbers:
             over = math.ceil(needed - left * (limit - keep))
             fix += f", or lower the frameworks by {_about(over)}, for example to {numbers}"
         yield Violation((*loc, at), message, fix)
+
+
+def _pool(frameworks: Mapping[str, Mapping[str, Any]]) -> Iterator[Violation]:
+    """What is wrong with the frameworks of a budget whose strategy is the pool."""
+    for name, entry in frameworks.items():
+        for key in ("min", "max"):
+            if key in entry and _joins(name, entry):
+                message = (
+                    f"{key} has no meaning under 'strategy: pool': the pool is shared already, and each may use all"
+                )
+                fix = "write one share or limit, or 'strategy: caps'"
+                yield Violation(("frameworks", name, key), message, fix, True, True)
+                break
+    if frameworks and not any(_joins(name, entry) for name, entry in frameworks.items()):
+        able = " or ".join(name for name, spec in SPECS.items() if spec.joint)
+        message = f"no framework of this budget can draw from one pool: {', '.join(frameworks)}"
+        yield Violation(("strategy",), message, f"name {able}, or write 'strategy: caps'")
+
+
+def _joins(name: str, entry: Mapping[str, Any]) -> bool:
+    """Whether the framework draws from the shared pool. Not with a CUDA context of its own."""
+    return bool(SPECS[name].joint) and entry.get("context") != "own"
 
 
 def _misplaced(data: Mapping[str, Any]) -> Iterator[Violation]:
@@ -306,9 +402,13 @@ def _same_device(devices: Mapping[str, Any]) -> Iterator[Violation]:
             seen[same] = key
 
 
-def _levels(monitor: Mapping[str, Any]) -> Iterator[Violation]:
-    warn = _read(values.percent, monitor.get("warn", values.WARN))
-    critical = _read(values.percent, monitor.get("critical", values.CRITICAL))
+def _levels(monitor: Mapping[str, Any], budget: Budget | None) -> Iterator[Violation]:
+    if budget is not None and budget.monitor is not None:
+        levels: tuple[Fraction | None, Fraction | None] = budget.monitor.warn, budget.monitor.critical
+    else:
+        written = (monitor.get("warn", values.WARN), monitor.get("critical", values.CRITICAL))
+        levels = _read(values.percent, written[0]), _read(values.percent, written[1])
+    warn, critical = levels
     if warn is None or critical is None or warn < critical:
         return
     at = [key for key in monitor if key in ("warn", "critical")][-1]
@@ -325,17 +425,14 @@ def _levels(monitor: Mapping[str, Any]) -> Iterator[Violation]:
     yield Violation(("monitor", at), f"{first} must come before {second}", fix)
 
 
-def _metrics(data: Mapping[str, Any]) -> Iterator[Violation]:
+def _metrics(metrics: Mapping[str, Any]) -> Iterator[Violation]:
     """Somebody has to get them. An unknown key may be a misspelt one, and is explained by itself."""
-    metrics = data.get("metrics")
-    if not isinstance(metrics, Mapping):
-        return
     told = {key: value for key, value in metrics.items() if key != "opentelemetry" or value is not False}
     if set(told) <= {"job"}:
-        from memguard._config import meant
+        from memguard._config import suggestions
 
         both = {"prometheus": 9477, **told}
-        fix = f"write 'metrics: {meant.flow(both)}' or 'metrics: {{opentelemetry: true}}'"
+        fix = f"write 'metrics: {suggestions.flow(both)}' or 'metrics: {{opentelemetry: true}}'"
         yield Violation(("metrics",), "nobody gets them: it names neither prometheus nor opentelemetry", fix, True)
 
 
@@ -351,23 +448,22 @@ def _lease(device: Mapping[str, Any]) -> Iterator[Violation]:
         text, more = "nobody is suspended for a lease that is not waited for", {"wait": "10min"}
     else:
         return
-    from memguard._config import meant
+    from memguard._config import suggestions
 
-    fix = f"write 'device: {meant.flow({**device, **more})}', or remove {' and '.join(waits)}"
+    fix = f"write 'device: {suggestions.flow({**device, **more})}', or remove {' and '.join(waits)}"
     yield Violation(("device",), text, fix, True)
 
 
-def _repeated(loc: Loc, listed: object) -> Iterator[Violation]:
-    names = listed if isinstance(listed, list) else []
+def _repeated(loc: Loc, names: list[object]) -> Iterator[Violation]:
     for index, name in enumerate(names):
         if isinstance(name, str) and name in names[:index]:
             yield Violation((*loc, index), f"{values.found(name)} is named twice", "keep one of them")
 
 
 def _sum(parts: Mapping[str, Fraction | int], elastic: Collection[str]) -> str:
-    from memguard._config import fitting
+    from memguard._config import suggestions
 
-    return fitting.as_text(parts, elastic, " + ")
+    return suggestions.as_text(parts, elastic, " + ")
 
 
 def _about(size: int) -> str:

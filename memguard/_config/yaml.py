@@ -1,4 +1,4 @@
-"""YAML text as plain values, with the line and column of every key and value.
+"""YAML text as plain values, and the line and column of each key and value for whoever asks.
 
 PyYAML composes nodes and never constructs: nothing in a file can make an object. While it composes, depth and nodes
 are counted (aliases as what they repeat), so no input can exhaust the stack or the memory. Plain scalars mean what they
@@ -9,12 +9,23 @@ look like: `true` and `false`, decimal whole numbers, nothing; everything else i
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from memguard._config.document import MAX_DEPTH, MAX_NODES, MAX_TEXT, Document, Loc, Mark, encodable, too_long
+from memguard._config.source_map import (
+    MAX_DEPTH,
+    MAX_NODES,
+    MAX_TEXT,
+    Document,
+    Loc,
+    Mark,
+    Places,
+    encodable,
+    too_long,
+)
 from memguard._units import short
 from memguard.errors import Problem
 
@@ -60,8 +71,11 @@ def read(raw: bytes | str) -> Document:
             raise Unreadable(TOO_LARGE)
         root, composer = _compose(text)
     except Unreadable as stop:
-        return Document(values={(): (1, 1)}, problems=[stop.problem], bad={()})
-    document = Document(values={(): (1, 1)}, problems=composer.problems)
+        document = Document("", [stop.problem], {()})
+        document.find = partial(_places, None, set())
+        return document
+    document = Document(text, composer.problems)
+    document.find = partial(_places, root, composer.bad)
     if root is not None:
         document.data = _plain(root, (), document, composer.bad)
     document.problems = list(dict.fromkeys(document.problems))  # an alias repeats those of its anchor
@@ -75,41 +89,47 @@ class _Composer(yaml.SafeLoader):
         super().__init__(text)
         self.problems: list[Problem] = []
         self.bad: set[int] = set()
-        self._sizes: dict[int, tuple[int, int]] = {}  # nodes and levels of each node composed so far, by its id
+        self._sizes: dict[int, tuple[int, int]] = {}  # nodes and levels of each node with an anchor, by its id
         self._nodes = self._depth = self._deepest = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.peek_event()  # type: ignore[no-untyped-call]
-        mark = _mark(event.start_mark)
-        if isinstance(event, yaml.AliasEvent):
-            nodes, levels = self._repeated(event.anchor, mark)
-        else:
-            nodes, levels = 1, int(not isinstance(event, yaml.ScalarEvent))
-            self.anchors.pop(event.anchor, None)  # a name may be given again
+        is_alias, is_scalar = isinstance(event, yaml.AliasEvent), isinstance(event, yaml.ScalarEvent)
+        nodes, levels = self._repeated(event) if is_alias else (1, int(not is_scalar))
         self._nodes += nodes
         if self._nodes > MAX_NODES:
             fix = "a budget needs a few dozen at most; check for aliases that repeat aliases"
             message = f"more than {MAX_NODES:,} values, aliases counted as what they repeat"
-            raise Unreadable(Problem(message, fix, *mark))
+            raise Unreadable(Problem(message, fix, *_mark(event.start_mark)))
         if self._depth + levels > MAX_DEPTH:
-            raise Unreadable(Problem(f"nested deeper than {MAX_DEPTH} levels", "a budget needs 3", *mark))
+            message = f"nested deeper than {MAX_DEPTH} levels"
+            raise Unreadable(Problem(message, "a budget needs 3", *_mark(event.start_mark)))
+        if is_alias:
+            self._deepest = max(self._deepest, self._depth + levels)
+            return super().compose_node(parent, index)
+        if event.anchor is not None:
+            self.anchors.pop(event.anchor, None)  # a name may be given again
         before, deepest, self._deepest = self._nodes - nodes, self._deepest, self._depth + levels
         self._depth += 1
         node: Any = super().compose_node(parent, index)
         self._depth -= 1
-        self._sizes[id(node)] = self._nodes - before, self._deepest - self._depth
+        if event.anchor is not None:
+            self._sizes[id(node)] = self._nodes - before, self._deepest - self._depth
         self._deepest = max(self._deepest, deepest)
-        if not isinstance(event, yaml.AliasEvent):
-            self._note(node, event.tag, mark)
+        if event.tag is not None or (is_scalar and (len(event.value) > MAX_TEXT or not event.value.isascii())):
+            self._note(node, event.tag, _mark(event.start_mark))
         return node
 
-    def _repeated(self, anchor: Any, mark: Mark) -> tuple[int, int]:
-        node = self.anchors.get(anchor)
+    def _repeated(self, event: Any) -> tuple[int, int]:
+        """The nodes and levels of what an alias repeats."""
+        name = event.anchor[:40]
+        node = self.anchors.get(event.anchor)
         if node is None:
-            message = f"'*{anchor[:40]}' repeats something named '&{anchor[:40]}', which is nowhere above"
-            raise Unreadable(Problem(message, "put a name pattern that begins with * in quotes", *mark))
+            message = f"'*{name}' repeats something named '&{name}', which is nowhere above"
+            fix = "put a name pattern that begins with * in quotes"
+            raise Unreadable(Problem(message, fix, *_mark(event.start_mark)))
         if id(node) not in self._sizes:
-            raise Unreadable(Problem(f"'*{anchor[:40]}' contains itself", "write the values out", *mark))
+            raise Unreadable(Problem(f"'*{name}' contains itself", "write the values out", *_mark(event.start_mark)))
         return self._sizes[id(node)]
 
     def _note(self, node: Node, tag: str | None, mark: Mark) -> None:
@@ -192,43 +212,60 @@ def _syntax(error: yaml.MarkedYAMLError, text: str) -> Problem:
 
 
 def _plain(node: Node, path: Loc, document: Document, bad: set[int]) -> object:
-    document.values[path] = _mark(node.start_mark)
-    if id(node) in bad:
-        document.bad.add(path)
     if isinstance(node, ScalarNode):
-        return _scalar(node)
+        if bad and id(node) in bad:
+            document.bad.add(path)
+        text: str = node.value
+        if node.style is not None or (text not in _WORDS and not _INT.fullmatch(text)):
+            return text
+        return _WORDS[text] if text in _WORDS else int(text)
     if isinstance(node, SequenceNode):
         return [_plain(child, (*path, index), document, bad) for index, child in enumerate(node.value)]
     found: dict[str, object] = {}
+    first: dict[str, Node] = {}
     for key, child in node.value:
-        at, mark = (*path, key.value if isinstance(key, ScalarNode) else ""), _mark(key.start_mark)
-        problem = _wrong_key(key, id(key) in bad)
+        word = isinstance(key, ScalarNode) and key.value not in ("", "<<")
+        problem = None if word else _wrong_key(key, bad)
         if problem is None and key.value in found:
-            first = document.keys[at] or mark
-            where = f": in line {first[0]} and here" if first[0] != mark[0] else " in this line"
+            line, here = first[key.value].start_mark.line, key.start_mark.line
+            where = f": in line {line + 1} and here" if line != here else " in this line"
             problem = f"{short(key.value)} is given twice{where}", "keep one of them"
         if problem is not None:
-            document.problems.append(Problem(*problem, *mark))
+            document.problems.append(Problem(*problem, *_mark(key.start_mark)))
         elif id(key) not in bad:
-            document.keys[at] = mark
-            found[key.value] = _plain(child, at, document, bad)
+            first[key.value] = key
+            found[key.value] = _plain(child, (*path, key.value), document, bad)
     return found
 
 
-def _scalar(node: ScalarNode) -> bool | int | str | None:
-    text: str = node.value
-    if node.style is not None or (text not in _WORDS and not _INT.fullmatch(text)):
-        return text
-    return _WORDS[text] if text in _WORDS else int(text)
+def _places(root: Node | None, bad: set[int]) -> Places:
+    """The marks of what `_plain` takes into the document. What an alias repeats is where its anchor is."""
+    keys: dict[Loc, Mark | None] = {}
+    values: dict[Loc, Mark | None] = {(): (1, 1)}
+
+    def walk(node: Node, path: Loc) -> None:
+        values[path] = _mark(node.start_mark)
+        if isinstance(node, SequenceNode):
+            for index, child in enumerate(node.value):
+                walk(child, (*path, index))
+        elif isinstance(node, MappingNode):
+            for key, child in node.value:
+                if _wrong_key(key, bad) is None and id(key) not in bad and (at := (*path, key.value)) not in keys:
+                    keys[at] = _mark(key.start_mark)
+                    walk(child, at)
+
+    if root is not None:
+        walk(root, ())
+    return keys, values
 
 
-def _wrong_key(key: Node, bad: bool) -> tuple[str, str] | None:
+def _wrong_key(key: Node, bad: set[int]) -> tuple[str, str] | None:
     if not isinstance(key, ScalarNode):
         found = "mapping" if isinstance(key, MappingNode) else "list"
         return f"a key must be one word, found a {found}", "write 'key: value'"
     if key.style is None and key.value == "<<":
         return "merge keys (<<) are not read in a budget", "write the keys out"
-    if not key.value and not bad:
+    if not key.value and id(key) not in bad:
         return "a key is missing before ':'", "write 'key: value'"
     return None
 
