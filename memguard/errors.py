@@ -30,13 +30,32 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from memguard._advice import Advice
 from memguard._text import visible
 
 
 class MemguardError(Exception):
-    """Base of all of memguard's errors; `exit_code` is what the command line returns."""
+    """Base of all of memguard's errors; `exit_code` is what the command line returns.
+
+    `advice` has the parts of the text: `reason`, `fix` (empty if there is none) and `alternatives`, a tuple. An error
+    with several problems has that of the first.
+    """
 
     exit_code = 1
+
+    def __init__(self, said: str | Advice = "", *, fix: str = "", alternatives: tuple[str, ...] = ()) -> None:
+        advice = said if isinstance(said, Advice) else Advice(said, fix, alternatives)
+        super().__init__(str(advice))
+        self._say(advice)
+
+    @property
+    def advice(self) -> Advice:
+        """What the text is made of."""
+        return Advice(*self._said)
+
+    def _say(self, advice: Advice) -> None:
+        # Plain data: a pickle of it is read by other versions of memguard too.
+        self._said = advice.reason, advice.fix, advice.alternatives
 
     def __str__(self) -> str:
         return visible(super().__str__())
@@ -54,11 +73,14 @@ class Problem:
 
     def render(self, source: str) -> str:
         """`file:line:column: message`, the fix on the next line."""
+        return str(self.advice(source))
+
+    def advice(self, source: str) -> Advice:
+        """What `render` makes its text of."""
         where = source
         if self.line is not None:
             where += f":{self.line}:{self.column or 1}"
-        text = f"{where}: {self.path + ': ' if self.path else ''}{self.message}"
-        return f"{text}\n    fix: {self.fix}" if self.fix else text
+        return Advice(f"{where}: {self.path + ': ' if self.path else ''}{self.message}", self.fix)
 
 
 class ProblemsError(MemguardError):
@@ -70,6 +92,8 @@ class ProblemsError(MemguardError):
         self.problems = tuple(problems)
         self.source = source
         super().__init__("\n".join(p.render(source) for p in self.problems))
+        if self.problems:
+            self._say(self.problems[0].advice(source))
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.problems, self.source)
@@ -92,9 +116,11 @@ class DeviceError(MemguardError):
 
     exit_code = 3
 
-    def __init__(self, message: str = "", *, missing: bool = False) -> None:
+    def __init__(
+        self, said: str | Advice = "", *, fix: str = "", alternatives: tuple[str, ...] = (), missing: bool = False
+    ) -> None:
         self.missing = missing
-        super().__init__(message)
+        super().__init__(said, fix=fix, alternatives=alternatives)
 
 
 class CapNotApplied(MemguardError):
@@ -102,7 +128,7 @@ class CapNotApplied(MemguardError):
 
     def __init__(self, framework: str, reason: str, remedy: str) -> None:
         self.framework, self.reason, self.remedy = framework, reason, remedy
-        super().__init__(f"{framework}: cap not applied: {reason}\n    fix: {remedy}")
+        super().__init__(f"{framework}: cap not applied: {reason}", fix=remedy)
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.framework, self.reason, self.remedy)
@@ -129,12 +155,12 @@ class BudgetExceeded(MemguardError):
     `needed` and `available` are bytes.
     """
 
-    def __init__(self, framework: str, needed: int, available: int, message: str) -> None:
+    def __init__(self, framework: str, needed: int, available: int, message: str | Advice) -> None:
         self.framework, self.needed, self.available = framework, needed, available
         super().__init__(message)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.framework, self.needed, self.available, str(self))
+        return type(self), (self.framework, self.needed, self.available, self.args[0]), self.__dict__
 
 
 class LeaseRefused(MemguardError):
@@ -144,12 +170,12 @@ class LeaseRefused(MemguardError):
     `budget`, `bytes` by GPU (UUID), and `since`, as `time.time()`. It is empty if the GPU is too small in any case.
     """
 
-    def __init__(self, message: str = "", holders: Sequence[Mapping[str, object]] = ()) -> None:
+    def __init__(self, message: str | Advice = "", holders: Sequence[Mapping[str, object]] = ()) -> None:
         self.holders = tuple(dict(one) for one in holders)
         super().__init__(message)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.args[0], self.holders)
+        return type(self), (self.args[0], self.holders), self.__dict__
 
 
 class UnderPressure(MemguardError):
@@ -159,11 +185,12 @@ class UnderPressure(MemguardError):
     """
 
     def __init__(self, framework: str | None, uuid: str | None, message: str) -> None:
-        super().__init__(framework, uuid, message)
+        super().__init__(message, fix="free arrays, or take 'raise' out of on_pressure in the budget")
+        self.args = framework, uuid, message
         self.framework, self.uuid = framework, uuid
 
     def __str__(self) -> str:
-        return visible(f"{self.args[2]}\n    fix: free arrays, or take 'raise' out of on_pressure in the budget")
+        return visible(str(self.advice))
 
 
 class CannotShare(MemguardError):
@@ -178,7 +205,7 @@ class CannotShare(MemguardError):
     def __init__(self, producer: str, consumer: str | None, reason: str, remedy: str, copied: bool = False) -> None:
         self.producer, self.consumer, self.reason, self.remedy, self.copied = producer, consumer, reason, remedy, copied
         pair = producer if consumer is None else f"{producer} to {consumer}"
-        super().__init__(f"{pair}: cannot {'copy' if copied else 'share'} this array: {reason}\n    fix: {remedy}")
+        super().__init__(f"{pair}: cannot {'copy' if copied else 'share'} this array: {reason}", fix=remedy)
 
     @property
     def source(self) -> str:
@@ -202,7 +229,10 @@ class CannotSuspend(MemguardError):
 
     def __init__(self, reasons: Sequence[tuple[str, str, str]]) -> None:
         self.reasons = tuple(tuple(r) for r in reasons)
-        super().__init__("\n".join(f"cannot suspend: {reason}\n    fix: {remedy}" for _, reason, remedy in reasons))
+        said = [Advice(f"cannot suspend: {reason}", remedy) for _, reason, remedy in reasons]
+        super().__init__("\n".join(map(str, said)))
+        if said:
+            self._say(said[0])
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.reasons,)
@@ -211,9 +241,9 @@ class CannotSuspend(MemguardError):
 class CannotResume(MemguardError):
     """The process stays suspended and whole; the text says why, and what to do. `lost`: the driver destroyed it."""
 
-    def __init__(self, message: str = "", *, lost: bool = False) -> None:
+    def __init__(self, said: str | Advice = "", *, fix: str = "", lost: bool = False) -> None:
         self.lost = lost
-        super().__init__(message)
+        super().__init__(said, fix=fix)
 
 
 class Suspended(MemguardError):
