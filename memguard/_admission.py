@@ -190,8 +190,8 @@ class Admission:
                 raise MemguardError(str(error)) from None
             if not needed:
                 raise MemguardError(
-                    f"workload {report.name!r}: wait= without needs=: there is nothing to wait for\n"
-                    '    fix: say what it needs, for example needs="4GiB"'
+                    f"workload {report.name!r}: wait= without needs=: there is nothing to wait for",
+                    fix='say what it needs, for example needs="4GiB"',
                 )
         if guard._on_checkpoint is not None:
             guard._on_checkpoint()

@@ -136,7 +136,8 @@ def _init(
             return _starting.guard, None
         raise AlreadyActive(
             "memguard.init is at work on this thread, and was called within that by a signal handler, a log handler or "
-            "a finalizer\n    fix: call it once the other call has returned"
+            "a finalizer",
+            fix="call it once the other call has returned",
         )
 
 
@@ -159,14 +160,14 @@ def _apply(
             return now, None
         if outlived(before):
             raise AlreadyActive(
-                "another budget became active while this function ran for one that is over\n"
-                "    fix: memguard.init(..., replace=True) on a thread of the program"
+                "another budget became active while this function ran for one that is over",
+                fix="memguard.init(..., replace=True) on a thread of the program",
             )
         if not replace and now is not from_environment:
             which = f": that of {now.budget.source}" if now.budget.source else ""
             raise AlreadyActive(
-                f"another budget is active in this process{which}\n"
-                "    fix: memguard.shutdown() first, or memguard.init(..., replace=True)"
+                f"another budget is active in this process{which}",
+                fix="memguard.shutdown() first, or memguard.init(..., replace=True)",
             )
     suspension.check("memguard.init")
     why = None
@@ -556,7 +557,7 @@ def _names(simulate: str | Sequence[str] | None) -> tuple[str, ...] | None:
     for name in names:
         if not isinstance(name, str):
             text = f"simulate names GPUs as text, found {name!r}"
-            raise DeviceError(f"{text}\n    fix: simulate='h200', or a list of names")
+            raise DeviceError(text, fix="simulate='h200', or a list of names")
     from memguard._devices.named import canonical
 
     return tuple(canonical(str(name)) for name in names)

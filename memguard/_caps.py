@@ -110,8 +110,8 @@ class Caps:
                 return part
         known = ", ".join(f"{part.device.name} ({part.device.uuid})" for part in self.plan.devices)
         raise MemguardError(
-            f"{device.name} ({device.uuid}) is not a GPU of the budget, which has: {known}\n"
-            "    fix: give the device of one of guard.plan.devices, or leave out device="
+            f"{device.name} ({device.uuid}) is not a GPU of the budget, which has: {known}",
+            fix="give the device of one of guard.plan.devices, or leave out device=",
         )
 
     def _find_drift(self, only: str | None = None) -> None:
@@ -217,7 +217,7 @@ class Caps:
         if not self.active:
             applied = "it was shut down" if self._over else "it is just being applied"
             why = "this is a forked child" if self._pid != os.getpid() else applied
-            raise NotActive(f"no budget is active here: {why}\n    fix: call memguard.init('budget.yaml')")
+            raise NotActive(f"no budget is active here: {why}", fix="call memguard.init('budget.yaml')")
 
     def _warn(self, note: str) -> None:
         self._note(note, logging.WARNING)

@@ -82,5 +82,5 @@ def known(names: Iterable[str]) -> frozenset[str]:
         if name not in NAMES:
             meant = nearest(name)
             fix = f"write {meant}" if meant else "memguard doctor --list prints them"
-            raise MemguardError(f"no finding has the name {name!r}\n    fix: {fix}")
+            raise MemguardError(f"no finding has the name {name!r}", fix=fix)
     return frozenset(names)

@@ -110,7 +110,7 @@ class Guard(Shares):
     def start(self) -> None:
         """Apply everything, or undo everything and raise. A guard starts once: a stopped one stays stopped."""
         if self._started:
-            raise MemguardError("this guard was started before\n    fix: call memguard.init again")
+            raise MemguardError("this guard was started before", fix="call memguard.init again")
         self._started = True
         try:
             if self._real is not None:

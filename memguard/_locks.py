@@ -62,8 +62,8 @@ class InterruptSafeLock(RLock):  # type: ignore[misc]  # final for type checkers
                 return True
             raise MemguardError(
                 "this call could deadlock: it interrupted another memguard call on this thread, and a second thread "
-                "holds memguard's lock\n"
-                "    fix: do not call it in a signal handler, a finalizer or a callback; memguard.ledger() may be"
+                "holds memguard's lock",
+                fix="do not call it in a signal handler, a finalizer or a callback; memguard.ledger() may be",
             )
         except BaseException:  # a Ctrl-C may have come right after the acquisition
             try:

@@ -75,7 +75,7 @@ class Driver:
             self._cuda = libcuda.load()
         except OSError as error:
             raise DeviceError(
-                f"CUDA: {error}\n    fix: install the NVIDIA driver; in a container start it with --gpus all"
+                f"CUDA: {error}", fix="install the NVIDIA driver; in a container start it with --gpus all"
             ) from None
         if not hasattr(self._cuda, "cuCheckpointProcessLock"):
             raise DeviceError(TOO_OLD)

@@ -64,7 +64,7 @@ def driver() -> libcuda.DriverAPI:
         raise suspension.refused("CUDA")
     cuda = _initialised if _initialised is not None else loaded()
     if cuda is None:
-        raise DeviceError("nothing has initialised CUDA in this process\n    fix: make an array on the GPU first")
+        raise DeviceError("nothing has initialised CUDA in this process", fix="make an array on the GPU first")
     return cuda
 
 

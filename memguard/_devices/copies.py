@@ -39,7 +39,7 @@ def queue(to: int, source: int, nbytes: int, context: int | None, stream: int) -
     """Queue a copy within a GPU on `stream`, which is of that context. Nobody waits (`cuMemcpyAsync`)."""
     cuda = contexts.driver()
     if context is None:
-        raise DeviceError("there is no context to copy in\n    fix: make an array on the GPU first")
+        raise DeviceError("there is no context to copy in", fix="make an array on the GPU first")
     with contexts.entered(context):
         check("cuMemcpyAsync", cuda.cuMemcpyAsync(to, source, nbytes, stream))
 
@@ -83,7 +83,7 @@ def _context(ordinal: int) -> int:
     """The context to copy in. The thread may have none current, even if its framework has just been used."""
     context = contexts.primary(ordinal) or contexts.current_handle()
     if context is None:
-        raise DeviceError(f"cuda:{ordinal} has no context in this process\n    fix: make an array on it first")
+        raise DeviceError(f"cuda:{ordinal} has no context in this process", fix="make an array on it first")
     return context
 
 

@@ -303,7 +303,7 @@ def check(call: str, code: int) -> None:
     if code:
         name = error_name(code)
         error = f"{name} (error {code})" if name else f"error {code}"
-        raise DeviceError(f"CUDA: {call}: {error}\n    fix: run `nvidia-smi` and check the driver")
+        raise DeviceError(f"CUDA: {call}: {error}", fix="run `nvidia-smi` and check the driver")
 
 
 def device_uuid(cuda: DriverAPI, device: int) -> str:

@@ -155,7 +155,7 @@ def _sized(written: str) -> Model:
 
 def _wrong(what: str, near: Sequence[str]) -> DeviceError:
     hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
-    error = DeviceError(f"{what}{hint}\n    fix: use one of {names(every=False)}")
+    error = DeviceError(f"{what}{hint}", fix=f"use one of {names(every=False)}")
     error.exit_code = 2  # a wrong argument, and no lack of a GPU
     return error
 

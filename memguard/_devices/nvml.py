@@ -428,7 +428,7 @@ class Nvml:
         try:
             import pynvml
         except ImportError as error:
-            raise DeviceError(f"NVML: {error}\n    fix: pip install nvidia-ml-py") from None
+            raise DeviceError(f"NVML: {error}", fix="pip install nvidia-ml-py") from None
         return pynvml
 
     def _ask(self, n: Any, what: str, work: Callable[[Any, str], T], uuid: str) -> T:
@@ -566,7 +566,8 @@ class Nvml:
                 raise n.NVMLError(n.NVML_ERROR_NOT_SUPPORTED)
             raise DeviceError(
                 f"NVML: {uuid} says total {short(total)}, reserved {short(reserved)}, used {short(used)}, free "
-                f"{short(free)} bytes, which cannot be\n    fix: run `nvidia-smi`, and check `dmesg | grep Xid`"
+                f"{short(free)} bytes, which cannot be",
+                fix="run `nvidia-smi`, and check `dmesg | grep Xid`",
             )
         self._totals[uuid] = total
         return MemoryInfo(total, reserved, used, free)

@@ -133,7 +133,7 @@ class Holder:
             if not self._cuda.cuDeviceGet(device, ordinal) and libcuda.device_uuid(self._cuda, device.value) == uuid:
                 return device.value
         raise DeviceError(
-            f"CUDA shows no GPU {uuid} here\n    fix: resume where the process ran: in its container, with its GPUs"
+            f"CUDA shows no GPU {uuid} here", fix="resume where the process ran: in its container, with its GPUs"
         )
 
 

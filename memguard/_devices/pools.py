@@ -26,16 +26,16 @@ class _Pool:
         if version.value < _FIRST_WITH_MAX_SIZE:
             here = f"{version.value // 1000}.{version.value % 1000 // 10}"
             raise DeviceError(
-                f"CUDA: a driver for CUDA {here} cannot limit a memory pool\n"
-                "    fix: update the NVIDIA driver to 535 or newer (CUDA 12.2)"
+                f"CUDA: a driver for CUDA {here} cannot limit a memory pool",
+                fix="update the NVIDIA driver to 535 or newer (CUDA 12.2)",
             )
         check("cuDeviceGet", cuda.cuDeviceGet(device, ordinal))
         self._device, there = device.value, c_int()
         check("cuDeviceGetAttribute", cuda.cuDeviceGetAttribute(there, _POOLS_SUPPORTED, self._device))
         if not there.value:
             raise DeviceError(
-                "CUDA: this GPU or driver has no memory pools (CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED is 0)\n"
-                "    fix: use allocators that need none: torch's native backend, and 'strategy: caps' in the budget"
+                "CUDA: this GPU or driver has no memory pools (CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED is 0)",
+                fix="use allocators that need none: torch's native backend, and 'strategy: caps' in the budget",
             )
         self._before = self._current()
         self._pool = 0

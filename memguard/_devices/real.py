@@ -29,16 +29,16 @@ class RealHost:
         if not sys.platform.startswith("linux"):
             here, fix = _ELSEWHERE.get(sys.platform, (f"this is {sys.platform}", "run on Linux"))
             raise DeviceError(
-                f"memguard budgets NVIDIA GPUs on Linux, and {here}\n"
-                f"    fix: {fix}; or try a budget with memguard.init(..., simulate='h200')",
+                f"memguard budgets NVIDIA GPUs on Linux, and {here}",
+                fix=f"{fix}; or try a budget with memguard.init(..., simulate='h200')",
                 missing=True,
             )
         if not getattr(sys, "_is_gil_enabled", lambda: True)():  # Python 3.13
             raise DeviceError(
                 "this Python runs without the GIL (a free-threaded one), and the frameworks' memory was never capped "
-                "under such a one\n"
-                "    fix: set PYTHON_GIL=1 before Python starts, or use an ordinary Python; "
-                "or try a budget with memguard.init(..., simulate='h200')"
+                "under such a one",
+                fix="set PYTHON_GIL=1 before Python starts, or use an ordinary Python; "
+                "or try a budget with memguard.init(..., simulate='h200')",
             )
         self._nvml = Nvml()
         self._lock = threading.RLock()  # a signal handler or a finalizer may come within a call
@@ -70,8 +70,8 @@ class RealHost:
         asked = self._ask(child=hidden is not None or silent is not None or (ordinals and not alone))
         if asked is None and silent is not None:
             raise DeviceError(
-                f"NVML does not report the memory of {silent.name} ({silent.uuid}), and CUDA could not be asked\n"
-                "    fix: run `memguard doctor` to see why CUDA does not start"
+                f"NVML does not report the memory of {silent.name} ({silent.uuid}), and CUDA could not be asked",
+                fix="run `memguard doctor` to see why CUDA does not start",
             )
         if asked is None:
             if hidden is not None:
@@ -100,8 +100,8 @@ class RealHost:
         known = [size for size in (machine_memory.available(), by_cuda) if size is not None]
         if not known:
             raise DeviceError(
-                f"{device.name} uses the machine's memory, and /proc/meminfo does not say how much is available\n"
-                "    fix: mount /proc where this process runs"
+                f"{device.name} uses the machine's memory, and /proc/meminfo does not say how much is available",
+                fix="mount /proc where this process runs",
             )
         return MemoryInfo(device.total, None, None, min(max(known), device.total), by_cuda)
 
@@ -148,7 +148,8 @@ def _joined(device: Device, gpu: contexts.VisibleDevice) -> Device:
     if not gpu.integrated or not gpu.total:
         raise DeviceError(
             f"NVML does not report the memory of {device.name} ({device.uuid}), and CUDA does not say that it uses the "
-            "machine's\n    fix: run `nvidia-smi` and check the driver, or choose another GPU with CUDA_VISIBLE_DEVICES"
+            "machine's",
+            fix="run `nvidia-smi` and check the driver, or choose another GPU with CUDA_VISIBLE_DEVICES",
         )
     return replace(device, ordinal=gpu.ordinal, total=gpu.total)
 

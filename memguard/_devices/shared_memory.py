@@ -42,7 +42,7 @@ class NoRoom(DeviceError):
     def __init__(self, nbytes: int, free: int | None) -> None:
         self.nbytes, self.free = nbytes, free
         left = "unknown" if free is None else format_size(free)
-        super().__init__(f"CUDA: no room for {format_size(nbytes)}: {left} free\n    fix: free memory on this GPU")
+        super().__init__(f"CUDA: no room for {format_size(nbytes)}: {left} free", fix="free memory on this GPU")
 
 
 class Allocation:
@@ -140,8 +140,8 @@ def map_block(ordinal: int, handle: bytes, size: int) -> Mapping:
         found = contexts.allocation(address.value)
         if found is None or found[1] < size:
             raise DeviceError(
-                f"CUDA: the block has {found[1] if found else 0} bytes, the handle says {size}\n"
-                "    fix: export the array again"
+                f"CUDA: the block has {found[1] if found else 0} bytes, the handle says {size}",
+                fix="export the array again",
             )
         return Mapping(address.value, _retained[ordinal], undo.pop_all())
 
@@ -206,17 +206,17 @@ def _initialise() -> None:
     try:
         code = libcuda.load().cuInit(0)
     except OSError as error:
-        raise DeviceError(f"no NVIDIA driver: {error}\n    fix: attach on the machine of the GPU") from error
+        raise DeviceError(f"no NVIDIA driver: {error}", fix="attach on the machine of the GPU") from error
     if contexts.loaded() is None:
         raise DeviceError(
             f"CUDA cannot be used in this process: cuInit returns {libcuda.error_name(code) or code}; a process "
-            "forked after CUDA was initialised cannot use CUDA\n"
-            '    fix: start it with multiprocessing.get_context("spawn"), or as a program of its own'
+            "forked after CUDA was initialised cannot use CUDA",
+            fix='start it with multiprocessing.get_context("spawn"), or as a program of its own',
         )
 
 
 def _driver() -> DriverAPI:
     cuda = contexts.driver()
     if not hasattr(cuda, "cuMemCreate"):
-        raise DeviceError("the NVIDIA driver is too old to share memory\n    fix: a driver of 450 or newer")
+        raise DeviceError("the NVIDIA driver is too old to share memory", fix="a driver of 450 or newer")
     return cuda

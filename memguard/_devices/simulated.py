@@ -118,7 +118,7 @@ class SimulatedHost:
         if isinstance(names, str):
             names = (names,)
         if not names:
-            raise DeviceError("a simulated host needs at least one GPU\n    fix: name one, for example 'h200'")
+            raise DeviceError("a simulated host needs at least one GPU", fix="name one, for example 'h200'")
         self.names = tuple(named.canonical(name) if isinstance(name, str) else name.name for name in names)
         kinds = [kind for name in names for kind in (named.models(name) if isinstance(name, str) else (name,))]
         self.lock = threading.RLock()  # a signal handler or a finalizer may come within a call
@@ -245,5 +245,5 @@ class SimulatedHost:
     def _state(self, device: Device) -> Iterator[_State]:
         with self.lock:
             if device.uuid not in self._states:
-                raise DeviceError(f"no simulated GPU {device.uuid} here\n    fix: use the devices of this host")
+                raise DeviceError(f"no simulated GPU {device.uuid} here", fix="use the devices of this host")
             yield self._states[device.uuid]

@@ -49,9 +49,9 @@ def refused(what: str) -> Suspended:
     off = now
     since = "" if off is None else f" since {time.strftime('%H:%M:%S', time.localtime(off.since))}"
     return Suspended(
-        f"{what}: this process is off its GPUs{since} ({off or 'suspended'})\n"
-        f"    fix: memguard.resume(), or `memguard resume {os.getpid()}` from a shell; inside "
-        "`with memguard.suspended():` end the block first"
+        f"{what}: this process is off its GPUs{since} ({off or 'suspended'})",
+        fix=f"memguard.resume(), or `memguard resume {os.getpid()}` from a shell; inside "
+        "`with memguard.suspended():` end the block first",
     )
 
 

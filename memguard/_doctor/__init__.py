@@ -96,7 +96,7 @@ def doctor(
 
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= _LONGEST:
         raise MemguardError(
-            f"timeout is a number of seconds, above 0 and up to {_LONGEST}, not {timeout!r}\n    fix: timeout=60"
+            f"timeout is a number of seconds, above 0 and up to {_LONGEST}, not {timeout!r}", fix="timeout=60"
         )
     wanted, left_out = _names("frameworks", frameworks), _names("ignore", ignore)
     loaded = None if budget is None else _config.of(budget)
@@ -121,5 +121,5 @@ def _names(argument: str, given: Any) -> tuple[str, ...]:
     except TypeError:
         names = (None,)
     if not all(isinstance(name, str) for name in names):
-        raise MemguardError(f"{argument} is a list of names, not {given!r}\n    fix: {argument}=['...']")
+        raise MemguardError(f"{argument} is a list of names, not {given!r}", fix=f"{argument}=['...']")
     return names

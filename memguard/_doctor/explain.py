@@ -20,6 +20,6 @@ def page(name: str) -> str:
         from memguard._distribution import requirement
 
         raise MemguardError(
-            f"the page of {name} is not installed\n"
-            f"    fix: pip install --force-reinstall {requirement()}, or read docs/doctor/{name}.md"
+            f"the page of {name} is not installed",
+            fix=f"pip install --force-reinstall {requirement()}, or read docs/doctor/{name}.md",
         ) from error

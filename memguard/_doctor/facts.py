@@ -291,7 +291,7 @@ class Facts(_Fact):
             said = str(error)
         said = "".join(char if char.isprintable() else "?" for char in said[:500])
         raise FactsError(
-            f"{source}: {said}\n    fix: give a file that `memguard doctor --dump-facts` of this version wrote"
+            f"{source}: {said}", fix="give a file that `memguard doctor --dump-facts` of this version wrote"
         )
 
 

@@ -29,13 +29,13 @@ def folder() -> str:
         if not given:
             path = place.folder()
         elif not os.path.isabs(given):
-            raise MemguardError(f"{VARIABLE} is {given!r}, which is no absolute path\n    fix: begin it with /")
+            raise MemguardError(f"{VARIABLE} is {given!r}, which is no absolute path", fix="begin it with /")
         else:
             fix = f"`chmod 700 {given}`, or name another folder, owned by the user who runs this process"
             path = place.private(given, f"{VARIABLE}: {fix}")
     except OSError as error:
         what = f"{VARIABLE} is {given}, which" if given else "the user's folder for leases"
-        raise MemguardError(f"{what} cannot be used: {error.strerror}\n    fix: {_fix(given)}") from None
+        raise MemguardError(f"{what} cannot be used: {error.strerror}", fix=_fix(given)) from None
     refuse_network(path, _mounts())
     return path
 
@@ -50,8 +50,8 @@ def refuse_network(path: str, mounts: str) -> None:
     if kind is not None and is_network(kind):
         raise MemguardError(
             f"{path} lies on a file system of type {kind}, which other machines may share: locks and the database "
-            f"of leases do not work there\n    fix: set {VARIABLE} to a folder on a disk of this machine, or in its "
-            "memory, such as /dev/shm/leases"
+            f"of leases do not work there",
+            fix=f"set {VARIABLE} to a folder on a disk of this machine, or in its memory, such as /dev/shm/leases",
         )
 
 

@@ -121,7 +121,8 @@ class Store:
         if locks.turn.mine:
             raise MemguardError(
                 "a lease is being changed on this thread, and this call came within that, from a signal handler or a "
-                "finalizer\n    fix: call it once the other call has returned"
+                "finalizer",
+                fix="call it once the other call has returned",
             )
         done = locks.turn.take(do, patience)
         if done is None:
@@ -133,8 +134,8 @@ class Store:
             import sqlite3
         except ImportError as error:  # Python was built without it
             raise MemguardError(
-                f"leases need Python's sqlite3, which cannot be imported: {error}\n"
-                "    fix: use a Python that has it, or take 'lease' out of the budget"
+                f"leases need Python's sqlite3, which cannot be imported: {error}",
+                fix="use a Python that has it, or take 'lease' out of the budget",
             ) from None
 
         until = time.monotonic() + patience
@@ -149,10 +150,10 @@ class Store:
                 if busy:
                     text = f"{self.path} is in use by another process for {patience:.0f} s"
                     fix = f"find out who has it (`fuser {self.path}`); one that was stopped (Ctrl-Z) goes on with `fg`"
-                    raise MemguardError(f"{text}\n    fix: {fix}") from None
+                    raise MemguardError(text, fix=fix) from None
                 raise MemguardError(
-                    f"{self.path} cannot be used: {error}\n    fix: look whether its disk is full or read-only; "
-                    "MEMGUARD_LEASES names another folder"
+                    f"{self.path} cannot be used: {error}",
+                    fix="look whether its disk is full or read-only; MEMGUARD_LEASES names another folder",
                 ) from None
             except sqlite3.DatabaseError as error:
                 raise self._unusable(f"is damaged ({error})") from None
@@ -160,8 +161,8 @@ class Store:
                 if error.errno is None:  # of a signal handler, such as its TimeoutError
                     raise
                 raise MemguardError(
-                    f"{self.locks} cannot be used: {error.strerror}\n    fix: look at its folder and at `ulimit -n`; "
-                    "MEMGUARD_LEASES names another folder"
+                    f"{self.locks} cannot be used: {error.strerror}",
+                    fix="look at its folder and at `ulimit -n`; MEMGUARD_LEASES names another folder",
                 ) from None
 
     def _once(self, work: Work[T], writes: bool) -> T:
@@ -169,8 +170,8 @@ class Store:
 
         if locks.torn:
             raise MemguardError(
-                "this process was forked while a lease was being changed, so it cannot use leases\n"
-                "    fix: do not fork in a signal handler"
+                "this process was forked while a lease was being changed, so it cannot use leases",
+                fix="do not fork in a signal handler",
             )
         if isinstance(locks.in_use, sqlite3.Connection):  # an interrupted call left it open
             locks.in_use.close()
@@ -192,7 +193,7 @@ class Store:
             mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
             if mode != "wal":
                 fix = "set MEMGUARD_LEASES to a folder on another file system, such as /dev/shm/leases"
-                raise MemguardError(f"{self.path}: SQLite cannot share memory here\n    fix: {fix}")
+                raise MemguardError(f"{self.path}: SQLite cannot share memory here", fix=fix)
         connection.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
         try:
             self._prepare(connection, writes)
@@ -232,8 +233,8 @@ class Store:
                 if (where == here and lives(Process(pid, start))) or (where != here and where.startswith(boot)):
                     raise MemguardError(
                         f"{self.locks} was removed while process {pid} ({visible(command, keep='')}) had a lease, so "
-                        "nobody can know whether it still has it\n"
-                        f"    fix: end that process, then `rm {self.path}*`; keep the folder where nothing cleans up"
+                        "nobody can know whether it still has it",
+                        fix=f"end that process, then `rm {self.path}*`; keep the folder where nothing cleans up",
                     )
             connection.execute("DELETE FROM processes")
         if found is None or found[0] != inode:
@@ -242,8 +243,9 @@ class Store:
 
     def _unusable(self, what: str) -> MemguardError:
         return MemguardError(
-            f"{self.path} {what}\n    fix: end the processes that have leases, then `rm {self.folder}/leases.*`; they "
-            "must all use one version of memguard"
+            f"{self.path} {what}",
+            fix=f"end the processes that have leases, then `rm {self.folder}/leases.*`; they "
+            "must all use one version of memguard",
         )
 
 
@@ -257,11 +259,11 @@ def _made(path: str) -> None:
             raise
         except OSError as error:
             raise MemguardError(
-                f"{path} cannot be made: {error.strerror}\n    fix: make its folder writable, or set MEMGUARD_LEASES"
+                f"{path} cannot be made: {error.strerror}", fix="make its folder writable, or set MEMGUARD_LEASES"
             ) from None
     found = os.lstat(path)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise MemguardError(f"{path} is not a file of this user's only, so it cannot be trusted\n    fix: remove it")
+        raise MemguardError(f"{path} is not a file of this user's only, so it cannot be trusted", fix="remove it")
 
 
 def _tidy(connection: Connection, file: File) -> None:

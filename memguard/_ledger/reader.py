@@ -184,7 +184,7 @@ class LedgerReader:
         if found is not None:
             return found[0]
         raise MemguardError(
-            f"another thread has waited {_PATIENCE:.0f} s for the driver\n    fix: run nvidia-smi to see if it hangs"
+            f"another thread has waited {_PATIENCE:.0f} s for the driver", fix="run nvidia-smi to see if it hangs"
         )
 
     def _read(

@@ -29,7 +29,5 @@ def private(path: str, fix: str) -> str:
         os.mkdir(path, 0o700)
     found = os.lstat(path)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise MemguardError(
-            f"{path} is not a folder that only this user can enter, so it cannot be trusted\n    fix: {fix}"
-        )
+        raise MemguardError(f"{path} is not a folder that only this user can enter, so it cannot be trusted", fix=fix)
     return path

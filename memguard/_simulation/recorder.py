@@ -70,16 +70,16 @@ def _begin(path: str | os.PathLike[str], interval: float) -> End:
     global _recording
     target = os.path.abspath(path)  # the block may change the working directory
     if os.path.lexists(target):
-        raise TraceError(f"{target} exists already\n    fix: name a new file, or remove that one")
+        raise TraceError(f"{target} exists already", fix="name a new file, or remove that one")
     if not os.access(os.path.dirname(target), os.W_OK | os.X_OK):
-        raise TraceError(f"{target}: its folder cannot be written\n    fix: make the folder, or name another")
+        raise TraceError(f"{target}: its folder cannot be written", fix="make the folder, or name another")
     guard = _api.current()
     suspension.check("memguard.record_trace")
     if isinstance(guard, IdleGuard):
         _log.warning("no trace is recorded: %s", guard.why)
         return lambda error: None
     if _recording is not None and _recording.pid == os.getpid():
-        raise TraceError("a trace is being recorded already\n    fix: end that block first")
+        raise TraceError("a trace is being recorded already", fix="end that block first")
     frameworks = dict(guard.frameworks)
     started, of_day = time.monotonic(), time.time()
     stops: dict[str, Callable[[], list[TraceEvent]]] = {}

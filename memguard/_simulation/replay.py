@@ -256,7 +256,7 @@ class _Run:
     def _framework(self, name: str, options: Mapping[str, Mapping[str, Any]]) -> SimulatedFramework:
         if name not in SPECS:
             known = ", ".join(SPECS)
-            raise TraceError(f"{name!r} cannot be simulated\n    fix: replay a trace of {known} only")
+            raise TraceError(f"{name!r} cannot be simulated", fix=f"replay a trace of {known} only")
         framework = SimulatedFramework(self.host, name, imported=True)
         about = self.trace.header.frameworks[name]
         chosen = dict(options.get(name, {}))
@@ -278,8 +278,8 @@ class _Run:
         if key not in self.cells:
             if event.device >= len(self.gpus):
                 raise TraceError(
-                    f"the trace uses GPU {event.device}, and {len(self.gpus)} are simulated\n"
-                    f"    fix: simulate as many GPUs as the trace has ({len(self.trace.header.devices)})"
+                    f"the trace uses GPU {event.device}, and {len(self.gpus)} are simulated",
+                    fix=f"simulate as many GPUs as the trace has ({len(self.trace.header.devices)})",
                 )
             gpu = self.gpus[event.device]
             cap = (self.caps or {}).get(event.framework, {}).get(gpu.uuid)

@@ -85,7 +85,7 @@ def read(path: str | os.PathLike[str]) -> Trace:
         with open(handle, "rb") as file:
             return _parse(name, file)
     except (OSError, ValueError) as error:
-        raise TraceError(f"{name}: cannot be read: {_reason(error)}\n    fix: give the path of a trace file") from None
+        raise TraceError(f"{name}: cannot be read: {_reason(error)}", fix="give the path of a trace file") from None
 
 
 def write(path: str | os.PathLike[str], header: TraceHeader, events: Iterable[TraceEvent]) -> None:
@@ -105,7 +105,7 @@ def write(path: str | os.PathLike[str], header: TraceHeader, events: Iterable[Tr
         os.replace(temporary, target)
         temporary = None
     except (OSError, ValueError) as error:
-        raise TraceError(f"{target}: cannot be written: {_reason(error)}\n    fix: check the folder") from None
+        raise TraceError(f"{target}: cannot be written: {_reason(error)}", fix="check the folder") from None
     finally:
         if temporary is not None:
             with contextlib.suppress(OSError):
@@ -130,7 +130,7 @@ def _dump(name: str, line: int, record: Mapping[str, Any]) -> str:
     try:
         return json.dumps(record, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise TraceError(f"{name}:{line}: cannot be written as JSON: {error}\n    fix: use plain values") from None
+        raise TraceError(f"{name}:{line}: cannot be written as JSON: {error}", fix="use plain values") from None
 
 
 def _parse(name: str, file: BinaryIO) -> Trace:
@@ -153,7 +153,7 @@ def _parse(name: str, file: BinaryIO) -> Trace:
         else:
             reader.line += 1
     if header is None:
-        raise TraceError(f"{name}: the file is empty\n    fix: record the trace again")
+        raise TraceError(f"{name}: the file is empty", fix="record the trace again")
     return Trace(header, tuple(events))
 
 
@@ -166,7 +166,7 @@ class _Reader:
         self._head: TraceHeader | None = None
 
     def fail(self, what: str, fix: str) -> NoReturn:
-        raise TraceError(f"{self.name}:{self.line}: {what}\n    fix: {fix}")
+        raise TraceError(f"{self.name}:{self.line}: {what}", fix=fix)
 
     def header(self, text: str) -> TraceHeader:
         record = self._object(text)

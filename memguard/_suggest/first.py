@@ -91,4 +91,4 @@ def _plan(parts: Mapping[str, int], devices: Sequence[Device], named: bool) -> P
     except PlanError as error:  # its fix is for a file, and there is none yet
         larger = "name a larger GPU with --for"
         fix = larger if named else f"leave this GPU out with CUDA_VISIBLE_DEVICES, or {larger}"
-        raise MemguardError(f"no first budget fits: {error.problems[0].message}\n    fix: {fix}") from None
+        raise MemguardError(f"no first budget fits: {error.problems[0].message}", fix=fix) from None

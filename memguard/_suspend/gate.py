@@ -109,8 +109,8 @@ class Gate:
             return
         if threading.get_ident() == self.owner:
             raise Suspended(
-                f"{what} needs the GPU, and this process is suspended: it is off its GPUs\n"
-                "    fix: end the `with memguard.suspended():` block; in a notebook run a cell or %memguard resume"
+                f"{what} needs the GPU, and this process is suspended: it is off its GPUs",
+                fix="end the `with memguard.suspended():` block; in a notebook run a cell or %memguard resume",
             )
         if not self._said:
             self._said = True

@@ -112,9 +112,7 @@ class SuspendedGuard(Guard):
     def _here(self) -> None:
         """Raise NotActive in a forked child."""
         if self._pid != os.getpid():
-            raise NotActive(
-                "no budget is active here: this is a forked child\n    fix: call memguard.init('budget.yaml')"
-            )
+            raise NotActive("no budget is active here: this is a forked child", fix="call memguard.init('budget.yaml')")
 
     def _refuse(self, what: str) -> NoReturn:
         self._here()

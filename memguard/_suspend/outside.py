@@ -100,13 +100,13 @@ def found(pid: int) -> Process:
     """The process, which is this user's. Raises NotThereError or NotAllowedError."""
     process = process_of(pid)
     if process is None:
-        raise NotThereError(f"there is no process {pid} here\n    fix: `memguard ps` lists those with GPU memory")
+        raise NotThereError(f"there is no process {pid} here", fix="`memguard ps` lists those with GPU memory")
     user = who.user_of(pid)
     if user is not None and user != os.geteuid():
         name = who.owner(pid)
         raise NotAllowedError(
-            f"process {pid} is {name}'s: only its own user can suspend or resume it\n"
-            f"    fix: as that user: sudo -u {name} memguard ..."
+            f"process {pid} is {name}'s: only its own user can suspend or resume it",
+            fix=f"as that user: sudo -u {name} memguard ...",
         )
     return process
 

@@ -146,7 +146,7 @@ def suspend(
     while done is None and not _turn.mine and not _leaves() and time.monotonic() < until:
         done = _turn.take(_suspend, _SLICE, *given)
     if done is None:
-        raise Suspended(f"{_BUSY}\n    fix: wait for it")
+        raise Suspended(f"{_BUSY}", fix="wait for it")
     _tell(done[0])
     return done[0]
 
@@ -217,7 +217,7 @@ def resume(timeout: float | None, progress: Progress | None, only: Suspension | 
         return
     patience = -1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)
     if _turn.mine or _turn.take(_resume, patience, timeout, progress, only) is None:
-        raise Suspended(f"{_BUSY}\n    fix: wait for it")
+        raise Suspended(f"{_BUSY}", fix="wait for it")
 
 
 def _resume(timeout: float | None, progress: Progress | None, only: Suspension | None) -> None:

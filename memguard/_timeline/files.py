@@ -22,14 +22,14 @@ def expand(pattern: str | os.PathLike[str], pid: int, rank: int | None) -> str:
     text = os.fspath(pattern)
     folder, name = os.path.split(text)
     if not name or "\0" in text:
-        raise TimelineError(f"{text!r} does not name a file\n    fix: write for example timeline: memguard.jsonl")
+        raise TimelineError(f"{text!r} does not name a file", fix="write for example timeline: memguard.jsonl")
     if "{pid}" not in text and "{rank}" not in text:
         stem, suffix = os.path.splitext(name)
         text = os.path.join(folder, f"{stem}-{{pid}}-{{rank}}{suffix}")
     try:
         return os.path.abspath(text.replace("{pid}", str(pid)).replace("{rank}", str(rank or 0)))
     except OSError:
-        raise TimelineError(f"{text}: the working directory is gone\n    fix: write an absolute path") from None
+        raise TimelineError(f"{text}: the working directory is gone", fix="write an absolute path") from None
 
 
 def rotated(path: str, number: int | str) -> str:

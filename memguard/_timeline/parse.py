@@ -49,7 +49,7 @@ class Parser:
         self._columns = Columns()
 
     def fail(self, what: str, fix: str) -> NoReturn:
-        raise TimelineError(f"{self.name}:{self.line}: {what}\n    fix: {fix}")
+        raise TimelineError(f"{self.name}:{self.line}: {what}", fix=fix)
 
     def header(self, raw: bytes) -> Header:
         record = self.object(raw)

@@ -169,8 +169,8 @@ def load_timeline(path: str | os.PathLike[str]) -> Timeline:
     """
     if not isinstance(path, (str, os.PathLike)):
         raise TimelineError(
-            f"a timeline is loaded by its path, not by {type(path).__name__}\n"
-            "    fix: load_timeline('run-PID-RANK.jsonl'), the file that 'monitor: {timeline: ...}' named"
+            f"a timeline is loaded by its path, not by {type(path).__name__}",
+            fix="load_timeline('run-PID-RANK.jsonl'), the file that 'monitor: {timeline: ...}' named",
         )
     name = os.fspath(path)
     notes: list[str] = []
@@ -184,7 +184,7 @@ def load_timeline(path: str | os.PathLike[str]) -> Timeline:
             elif siblings:
                 notes.append(f"{name}: the header was cut short: the process ended while it began this file")
             else:
-                raise TimelineError(f"{name}: it has no complete line\n    fix: record the timeline again")
+                raise TimelineError(f"{name}: it has no complete line", fix="record the timeline again")
         else:
             notes.append(f"{name} does not exist: only its older parts do")
         for _, sibling in siblings:
@@ -205,9 +205,9 @@ def load_timeline(path: str | os.PathLike[str]) -> Timeline:
         if isinstance(error, FileNotFoundError) and (written := written_as(name)):
             more = f" (the newest of {len(written)})" if len(written) > 1 else ""
             fix = f"its name has PID and rank: {written[0]}{more}"
-        raise TimelineError(f"{name}: cannot be read: {reason}\n    fix: {fix}") from None
+        raise TimelineError(f"{name}: cannot be read: {reason}", fix=fix) from None
     if not newest and not older:
-        raise TimelineError(f"{name}: no part of it has a header\n    fix: record the timeline again")
+        raise TimelineError(f"{name}: no part of it has a header", fix="record the timeline again")
     run = (newest or older)[-1].header.run
     other = [part.path for part in older if part.header.run != run]
     if other:
@@ -228,8 +228,8 @@ def _in_order(older: list[_Part], newest: list[_Part], notes: list[str]) -> list
         if thinned is not None and 0 < part.header.part <= through:
             raise TimelineError(
                 f"{part.path}:1: the header is damaged, or that of {thinned.path}: this is part {part.header.part} "
-                f"of the run, and {thinned.path} replaces the parts up to {through}\n"
-                "    fix: move one of the two files to another folder"
+                f"of the run, and {thinned.path} replaces the parts up to {through}",
+                fix="move one of the two files to another folder",
             )
     # A process killed while it thinned leaves the part that it was about to remove.
     return [part for number, part in sorted(parts.items()) if number == 0 or number > through]

@@ -84,8 +84,8 @@ class Writer:
         if limit_bytes < MIN_LIMIT or 4 * len(self._header(1)) > self._most:
             least = format_size(max(MIN_LIMIT, 4 * _PARTS * len(self._header(1))))
             raise TimelineError(
-                f"{self.path}: {format_size(limit_bytes)} is too small for a timeline of this plan\n"
-                f"    fix: give timeline_size at least {least}"
+                f"{self.path}: {format_size(limit_bytes)} is too small for a timeline of this plan",
+                fix=f"give timeline_size at least {least}",
             )
         self._opened: list[int] = []
         self._moved: list[int] = []  # while a new file takes the place of one that was moved away
@@ -140,7 +140,7 @@ class Writer:
             yield
         except OSError as error:
             fix = "make the folder, or name another" if isinstance(error, FileNotFoundError) else "name another folder"
-            raise TimelineError(f"{self.path}: cannot be written: {_reason(error)}\n    fix: {fix}") from None
+            raise TimelineError(f"{self.path}: cannot be written: {_reason(error)}", fix=fix) from None
 
     def sample(self, sample: Sample) -> None:
         self._put(_ONE_SAMPLE, sample.time, self._sample, sample)
@@ -322,7 +322,7 @@ class Writer:
         """Raise if the existing file is not ours to change, or is being written (unless by `held`)."""
         if (why := files.why_not_ours(self.path)) is not None:
             raise TimelineError(
-                f"{self.path}: {why}\n    fix: name another file; memguard overwrites only its own timelines"
+                f"{self.path}: {why}", fix="name another file; memguard overwrites only its own timelines"
             )
         if held is not None and held._writes(self.path):
             if not held._turn.mine:
@@ -332,11 +332,12 @@ class Writer:
         if any(one._turn.mine and one._writes(self.path) for one in [held, *_leaving.values()] if one is not None):
             raise TimelineError(
                 f"{self.path}: this thread is just writing it, and memguard was called within that, by a signal "
-                "handler or a finalizer\n    fix: call it once the other call has returned"
+                "handler or a finalizer",
+                fix="call it once the other call has returned",
             )
         raise TimelineError(
-            f"{self.path}: another process, or another budget in this process, is writing it\n"
-            "    fix: put {pid} and {rank} into its name, and give each container a folder of its own"
+            f"{self.path}: another process, or another budget in this process, is writing it",
+            fix="put {pid} and {rank} into its name, and give each container a folder of its own",
         )
 
     def _left_by_now(self) -> bool:

@@ -228,7 +228,7 @@ class Machine:
         for process, (target, _) in self._targets.copy().items():
             if target.key == key and target.state != "ended":
                 return process
-        raise MemguardError("the process, or its budget, has ended\n    fix: select another one")
+        raise MemguardError("the process, or its budget, has ended", fix="select another one")
 
 
 def _gpu(gpu: processes.Gpu, targets: Sequence[Target], known: bool) -> Gpu:

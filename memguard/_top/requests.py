@@ -37,8 +37,8 @@ class Requests:
         """Its number. Raises MemguardError if too many wait already."""
         if len(self._waiting) >= WAITING:
             raise MemguardError(
-                f"{WAITING} requests wait for the process's next checkpoint\n"
-                "    fix: wait; a program without workloads calls memguard.checkpoint() in its loop"
+                f"{WAITING} requests wait for the process's next checkpoint",
+                fix="wait; a program without workloads calls memguard.checkpoint() in its loop",
             )
         number = next(self._numbers)
         self._waiting.append((Request(number, what, "waiting"), do))

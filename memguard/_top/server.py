@@ -182,8 +182,8 @@ class Served:
             else:
                 if any(framework in part.elastic for part in self._guard.plan.devices):  # as `Shares.resize`
                     raise MemguardError(
-                        f"{framework}'s cap cannot be changed: its share is elastic, and moves between min and max\n"
-                        f"    fix: change frameworks.{framework}.min or .max in the budget"
+                        f"{framework}'s cap cannot be changed: its share is elastic, and moves between min and max",
+                        fix=f"change frameworks.{framework}.min or .max in the budget",
                     )
                 cap = message["bytes"]
                 what = f"cap of {framework} to {format_size(cap)}"

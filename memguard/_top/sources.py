@@ -59,8 +59,8 @@ class Timelines:
 
 def followed() -> MemguardError:
     return MemguardError(
-        "a timeline is only read: nothing can be asked of the process that writes it\n"
-        "    fix: `memguard top` without a file, on the machine where the process runs"
+        "a timeline is only read: nothing can be asked of the process that writes it",
+        fix="`memguard top` without a file, on the machine where the process runs",
     )
 
 

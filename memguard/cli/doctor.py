@@ -242,10 +242,10 @@ def _program(path: str) -> None:
     try:
         mode = os.stat(path).st_mode
     except (OSError, ValueError) as error:
-        raise FactsError(f"{path}: {getattr(error, 'strerror', None) or error}\n    fix: check the path") from None
+        raise FactsError(f"{path}: {getattr(error, 'strerror', None) or error}", fix="check the path") from None
     if not stat.S_ISREG(mode):
         what = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
-        raise FactsError(f"{path}: it is {what}\n    fix: name a Python file: --script train.py")
+        raise FactsError(f"{path}: it is {what}", fix="name a Python file: --script train.py")
 
 
 def _read(path: str) -> bytes:
@@ -253,7 +253,7 @@ def _read(path: str) -> bytes:
     from memguard.errors import FactsError
 
     if path == "-" and sys.stdin is None:
-        raise FactsError("-: standard input is closed\n    fix: memguard doctor --facts FILE")
+        raise FactsError("-: standard input is closed", fix="memguard doctor --facts FILE")
     try:
         if path == "-":
             raw = sys.stdin.buffer.read(bounds.TEXT + 1)
@@ -265,10 +265,10 @@ def _read(path: str) -> bytes:
                     raise OSError(0, "it is a pipe, which goes to standard input: memguard doctor --facts -")
                 raw = file.read(bounds.TEXT + 1) or b""
     except (OSError, ValueError) as error:
-        raise FactsError(f"{path}: {getattr(error, 'strerror', None) or error}\n    fix: check the path") from None
+        raise FactsError(f"{path}: {getattr(error, 'strerror', None) or error}", fix="check the path") from None
     if len(raw) > bounds.TEXT:
         raise FactsError(
-            f"{path}: it is larger than any facts ({bounds.TEXT >> 20} MiB)\n"
-            "    fix: give a file that `memguard doctor --dump-facts` wrote"
+            f"{path}: it is larger than any facts ({bounds.TEXT >> 20} MiB)",
+            fix="give a file that `memguard doctor --dump-facts` wrote",
         )
     return raw

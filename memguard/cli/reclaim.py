@@ -37,7 +37,7 @@ def reclaim(timeline: str, dry_run: bool, as_json: bool) -> None:
     with working.on(f"reads {timeline}") as work:
         last = deque(work.counted(recorded.samples()), maxlen=1)
     if not last:
-        raise TimelineError(f"{timeline}: it has no sample\n    fix: let the monitor run for longer than its interval")
+        raise TimelineError(f"{timeline}: it has no sample", fix="let the monitor run for longer than its interval")
     found = figures.of_sample(last[0], recorded.plan, recorded.header.simulated)
     if as_json:
         click.echo(json.dumps(found.as_dict(), indent=2))

@@ -44,7 +44,7 @@ def replay(context: click.Context, files: tuple[str, ...], budget: str | None, a
     given = recordings.given(files, budget, "timeline")
     timeline = given.recording
     if given.wrong is not None:
-        raise TimelineError(f"{timeline}: it is a trace, not a timeline\n    fix: {given.wrong}")
+        raise TimelineError(f"{timeline}: it is a trace, not a timeline", fix=given.wrong)
     declared = None if given.budget is None else _config.load(given.budget)
     recorded = load_timeline(timeline)
     devices = [part.device for part in recorded.plan.devices]
@@ -63,7 +63,7 @@ def replay(context: click.Context, files: tuple[str, ...], budget: str | None, a
         context.exit(0 if outcome.fits else 1)
     if outcome.smallest is None or outcome.smallest.problem is not None:
         why = "no framework held anything" if outcome.smallest is None else outcome.smallest.problem
-        raise TimelineError(f"{timeline}: no budget can be derived from it: {why}\n    fix: replay another run")
+        raise TimelineError(f"{timeline}: no budget can be derived from it: {why}", fix="replay another run")
     text = outcome.smallest.yaml()
     if as_json:  # a budget too: YAML reads it
         import yaml

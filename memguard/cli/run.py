@@ -162,8 +162,8 @@ def environment(environ: Mapping[str, str], budget: Path, gpus: Sequence[str] = 
     folder = str(_ACTIVATE)
     if os.pathsep in folder:
         raise MemguardError(
-            f"memguard is installed in {folder}, and PYTHONPATH cannot hold a folder with {os.pathsep!r} in its name\n"
-            "    fix: install it elsewhere, or call memguard.init('budget.yaml') in the program"
+            f"memguard is installed in {folder}, and PYTHONPATH cannot hold a folder with {os.pathsep!r} in its name",
+            fix="install it elsewhere, or call memguard.init('budget.yaml') in the program",
         )
     result = {name: value for name, value in environ.items() if name != "MEMGUARD_SIMULATE"}
     inherited = environ.get("PYTHONPATH")

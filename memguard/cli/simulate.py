@@ -52,7 +52,7 @@ def simulate(
 
     given = recordings.given(files, budget, "trace", without_budget=without_budget)
     if given.wrong is not None:
-        raise TraceError(f"{given.recording}: it is a timeline, not a trace\n    fix: {given.wrong}")
+        raise TraceError(f"{given.recording}: it is a timeline, not a trace", fix=given.wrong)
     if given.budget is None and not without_budget:
         raise click.UsageError("give BUDGET and TRACE, or only TRACE with --without-budget")
     plan = None

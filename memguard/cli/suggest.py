@@ -83,9 +83,9 @@ def suggest(
         runs = [run.without_refusals() for run in runs]
     found = decide.suggest(runs, percent, devices)
     if found is None:
-        raise MemguardError("no framework held anything in what was recorded\n    fix: record another run")
+        raise MemguardError("no framework held anything in what was recorded", fix="record another run")
     if found.problem is not None and not as_json:
-        raise MemguardError(f"{found.problem}\n    fix: {found.fix}")
+        raise MemguardError(found.problem, fix=found.fix)
     content = json.dumps(text.as_dict(found), indent=2) + "\n" if as_json else text.as_yaml(found)
     _write(content, output, force)
     context.exit(0 if found.problem is None else 1)
@@ -111,8 +111,8 @@ def _first(devices: Sequence[Device] | None) -> str:
     found = installed.frameworks()
     if not found:
         raise MemguardError(
-            f"none of the frameworks that a budget may name is installed for {sys.executable}\n"
-            "    fix: run it with the program's Python (python -m memguard suggest), or give a timeline"
+            f"none of the frameworks that a budget may name is installed for {sys.executable}",
+            fix="run it with the program's Python (python -m memguard suggest), or give a timeline",
         )
     return first(found, devices, sys.executable, named)
 

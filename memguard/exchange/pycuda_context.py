@@ -74,7 +74,7 @@ class pycuda_context:  # noqa: N801 (a context manager that is entered by its na
     def __init__(self, device: int = 0) -> None:
         if not is_ordinal(device):
             raise DeviceError(
-                f"{device!r} is not the number of a GPU\n    fix: pycuda_context(0), CUDA's numbering in this process"
+                f"{device!r} is not the number of a GPU", fix="pycuda_context(0), CUDA's numbering in this process"
             )
         self.device = device
 
@@ -95,8 +95,8 @@ class pycuda_context:  # noqa: N801 (a context manager that is entered by its na
             if kind is not None:  # the block's own error goes on
                 return
             raise DeviceError(
-                "this block of pycuda_context was entered on another thread\n"
-                "    fix: enter and leave it on the thread that works with PyCUDA"
+                "this block of pycuda_context was entered on another thread",
+                fix="enter and leave it on the thread that works with PyCUDA",
             )
         _threads.open.pop()
 
@@ -115,13 +115,13 @@ def _retained(device: int) -> Any:
     try:
         drv = importlib.import_module("pycuda.driver")
     except ImportError as error:
-        raise DeviceError(f"PyCUDA cannot be imported: {error}\n    fix: pip install pycuda") from None
+        raise DeviceError(f"PyCUDA cannot be imported: {error}", fix="pip install pycuda") from None
     try:
         drv.init()
         count = drv.Device.count()
         if device >= count:
             some = "no GPU" if not count else "one GPU, number 0" if count == 1 else f"{count} GPUs, 0 to {count - 1}"
-            raise DeviceError(f"there is no GPU {device} here\n    fix: CUDA shows this process {some}")
+            raise DeviceError(f"there is no GPU {device} here", fix=f"CUDA shows this process {some}")
         return drv.Device(device).retain_primary_context()
     except drv.Error as error:
-        raise DeviceError(f"PyCUDA: {error}\n    fix: run `nvidia-smi` and check the driver") from error
+        raise DeviceError(f"PyCUDA: {error}", fix="run `nvidia-smi` and check the driver") from error

@@ -32,8 +32,8 @@ def _world() -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py's wheel finds no MPI
         raise MemguardError(
-            f"memguard.integrations.mpi needs mpi4py and an MPI ({error})\n    fix: pip install mpi4py"
+            f"memguard.integrations.mpi needs mpi4py and an MPI ({error})", fix="pip install mpi4py"
         ) from None
     if MPI.Is_finalized():
-        raise MemguardError("MPI is finalized in this process\n    fix: gather the ledgers before MPI.Finalize()")
+        raise MemguardError("MPI is finalized in this process", fix="gather the ledgers before MPI.Finalize()")
     return MPI.COMM_WORLD

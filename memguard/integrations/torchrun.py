@@ -38,16 +38,16 @@ def ledgers(group: Any = None, *, timeout: float = 60.0) -> Ledgers:
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         raise MemguardError(
-            "torch.distributed has no process group in this process\n"
-            "    fix: call torch.distributed.init_process_group first"
+            "torch.distributed has no process group in this process",
+            fix="call torch.distributed.init_process_group first",
         )
     if distributed.get_rank(group) < 0:
-        raise MemguardError("this process is no rank of the group\n    fix: call ledgers(group) in its ranks alone")
+        raise MemguardError("this process is no rank of the group", fix="call ledgers(group) in its ranks alone")
     store = _store(distributed)
     if store is None:
         raise MemguardError(
-            "torch.distributed has no store in this process, as with the backend mpi\n"
-            "    fix: memguard.integrations.mpi.ledgers()"
+            "torch.distributed has no store in this process, as with the backend mpi",
+            fix="memguard.integrations.mpi.ledgers()",
         )
     which = distributed.group.WORLD if group is None else group
     ranks = [int(rank) for rank in distributed.get_process_group_ranks(which)]

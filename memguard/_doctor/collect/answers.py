@@ -47,8 +47,8 @@ def installed(ended: Ended, python: Sequence[str] = ("python",)) -> Installed:
         error = errors[-1] if errors else broken_python.quoted(ended.said)
         raise FactsError(
             f"the Python to examine, {shlex.join(python)}, {how} after {ended.seconds:.1f} s"
-            f"{': ' + error if error else ''}\n"
-            f"    fix: {broken_python.remedy(python, ended.said)}"
+            f"{': ' + error if error else ''}",
+            fix=f"{broken_python.remedy(python, ended.said)}",
         )
     names = [str(line["of"]) for line in ended.reported if line.get("of")]
     return Installed(

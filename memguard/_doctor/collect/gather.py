@@ -55,13 +55,13 @@ def facts(
     """
     if not sys.executable:
         raise FactsError(
-            "this Python is embedded in another program and has no executable that could start processes\n"
-            "    fix: run `memguard doctor` in a shell, with the environment of that program"
+            "this Python is embedded in another program and has no executable that could start processes",
+            fix="run `memguard doctor` in a shell, with the environment of that program",
         )
     machine.require_linux()
     unknown = [name for name in frameworks or () if name not in ORDER]
     if unknown:
-        raise FactsError(f"no framework has the name {unknown[0]!r}\n    fix: one of {', '.join(ORDER)}")
+        raise FactsError(f"no framework has the name {unknown[0]!r}", fix=f"one of {', '.join(ORDER)}")
     started = time.monotonic()
     environ = dict(os.environ if environ is None else environ)
     stop = threading.Event()
@@ -155,8 +155,8 @@ class _Runner:
             ended = watch(command, spec, self.environ, timeout, self.stop)
         except OSError as error:
             raise FactsError(
-                f"{command[0]} cannot be started: {error.strerror or error}\n"
-                f"    fix: name an existing Python: `{shlex.quote(command[0])} -c pass` must work"
+                f"{command[0]} cannot be started: {error.strerror or error}",
+                fix=f"name an existing Python: `{shlex.quote(command[0])} -c pass` must work",
             ) from None
         self.seconds[name] = ended.seconds
         how = f"stopped after {ended.seconds:.0f} s" if ended.hung else ended.signal or f"{ended.seconds:.1f} s"

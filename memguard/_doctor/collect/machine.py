@@ -38,8 +38,8 @@ def require_linux() -> None:
         here = {"darwin": "macOS", "win32": "Windows"}.get(sys.platform, sys.platform)
         fix = "run it in WSL 2, which counts as Linux" if sys.platform == "win32" else "run it on Linux"
         raise FactsError(
-            f"memguard doctor runs on Linux with NVIDIA GPUs, and this is {here}\n"
-            f"    fix: {fix}; or examine the facts of another machine: memguard doctor --facts FILE"
+            f"memguard doctor runs on Linux with NVIDIA GPUs, and this is {here}",
+            fix=f"{fix}; or examine the facts of another machine: memguard doctor --facts FILE",
         )
 
 

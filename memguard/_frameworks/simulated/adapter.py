@@ -385,7 +385,7 @@ class SimulatedFramework(Framework):
     def _device(self, position: int) -> Device:
         devices = self._gpus.devices()
         if not 0 <= position < len(devices):
-            raise DeviceError(f"no simulated GPU {position}; there are {len(devices)}\n    fix: count from 0")
+            raise DeviceError(f"no simulated GPU {position}; there are {len(devices)}", fix="count from 0")
         return devices[position]
 
     def _note(self, op: str, array: int, gpu: Device, nbytes: int | None = None) -> None:

@@ -30,7 +30,7 @@ def check(command: Sequence[str], also: Collection[str] = ()) -> None:
     refusal = _refusal(command, ours) or _refusal(shebang(command[0]), ours)
     if refusal is not None:
         why, fix = refusal
-        raise MemguardError(f"the budget would not be applied: {why}\n    fix: {fix}")
+        raise MemguardError(f"the budget would not be applied: {why}", fix=fix)
 
 
 def _refusal(command: Sequence[str], ours: Collection[str]) -> Refusal | None:

@@ -37,8 +37,8 @@ def environment(environ: Mapping[str, str], budget: Budget, gpus: Sequence[str])
     old = _mps.too_old(plan)
     if old is not None:
         raise DeviceError(
-            f"{old.device.name} ({old.device.uuid}) is older than Volta, and MPS limits no memory there\n"
-            "    fix: leave --mps out: the caps of the frameworks hold without it"
+            f"{old.device.name} ({old.device.uuid}) is older than Volta, and MPS limits no memory there",
+            fix="leave --mps out: the caps of the frameworks hold without it",
         )
     ranks = _of_ranks(budget, environ)
     if gpus:
@@ -80,8 +80,8 @@ def _plan(environ: Mapping[str, str], budget: Budget, gpus: Sequence[str]) -> Pl
         host.close()
     if any(device.ordinal is None for device in devices):
         raise DeviceError(
-            "CUDA could not be asked which GPUs the program sees; if an entry names another, MPS drops every limit\n"
-            "    fix: run `memguard doctor` to see why CUDA does not start"
+            "CUDA could not be asked which GPUs the program sees; if an entry names another, MPS drops every limit",
+            fix="run `memguard doctor` to see why CUDA does not start",
         )
     return _policy.plan(budget, devices, _ranks.of_budget(budget, len(devices), environ, simulated=False))
 
@@ -102,7 +102,7 @@ def require_daemon(environ: Mapping[str, str]) -> None:
         fix = f"export {PIPES}={_ROOTS}: a daemon listens there"
     elif environ.get(PIPES):
         fix += f", or set {PIPES} to the folder of one that runs"
-    raise MemguardError(f"no MPS control daemon: {why}\n    fix: {fix}; or leave --mps out")
+    raise MemguardError(f"no MPS control daemon: {why}", fix=f"{fix}; or leave --mps out")
 
 
 def _started(folder: str, environ: Mapping[str, str]) -> str:

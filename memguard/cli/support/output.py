@@ -33,11 +33,11 @@ def check(paths: Iterable[str], inputs: Iterable[str], force: bool) -> None:
         if path == "-":
             continue
         if real in sources:
-            raise MemguardError(f"{path}: it is the timeline that is read\n    fix: give another name for the output")
+            raise MemguardError(f"{path}: it is the timeline that is read", fix="give another name for the output")
         if os.path.isdir(real):
-            raise MemguardError(f"{path}: it is a folder\n    fix: give a file in it")
+            raise MemguardError(f"{path}: it is a folder", fix="give a file in it")
         if os.path.lexists(real) and not _special(real) and not force:
-            raise MemguardError(f"{path}: it exists already\n    fix: give another name, or --force to replace it")
+            raise MemguardError(f"{path}: it exists already", fix="give another name, or --force to replace it")
 
 
 def write(path: str, parts: Iterable[str], force: bool) -> None:
@@ -56,13 +56,11 @@ def write(path: str, parts: Iterable[str], force: bool) -> None:
             return
         _whole(real, parts, force)
     except FileExistsError:
-        raise MemguardError(
-            f"{path}: it exists already\n    fix: give another name, or --force to replace it"
-        ) from None
+        raise MemguardError(f"{path}: it exists already", fix="give another name, or --force to replace it") from None
     except OSError as error:
         why = error.strerror or str(error)
         raise MemguardError(
-            f"{path}: cannot be written: {why}\n    fix: give a file in a folder that exists and that you may write to"
+            f"{path}: cannot be written: {why}", fix="give a file in a folder that exists and that you may write to"
         ) from None
 
 

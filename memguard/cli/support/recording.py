@@ -26,7 +26,7 @@ def check(command: Sequence[str]) -> None:
     except MemguardError as error:
         why = str(error).partition("\n")[0].partition(": ")[2]
         fix = "start it without that, or record it under a budget: monitor: {timeline: run.jsonl}, and memguard.init"
-        raise MemguardError(f"nothing would be recorded: {why}\n    fix: {fix}") from None
+        raise MemguardError(f"nothing would be recorded: {why}", fix=fix) from None
 
 
 def environment(environ: Mapping[str, str], record: str) -> dict[str, str]:
@@ -41,22 +41,20 @@ def environment(environ: Mapping[str, str], record: str) -> dict[str, str]:
             raise click.UsageError(f"--record is without a budget, and {name} is set: unset it")
     if os.pathsep in str(_STARTUP):
         raise MemguardError(
-            f"memguard is installed in {_STARTUP}, and PYTHONPATH cannot hold a folder with {os.pathsep!r} in it\n"
-            "    fix: install it elsewhere"
+            f"memguard is installed in {_STARTUP}, and PYTHONPATH cannot hold a folder with {os.pathsep!r} in it",
+            fix="install it elsewhere",
         )
     from memguard._timeline.files import expand
 
     if not os.path.basename(record) or os.path.isdir(record):
         name = click.format_filename(record)
-        raise TimelineError(
-            f"{name} is a folder\n    fix: name a file in it: --record {os.path.join(name, 'run.jsonl')}"
-        )
+        raise TimelineError(f"{name} is a folder", fix=f"name a file in it: --record {os.path.join(name, 'run.jsonl')}")
     expand(record, 0, None)  # raises if it names no file
     path = os.path.abspath(record)
     folder = os.path.dirname(path)
     if "{" not in folder and not os.access(folder, os.W_OK | os.X_OK):
         wrong = "cannot be written to" if os.path.isdir(folder) else "does not exist"
-        raise TimelineError(f"{click.format_filename(folder)} {wrong}\n    fix: name a file in another folder")
+        raise TimelineError(f"{click.format_filename(folder)} {wrong}", fix="name a file in another folder")
     stem, suffix = os.path.splitext(path)
     if "{pid}" not in path and "{rank}" not in path:
         path = f"{stem}-{{pid}}-{{rank}}{suffix}"
