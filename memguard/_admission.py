@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from memguard import _joint, _policy
@@ -423,9 +424,9 @@ class Admission:
         left = self._guard._alone(name, part, usages)
         others = sum(self.open_bytes(other, part.device.uuid) for other in part.joined if other != name)
         verdict = reservations.admit(book, asked._replace(cap=max(left - others, 0)), usages, memory)
-        if verdict.refusal is None:
+        if not isinstance(verdict.refusal, (_policy.OverCap, _policy.NoneFree)):
             return verdict
-        return verdict._replace(refusal=_joint.explained(verdict.refusal, name, part, left))
+        return verdict._replace(refusal=replace(verdict.refusal, pool=_joint.shared_cap(name, part, left)))
 
     def _within_min(self, asked: Asked, part: DevicePlan, own: Usage | None) -> bool:
         """Whether it asks for no more than is its own for good, whatever other frameworks hold or wait for."""

@@ -80,14 +80,13 @@ def as_if_alone(own: Usage | None, cap: int, reserved: int, used: int) -> tuple[
     return max(cap - others, 0), Usage(in_use + max(reserved - used, 0), in_use)
 
 
-def explained(refusal: str, framework: str, part: DevicePlan, left: int) -> str:
-    """A refusal whose cap is what others leave of the pool, with the whole of it."""
+def shared_cap(framework: str, part: DevicePlan, left: int) -> str:
+    """What a refusal adds where its cap is what others leave of the pool; empty for a framework with its own cap."""
     if framework not in part.joined:
-        return refusal
+        return ""
     whole = part.caps[framework]
-    shared = f"{' and '.join(part.joined)} share one pool of {format_size(whole)}"
-    others = f", of which others have {format_size(whole - left)} in use"
-    return refusal.replace("\n    fix: ", f"; {shared}{others}\n    fix: ", 1)
+    shared = f"; {' and '.join(part.joined)} share one pool of {format_size(whole)}"
+    return f"{shared}, of which others have {format_size(whole - left)} in use"
 
 
 def left_to(part: DevicePlan, figures: Mapping[str, FrameworkSample]) -> dict[str, FrameworkSample]:

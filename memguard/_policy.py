@@ -6,14 +6,14 @@ granules of 2 MiB, so caps never add up to more than was declared.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from fractions import Fraction
 from math import ceil
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
+from memguard._advice import Advice
 from memguard._joint import joined, members
 from memguard._specs import CONTEXT, NEVER_GIVE_BACK, OVERHEADS, SECOND_CONTEXT, SLACK, SPECS, FrameworkSpec, Outside
 from memguard._types import Device, DevicePlan, MemoryInfo, Plan, Room, Usage
@@ -447,23 +447,22 @@ def beside_minima(part: DevicePlan, framework: str) -> int:
     return part.limit - part.reserve - sum(others)
 
 
-def elastic_refusal(refusal: str, part: DevicePlan, framework: str, room: Room) -> str:
-    """The refusal; of an elastic framework also its bounds, what others leave of them, who holds in live arrays what it
-    might borrow, and which bounds to change."""
-    if framework not in part.elastic or " and its cap allows it, " in refusal:
-        return refusal
+def elastic_advice(refusal: Refusal, part: DevicePlan, room: Room) -> Advice:
+    """What to say of a refusal. Of an elastic framework that its cap refused also its bounds, what others leave of
+    them, who holds in live arrays what it might borrow, and which bounds to change."""
+    framework = refusal.framework
+    if framework not in part.elastic or not isinstance(refusal, OverCap):
+        return refusal.advice()
     (least, most), beside = part.elastic[framework], beside_minima(part, framework)
-    lines, first = refusal.split("\n"), f"{framework} is elastic: min {format_size(least)}, max {format_size(most)}"
+    first = f"{framework} is elastic: min {format_size(least)}, max {format_size(most)}"
     if beside < most:
         first += f", of which what others have for sure leaves {format_size(beside)}"
     lent = {name: size for name, size in room.live.items() if name in part.elastic}
     first += _who(lent, {name: size for name, size in room.live.items() if name not in lent})
-    if part.caps[framework] < min(most, beside):
-        said = f"its cap is {format_size(min(most, beside))} "
-        lines[0] = lines[0].replace(said, said.replace("is", "can rise to", 1))
-    advice = re.compile(rf"raise frameworks\.{re.escape(framework)} in the budget to at least (\d+)MiB")
-    lines = [advice.sub(lambda found: _bounds(part, framework, int(found[1]), bool(room.live)), line) for line in lines]
-    return "\n".join([lines[0], f"    {first}", *lines[1:]])
+    highest = format_size(min(most, beside))
+    rises = part.caps[framework] < min(most, beside) and format_size(refusal.cap) == highest
+    said = refusal.advice("can rise to" if rises else "is", _bounds(part, framework, refusal.wanted, bool(room.live)))
+    return replace(said, reason=f"{said.reason}\n    {first}")
 
 
 def _bounds(part: DevicePlan, framework: str, mib: int, live: bool) -> str:
@@ -526,6 +525,75 @@ def _who_holds(memory: MemoryInfo) -> str:
     return "`free -h` and `top` show which programs hold the machine's memory; end some, or ask for less"
 
 
+@dataclass(frozen=True)
+class OverCap:
+    """Memory that the cap does not allow; bytes. `pool` says whose cap it is where several frameworks share one."""
+
+    framework: str
+    needed: int
+    footprint: int
+    available: int
+    cap: int
+    own: Usage
+    pool: str = ""
+
+    @property
+    def wanted(self) -> int:
+        """The cap that would do, in MiB."""
+        return -(-(self.cap + self.footprint - self.available) // MIB)
+
+    def advice(self, cap_is: str = "is", change: str = "") -> Advice:
+        """`change`: what to change in the budget, if that is not the framework's own cap."""
+        own, needed = self.own, format_size(self.needed)
+        least = "" if own.held is not None else "at least "
+        held = own.held if own.held is not None else own.held_at_least
+        takes = format_size(self.footprint)
+        change = change or f"raise frameworks.{self.framework} in the budget to at least {self.wanted}MiB"
+        return Advice(
+            f"{self.framework} needs {needed}{f' (its allocator takes {takes} for it)' if takes != needed else ''} but "
+            f"can get {format_size(self.available)}: its cap {cap_is} {format_size(self.cap)} and it holds "
+            f"{least}{format_size(held)}, of which {format_size(own.in_use)} in use{self.pool}",
+            f"free arrays, make the batch smaller, or {change}",
+        )
+
+
+@dataclass(frozen=True)
+class NoneFree:
+    """Memory that the cap allows and the GPU does not have; bytes. `idle`: caches of other frameworks."""
+
+    framework: str
+    needed: int
+    memory: MemoryInfo
+    idle: int
+    pool: str = ""
+
+    def advice(self) -> Advice:
+        return Advice(
+            f"{self.framework} needs {format_size(self.needed)} and its cap allows it, but {card(self.memory)} has "
+            f"only {format_size(self.memory.free)} free; caches of other frameworks in this process add "
+            f"{format_size(self.idle)}{self.pool}",
+            _who_holds(self.memory),
+        )
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """Memory that other workloads have reserved; bytes."""
+
+    framework: str
+    needed: int
+    available: int
+
+    def advice(self) -> Advice:
+        return Advice(
+            f"{self.framework} needs {format_size(self.needed)}, and beside what is reserved it can get "
+            f"{format_size(self.available)}"
+        )
+
+
+Refusal = OverCap | NoneFree | Reserved
+
+
 class Admission(NamedTuple):
     """Whether memory is available: `trim` names the frameworks to trim first, `refusal` says why it is not.
 
@@ -534,7 +602,7 @@ class Admission(NamedTuple):
 
     available: int
     trim: tuple[str, ...] = ()
-    refusal: str | None = None
+    refusal: Refusal | None = None
 
 
 def admit(
@@ -557,7 +625,7 @@ def admit(
     if (footprint > room or needed <= stuck) and framework in SPECS and SPECS[framework].pads:
         stuck = 0  # it is what blocks were rounded up by: no other request is served from it
     if footprint > room and needed > stuck:
-        return Admission(max(room, stuck), refusal=_over_cap(framework, needed, footprint, max(room, stuck), cap, own))
+        return Admission(max(room, stuck), refusal=OverCap(framework, needed, footprint, max(room, stuck), cap, own))
     short = 0 if needed <= stuck else footprint - idle - memory.free
     if short <= 0:
         return Admission(max(room, stuck))
@@ -573,11 +641,7 @@ def admit(
         return Admission(room, tuple(trim))
     return Admission(
         max(stuck, min(room, memory.free + found + idle)),
-        refusal=(
-            f"{framework} needs {format_size(needed)} and its cap allows it, but {card(memory)} has only "
-            f"{format_size(memory.free)} free; caches of other frameworks in this process add {format_size(found)}\n"
-            f"    fix: {_who_holds(memory)}"
-        ),
+        refusal=NoneFree(framework, needed, memory, found),
     )
 
 
@@ -596,16 +660,3 @@ def cached(usage: Usage) -> int:
 
 def _unsure(usage: Usage | None) -> bool:
     return usage is not None and usage.reclaimable is None
-
-
-def _over_cap(framework: str, needed: int, footprint: int, available: int, cap: int, own: Usage) -> str:
-    least = "" if own.held is not None else "at least "
-    held = own.held if own.held is not None else own.held_at_least
-    more = format_size(footprint) != format_size(needed)
-    takes = f" (its allocator takes {format_size(footprint)} for it)" if more else ""
-    return (
-        f"{framework} needs {format_size(needed)}{takes} but can get {format_size(available)}: its cap is "
-        f"{format_size(cap)} and it holds {least}{format_size(held)}, of which {format_size(own.in_use)} in use\n"
-        f"    fix: free arrays, make the batch smaller, or raise frameworks.{framework} in the budget to at "
-        f"least {-(-(cap + footprint - available) // MIB)}MiB"
-    )

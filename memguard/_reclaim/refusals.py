@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from memguard import _policy
+from memguard._advice import Advice
 from memguard._joint import POOL
 from memguard._reclaim import reservations
 from memguard._reclaim.reservations import Book, Verdict
@@ -41,13 +42,12 @@ def refused(
 ) -> BudgetExceeded:
     """The error where it cannot be had. `room` is what was done for it; `waiting` None: no workload asks."""
     verdict, book = look.verdict, look.book
-    refusal = verdict.refusal or ""
-    if not verdict.reserved:
-        refusal = _policy.elastic_refusal(refusal, look.part, framework, room)
+    assert verdict.refusal is not None
+    advice = _policy.elastic_advice(verdict.refusal, look.part, room)
+    said, fix = advice.reason, advice.fix
     if waiting is not None:
         book = reservations.ended(book, waiting.number)
     lines = reservations.who_holds(book, look.part.device.uuid, look.in_use, now)
-    said, _, fix = refusal.partition("\n    fix: ")
     patient = waiting is not None and waiting.deadline > waiting.began
     if waiting is not None and patient and now >= waiting.deadline:
         after = f"{now - waiting.began:.1f} s"
@@ -59,8 +59,7 @@ def refused(
         fix = f"{longer if waiting is not None else 'ask again once one of them has ended'}, or reserve less"
     if lines:
         said += ":" if verdict.reserved else "\n    reserved or waited for on this GPU:"
-    text = "\n      ".join([said, *lines])
-    return BudgetExceeded(framework, needed, verdict.available, f"{text}\n    fix: {fix}" if fix else text)
+    return BudgetExceeded(framework, needed, verdict.available, Advice("\n      ".join([said, *lines]), fix))
 
 
 def stuck(framework: str, needed: int, look: Look) -> BudgetExceeded:
@@ -71,10 +70,12 @@ def stuck(framework: str, needed: int, look: Look) -> BudgetExceeded:
         framework,
         needed,
         memory.free,
-        f"{framework} needs {format_size(needed)}, {_policy.card(memory)} has {format_size(memory.free)} "
-        f"free, and the cache of {names} could not be given back from here (fragmented, another thread's, "
-        f"or a CUDA graph is being captured)\n"
-        f"    fix: call memguard.trim() on the thread that runs {who}",
+        Advice(
+            f"{framework} needs {format_size(needed)}, {_policy.card(memory)} has {format_size(memory.free)} "
+            f"free, and the cache of {names} could not be given back from here (fragmented, another thread's, "
+            "or a CUDA graph is being captured)",
+            f"call memguard.trim() on the thread that runs {who}",
+        ),
     )
 
 

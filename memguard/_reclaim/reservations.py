@@ -29,6 +29,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from memguard import _policy
+from memguard._advice import Advice
 from memguard._types import MemoryInfo, Usage
 from memguard._units import format_size
 
@@ -202,7 +203,7 @@ class Verdict(NamedTuple):
 
     available: int
     trim: tuple[str, ...] = ()
-    refusal: str | None = None
+    refusal: _policy.Refusal | None = None
     reserved: bool = False
     covered: bool = False
     beside: int = 0
@@ -243,11 +244,11 @@ def admit(book: Book, asked: Asked, usages: Mapping[str, Usage | None], memory: 
     available = max(found.available - own, 0)
     if found.refusal is None:
         return Verdict(available, found.trim, beside=own)
-    text = f"{framework} needs {format_size(asked.needed)}, and beside what is reserved it can get "
-    return Verdict(available, refusal=text + format_size(available), reserved=True, beside=own)
+    refusal = _policy.Reserved(framework, asked.needed, available)
+    return Verdict(available, refusal=refusal, reserved=True, beside=own)
 
 
-def never(book: Book, asked: Asked, room: int, own_cap: int) -> str | None:
+def never(book: Book, asked: Asked, room: int, own_cap: int) -> Advice | None:
     """Why waiting is of no use: the workloads around it hold what it waits for. None if it may be of use.
 
     `room` is what all frameworks may have on the GPU together, `own_cap` the most that this one ever may.
@@ -258,10 +259,11 @@ def never(book: Book, asked: Asked, room: int, own_cap: int) -> str | None:
         size = sum(one.size for one in held)
         if held and asked.footprint + size > most:
             names = " and ".join(f"{one.name!r}" for one in held)
-            return (
+            return Advice(
                 f"{asked.framework} needs {format_size(asked.needed)}, and {names}, within which it is asked, "
                 f"reserved {format_size(size)}: both are more than {what}, {format_size(most)}, so that it would wait "
-                f"for itself\n    fix: reserve it all in the outer workload, or begin this one after the outer one ends"
+                f"for itself",
+                "reserve it all in the outer workload, or begin this one after the outer one ends",
             )
     return None
 

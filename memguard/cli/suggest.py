@@ -85,7 +85,7 @@ def suggest(
     if found is None:
         raise MemguardError("no framework held anything in what was recorded", fix="record another run")
     if found.problem is not None and not as_json:
-        raise MemguardError(found.problem, fix=found.fix)
+        raise MemguardError(found.problem, fix=found.fix or "")
     content = json.dumps(text.as_dict(found), indent=2) + "\n" if as_json else text.as_yaml(found)
     _write(content, output, force)
     context.exit(0 if found.problem is None else 1)
@@ -105,9 +105,8 @@ def _first(devices: Sequence[Device] | None) -> str:
         try:
             devices = RealHost().devices()
         except DeviceError as error:
-            raise DeviceError(
-                f"{error}\n    or: name the GPU: memguard suggest --for h100; or give a timeline"
-            ) from None
+            other = "name the GPU: memguard suggest --for h100; or give a timeline"
+            raise DeviceError(error.advice.with_alternatives(other)) from None
     found = installed.frameworks()
     if not found:
         raise MemguardError(

@@ -152,11 +152,11 @@ def test_pressure_is_that_of_what_the_others_leave() -> None:
 
 def test_a_refusal_says_what_the_pool_is_and_what_others_have_of_it() -> None:
     (part,) = plan({"torch": {"limit": "6GiB"}, "cupy": {"limit": "2GiB"}, "pycuda": BESIDE}).devices
-    said = _joint.explained("torch needs 5\n    fix: less", "torch", part, 3 * GIB)
-    assert said == (
-        "torch needs 5; torch and cupy share one pool of 8.00 GiB, of which others have 5.00 GiB in use\n    fix: less"
+    said = _policy.OverCap("torch", 5, 5, 0, GIB, Usage(0, 0, 0), _joint.shared_cap("torch", part, 3 * GIB)).advice()
+    assert said.reason.endswith(
+        " in use; torch and cupy share one pool of 8.00 GiB, of which others have 5.00 GiB in use"
     )
-    assert _joint.explained("x\n    fix: y", "pycuda", part, GIB) == "x\n    fix: y"
+    assert _joint.shared_cap("pycuda", part, GIB) == ""
 
 
 def test_the_notes_name_the_remainder_and_the_cache() -> None:

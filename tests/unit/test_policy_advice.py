@@ -146,11 +146,11 @@ def test_a_refusal_says_which_cap_would_do(asked: int, held: int) -> None:
     memory = MemoryInfo(total=140 * GIB, used=held * GIB, free=(140 - held) * GIB, reserved=0)
     usage = {"torch": Usage(held=held * GIB, in_use=held * GIB)}
     refusal = _policy.admit("torch", needed, needed, cap, usage, memory).refusal
-    if refusal is not None and "raise frameworks.torch" in refusal:
-        (mib,) = re.findall(r"to at least (\d+)MiB", refusal)
+    if isinstance(refusal, _policy.OverCap):
+        (mib,) = re.findall(r"raise frameworks.torch in the budget to at least (\d+)MiB", refusal.advice().fix)
         larger = int(mib) * MIB
         again = _policy.admit("torch", needed, needed, larger, usage, memory).refusal
-        assert again is None or "its cap allows it, but the card has only" in again
+        assert again is None or "its cap allows it, but the card has only" in again.advice().reason
         assert larger - GRANULE < held * GIB + needed <= larger
 
 

@@ -132,7 +132,7 @@ def test_a_refusal_says_which_bound_to_raise(live: dict[str, int], bound: str) -
     ):
         refusal = _policy.admit(name, GIB, GIB, part.caps[name], {name: usage}, memory).refusal
         assert refusal is not None
-        assert said in _policy.elastic_refusal(refusal, part, name, Room({}, None, GIB, live))
+        assert said in str(_policy.elastic_advice(refusal, part, Room({}, None, GIB, live)))
 
 
 @pytest.mark.parametrize("live", [{}, {"torch": 100 * MIB}])
@@ -151,7 +151,7 @@ def test_the_budget_that_a_refusal_asks_for_has_room_for_the_request(needed: int
     if plain is None:  # it is not refused
         assert needed == 1100
         return
-    refusal = _policy.elastic_refusal(plain, part, "cupy", Room({}, None, GIB, live))
+    refusal = str(_policy.elastic_advice(plain, part, Room({}, None, GIB, live)))
     assert ("its cap can rise to 1.17 GiB" in refusal) == (cap == 1200 * MIB)
     assert "what others have for sure leaves 1.17 GiB" in refusal
     keys, mib = re.findall(
@@ -173,7 +173,7 @@ def test_a_refusal_never_asks_for_more_than_the_budget_has() -> None:
     memory, most = MemoryInfo(100 * GIB, 0, 0, 100 * GIB), _policy.beside_minima(part, "cupy")
     plain = _policy.admit("cupy", 3 * GIB, 3 * GIB, most, {"cupy": Usage(0, 0, 0)}, memory).refusal
     assert plain is not None
-    refusal = _policy.elastic_refusal(plain, part, "cupy", Room({}, None, GIB, {}))
+    refusal = str(_policy.elastic_advice(plain, part, Room({}, None, GIB, {})))
     assert "raise frameworks" not in refusal and "use a larger GPU: the budget has 1.95 GiB of this one" in refusal
 
 
@@ -181,7 +181,7 @@ def test_where_the_card_is_full_the_bounds_are_no_matter() -> None:
     part = of_room(cupy={"min": "5%", "max": "15%"})
     plain = _policy.admit("cupy", MIB, MIB, GIB, {"cupy": Usage(0, 0, 0)}, MemoryInfo(GIB, 0, GIB, 0)).refusal
     assert plain is not None
-    assert _policy.elastic_refusal(plain, part, "cupy", Room({}, None, GIB, {})) == plain
+    assert _policy.elastic_advice(plain, part, Room({}, None, GIB, {})) == plain.advice()
 
 
 PERCENTS = st.integers(1, 40_000).map(lambda n: f"{n / 1000:.3f}%")
