@@ -10,6 +10,8 @@ import re
 from fractions import Fraction
 from typing import TypeGuard
 
+from memguard._advice import InvalidValue
+
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 GRANULE = 2 * MIB
 """Caps are whole multiples of this: the page in which CUDA hands out device memory (measured)."""
@@ -36,32 +38,32 @@ def parse_size(value: object) -> int:
         number, unit = match.groups()
         if not unit:
             if "." in number:
-                raise ValueError(f"{short(value)} has no unit; write for example '{number}GiB'")
+                raise InvalidValue(f"{short(value)} has no unit", f"write for example '{number}GiB'")
             unit = "B"
         elif unit.lower() in _BY_LOWER_CASE:
             unit = _BY_LOWER_CASE[unit.lower()]
         elif unit.upper() in _AMBIGUOUS:
             meant = _AMBIGUOUS[unit.upper()]
-            raise ValueError(f"the unit {unit!r} is ambiguous; write '{number}{meant}' (base 1024) or plain bytes")
+            raise InvalidValue(f"the unit {unit!r} is ambiguous", f"write '{number}{meant}' (base 1024) or plain bytes")
         else:
-            raise ValueError(f"unknown unit {short(unit)}; allowed: B, KiB, MiB, GiB, TiB")
+            raise InvalidValue(f"unknown unit {short(unit)}; allowed: B, KiB, MiB, GiB, TiB")
         size = int(Fraction(number) * _UNITS[unit])
     else:
-        raise ValueError(f"{short(value)} is not a size; write '512MiB', '1.5GiB' or plain bytes")
+        raise InvalidValue(f"{short(value)} is not a size", "write '512MiB', '1.5GiB' or plain bytes", general=True)
     if size <= 0:
-        raise ValueError(f"a size must be above 0, found {short(value)}")
+        raise InvalidValue(f"a size must be above 0, found {short(value)}")
     if size > MAX_SIZE:
-        raise ValueError(f"{short(value)} is larger than any GPU (the most allowed is 1 PiB)")
+        raise InvalidValue(f"{short(value)} is larger than any GPU (the most allowed is 1 PiB)")
     return size
 
 
 def parse_percent(value: object) -> Fraction:
     """The fraction of `"50%"`, above 0 and at most 1. Raises ValueError with a sentence."""
     if not (isinstance(value, str) and (match := _PERCENT.fullmatch(value))):
-        raise ValueError(f"{short(value)} is not a percentage; write for example '{_percent_hint(value)}'")
+        raise InvalidValue(f"{short(value)} is not a percentage", f"write for example '{_percent_hint(value)}'")
     fraction = Fraction(match[1]) / 100
     if not 0 < fraction <= 1:
-        raise ValueError(f"a percentage must be above 0% and at most 100%, found {short(value)}")
+        raise InvalidValue(f"a percentage must be above 0% and at most 100%, found {short(value)}")
     return fraction
 
 
@@ -73,12 +75,12 @@ def parse_duration(value: object) -> float:
     if isinstance(value, (int, float, Fraction)) and not isinstance(value, bool) and 0 <= value < 1e9:
         return float(value)
     if not (isinstance(value, str) and (match := _DURATION.fullmatch(value))):
-        raise ValueError(f"{short(value)} is not a duration; write '500ms', '2s' or a plain number of seconds")
+        raise InvalidValue(f"{short(value)} is not a duration", "write '500ms', '2s' or a plain number of seconds")
     number, unit = match.groups()
     if unit.lower() in ("m", "minute", "minutes"):
-        raise ValueError(f"unknown unit {short(unit)}; write '{number}min'")
+        raise InvalidValue(f"unknown unit {short(unit)}", f"write '{number}min'")
     if unit.lower() not in ("", *_SECONDS):
-        raise ValueError(f"unknown unit {short(unit)}; allowed: {', '.join(_SECONDS)}")
+        raise InvalidValue(f"unknown unit {short(unit)}; allowed: {', '.join(_SECONDS)}")
     return float(Fraction(number) * _SECONDS[unit.lower() or "s"])
 
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, get_args, get_origin
 
+from memguard._advice import InvalidValue
 from memguard._config import suggestions
 from memguard._config.rules import SIZES, Violation
 from memguard._config.source_map import Document, Loc, in_order, nearest, path
@@ -126,9 +127,9 @@ def _violation(error: Mapping[str, Any], fields: Fields, data: object) -> Violat
         message, fix = "has no value", f"write {_examples(info)}, or remove the key"
     elif kind == "value_error":
         # A parser says what is wrong and, if that depends on the value, what to do.
-        message, *own = re.split("; (?=write |copy |remove |add |update |name the GPU )", str(error["ctx"]["error"]))
-        general = "is not a size; write '512MiB'" in str(error["ctx"]["error"])
-        fix = own[0] if own and not general else f"write for example {_examples(info)}"
+        wrong: InvalidValue = error["ctx"]["error"]
+        message, fix = wrong.advice.reason, "" if wrong.general else wrong.advice.fix
+        fix = fix or f"write for example {_examples(info)}"
     else:
         what, fix = _choice(loc, key, kind, raw, info)
         message = f"{what}, found {found(raw)}"
@@ -237,7 +238,7 @@ def _unknown(loc: Loc, fields: Fields, data: object) -> Violation:
     value, allowed = suggestions.at(data, loc), fields[level]
     around = suggestions.at(data, loc[:-1])
     siblings: Mapping[str, Any] = around if isinstance(around, Mapping) else {}
-    fix, instead, here = _advice(name, level, value, siblings, fields, data)
+    fix, instead, here = _instead_of(name, level, value, siblings, fields, data)
     thing, where = "framework" if level == "frameworks" else "key", " here" if here else ""
     message = f"unknown {thing} {short(name)}{where}; allowed: {', '.join(allowed)}"
     return Violation(loc, message, fix, True, True, instead)
@@ -251,7 +252,7 @@ def _of_all_gpus(loc: Loc, name: str, data: object) -> Violation:
     return Violation(loc, f"{name} holds for all GPUs of a process; {allowed}", fix, True, True)
 
 
-def _advice(
+def _instead_of(
     name: str, level: str, value: object, siblings: Mapping[str, Any], fields: Fields, data: object
 ) -> tuple[str, tuple[Loc, ...], bool]:
     """What to do about an unknown key, the places that this explains too, and whether the key belongs elsewhere."""
@@ -287,9 +288,9 @@ def _advice(
     )
     if amount and level in SPECS and set(SIZES) & set(siblings) and not known(name):
         return "remove it", (), False
-    line = _sized(name, value, level, siblings, known(name)) if amount else ""
-    if line and not line.startswith(f"write '{known(name)}: {_written(value)}'"):  # that is only misspelt
-        return line, (), level == "" or name == "share"
+    line, fix = _sized(name, value, level, siblings, known(name)) if amount else ("", "")
+    if fix and line != f"{known(name)}: {_written(value)}":  # that is only misspelt
+        return fix, (), level == "" or name == "share"
     if near := known(name):
         explains: tuple[Loc, ...] = ((*own, near),) if near not in siblings else ()
         explains += (("on_pressure",),) if near == "monitor" and level == "" else ()
@@ -298,8 +299,8 @@ def _advice(
         return f"did you mean {near!r}?", explains, False
     if level == "device" and (elsewhere := _of_device(name, value, siblings, data)):
         return elsewhere, (), False
-    if level == "frameworks" and (line := _too_far_left(name, value, fields, data)):
-        return f"write '{line}'", (("frameworks", line.partition(":")[0]),), False
+    if level == "frameworks" and (owner := _too_far_left(name, value, fields, data)):
+        return f"write '{owner}: {{{name}: {suggestions.flow(value)}}}'", (("frameworks", owner),), False
     if level == "" and (moved := _top(name, value, siblings, fields, data)):
         return moved
     if home := _home(name, value, fields, data):
@@ -322,11 +323,11 @@ def _bound(name: str, siblings: Mapping[str, Any]) -> str:
 
 
 def _too_far_left(name: str, value: object, fields: Fields, data: object) -> str:
-    """The whole line of a framework whose key below it is not indented, so that it stands beside it; "" if none is."""
+    """The framework whose key below it is not indented, so that it stands beside it; "" if none is."""
     empty = [one for one in suggestions.unsized(data) if suggestions.at(data, ("frameworks", one)) is None]
     if len(empty) != 1 or name not in fields[empty[0]] or isinstance(value, (Mapping, list)):
         return ""
-    return f"{empty[0]}: {{{name}: {suggestions.flow(value)}}}"
+    return empty[0]
 
 
 def _exactly_elsewhere(name: str, fields: Fields) -> bool:
@@ -335,23 +336,23 @@ def _exactly_elsewhere(name: str, fields: Fields) -> bool:
     return normal not in SIZES and any(normal in level for level in fields.values())
 
 
-def _sized(name: str, value: object, level: str, siblings: Mapping[str, Any], near: str) -> str:
-    """What to write for an amount of memory below a key of other words than ours; "" if that cannot be told.
+def _sized(name: str, value: object, level: str, siblings: Mapping[str, Any], near: str) -> tuple[str, str]:
+    """The line for an amount of memory below a key of other words than ours, and what to do; "" if that cannot be told.
 
     At the top level it is that of the device. `near` is a key of this level that looks like it.
     """
     if level not in ("", "device", *SPECS) or ("device" if level == "" else "limit") in siblings:
-        return ""
+        return "", ""
     if level == "" and name in SIZES[:2]:
-        return ""
+        return "", ""
     line = suggestions.sized(value, suggestions.bare_unit(name), "framework" if level in SPECS else "device")
     below = " (a share is written below a framework)" if name == "share" else ""
     if line:
-        return f"write 'device: {{{line}}}'" if level == "" else f"write '{line}'{below}"
+        return line, f"write 'device: {{{line}}}'" if level == "" else f"write '{line}'{below}"
     if near or level == "":
-        return ""
+        return "", ""
     key = "limit" if level == "device" else "share" if suggestions.bare_unit(name) == "%" else "limit"
-    return f"write for example '{key}: {'50%' if key == 'share' else '4GiB'}'{below}"
+    return "", f"write for example '{key}: {'50%' if key == 'share' else '4GiB'}'{below}"
 
 
 def _of_device(name: str, value: object, siblings: Mapping[str, Any], data: object) -> str:

@@ -25,6 +25,7 @@ from pydantic import (
 )
 from pydantic_core import core_schema
 
+from memguard._advice import InvalidValue
 from memguard._config import rules, values
 from memguard._config.source_map import Document, Origin, in_order, of_mapping
 from memguard._config.values import WRITTEN, Frozen, frozen
@@ -172,7 +173,7 @@ class _ByFramework:
     @staticmethod
     def _in_file_order(written: Any, check: core_schema.ValidatorFunctionWrapHandler) -> Frozen[FrameworkBudget]:
         if not (entries := check(written)):
-            raise ValueError("names no framework; add a line such as '  torch: {share: 50%}'")
+            raise InvalidValue("names no framework", "add a line such as '  torch: {share: 50%}'")
         return Frozen({name: entries[name] for name in written})
 
 

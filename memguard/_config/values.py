@@ -1,6 +1,6 @@
 """The single values of a budget: text and numbers in, exact values out, and the JSON Schema of each.
 
-A parser raises ValueError. Its sentence may end with what to do: "...; write '50%'". If not, `problems.py` says it.
+A parser raises InvalidValue, with what to write instead if that depends on the value. If not, `problems.py` says it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import PydanticKnownError, core_schema
 
+from memguard._advice import InvalidValue
 from memguard._units import GIB, GRANULE, KIB, MAX_SIZE, MIB, TIB, parse_duration, parse_percent, parse_size, short
 
 T = TypeVar("T")
@@ -95,26 +96,26 @@ def percent(value: object) -> Fraction:
     """A part above 0 and at most 1, of text such as `50%` or of a Fraction."""
     if isinstance(value, Fraction) and 0 < value <= 1:
         if len(percent_text(value)) > 20:  # a third, for example: a budget must be the same when its own text is read
-            raise ValueError(f"{value} has no exact percentage; write '{float(value * 100):.6g}%'")
+            raise InvalidValue(f"{value} has no exact percentage", f"write '{float(value * 100):.6g}%'")
         return value
     try:
         return parse_percent(value)
-    except ValueError as error:
+    except InvalidValue as error:
         raise _with_meant(error, value, "%", lambda text: "%" in text) from None
 
 
 def size(value: object, least: int = GRANULE) -> int:
     """Bytes; a number that is too small lacks its unit."""
     if isinstance(value, str) and _OCTAL.fullmatch(value):
-        raise ValueError(f"{found(value)} starts with 0: octal to some programs; write it without the leading 0")
+        raise InvalidValue(f"{found(value)} starts with 0: octal to some programs", "write it without the leading 0")
     try:
         size = parse_size(value)
-    except ValueError as error:
+    except InvalidValue as error:
         raise _with_meant(error, value, "MiB", lambda text: "%" not in text) from None
     if size < least:
         why = ", the smallest piece that CUDA hands out" if least == GRANULE else ""
         unit = _unit_missing(value, size < MIB and size * MIB >= least, "MiB")
-        raise ValueError(f"{found(value)} is less than {size_text(least)}{why}{unit}")
+        raise InvalidValue(f"{found(value)} is less than {size_text(least)}{why}", unit)
     return size
 
 
@@ -124,7 +125,7 @@ def share(value: object) -> Fraction:
         return parse_percent(value)
     text = value if isinstance(value, str) and "%" not in value else ""
     if text and (size := _meant(text, "%")) and not size.endswith("%"):
-        raise ValueError(f"a share is a percentage, found the size {found(value)}; write 'limit: {size}'")
+        raise InvalidValue(f"a share is a percentage, found the size {found(value)}", f"write 'limit: {size}'")
     return percent(value)  # a Fraction; of anything else it says what is wrong
 
 
@@ -137,8 +138,8 @@ def limit(value: object) -> int:
             raise
         part = _meant(value, "%")
         instead = f"'share: {part}', or " if part else ""
-        message = f"a framework's limit is bytes, found {found(value)}; write {instead}a size such as '4GiB'"
-        raise ValueError(message) from None
+        fix = f"write {instead}a size such as '4GiB'"
+        raise InvalidValue(f"a framework's limit is bytes, found {found(value)}", fix) from None
 
 
 def device_limit(value: object) -> Fraction | int:
@@ -148,7 +149,7 @@ def device_limit(value: object) -> Fraction | int:
     except ValueError:
         if not _is_all(value):
             raise
-        raise ValueError(f"{found(value)} is no limit; write '100%' for all that CUDA can give") from None
+        raise InvalidValue(f"{found(value)} is no limit", "write '100%' for all that CUDA can give") from None
 
 
 def least(value: object) -> Fraction | int:
@@ -158,8 +159,8 @@ def least(value: object) -> Fraction | int:
     except ValueError:
         if not re.fullmatch(r"0+(\.0*)?\s*(%|[a-z]{1,3})?", found(value).strip("' ").lower()):
             raise
-        message = f"a min of {found(value)} guarantees nothing; write '{size_text(GRANULE)}', the smallest cap"
-        raise ValueError(message) from None
+        fix = f"write '{size_text(GRANULE)}', the smallest cap"
+        raise InvalidValue(f"a min of {found(value)} guarantees nothing", fix) from None
 
 
 def most(value: object) -> Fraction | int:
@@ -169,7 +170,7 @@ def most(value: object) -> Fraction | int:
     except ValueError:
         if not _is_all(value):
             raise
-        raise ValueError(f"{found(value)} is no max; write '100%' for all that others leave") from None
+        raise InvalidValue(f"{found(value)} is no max", "write '100%' for all that others leave") from None
 
 
 def _part_or_bytes(value: object, example: str) -> Fraction | int:
@@ -183,8 +184,8 @@ def _part_or_bytes(value: object, example: str) -> Fraction | int:
         bare = found(value).strip("' ")
         if not re.fullmatch("100|[1-9][0-9]?", bare):
             raise
-        message = f"{found(value)} has no unit; write '{bare}%', or a size such as '{example}'"
-        raise ValueError(message) from None
+        fix = f"write '{bare}%', or a size such as '{example}'"
+        raise InvalidValue(f"{found(value)} has no unit", fix) from None
 
 
 def _is_part(value: object) -> bool:
@@ -209,12 +210,13 @@ def _meant(value: object, bare: str) -> str | None:
     return suggestions.quantity(value, bare)
 
 
-def _with_meant(error: ValueError, value: object, bare: str, fits: Callable[[str], bool]) -> ValueError:
-    """The error, ending with what was most likely meant, if that can be told."""
+def _with_meant(error: InvalidValue, value: object, bare: str, fits: Callable[[str], bool]) -> InvalidValue:
+    """The error, with what was most likely meant as its fix, if that can be told."""
     text = _meant(value, bare)
-    if text is None or not fits(text) or re.search(f"write (for example )?'{text}'", str(error)):
+    said = f"write '{text}'", f"write for example '{text}'"
+    if text is None or not fits(text) or error.advice.fix.startswith(said):
         return error
-    return ValueError(f"{re.split('; (?=write )', str(error))[0]}; write '{text}'")
+    return InvalidValue(error.advice.reason, said[0])
 
 
 def reserve(value: object) -> int | Literal["auto"]:
@@ -222,11 +224,11 @@ def reserve(value: object) -> int | Literal["auto"]:
     if value == "auto":
         return "auto"
     if isinstance(value, str) and "%" in value:
-        raise ValueError(f"a reserve is 'auto' or bytes, found {found(value)}")
+        raise InvalidValue(f"a reserve is 'auto' or bytes, found {found(value)}")
     if value == 0 and not isinstance(value, bool):
-        raise ValueError("a reserve of 0 cannot hold: every CUDA context takes memory; write 'auto'")
+        raise InvalidValue("a reserve of 0 cannot hold: every CUDA context takes memory", "write 'auto'")
     if isinstance(value, str) and value.strip().lower() in ("auto", "none", "off", "no", "default", "automatic"):
-        raise ValueError(f"{found(value)} is not a size; write 'auto', or a size such as '2GiB'")
+        raise InvalidValue(f"{found(value)} is not a size", "write 'auto', or a size such as '2GiB'")
     return size(value)
 
 
@@ -236,7 +238,7 @@ def duration(value: object, least: float, most: float, or_none: str = "") -> flo
     if least <= seconds <= most or (or_none and seconds == 0):
         return seconds
     span = f"between {duration_text(least)} and {duration_text(most)}{or_none}"
-    raise ValueError(f"{found(value)} is not {span}" + _unit_missing(value, least <= seconds / 1000 <= most, "ms"))
+    raise InvalidValue(f"{found(value)} is not {span}", _unit_missing(value, least <= seconds / 1000 <= most, "ms"))
 
 
 def lease_wait(value: object) -> float | None:
@@ -250,9 +252,9 @@ def version(value: object) -> int:
         newer = re.fullmatch(r"'?v?([0-9]{1,9})(\.[0-9]+)*'?", found(value))
         if newer and int(newer[1]) > 1 and not isinstance(value, bool):
             reads = f"this memguard reads version 1, found {found(value)}: the file was written for a newer memguard"
-            raise ValueError(f"{reads}; update memguard, or use a budget of version 1")
+            raise InvalidValue(reads, "update memguard, or use a budget of version 1")
         quotes = " without quotes" if value == "1" else ""
-        raise ValueError(f"this memguard reads version 1, found {found(value)}; write 'version: 1'{quotes}")
+        raise InvalidValue(f"this memguard reads version 1, found {found(value)}", f"write 'version: 1'{quotes}")
     return value
 
 
@@ -260,15 +262,15 @@ def timeline(value: object) -> str:
     """The path of a file as it is written. Only {pid} and {rank} are filled in, and only when the file is opened."""
     if not isinstance(value, str) or not value.strip() or re.search(r"(^|/)\.{0,2}\Z", value):
         none = ", which names none" if isinstance(value, str) else ""
-        raise ValueError(f"timeline is the path of a file, found {found(value)}{none}")
+        raise InvalidValue(f"timeline is the path of a file, found {found(value)}{none}")
     if not value.isprintable() or len(value) > MAX_PATH:
         what = f"longer than {MAX_PATH} characters" if value.isprintable() else "not printable"
-        raise ValueError(f"the path {found(value)} is {what}")
+        raise InvalidValue(f"the path {found(value)} is {what}")
     if value.startswith("~") or "$" in value:
-        raise ValueError(f"memguard expands neither '~' nor '$' in {found(value)}; write the path as it is")
+        raise InvalidValue(f"memguard expands neither '~' nor '$' in {found(value)}", "write the path as it is")
     if unknown := set(re.findall(r"[{}][^{}]*[{}]?", value)) - {"{pid}", "{rank}"}:
         name = found(min(unknown))
-        raise ValueError(f"memguard does not fill in {name} in a path; write '{{pid}}' or '{{rank}}'")
+        raise InvalidValue(f"memguard does not fill in {name} in a path", "write '{pid}' or '{rank}'")
     return value
 
 
@@ -276,15 +278,15 @@ def port(value: object) -> int:
     """A port of this machine that any user may listen at."""
     text = value.strip() if isinstance(value, str) else ""
     if isinstance(value, bool) or not isinstance(value, int) or not PORTS[0] <= value <= PORTS[1]:
-        own = f"; write '{int(text)}' without quotes" if re.fullmatch("[1-9][0-9]{3,4}", text) else ""
-        raise ValueError(f"{found(value)} is not a port from {PORTS[0]} to {PORTS[1]}{own}")
+        own = f"write '{int(text)}' without quotes" if re.fullmatch("[1-9][0-9]{3,4}", text) else ""
+        raise InvalidValue(f"{found(value)} is not a port from {PORTS[0]} to {PORTS[1]}", own)
     return value
 
 
 def job(value: object) -> str:
     """The name of a job: plain characters, so that it is the same in every query."""
     if not isinstance(value, str) or not re.fullmatch(JOB, value):
-        raise ValueError(
+        raise InvalidValue(
             f"{found(value)} is not the name of a job: at most {MAX_JOB} letters, digits and . _ / : @ -, "
             "the first a letter or digit"
         )
@@ -301,16 +303,18 @@ def ranks(value: object) -> int | Literal["auto"]:
             return count
         text = count.strip() if isinstance(count, str) else ""
         own = f"'{int(text)}' without quotes" if re.fullmatch("[1-9][0-9]{0,2}", text, re.ASCII) else "'{per_gpu: 2}'"
-        raise ValueError(
-            f"per_gpu is how many ranks share a GPU, from 1 to {MAX_RANKS}, found {found(count)}; write {own}"
+        raise InvalidValue(
+            f"per_gpu is how many ranks share a GPU, from 1 to {MAX_RANKS}, found {found(count)}", f"write {own}"
         )
     if isinstance(value, Mapping) and (odd := [key for key in value if key != "per_gpu"]):
-        raise ValueError(
-            f"ranks is 'auto' or '{{per_gpu: 2}}', found a mapping with {found(odd[0])}; write '{{per_gpu: 2}}'"
+        raise InvalidValue(
+            f"ranks is 'auto' or '{{per_gpu: 2}}', found a mapping with {found(odd[0])}", "write '{per_gpu: 2}'"
         )
     if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_RANKS:
-        raise ValueError(f"ranks is no number, found {value}; write '{{per_gpu: {value}}}' if so many share each GPU")
-    raise ValueError(f"ranks is 'auto' or '{{per_gpu: 2}}', found {found(value)}; write 'auto'")
+        raise InvalidValue(
+            f"ranks is no number, found {value}", f"write '{{per_gpu: {value}}}' if so many share each GPU"
+        )
+    raise InvalidValue(f"ranks is 'auto' or '{{per_gpu: 2}}', found {found(value)}", "write 'auto'")
 
 
 def ranks_text(value: object) -> object:
@@ -328,7 +332,7 @@ def device_key(value: str) -> str:
 
     shown = found(value)
     if len(value) > MAX_KEY:
-        raise ValueError(f"{shown} is longer than {MAX_KEY} characters; {_NAME_A_GPU}")
+        raise InvalidValue(f"{shown} is longer than {MAX_KEY} characters", _NAME_A_GPU)
     if odd := next((c for c in name if not " " <= c <= "~"), ""):
         # A digit of another alphabet would be taken for an ordinal, and a letter that looks alike fits no GPU's name.
         import unicodedata
@@ -336,24 +340,26 @@ def device_key(value: str) -> str:
         what = f"U+{ord(odd):04X} ({unicodedata.name(odd, 'a control character')})"
         instead = suggestions.device_key(value)
         fix = f"name the GPU '{instead}'" if instead else _NAME_A_GPU
-        raise ValueError(f"{shown} has {what} in it; GPUs' names and numbers are plain ASCII; {fix}")
+        raise InvalidValue(f"{shown} has {what} in it; GPUs' names and numbers are plain ASCII", fix)
     if re.fullmatch(_UUID, name.replace(" ", "")):
-        raise ValueError(f"{shown} has a space in it; name the GPU '{name.replace(' ', '')}'")
+        raise InvalidValue(f"{shown} has a space in it", f"name the GPU '{name.replace(' ', '')}'")
     if name.upper().startswith("GPU-") and not re.fullmatch("[Gg][Pp][Uu]-[0-9]{1,4}", name):
-        raise ValueError(f"{shown} is not a GPU's whole UUID; copy the one that `nvidia-smi -L` prints")
+        raise InvalidValue(f"{shown} is not a GPU's whole UUID", "copy the one that `nvidia-smi -L` prints")
     if name.upper().startswith("MIG-"):
-        raise ValueError(f"{shown} is a MIG instance, which this version does not support; remove this entry")
+        raise InvalidValue(f"{shown} is a MIG instance, which this version does not support", "remove this entry")
     instead = suggestions.device_key(name)
     if instead == name:
         return name
     if instead == "*":
-        raise ValueError(f"{shown} names no GPU; name the GPU '*', which is every GPU, or put its keys below 'device:'")
+        raise InvalidValue(
+            f"{shown} names no GPU", "name the GPU '*', which is every GPU, or put its keys below 'device:'"
+        )
     if instead.isdecimal():
-        raise ValueError(f"{shown} names no GPU; name the GPU '{instead}': a CUDA ordinal such as 0")
+        raise InvalidValue(f"{shown} names no GPU", f"name the GPU '{instead}': a CUDA ordinal such as 0")
     if not instead or re.fullmatch("[-+.0-9_]*", name) or name.lower().startswith("cuda:"):
-        raise ValueError(f"{shown} names no GPU; {_NAME_A_GPU}")
-    raise ValueError(
-        f"{shown} is no GPU's whole name, such as 'NVIDIA H200'; name the GPU '{instead}', with the quotes"
+        raise InvalidValue(f"{shown} names no GPU", _NAME_A_GPU)
+    raise InvalidValue(
+        f"{shown} is no GPU's whole name, such as 'NVIDIA H200'", f"name the GPU '{instead}', with the quotes"
     )
 
 
@@ -362,7 +368,7 @@ _NAME_A_GPU = "write a UUID from `nvidia-smi -L`, a CUDA ordinal such as 0, or a
 
 def _unit_missing(value: object, likely: bool, unit: str) -> str:
     number = re.sub(r"\.0*$", "", found(value).strip("' "))
-    return f"; write '{number}{unit}' if you mean that" if likely and re.fullmatch("[0-9]+", number) else ""
+    return f"write '{number}{unit}' if you mean that" if likely and re.fullmatch("[0-9]+", number) else ""
 
 
 # Mappings
