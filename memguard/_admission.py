@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from memguard import _joint, _policy
+from memguard._advice import Advice
 from memguard._blocks import End
 from memguard._devices import suspension
 from memguard._devices.host import Host
@@ -465,9 +466,9 @@ def _at_most(framework: str, look: Look, again: Callable[..., Look]) -> Look:
 
 def _contended(work: _Work, look: Look) -> BudgetExceeded:
     """The error where there was room at each look, and it was never reserved before others changed something."""
-    return BudgetExceeded(
-        work.framework, work.needed, look.verdict.available,
+    said = (
         f"{work.framework} needs {format_size(work.needed)}, and other threads changed reservations or caps {_TRIES} "
-        "times while this one tried to reserve it\n"
-        "    fix: ask again, or begin fewer workloads at the same time",
-    )  # fmt: skip
+        "times while this one tried to reserve it"
+    )
+    fix = "ask again, or begin fewer workloads at the same time"
+    return BudgetExceeded(work.framework, work.needed, look.verdict.available, Advice(said, fix))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args
 
 from memguard import _workers
+from memguard._advice import Advice
 from memguard._blocks import Block, End
 from memguard._devices import suspension
 from memguard._frameworks import real_imports
@@ -36,14 +37,15 @@ if TYPE_CHECKING:
 BudgetLike = Union["str | os.PathLike[str] | Mapping[str, Any] | Budget"]
 MissingGpu = Literal["raise", "warn", "simulate"]
 
-_NONE = "no budget is active in this process\n    fix: call memguard.init('budget.yaml') first"
-_FORKED = (
+_NONE = Advice("no budget is active in this process", "call memguard.init('budget.yaml') first")
+_FORKED = Advice(
     "no budget is active in this process: it was forked from one that has a budget, and a budget belongs to one "
-    "process\n    fix: call memguard.init here, for a budget of its own"
+    "process",
+    "call memguard.init here, for a budget of its own",
 )
-_WITHOUT = '    or: try it without a GPU: simulate="h200" (`memguard run --simulate h200`)'
+_WITHOUT = 'try it without a GPU: simulate="h200" (`memguard run --simulate h200`)'
 _MISSING = (
-    '    or: go on without a GPU: missing_gpu="warn" (no budget) or missing_gpu="simulate", or set '
+    'go on without a GPU: missing_gpu="warn" (no budget) or missing_gpu="simulate", or set '
     f"{_workers.DISABLE}=1 or {_workers.SIMULATE}=h200"
 )
 _DISABLED = f"no budget is active, and nothing caps this program: {_workers.DISABLE} is set"
@@ -176,7 +178,7 @@ def _apply(
     except DeviceError as error:
         if missing_gpu == "raise" or not error.missing:
             raise
-        why = str(error).partition("\n    or: ")[0]
+        why = str(error.advice.with_alternatives())
     if why is not None:  # here, so that what this raises has one traceback
         if missing_gpu == "warn":
             return _stay_idle(f"no budget is active, and nothing caps this program: {why}", loaded, loud=True), None
@@ -218,7 +220,7 @@ def _planned(budget: Budget, simulate: str | Sequence[str] | None, before: Sessi
         if isinstance(error, DeviceError) and (simulate is None if host is None else not host.simulated):
             more = [_WITHOUT] if host is not None else []  # without a host the text names simulated GPUs itself
             more += [_MISSING] if error.missing else []
-            raise DeviceError("\n".join([str(error), *more]), missing=error.missing) from None
+            raise DeviceError(error.advice.with_alternatives(*more), missing=error.missing) from None
         raise
     return session
 
@@ -546,7 +548,8 @@ def current_session() -> Session:
             free(_lock, _PATIENCE)
         found = _active
     if found is None:
-        raise NotActive(getattr(_environment, "why", None) or _why_none)
+        why = getattr(_environment, "why", None)
+        raise NotActive(Advice(*why) if why else _why_none)
     return found
 
 
@@ -576,7 +579,7 @@ def _simulated_by_default() -> Sequence[str] | None:
         for name in names:
             named.models(name)
     except DeviceError as error:  # before anything is said of them
-        raise DeviceError(f"{_workers.SIMULATE}: {error}") from None
+        raise DeviceError(error.advice.within(_workers.SIMULATE)) from None
     if not real_imports.said:
         real_imports.said = True
         real_imports.say(f"simulated GPUs ({', '.join(names)}): nothing limits a real one")

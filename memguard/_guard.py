@@ -559,7 +559,7 @@ class Guard(Shares):
             from memguard import _mps
 
             for warning in _mps.shortfalls(self.plan, given):
-                self._warn(warning)
+                self._warn(str(warning))
 
 
 def _scene_of(

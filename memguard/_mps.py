@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from memguard._advice import Advice
 from memguard._types import Device, DevicePlan, Plan
 from memguard._units import GIB, KIB, MIB, format_size, round_down, short
 from memguard.errors import ConflictingSetting
@@ -110,7 +111,7 @@ def too_old(plan: Plan) -> DevicePlan | None:
     return next((part for part in plan.devices if part.device.architecture in _TOO_OLD), None)
 
 
-def shortfalls(plan: Plan, text: str | None) -> Iterator[str]:
+def shortfalls(plan: Plan, text: str | None) -> Iterator[Advice]:
     """What to warn of in a process that was started with this value: GPUs of which it cannot have its budget's limit,
     and a value that limits nothing. None of it matters to a process that runs without MPS.
     """
@@ -119,18 +120,18 @@ def shortfalls(plan: Plan, text: str | None) -> Iterator[str]:
     try:
         entries = parse(text)
     except ValueError as error:
-        yield f"{LIMIT} cannot be read, so what MPS makes of it is unknown: {error}"
+        yield Advice(f"{LIMIT} cannot be read, so what MPS makes of it is unknown: {error}")
         return
     if unseen := strays(entries, [part.device for part in plan.devices]):
-        yield (
-            f"{LIMIT} names {unseen[0]}, which this process does not see, {_UNSEEN}\n"
-            "    fix: name the GPUs that it sees, by UUID"
+        yield Advice(
+            f"{LIMIT} names {unseen[0]}, which this process does not see, {_UNSEEN}",
+            "name the GPUs that it sees, by UUID",
         )
         return
     for part in plan.devices:
         size = given(entries, part.device)
         if size is not None and size // MIB < part.limit // MIB:
-            yield (
+            yield Advice(
                 f"under MPS this process may have {format_size(size)} of {_named(part)}, less than its limit of "
                 f"{format_size(part.limit)} ({LIMIT})"
             )

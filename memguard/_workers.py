@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from memguard._advice import Advice
 from memguard._blocks import End
 from memguard._guard import Guard
 from memguard._ledger.types import Ledger
@@ -25,16 +26,16 @@ if TYPE_CHECKING:
 ASKED = "MEMGUARD_CHILDREN"
 """The environment variable that makes the script's `init` apply in the workers too."""
 DISABLE, SIMULATE = "MEMGUARD_DISABLE", "MEMGUARD_SIMULATE"
-WHY = (
+WHY = Advice(
     "no budget is active in this process: it is a worker, and memguard.init does nothing while multiprocessing "
-    "imports the script again in it\n"
-    "    fix: put this call under `if __name__ == '__main__':`; for a budget in the worker, call memguard.init in the "
-    f"function that it runs, or set {ASKED}=1 and start workers with spawn: then the script's own applies in each"
+    "imports the script again in it",
+    "put this call under `if __name__ == '__main__':`; for a budget in the worker, call memguard.init in the "
+    f"function that it runs, or set {ASKED}=1 and start workers with spawn: then the script's own applies in each",
 )
-SERVED = (
-    "no budget is active in this process: it is a worker of multiprocessing's fork server, which imported the script "
-    f"once for all of them, so that {ASKED}=1 does not reach them\n"
-    "    fix: call memguard.init in the function that the worker runs, or start workers with spawn"
+SERVED = Advice(
+    "no budget is active in this process: it is a worker of multiprocessing's fork server, which imported the "
+    f"script once for all of them, so that {ASKED}=1 does not reach them",
+    "call memguard.init in the function that the worker runs, or start workers with spawn",
 )
 # multiprocessing (torch's and joblib's pools too), its copy that pickles with dill, and Celery's.
 _POOLS = ("multiprocessing.process", "multiprocess.process", "billiard.process")
@@ -115,7 +116,7 @@ class PassiveGuard(_Inactive):
         return "<PassiveGuard, not active: print it for the reason>"
 
     def __str__(self) -> str:
-        return WHY
+        return str(WHY)
 
 
 class IdleGuard(_Inactive):

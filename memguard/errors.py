@@ -55,7 +55,7 @@ class MemguardError(Exception):
 
     def _say(self, advice: Advice) -> None:
         # Plain data: a pickle of it is read by other versions of memguard too.
-        self._said = advice.reason, advice.fix, advice.alternatives
+        self._said = visible(advice.reason), visible(advice.fix), tuple(map(visible, advice.alternatives))
 
     def __str__(self) -> str:
         return visible(super().__str__())

@@ -19,8 +19,7 @@ _NEEDED = {"pydantic": "pydantic", "PyYAML": "yaml", "nvidia-ml-py": "pynvml", "
 """What memguard needs while the program runs: distributions, and the module of each. Some are imported late."""
 
 _WITHOUT_GPU = (
-    "\n    or: go on without a GPU: `memguard run --simulate h200` for a simulated one, MEMGUARD_DISABLE=1 without a "
-    "budget"
+    "go on without a GPU: `memguard run --simulate h200` for a simulated one, MEMGUARD_DISABLE=1 without a budget"
 )
 
 
@@ -52,10 +51,10 @@ def activate(folder: str) -> None:
         # memguard's errors are recognised by their attributes: their module may not be imported.
         if not hasattr(error, "exit_code"):
             _end(traceback.format_exc().rstrip(), 1)
-        text = f"{error}" if hasattr(error, "problems") else f"memguard: {error}"
-        if getattr(error, "missing", False):  # what follows is for `memguard.init` in a program
-            text = text.partition("\n    or: ")[0] + _WITHOUT_GPU
-        _end(text, error.exit_code)
+        if getattr(error, "missing", False):  # the alternatives are for `memguard.init` in a program
+            own: Any = error
+            error = type(own)(own.advice.with_alternatives(_WITHOUT_GPU))
+        _end(f"{error}" if hasattr(error, "problems") else f"memguard: {error}", error.exit_code)
 
 
 def _end_without(lacking: str, folder: str) -> NoReturn:

@@ -39,12 +39,12 @@ _TOOLS = {
     "venv", "virtualenv",
 }  # fmt: skip
 _WORKER = (
-    f"no budget is active in this process: it is a worker, and {CONFIG} applies to the program that starts workers\n"
-    f"    fix: call memguard.init in the function that the worker runs, or set {CHILDREN}=1 for a whole budget in each"
+    f"no budget is active in this process: it is a worker, and {CONFIG} applies to the program that starts workers",
+    f"call memguard.init in the function that the worker runs, or set {CHILDREN}=1 for a whole budget in each",
 )
 
-why: str | None = None
-"""Why no budget is active although this file should apply one: for `memguard.NotActive`."""
+why: tuple[str, ...] | None = None
+"""Why no budget is active although this file should apply one, and what to do: for `memguard.NotActive`."""
 _waiting: dict[str, _Finder] = {}
 _undo: list[Callable[[], None]] = []
 _busy = _thread.allocate_lock()  # while a thread applies the budget, which is `_applier`
@@ -209,7 +209,7 @@ def _fail(error: Exception) -> None:
     _write(
         f"memguard: NO budget is active: that of {CONFIG} could not be applied, and nothing caps this program\n{text}"
     )
-    why = f"no budget is active in this process: that of {CONFIG} could not be applied\n{text}"
+    why = (f"no budget is active in this process: that of {CONFIG} could not be applied\n{text}",)
 
 
 def _write(text: str) -> None:

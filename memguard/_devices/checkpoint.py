@@ -10,12 +10,13 @@ from ctypes import c_int
 from enum import IntEnum
 from typing import Protocol
 
+from memguard._advice import Advice
 from memguard._devices import libcuda
 from memguard.errors import DeviceError
 
-TOO_OLD = (
-    "this driver cannot suspend a process (it has no cuCheckpointProcessLock)\n"
-    "    fix: update the NVIDIA driver to version 570 or later"
+TOO_OLD = Advice(
+    "this driver cannot suspend a process (it has no cuCheckpointProcessLock)",
+    "update the NVIDIA driver to version 570 or later",
 )
 
 # What the calls return (CUresult), as an H200 with driver 580.159 gave it.

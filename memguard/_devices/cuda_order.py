@@ -71,7 +71,7 @@ def _answer_parent() -> None:
     try:
         print(json.dumps(_initialise()))
     except (OSError, DeviceError) as error:
-        raise SystemExit(str(error).partition("\n")[0]) from None
+        raise SystemExit(error.advice.reason if isinstance(error, DeviceError) else str(error)) from None
 
 
 def _initialise() -> tuple[VisibleDevice, ...]:

@@ -19,6 +19,7 @@ from ctypes import Structure, byref, c_char, c_uint, c_ulonglong
 from struct import Struct
 from typing import Any, NamedTuple, TypeVar
 
+from memguard._advice import Advice
 from memguard._devices import suspension
 from memguard._logs import log as _log
 from memguard._types import Device, MemoryInfo, memory_info_of
@@ -54,9 +55,9 @@ _FIND = "_nvmlGetFunctionPointer"
 _SLOW = 1.0
 """Seconds. A start takes 20 ms, a reading 8 µs to 40 µs (H200); without persistence mode a start takes seconds."""
 _LIBRARY, _NOT_LOADED = "NVMLError_LibraryNotFound", "NVMLError_DriverNotLoaded"
-_WITHIN = (
-    "NVML is just being asked on this thread, and a signal handler or a finalizer asked it again within that\n"
-    "    fix: ask again after it"
+_WITHIN = Advice(
+    "NVML is just being asked on this thread, and a signal handler or a finalizer asked it again within that",
+    "ask again after it",
 )
 _BRIEFLY = 0.2
 """Seconds after which whoever has the lock of pynvml is taken to be this thread: others have it for microseconds."""
@@ -234,7 +235,7 @@ class Nvml:
         self._pid: int | None = None
         self._handles: dict[str, Any] = {}
         self._indices: dict[str, int] = {}
-        self._refused: dict[int, str] = {}
+        self._refused: dict[int, Advice] = {}
         self._v2: dict[str, bool] = {}
         self._totals: dict[str, int] = {}
         self._ready: dict[str, _Ready] = {}
@@ -251,9 +252,9 @@ class Nvml:
         return self._call("", self._devices, "")
 
     @property
-    def refused(self) -> tuple[str, ...]:
-        """Why GPUs are missing from `devices`: a text with its fix for each. NVML counts GPUs that it does not open."""
-        return tuple(text for _, text in sorted(self._refused.items()))
+    def refused(self) -> tuple[Advice, ...]:
+        """Why GPUs are missing from `devices`: reason and fix of each. NVML counts GPUs that it does not open."""
+        return tuple(why for _, why in sorted(self._refused.items(), key=lambda item: item[0]))
 
     def memory(self, uuid: str) -> MemoryInfo:
         """nvmlDeviceGetMemoryInfo_v2; v1 (no `reserved`) on drivers that lack it. 8 µs on an H200."""
@@ -465,12 +466,12 @@ class Nvml:
     def _doing(self, what: str) -> None:
         self._here.doing = (what,)
 
-    def _text(self, error: Exception) -> str:
+    def _text(self, error: Exception) -> Advice:
         name = type(error).__name__
         if name == _LIBRARY:
-            return f"no usable NVIDIA driver here: {error}\n    fix: {_without_library()}"
+            return Advice(f"no usable NVIDIA driver here: {error}", _without_library())
         fix = _FIXES.get(name, "run `nvidia-smi` to see what the driver says")
-        return f"NVML: {error}{f' ({self._doing})' if self._doing else ''}\n    fix: {fix}"
+        return Advice(f"NVML: {error}{f' ({self._doing})' if self._doing else ''}", fix)
 
     def _warn_slow(self, what: str, seconds: float) -> None:
         if seconds < _SLOW or self._slow_warned:
@@ -498,7 +499,7 @@ class Nvml:
 
     def _probe(self, n: Any) -> None:
         handles: dict[str, Any] = {}  # put in place at once: other threads look at them meanwhile
-        refused: dict[int, str] = {}
+        refused: dict[int, Advice] = {}
         indices = dict(self._indices)
         for index in range(n.nvmlDeviceGetCount()):
             self._doing = f"GPU {index}"
@@ -522,7 +523,7 @@ class Nvml:
                 pid, self._pid = self._pid, None  # the next call initialises NVML again: the GPU may be back
                 if pid == os.getpid():
                     self._shut_down(n)
-            gone = f"NVML sees no GPU {uuid} any more\n    fix: check `nvidia-smi -L`"
+            gone = Advice(f"NVML sees no GPU {uuid} any more", "check `nvidia-smi -L`")
             raise DeviceError(self._refused.get(self._indices.get(uuid, -1), gone))
         return handle
 
@@ -702,9 +703,9 @@ def _listed(n: Any, handle: Any, room: int = _ROOM) -> Sequence[Any]:
     return listed
 
 
-def divided(name: str, uuid: str) -> str:
+def divided(name: str, uuid: str) -> Advice:
     """Why a GPU that MIG has divided cannot be budgeted."""
-    return (
-        f"{name} ({uuid}) has MIG enabled, which this version does not support\n"
-        "    fix: choose another GPU with CUDA_VISIBLE_DEVICES, or disable MIG on this one"
+    return Advice(
+        f"{name} ({uuid}) has MIG enabled, which this version does not support",
+        "choose another GPU with CUDA_VISIBLE_DEVICES, or disable MIG on this one",
     )

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import replace
 
+from memguard._advice import Advice
 from memguard._devices import contexts, cuda_order, machine_memory
 from memguard._devices.nvml import Nvml, divided
 from memguard._logs import log as _log
@@ -53,7 +54,7 @@ class RealHost:
         all_of_them = self._nvml.devices()
         refused = self._nvml.refused
         if not all_of_them:
-            nothing = "NVML sees no GPU\n    fix: check `nvidia-smi -L`; in a container pass --gpus all"
+            nothing = Advice("NVML sees no GPU", "check `nvidia-smi -L`; in a container pass --gpus all")
             raise DeviceError(refused[0] if refused else nothing, missing=not refused)
         found = self._visible(all_of_them, ordinals)
         for device in found:
@@ -89,7 +90,7 @@ class RealHost:
         for gpu in asked:
             if gpu.uuid not in by_uuid:  # a MIG part, or a GPU that NVML does not list: it would have no cap
                 parted = (divided(device.name, device.uuid) for device in all_of_them if self._nvml.mig(device.uuid))
-                unlisted = f"CUDA shows {gpu.uuid}, and NVML does not\n    fix: compare with `nvidia-smi -L`"
+                unlisted = Advice(f"CUDA shows {gpu.uuid}, and NVML does not", "compare with `nvidia-smi -L`")
                 raise DeviceError(next(parted, refused[0] if refused else unlisted))
         return tuple(_joined(by_uuid[gpu.uuid], gpu) for gpu in asked)
 
@@ -154,8 +155,8 @@ def _joined(device: Device, gpu: contexts.VisibleDevice) -> Device:
     return replace(device, ordinal=gpu.ordinal, total=gpu.total)
 
 
-def _shows_none(visible_devices: str | None, count: int) -> str:
-    return (
-        f"CUDA shows this process no GPU (CUDA_VISIBLE_DEVICES={visible_devices!r}); NVML sees {count}\n"
-        "    fix: unset CUDA_VISIBLE_DEVICES, or name a GPU that `nvidia-smi -L` lists"
+def _shows_none(visible_devices: str | None, count: int) -> Advice:
+    return Advice(
+        f"CUDA shows this process no GPU (CUDA_VISIBLE_DEVICES={visible_devices!r}); NVML sees {count}",
+        "unset CUDA_VISIBLE_DEVICES, or name a GPU that `nvidia-smi -L` lists",
     )

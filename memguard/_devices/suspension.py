@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from memguard._advice import Advice
 from memguard._logs import log as _log
 from memguard._logs import text_of
 from memguard._units import format_size
@@ -46,11 +47,17 @@ _of_parent: list[deque[Callable[[], object]]] = []
 
 def refused(what: str) -> Suspended:
     """The error of a call that needs the GPUs while the process is off them. `what` names the call."""
+    return Suspended(off_its_gpus(what))
+
+
+def off_its_gpus(what: str = "") -> Advice:
+    """What that error says. Without `what`, that of a call that would take the process off its GPUs again."""
+    head = f"{what}: this process is" if what else "this process is already"
     off = now
     since = "" if off is None else f" since {time.strftime('%H:%M:%S', time.localtime(off.since))}"
-    return Suspended(
-        f"{what}: this process is off its GPUs{since} ({off or 'suspended'})",
-        fix=f"memguard.resume(), or `memguard resume {os.getpid()}` from a shell; inside "
+    return Advice(
+        f"{head} off its GPUs{since} ({off or 'suspended'})",
+        f"memguard.resume(), or `memguard resume {os.getpid()}` from a shell; inside "
         "`with memguard.suspended():` end the block first",
     )
 

@@ -65,7 +65,7 @@ class JointPool:
             except DeviceError as error:
                 raise CapNotApplied(
                     framework,
-                    f"no memory pool could be made for 'strategy: pool' ({str(error).splitlines()[0]})",
+                    f"no memory pool could be made for 'strategy: pool' ({error.advice.reason})",
                     "write 'strategy: caps', or update the NVIDIA driver to 535 or newer (CUDA 12.2)",
                 ) from error
             finally:

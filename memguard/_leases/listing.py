@@ -127,6 +127,6 @@ def _listed(wanted: Mapping[str, Part]) -> tuple[dict[str, Mapping[int, int | No
         finally:
             nvml.close()
     except DeviceError as error:
-        return {}, [f"what is used is unknown: {str(error).splitlines()[0]}"]
+        return {}, [f"what is used is unknown: {error.advice.reason}"]
     lost = [str(part) for gpu, part in wanted.items() if gpu not in found]
     return found, [f"NVML does not know {part} here: what is used of it is unknown" for part in lost]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 
+from memguard._advice import Advice
 from memguard._leases.types import Claim, Part
 from memguard._text import visible
 from memguard._units import format_size
@@ -58,7 +59,7 @@ def waiting(parts: Sequence[Part], held: Sequence[Claim], ahead: int, here: str,
 
 def refused(
     parts: Sequence[Part], held: Sequence[Claim], ahead: int, here: str, now: float, waited: float | None
-) -> str:
+) -> Advice:
     after = "" if waited is None else f" after {_seconds(waited)}"
     said = [holders(held, [part.gpu for part in parts], here, now)] if held else []
     said += [f"{ahead} {'waits' if ahead == 1 else 'wait'} before this one"] if ahead else []
@@ -68,16 +69,16 @@ def refused(
         else "write a longer 'wait' in the budget"
     )
     why = f": {'; '.join(said)}" if said else ""
-    return (
-        f"there is no room for {wants(parts)}{after}{why}\n"
-        f"    fix: {fix}, end one of them, or lower device.limit; `memguard leases` lists them"
+    return Advice(
+        f"there is no room for {wants(parts)}{after}{why}",
+        f"{fix}, end one of them, or lower device.limit; `memguard leases` lists them",
     )
 
 
-def too_large(part: Part) -> str:
-    return (
-        f"a lease of {format_size(part.bytes)} can never be had: {part} has {format_size(part.total)}\n"
-        f"    fix: lower device.limit to at most {format_size(part.total)}"
+def too_large(part: Part) -> Advice:
+    return Advice(
+        f"a lease of {format_size(part.bytes)} can never be had: {part} has {format_size(part.total)}",
+        f"lower device.limit to at most {format_size(part.total)}",
     )
 
 

@@ -9,10 +9,8 @@ from dataclasses import replace
 from memguard._suggest.evidence import Run, replayed
 from memguard._timeline import Timeline, load_timeline
 from memguard._timeline.files import numbered
+from memguard._timeline.reader import of_earlier_runs
 from memguard._timeline.replay import TimelineOutcome
-
-_EARLIER, _ALONE = "left out, as they belong to an earlier run: ", "; each can be read alone"
-"""What a timeline's note says of files of its name that it does not read, before and after their names."""
 
 
 def runs(names: Sequence[str], counted: Callable[[Iterable[object]], Iterable[object]] = iter) -> list[Run]:
@@ -46,23 +44,9 @@ def read(
     )
     found = ((name, about.get("version")) for name, about in header.frameworks.items())
     versions = {name: version for name, version in found if isinstance(version, str)}
-    notes = (_still_true(note, name, beside) for note in timeline.notes)
-    return replace(run, notes=(*run.notes, *filter(None, notes)), versions=versions), outcome
-
-
-def _still_true(note: str, name: str, read: Container[str]) -> str | None:
-    """The note, without those files of an earlier run that are read themselves; None if nothing is left of it.
-
-    The reader of one timeline does not know which others are given.
-    """
-    if not (note.startswith(_EARLIER) and note.endswith(_ALONE)):
-        return note
-    rest, left = note[len(_EARLIER) : -len(_ALONE)] + ", ", []
-    for _, path in numbered(name):  # in this order they are in the note
-        if rest.startswith(f"{path}, "):
-            rest = rest[len(path) + 2 :]
-            if os.path.realpath(path) not in read:
-                left.append(path)
-    if rest:
-        return note
-    return f"{_EARLIER}{', '.join(left)}{_ALONE}" if left else None
+    notes = [*run.notes, *timeline.notes]
+    if timeline.earlier:  # the reader of one timeline does not know which others are given
+        left = [path for path in timeline.earlier if os.path.realpath(path) not in beside]
+        at = notes.index(of_earlier_runs(timeline.earlier))
+        notes[at : at + 1] = [of_earlier_runs(left)] if left else []
+    return replace(run, notes=tuple(notes), versions=versions), outcome

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from memguard._advice import Advice
 from memguard._devices import suspension
 from memguard._suspend.progress import Line
 from memguard._units import format_duration
@@ -122,9 +123,9 @@ class Cells:
                 time.sleep(_SLICE)
             _suspend.resume(progress=line.show)
         except CannotResume as error:
-            return _refusal(line, str(error))
+            return _refusal(line, error.advice)
         except Exception as error:
-            return _refusal(line, f"{type(error).__name__}: {error}")
+            return _refusal(line, Advice(f"{type(error).__name__}: {error}"))
         except BaseException as error:  # Ctrl-C, or what a signal handler raises
             return _refusal(line, _interrupted(error, self.shell))
         if off is not None and off.bytes:
@@ -134,20 +135,20 @@ class Cells:
         return None
 
 
-def _refusal(line: Line, text: str) -> NotRun:
+def _refusal(line: Line, why: Advice) -> NotRun:
     line.end()
-    return NotRun(f"this cell did not run: {text}")
+    return NotRun(why.within("this cell did not run"))
 
 
-def _interrupted(error: BaseException, shell: Any) -> str:
+def _interrupted(error: BaseException, shell: Any) -> Advice:
     what = "interrupted" if isinstance(error, KeyboardInterrupt) else type(error).__name__
     off = suspension.now
     if off is None:
-        return f"{what}; the process is on its GPUs\n    fix: run the cell again"
+        return Advice(f"{what}; the process is on its GPUs", "run the cell again")
     look = "%memguard" if shell.find_line_magic("memguard") is not None else "`memguard ps` in a shell"
-    return (
-        f"{what}; the process stays {off}, whole\n"
-        f"    fix: run a cell again: it waits for room again; {look} shows who holds the GPUs meanwhile"
+    return Advice(
+        f"{what}; the process stays {off}, whole",
+        f"run a cell again: it waits for room again; {look} shows who holds the GPUs meanwhile",
     )
 
 

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from memguard._advice import Advice
 from memguard._devices.checkpoint import State
 from memguard._logs import log as _log
 from memguard._processes.identity import Process
@@ -223,13 +224,13 @@ class Client:
             connection.close(kill=False)
 
     def request(self, op: str, limit: float, /, **fields: Any) -> dict[str, Any]:
-        """The helper's answer to any of its operations; or `{"trouble": …, "text": …}` (`steps.Answer`)."""
+        """The helper's answer to any of its operations; or `{"trouble": …, "text": …, "fix": …}` (`steps.Answer`)."""
         try:
             connection = self._connected()
         except (OSError, ValueError) as error:
             return {"trouble": "start", "text": f"the helper process cannot be started: {error}"}
-        if isinstance(connection, str):
-            return {"trouble": "start", "text": connection}
+        if isinstance(connection, Advice):
+            return {"trouble": "start", "text": connection.reason, "fix": connection.fix}
         return self._ask(connection, op, limit, fields)
 
     def _ask(self, connection: _Connection, op: str, limit: float, fields: dict[str, Any]) -> dict[str, Any]:
@@ -253,10 +254,10 @@ class Client:
         if answer.get("ended"):
             return {"trouble": "ended"}
         if "error" in answer:
-            return {"trouble": "start", "text": answer["error"]}
+            return {"trouble": "start", "text": answer["error"], "fix": answer.get("fix", "")}
         return answer
 
-    def _connected(self) -> _Connection | str:
+    def _connected(self) -> _Connection | Advice:
         """The helper, which has answered; or why there is none."""
         self._after_fork()
         with self._lock:
@@ -269,7 +270,7 @@ class Client:
             ready = self._ask(connection, "ping", START, {})
             if "trouble" in ready:
                 self._drop(connection, kill=True)
-                return str(ready.get("text") or "the helper process does not answer")
+                return Advice(ready.get("text") or "the helper process does not answer", ready.get("fix", ""))
             for process in tuple(self._watched):
                 connection.send({"op": "watch", **process._asdict()})
             return connection
@@ -334,7 +335,8 @@ class Client:
     def hold(self, sizes: Mapping[str, int], limit: float = 60.0) -> Answer:
         answer = self.request("hold", limit, bytes=dict(sizes))
         if "trouble" in answer:
-            return Answer(None, trouble="room", text=answer.get("text") or "the helper process did not answer")
+            said = answer.get("text") or "the helper process did not answer"
+            return Answer(None, trouble="room", text=said, fix=answer.get("fix", ""))
         self._holding = self._connection
         return Answer(0)
 
@@ -354,7 +356,7 @@ class Client:
     @staticmethod
     def _answer(answer: dict[str, Any]) -> Answer:
         if "trouble" in answer:
-            return Answer(None, trouble=answer["trouble"], text=answer.get("text", ""))
+            return Answer(None, trouble=answer["trouble"], text=answer.get("text", ""), fix=answer.get("fix", ""))
         state = answer.get("state")
         return Answer(answer["code"], None if state is None else State(state))
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
+from memguard._advice import Advice
 from memguard._processes.identity import Process, anonymous_bytes, stopped
 from memguard._suspend import meanwhile, measure, said, settling
 from memguard._suspend.door import Card, Door
@@ -23,7 +24,7 @@ from memguard._units import MIB, format_size
 OnStep = Callable[[str], object]
 """Told before each step: `state`, `lock`, `settle`, `checkpoint`, `room`, `restore`, `unlock`."""
 Needs = Mapping[str, int] | None
-Room = Callable[[Process, Needs, Door, threading.Event | None], AbstractContextManager[str]]
+Room = Callable[[Process, Needs, Door, threading.Event | None], AbstractContextManager[Advice | None]]
 """Makes room for a restore and keeps it within the block, in which the restore is called.
 
 It gets the process, its bytes by GPU (None: nobody knows), the door to hold them with, and the event that ends its
@@ -54,19 +55,24 @@ class Limits:
 class Outcome:
     """How it ended, and what it took.
 
-    `text` says what went wrong, with its remedy; empty if all went as asked. `bytes` left each GPU (UUID), None if that
+    `said` is what went wrong, with its remedy; None if all went as asked. `bytes` left each GPU (UUID), None if that
     is not known; `host` is what its anonymous host memory grew by. `parts` are seconds by step. `interruption` came out
     of `on_step`, `room` or a wait (a KeyboardInterrupt): the caller raises it.
     """
 
     end: End
-    text: str = ""
+    said: Advice | None = None
     bytes: Mapping[str, int] | None = None
     host: int | None = None
     seconds: float = 0.0
     parts: Mapping[str, float] = field(default_factory=dict)
     why: Why | None = None
     interruption: BaseException | None = None
+
+    @property
+    def text(self) -> str:
+        """What went wrong, for people; empty if all went as asked."""
+        return "" if self.said is None else str(self.said)
 
 
 def take_off(
@@ -94,9 +100,9 @@ def take_off(
         return off
     flow.cancel, flow.needs, flow.quiet = give_up, off.bytes or None, True
     on = flow.run(Goal.ON)
-    why = Why(Do.CHECKPOINT, None, "cancelled", "")
-    text = on.text if on.end is not End.RUNNING else said.text(Goal.OFF, End.RUNNING, why, process)
-    return replace(on, text=text, bytes=off.bytes, host=off.host, seconds=off.seconds + on.seconds)
+    why = Why(Do.CHECKPOINT, None, "cancelled")
+    words = on.said if on.end is not End.RUNNING else said.advice(Goal.OFF, End.RUNNING, why, process)
+    return replace(on, said=words, bytes=off.bytes, host=off.host, seconds=off.seconds + on.seconds)
 
 
 def bring_back(
@@ -118,27 +124,27 @@ def bring_back(
 
 
 @contextlib.contextmanager
-def free_now(process: Process, needs: Needs, client: Door, cancel: threading.Event | None) -> Iterator[str]:
+def free_now(process: Process, needs: Needs, client: Door, cancel: threading.Event | None) -> Iterator[Advice | None]:
     """A `Room` that waits for nobody and holds nothing: whether the bytes are free now, as NVML says.
 
     Where nobody knows the bytes, each GPU must have what the process has in host memory.
     """
     cards = client.usage()
     if cards is None:
-        yield "NVML does not say what is free"
+        yield Advice("NVML does not say what is free")
         return
     wanted = bytes_of(process, cards) if needs is None else needs
     if wanted is None:
-        yield "nobody knows how many bytes it needs"
+        yield Advice("nobody knows how many bytes it needs")
         return
     for uuid, lacks in short(wanted, cards).items():
         free = cards[uuid].free if uuid in cards else 0
-        yield f"{uuid} has {format_size(free)} free, and it needs {format_size(free + lacks)}"
+        yield Advice(f"{uuid} has {format_size(free)} free, and it needs {format_size(free + lacks)}")
         return
-    yield ""
+    yield None
 
 
-_NO_NVML = "NVML does not say how much memory it has on which GPU\n    fix: run `nvidia-smi` and check the driver"
+_NO_NVML = Advice("NVML does not say how much memory it has on which GPU", "run `nvidia-smi` and check the driver")
 
 
 class _Flow:
@@ -177,7 +183,7 @@ class _Flow:
         if goal is Goal.OFF and course.next is End.SUSPENDED:
             left, host = self._left(), self._grown()
         assert isinstance(course.next, End)
-        words = said.text(goal, course.next, course.why, self.process, course.state, stopped(self.process))
+        words = said.advice(goal, course.next, course.why, self.process, course.state, stopped(self.process))
         seconds = time.monotonic() - started
         return Outcome(course.next, words, left, host, seconds, self.parts, course.why, self.interruption)
 
@@ -214,7 +220,7 @@ class _Flow:
         if step is Do.LOCK:
             self.before, self.host = client.usage(), anonymous_bytes(process)
             if self.before is None:  # then nobody could tell whether there is room for it to come back
-                return Answer(None, trouble="start", text=_NO_NVML)
+                return Answer(None, trouble="start", text=_NO_NVML.reason, fix=_NO_NVML.fix)
             if self.needs is None:
                 self.needs = measure.left(process.pid, self.before, None)
             return client.lock(process, max(1, round(1000 * self.lock_timeout)), self.lock_timeout + limits.lock)
@@ -251,8 +257,8 @@ class _Flow:
                 self._count("room", started)
                 if self._cancelled():
                     return Answer(None, trouble="cancelled")
-                if lacking:
-                    return Answer(None, trouble="room", text=lacking)
+                if lacking is not None:
+                    return Answer(None, trouble="room", text=lacking.reason, fix=lacking.fix)
                 self._tell("restore")
                 begun, started = True, time.monotonic()
                 answer = self.client.restore(self.process, self.limits.of_copy(self.needs))

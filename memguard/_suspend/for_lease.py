@@ -135,11 +135,10 @@ def have(timeout: float | None, stop: Callable[[], bool], tell: Progress) -> flo
             given_back()
         raise CannotResume("it was interrupted while it waited for its lease") from None
     except LeaseRefused as error:
-        reason = str(error).partition("\n")[0]
         longer = "wait longer (memguard.resume(timeout='1h')), or end or suspend one of them"
-        raise CannotResume(f"its lease cannot be had again: {reason}", fix=longer) from None
+        raise CannotResume(f"its lease cannot be had again: {error.advice.reason}", fix=longer) from None
     except MemguardError as error:
-        raise CannotResume(f"its lease cannot be had again: {error}") from None
+        raise CannotResume(error.advice.within("its lease cannot be had again")) from None
     return None if timeout is None else max(timeout - (time.monotonic() - began), 0.0)
 
 

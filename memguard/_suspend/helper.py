@@ -28,6 +28,7 @@ from typing import Any
 
 from memguard._devices.checkpoint import Checkpoint, State
 from memguard._processes.identity import Process, lives
+from memguard.errors import MemguardError
 
 _TICK = 0.5
 """Seconds between two looks at the parent, at deadlines and at watched processes."""
@@ -101,6 +102,8 @@ class Helper:
     def _work(self, job: _Job) -> None:
         try:
             answer = self._do(job)
+        except MemguardError as error:
+            answer = {"error": error.advice.reason, "fix": error.advice.fix}
         except Exception as error:
             answer = {"error": str(error) or type(error).__name__}
         with self._lock:

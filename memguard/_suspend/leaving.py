@@ -17,6 +17,7 @@ from typing import Any
 
 from memguard._logs import log as _log
 from memguard._logs import text_of
+from memguard.errors import MemguardError
 
 PATIENCE = 60.0
 """Seconds that an exit waits for room on the GPUs."""
@@ -77,7 +78,9 @@ def _at_exit() -> None:
         own.resume(PATIENCE, None)
         return
     except BaseException as error:
-        why = text_of(error).partition(" fix: ")[0]  # nobody can resume a process that has ended
+        why = text_of(error)
+        if isinstance(error, MemguardError):  # without its fix: nobody can resume a process that has ended
+            why = f"{type(error).__name__}: {error.advice.reason}"
     _log.warning("the program ends suspended: %s", why)
     say = f"memguard: this process ends while it is off its GPUs, without its exit functions: {why}"
     _leave(say, _status())

@@ -36,8 +36,8 @@ KIND = "listen"
 """How the socket's name begins."""
 ANSWER = 600.0
 """Seconds in which the answer must come: the GPUs' work ends first, and the copy takes as long as it takes."""
-_TEXT = 2000
-"""Characters of an answer's text."""
+_TEXT, _REASON = 2000, 300
+"""Characters of an answer's text, and of its reason alone: in JSON each takes up to 6 bytes of a message's 16 KiB."""
 _OPS = ("suspend", "leave", "state")
 _NOT = {
     "suspend": "its budget does not allow it, or its GPUs are simulated, and hold no memory",
@@ -75,7 +75,8 @@ class Listener:
             found = ask()
         except MemguardError as error:
             already = isinstance(error, Suspended)
-            return {"done": False, "text": str(error)[:_TEXT], "suspended": already}
+            text, reason = str(error)[:_TEXT], error.advice.reason[:_REASON]
+            return {"done": False, "text": text, "reason": reason, "suspended": already}
         except BaseException as error:
             _log.warning("the process could not suspend itself: %s", text_of(error))
             return {"done": False, "text": text_of(error)[:_TEXT], "suspended": False}
@@ -190,10 +191,10 @@ def tidy(where: str | None = None) -> None:
 
 
 class RefusedError(MemguardError):
-    """The process says no. `suspended`: because it is suspended already."""
+    """The process says no. `suspended`: because it is suspended already. `reason`: the first one, without its fix."""
 
-    def __init__(self, text: str, suspended: bool = False) -> None:
-        self.suspended = suspended
+    def __init__(self, text: str, suspended: bool = False, reason: str = "") -> None:
+        self.suspended, self.reason = suspended, reason or text
         super().__init__(text)
 
 
@@ -219,10 +220,10 @@ def _checked(message: Mapping[str, Any], op: str) -> Any:
     if message.get("memguard") != VERSION:
         raise wire.BadMessage("it is not an answer")
     if message.get("done") is False:
-        text, suspended = message.get("text"), message.get("suspended")
+        text, reason, suspended = message.get("text"), message.get("reason"), message.get("suspended")
         if not isinstance(text, str):
             raise wire.BadMessage("it refuses without a text")
-        raise RefusedError(text[:_TEXT], suspended is True)
+        raise RefusedError(text[:_TEXT], suspended is True, reason[:_REASON] if isinstance(reason, str) else "")
     if message.get("done") is not True:
         raise wire.BadMessage("it is not an answer")
     if op == "state":

@@ -96,7 +96,7 @@ class MakingRoom:
                 if error.suspended:
                     continue
                 self._not_before[claim.id] = self._clock() + _REFUSED
-                self._say(f"{name} stays: {str(error).partition(chr(10))[0]}")
+                self._say(f"{name} stays: {error.reason}")
                 return
             except listener.SilentError as error:
                 self._not_before[claim.id] = self._clock() + _REFUSED

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from memguard._advice import Advice
 from memguard._devices.checkpoint import State
 from memguard._logs import log as _log
 from memguard._processes import proc, who
@@ -217,8 +218,8 @@ def _unknown() -> str:
     try:
         records.budgets()
     except (OSError, MemguardError) as error:
-        why, _, fix = str(error).partition("\n    fix: ")
-        return f"whether a budget allows it cannot be read: {why}" + (f" ({fix})" if fix else "")
+        why = error.advice if isinstance(error, MemguardError) else Advice(str(error))
+        return f"whether a budget allows it cannot be read: {why.reason}" + (f" ({why.fix})" if why.fix else "")
     return "nobody knows of a budget that allows it"
 
 

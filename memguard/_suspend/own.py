@@ -343,8 +343,7 @@ def _leaves() -> bool:
 
 def _refuse_twice() -> None:
     if suspension.now is not None:
-        error = suspension.refused("memguard.suspend")
-        raise Suspended(str(error).replace("memguard.suspend: this process is", "this process is already", 1))
+        raise Suspended(suspension.off_its_gpus())
 
 
 def _refuse_here() -> None:

@@ -125,7 +125,14 @@ class Readings:
 class Listing:
     gpus: tuple[Gpu, ...]
     rows: tuple[Row, ...]
-    notes: tuple[str, ...]
+    unread: tuple[str, ...]
+    """What could not be read."""
+    unlisted: tuple[str, ...] = ()
+    """What each GPU has in use that belongs to no process in the list."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return *self.unread, *self.unlisted
 
     def of(self, pid: int) -> Row | None:
         return next((row for row in self.rows if row.pid == pid), None)
@@ -163,7 +170,7 @@ def listing(read: Readings) -> Listing:
         sizes = dict(record.bytes or {}) if record is not None else {}
         rows.append(_row(read, process.pid, process, sizes, record, budgets.get(process)))
     rows.sort(key=lambda row: (-row.total, row.pid))
-    return Listing(read.gpus, tuple(rows), (*read.notes, *_unlisted(read.gpus)))
+    return Listing(read.gpus, tuple(rows), read.notes, _unlisted(read.gpus))
 
 
 def _row(
@@ -207,9 +214,9 @@ def _busy(pid: int, gpus: Iterable[Gpu]) -> int | None:
     return max(said, default=None)
 
 
-def _unlisted(gpus: Iterable[Gpu]) -> list[str]:
+def _unlisted(gpus: Iterable[Gpu]) -> tuple[str, ...]:
     sizes = [(gpu.index, who.unlisted(gpu.processes, gpu.used)) for gpu in gpus]
-    return [f"GPU {index}: {format_size(size)} belong to {who.UNLISTED}" for index, size in sizes if size]
+    return tuple(f"GPU {index}: {format_size(size)} belong to {who.UNLISTED}" for index, size in sizes if size)
 
 
 # Reading.
@@ -224,11 +231,11 @@ def read(door: Callable[[], Door], root: str = "/", where: str | None = None) ->
         working.tidy(where)
         listener.tidy(where)
     except (OSError, MemguardError) as error:
-        unsafe = f"what processes have said of themselves is not read: {error}".replace("\n    ", "; ")
+        unsafe = f"what processes have said of themselves is not read: {_line(error)}"
     try:
         budgets = records.budgets(where)
     except (OSError, MemguardError) as error:
-        unread = "" if unsafe else f"which processes run under a budget is not read: {error}".replace("\n    ", "; ")
+        unread = "" if unsafe else f"which processes run under a budget is not read: {_line(error)}"
     listed = {pid for gpu in gpus for pid in gpu.processes}
     silent = candidates(root, listed | {os.getpid()})
     if not unsafe:  # those that were started elsewhere may have said it elsewhere
@@ -300,6 +307,10 @@ def candidates(root: str, without: Collection[int]) -> list[Process]:
     return found
 
 
+def _line(error: OSError | MemguardError) -> str:
+    return error.advice.line() if isinstance(error, MemguardError) else str(error)
+
+
 def _states(door: Callable[[], Door], asked: list[Process]) -> tuple[dict[Process, State | None], list[str]]:
     """What the driver says of each, None where it does not say in time. Those that have no CUDA are left out."""
     found: dict[Process, State | None] = {}
@@ -319,7 +330,7 @@ def _states(door: Callable[[], Door], asked: list[Process]) -> tuple[dict[Proces
         answer = client.state(process, STATE)
         found[process] = answer.state
         if answer.trouble == "start":
-            notes.append(f"the driver cannot be asked: {answer.text.splitlines()[0] if answer.text else 'no helper'}")
+            notes.append(f"the driver cannot be asked: {answer.text or 'no helper'}")
             break
         if answer.trouble == "timeout":
             notes.append(f"process {process.pid}: the driver did not say its state within {STATE:.0f} s")

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 
+from memguard._advice import Advice
 from memguard._devices.placeholder import MARGIN
 from memguard._processes import who
 from memguard._processes.identity import Process, anonymous_bytes, stopped
@@ -62,17 +63,18 @@ class Waiting:
     @contextlib.contextmanager
     def __call__(
         self, process: Process, needs: Mapping[str, int] | None, client: Door, cancel: threading.Event | None
-    ) -> Iterator[str]:
+    ) -> Iterator[Advice | None]:
         if needs is None:
             cards = client.usage()
             needs = None if cards is None else bytes_of(process, cards)
             if needs is None:
-                yield "nobody knows how many bytes it needs, and neither NVML nor /proc says"
+                yield Advice("nobody knows how many bytes it needs, and neither NVML nor /proc says")
                 return
         try:
             turn = Turn(needs, self._where).__enter__()
         except (OSError, MemguardError) as error:
-            yield f"it cannot take its turn: {error}"
+            why = error.advice if isinstance(error, MemguardError) else Advice(str(error))
+            yield why.within("it cannot take its turn")
             return
         try:
             yield self._until(needs, client, cancel or threading.Event(), turn, process.pid)
@@ -80,24 +82,26 @@ class Waiting:
             client.release()
             turn.__exit__()
 
-    def _until(self, needs: Mapping[str, int], client: Door, cancel: threading.Event, turn: Turn, pid: int) -> str:
-        """Hold the room. Returns "" once it is held, else why not."""
+    def _until(
+        self, needs: Mapping[str, int], client: Door, cancel: threading.Event, turn: Turn, pid: int
+    ) -> Advice | None:
+        """Hold the room. Returns None once it is held, else why not."""
         started, in_vain = self._clock(), 0
         while True:
             cards = client.usage()
-            lacking, pause = "NVML does not say what is free", _EVERY
+            lacking, pause = Advice("NVML does not say what is free"), _EVERY
             if cards is not None:
                 missing, ahead = short(needs, cards), _at_work(turn.ahead())
                 unknown = next((uuid for uuid in needs if uuid not in cards), None)
                 if unknown is not None:
-                    return f"GPU {unknown}, on which it was, is not here any more"
+                    return Advice(f"GPU {unknown}, on which it was, is not here any more")
                 if not missing and not ahead:
                     held = client.hold(needs)
                     if not held.trouble:
-                        return ""
-                    failed, in_vain = held.text, in_vain + 1
+                        return None
+                    failed, in_vain = Advice(held.text, held.fix), in_vain + 1
                 else:
-                    failed, in_vain = "", 0
+                    failed, in_vain = None, 0
                 waits = _waits(needs, cards, ahead, self._clock() - started)
                 lacking = _words(waits, missing, failed, pid, ahead)
                 pause = _EVERY if missing or failed else _TURN
@@ -128,13 +132,13 @@ def _waits(
 
 
 def _words(
-    waits: list[Wait], missing: Mapping[str, int], failed: str, pid: int, ahead: Mapping[str, tuple[int, ...]]
-) -> str:
+    waits: list[Wait], missing: Mapping[str, int], failed: Advice | None, pid: int, ahead: Mapping[str, tuple[int, ...]]
+) -> Advice:
     """Why there is no room for process `pid`, what to do, and who holds it.
 
     `failed`: why the room could not be held, although it was free a moment before. `ahead`: who came before, by GPU.
     """
-    if failed:
+    if failed is not None:
         return failed
     reasons, held = list[str](), list[str]()
     for wait in waits:
@@ -148,7 +152,7 @@ def _words(
     fix = f"end or suspend one of those below, or {longer}" if held else longer
     if first := next((pids[0] for pids in ahead.values()), None):
         fix += f"; if process {first} stands still, all behind it wait until it is ended"
-    return "\n".join([f"{'; '.join(reasons)}\n    fix: {fix}", *held])
+    return Advice("; ".join(reasons), "\n".join([fix, *held]))
 
 
 def _before(pids: tuple[int, ...]) -> str:

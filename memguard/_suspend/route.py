@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 
 from memguard import _api
+from memguard._advice import Advice
 from memguard._devices.checkpoint import State
 from memguard._processes.identity import this_process
 from memguard._suspend import facts, flow, refusals
@@ -64,13 +65,13 @@ class Route:
                 )
                 work.ended(done.end.value, done.bytes)
         except BusyError as error:
-            raise _refused(_split("busy", str(error))) from None
+            raise _refused(_because("busy", error.advice)) from None
         if done.end in _UNCHANGED and isinstance(done.interruption, OSError):
             raise _refused(("record", f"its record cannot be written: {done.interruption}", _FOLDER))
         if done.end in _UNCHANGED:
-            raise _refused(_split("driver", done.text))
+            raise _refused(_because("driver", done.said))
         if done.end is not End.SUSPENDED:
-            raise CannotResume(done.text, lost=done.end is End.LOST)
+            raise CannotResume(done.said or "", lost=done.end is End.LOST)
         since = time.time()
         return Suspension(self.process, done.bytes or {}, done.host, since, done.seconds, why, done.parts)
 
@@ -84,9 +85,9 @@ class Route:
                 )
                 work.ended(done.end.value)
         except BusyError as error:
-            raise CannotResume(str(error)) from None
+            raise CannotResume(error.advice) from None
         if done.end is not End.RUNNING:
-            raise CannotResume(done.text, lost=done.end is End.LOST)
+            raise CannotResume(done.said or "", lost=done.end is End.LOST)
 
     @contextlib.contextmanager
     def _recorded(self, why: Why, calls: Calls, patience: float | None) -> Iterator[Work]:
@@ -106,8 +107,8 @@ class Route:
                 if calls.stop.is_set() or (until is not None and time.monotonic() >= until):
                     raise
             except (OSError, MemguardError) as error:
-                fix = f"\n    fix: {_FOLDER}" if isinstance(error, OSError) else ""
-                raise BusyError(self.process, text=f"its record cannot be written: {error}{fix}") from None
+                said = error.advice if isinstance(error, MemguardError) else Advice(str(error), _FOLDER)
+                raise BusyError(self.process, why=said.within("its record cannot be written")) from None
         try:
             yield work
         finally:
@@ -202,9 +203,9 @@ def of_this_process() -> Route:
     return Simulated(cards, {part.device.uuid: part.process for part in reading.devices if part.process})
 
 
-def _split(code: str, text: str) -> tuple[str, str, str]:
-    reason, _, remedy = text.partition("\n    fix: ")
-    return code, reason or "the driver did not do it", remedy or "try again"
+def _because(code: str, why: Advice | None) -> tuple[str, str, str]:
+    why = why or Advice("the driver did not do it")
+    return code, why.reason, why.fix or "try again"
 
 
 def _refused(reason: tuple[str, str, str]) -> CannotSuspend:

@@ -55,7 +55,7 @@ class Answer(NamedTuple):
     died         the helper has ended
     start        no helper could be started, or it cannot use the driver here: nothing was done
     ended        the process has ended, or its PID is another's
-    room         no room for a restore, which was not begun (`text` says who holds it)
+    room         no room for a restore, which was not begun (`fix` says who holds it)
     unheld       the room that was held is gone with the helper: a restore was not begun
     interrupted  the wait for the answer was interrupted
     """
@@ -64,6 +64,7 @@ class Answer(NamedTuple):
     state: State | None = None
     trouble: str = ""
     text: str = ""
+    fix: str = ""
 
 
 class Why(NamedTuple):
@@ -72,7 +73,8 @@ class Why(NamedTuple):
     step: Do
     code: int | None
     trouble: str
-    text: str
+    text: str = ""
+    fix: str = ""
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ class Course:
     def _because(self, answer: Answer, then: Do | End) -> Course:
         """Go on with `then`, and remember what went wrong, if it is the first."""
         assert isinstance(self.next, Do)
-        why = self.why or Why(self.next, answer.code, answer.trouble, answer.text)
+        why = self.why or Why(self.next, answer.code, answer.trouble, answer.text, answer.fix)
         return replace(self, next=then, why=why)
 
     def _give_up(self, answer: Answer) -> Course:

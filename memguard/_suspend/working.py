@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from memguard._advice import Advice
 from memguard._logs import log as _log
 from memguard._processes import who
 from memguard._processes.identity import Process
@@ -23,18 +24,18 @@ from memguard.errors import MemguardError
 class BusyError(MemguardError):
     """Somebody else is taking the process off its GPUs, or bringing it back: `by` is that one's PID, or None.
 
-    Or nobody can know, as nothing can be written there (`text`).
+    Or nobody can know, as nothing can be written there (`why`).
     """
 
-    def __init__(self, process: Process, by: int | None = None, text: str = "") -> None:
+    def __init__(self, process: Process, by: int | None = None, why: Advice | None = None) -> None:
         self.by = by
         does = f"process {by}" if by else "another process"
         # Not "end it", which could be taken for the process itself.
         end = f", or end that command (`kill {by}`)" if by and by != process.pid else ""
         if by == process.pid:  # nobody else can do it then: see docs/suspend.md, a thread that waits in the driver
             end = f"; if it stands still (`py-spy dump --pid {by}`), only ending the process is left"
-        text = text or f"{does} is suspending or resuming it just now\n    fix: wait until that is done{end}"
-        super().__init__(f"process {process.pid}: {text}")
+        why = why or Advice(f"{does} is suspending or resuming it just now", f"wait until that is done{end}")
+        super().__init__(why.within(f"process {process.pid}"))
 
 
 class Work:

@@ -74,6 +74,7 @@ def begin(request: pytest.FixtureRequest) -> Any:
     It ends when the test's own memory was looked at: `end` is called by the plugin.
     """
     import memguard
+    from memguard.errors import DeviceError
 
     marker = request.node.get_closest_marker(MARKER)
     given, options = _given(marker, getattr(request, "param", None), request.node)
@@ -83,11 +84,13 @@ def begin(request: pytest.FixtureRequest) -> Any:
     why, missing = "", False
     try:
         return memguard.init(given, **options)
+    except DeviceError as error:
+        why, missing = (error.advice.reason, True) if skips and error.missing else (str(error), False)
     except (memguard.MemguardError, ValueError, TypeError) as error:
-        why, missing = str(error), bool(getattr(error, "missing", False))
+        why = str(error)
     # Out here, so that the failure has no traceback through memguard.
-    if skips and missing:
-        pytest.skip(why.partition("\n")[0])
+    if missing:
+        pytest.skip(why)
     pytest.fail(f"{MARKER}: {why}", pytrace=False)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -50,8 +50,10 @@ class Timeline:
     line raises TimelineError with file, line and fix; a last line that was cut short is only noted.
     """
 
-    def __init__(self, parts: list[_Part], notes: list[str]) -> None:
+    def __init__(self, parts: list[_Part], notes: list[str], earlier: tuple[str, ...] = ()) -> None:
         self._parts, self._notes = parts, notes
+        self.earlier = earlier
+        """The files of its name that are left out, as they belong to an earlier run."""
         self.header = parts[-1].header
         self.dropped = Dropped()
         for part in parts:
@@ -193,7 +195,7 @@ def load_timeline(path: str | os.PathLike[str]) -> Timeline:
             except FileNotFoundError:
                 continue  # the writer removed it just now
             except TimelineError as error:
-                notes.append(f"left out: {str(error).partition(chr(10))[0]}")
+                notes.append(f"left out: {error.advice.reason}")
                 continue
             if part is not None:
                 older.append(part)
@@ -211,8 +213,13 @@ def load_timeline(path: str | os.PathLike[str]) -> Timeline:
     run = (newest or older)[-1].header.run
     other = [part.path for part in older if part.header.run != run]
     if other:
-        notes.append(f"left out, as they belong to an earlier run: {', '.join(other)}; each can be read alone")
-    return Timeline(_in_order([part for part in older if part.header.run == run], newest, notes), notes)
+        notes.append(of_earlier_runs(other))
+    return Timeline(_in_order([part for part in older if part.header.run == run], newest, notes), notes, tuple(other))
+
+
+def of_earlier_runs(paths: Iterable[str]) -> str:
+    """The note on files of a timeline's name that are not read with it."""
+    return f"left out, as they belong to an earlier run: {', '.join(paths)}; each can be read alone"
 
 
 def _in_order(older: list[_Part], newest: list[_Part], notes: list[str]) -> list[_Part]:

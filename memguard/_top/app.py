@@ -223,7 +223,7 @@ class Top(App[None]):
 
     def _say(self, text: str, wrong: bool = False) -> None:
         """In the foot, until the next key."""
-        self.said = clean(text.replace("\n    ", "; ")), wrong
+        self.said = clean(text), wrong
         self._foot(self.size.width)
 
     # keys
@@ -307,7 +307,7 @@ class Top(App[None]):
         try:
             self._source.check(target.key)
         except MemguardError as error:
-            self._say(str(error), True)
+            self._say(error.advice.line(), True)
             return None
         return self.selected, target
 
@@ -323,7 +323,7 @@ class Top(App[None]):
         try:
             self.post_message(Answered(do(), False))
         except MemguardError as error:
-            self.post_message(Answered(str(error), True))
+            self.post_message(Answered(error.advice.line(), True))
 
 
 _WHEN = "The process does it at its next memguard.checkpoint(), on its own thread."

@@ -86,6 +86,9 @@ def _silent(process: Process, error: BaseException) -> SilentError:
 
 def _answer(message: Mapping[str, Any], fields: set[str]) -> Mapping[str, Any]:
     if message.get("memguard") == VERSION and message.get("done") is False and isinstance(message.get("text"), str):
+        reason, fix = message.get("reason"), message.get("fix")
+        if isinstance(reason, str) and isinstance(fix, str):
+            raise MemguardError(reason[:_LONGEST], fix=fix[:_LONGEST])
         raise MemguardError(message["text"][:_LONGEST])
     if message.get("memguard") != VERSION or message.get("done") is not True or not fields <= set(message):
         raise wire.BadMessage("it is not an answer")

@@ -58,7 +58,8 @@ class Follower:
         except FileNotFoundError:
             self._become("missing" if self._story is None else "ended")
         except (OSError, ValueError) as error:
-            self._wrong = (error.strerror if isinstance(error, OSError) else None) or str(error)
+            why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+            self._wrong = f"{self.path} cannot be read: {why}"
             self._become("unreadable")
         except TimelineError as error:
             self._wrong = str(error)
@@ -90,7 +91,7 @@ class Follower:
     def _all_notes(self) -> tuple[str, ...]:
         notes = list(self._notes)
         if self._wrong is not None:
-            notes.append(f"{self.path} cannot be read: {self._wrong}" if ":" not in self._wrong else self._wrong)
+            notes.append(self._wrong)
         elif self._state == "missing":
             written = files.written_as(self.path)
             hint = f": its name has PID and rank: {written[0]}" if written else ""
@@ -256,7 +257,7 @@ class Follower:
         try:
             record = self._parser.record(raw)
         except TimelineError as error:
-            self._note(f"left out: {str(error).partition(chr(10))[0]}")
+            self._note(f"left out: {error.advice.reason}")
             return
         if record is not None:
             self._running.add(record)

@@ -26,7 +26,7 @@ AGAIN = 5.0
 """Seconds until a process is asked again that did not answer."""
 REMEMBERED = 60.0
 """Seconds for which one that has ended is still shown."""
-_OR = "    or: memguard top TIMELINE follows what a program wrote, on any machine"
+_OR = "memguard top TIMELINE follows what a program wrote, on any machine"
 _CALL = "memguard.checkpoint()"
 
 
@@ -103,7 +103,7 @@ class Machine:
             self._before = self._card.gpus()
         except DeviceError as error:
             if not self._listening():
-                raise DeviceError(f"{error}\n{_OR}", missing=error.missing) from None
+                raise DeviceError(error.advice.with_alternatives(_OR), missing=error.missing) from None
             return
         if self._live:
             self._lister.begin()
@@ -123,7 +123,7 @@ class Machine:
         listing = self._lister.found
         notes = [self._wrong] if self._wrong else []
         notes += [f"processes are not listed: {self._lister.wrong}"] if self._lister.wrong else []
-        notes += [note for note in listing.notes if "belong to" not in note] if listing is not None else []
+        notes += listing.unread if listing is not None else []
         shown = tuple(_gpu(gpu, targets, self._wrong is None) for gpu in gpus)
         own = {gpu.uuid for gpu in shown}
         extra = {gpu.uuid: gpu for _, found in told for gpu in found if gpu.uuid not in own}
@@ -134,7 +134,7 @@ class Machine:
         try:
             self._before, self._wrong = self._card.gpus(), None
         except DeviceError as error:
-            self._wrong = str(error).partition("\n")[0] if self._before else None
+            self._wrong = error.advice.reason if self._before else None
         return self._before
 
     # processes that let themselves be watched
@@ -156,7 +156,7 @@ class Machine:
             except SilentError:
                 self._silent(process, now, process in listening)
             except MemguardError as error:
-                self._keep(process, "silent", now, str(error).partition("\n")[0])
+                self._keep(process, "silent", now, error.advice.reason)
 
     def _silent(self, process: Process, now: float, listens: bool) -> None:
         """One that lives and has no socket any more is as one that has ended: its budget has."""

@@ -71,7 +71,7 @@ class Requests:
                 answer = do()
                 state = True
             except MemguardError as error:
-                answer = "; ".join(line.strip() for line in str(error).splitlines())  # with the remedy
+                answer = error.advice.line()
             except Exception as error:
                 answer = text_of(error)
         finally:

@@ -49,7 +49,8 @@ KIND = "top"
 """How the socket's name begins."""
 PIECE = 6000
 """Characters of a snapshot in one message: with every quote escaped it still fits (`wire.LIMIT`)."""
-_TEXT = 2000
+_TEXT, _PART = 1000, 800
+"""Characters of a refusal, and of its reason and fix: in JSON each takes up to 6 bytes of a message's 16 KiB."""
 
 
 class Served:
@@ -126,7 +127,7 @@ class Served:
         try:
             text = self._snapshot()
         except MemguardError as error:
-            _send(connection, {"done": False, "text": str(error)[:_TEXT]})
+            _send(connection, _refusal(error))
             return
         while True:
             piece, text = text[:PIECE], text[PIECE:]
@@ -189,7 +190,7 @@ class Served:
                 what = f"cap of {framework} to {format_size(cap)}"
                 number = self._requests.add(what, lambda: self._resize(framework, cap, pid))
         except MemguardError as error:
-            return {"done": False, "text": str(error)[:_TEXT]}
+            return _refusal(error)
         self._wake()
         _log.info("process %d asks: %s; it is done at the next checkpoint", pid, what)
         return {"done": True, "number": number}
@@ -242,6 +243,12 @@ def of_budget(guard: Guard, undo: Undo, asked: Callable[[], object]) -> Served |
     return served
 
 
+def _refusal(error: MemguardError) -> dict[str, Any]:
+    """`text` is for peers that do not know its parts."""
+    reason, fix = error.advice.reason[:_PART], error.advice.fix[:_PART]
+    return {"done": False, "text": str(error)[:_TEXT], "reason": reason, "fix": fix}
+
+
 def _send(connection: socket.socket, answer: Mapping[str, Any]) -> None:
     connection.settimeout(sockets.REQUEST)
     wire.send(connection, {"memguard": VERSION, **answer})
@@ -261,7 +268,7 @@ def _op(message: Mapping[str, Any]) -> str:
 
 
 def _part(row: Row, level: str | None) -> Part:
-    held = None if row.at_least is not None or "held unknown" in row.note else row.bytes
+    held = None if row.at_least is not None else row.bytes
     return Part(row.name, held, row.in_use, row.reclaimable, row.cap, row.at_least, level, row.enforcement or None)
 
 

@@ -188,6 +188,7 @@ def _device(device: DeviceBudget | DeviceOverride) -> str:
 
 
 def _framework(name: str, framework: FrameworkBudget) -> str:
+    from memguard._config.values import text
     from memguard._specs import SPECS
 
     options = {option.name: getattr(framework, option.name) for option in SPECS[name].options}
@@ -195,9 +196,8 @@ def _framework(name: str, framework: FrameworkBudget) -> str:
     written = (f"{key}: {unsaid if value is None else str(value).lower()}" for key, value in options.items())
     size = _part(framework.guaranteed)
     if framework.max is not None:
-        most = _part(framework.max)
-        head, of, _ = size.partition(" of ")
-        size = f"min {head if of and of in most else size}, max {most}"
+        both = not isinstance(framework.guaranteed, int) and not isinstance(framework.max, int)
+        size = f"min {text(framework.guaranteed) if both else size}, max {_part(framework.max)}"
     return ", ".join([size, *written])
 
 

@@ -45,7 +45,8 @@ def plan(budget: str | None, devices: tuple[str, ...], ranks: int | None, as_jso
             host = RealHost()
             found = host.devices(ordinals=True)
         except DeviceError as error:
-            raise DeviceError(f"{error}\n    or: plan for another GPU with --device h200") from None
+            advice = error.advice.with_alternatives("plan for another GPU with --device h200")
+            raise DeviceError(advice) from None
     if ranks is None:
         resolved = _policy.plan(loaded, found)
         data, tables, notes = _as_dict(resolved), _tables(resolved, loaded), [*resolved.notes, *_of_ranks(loaded)]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from memguard._advice import Advice
 from memguard.cli.support import complete
 from memguard.errors import MemguardError
 
@@ -114,10 +115,10 @@ def _terminal() -> bool:
     return all(stream is not None and stream.isatty() for stream in streams)
 
 
-def missing() -> str:
+def missing() -> Advice:
     """What to do where textual is not installed."""
-    return (
-        "the screen of memguard top needs textual, which is not installed\n"
-        "    fix: pip install 'textual>=1.0'\n"
-        "    or: memguard top --once, or --json, which need nothing more"
+    return Advice(
+        "the screen of memguard top needs textual, which is not installed",
+        "pip install 'textual>=1.0'",
+        ("memguard top --once, or --json, which need nothing more",),
     )

@@ -21,8 +21,8 @@ import memguard
 
 SIX = ("tensorflow", "torch", "jax", "cupy", "pycuda", "numba")
 ALWAYS = {
-    "", "_api", "_blocks", "_caps", "_guard", "_locks", "_logs", "_policy", "_shares", "_specs", "_text", "_types",
-    "_undo", "_units",
+    "", "_advice", "_api", "_blocks", "_caps", "_guard", "_locks", "_logs", "_policy", "_shares", "_specs", "_text",
+    "_types", "_undo", "_units",
     "_workers", "errors", "_findings", "_joint",
     "_config", "_config.rules", "_config.schema", "_config.source_map", "_config.values",
     "_devices", "_devices.contexts", "_devices.host", "_devices.libcuda", "_devices.suspension",

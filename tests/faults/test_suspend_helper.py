@@ -120,9 +120,9 @@ class Machine:
 
 
 @contextlib.contextmanager
-def room(*_: object) -> Iterator[str]:
+def room(*_: object) -> Iterator[None]:
     """There is always room."""
-    yield ""
+    yield None
 
 
 def until(holds: Callable[[], bool], seconds: float = 10.0) -> bool:

@@ -25,7 +25,7 @@ from memguard._suspend import own, records, route
 
 @contextlib.contextmanager
 def room(*_):  # the stub has no memory to hold
-    yield ""
+    yield None
 
 route.Waiting = lambda timeout, progress, where: room
 

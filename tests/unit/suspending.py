@@ -87,7 +87,7 @@ class FakeWay:
     def back(self, found: Suspension, timeout: float | None, calls: Calls) -> None:
         self._step("room")
         if not self._wait(calls.stop, timeout, calls):
-            raise CannotResume("there is no room; it stays suspended and whole\n    fix: memguard.resume()")
+            raise CannotResume("there is no room; it stays suspended and whole", fix="memguard.resume()")
         self._step("restore")
         self.running = True
 

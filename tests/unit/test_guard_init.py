@@ -98,7 +98,7 @@ def test_without_a_gpu_the_error_names_simulated_ones(monkeypatch: pytest.Monkey
         simulated = False
 
         def devices(self, *, ordinals: bool = False) -> tuple[Device, ...]:
-            raise DeviceError("NVML: no driver\n    fix: load it")
+            raise DeviceError("NVML: no driver", fix="load it")
 
     monkeypatch.setattr(_api, "_host", lambda simulate: Bare(["h200"]))
     with pytest.raises(DeviceError) as caught:

@@ -209,7 +209,7 @@ def test_without_a_driver_the_leases_are_listed(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(*_: object) -> None:
-        raise DeviceError("no NVIDIA driver here\n    fix: install one")
+        raise DeviceError("no NVIDIA driver here", fix="install one")
 
     monkeypatch.setattr(listings, "Nvml", missing)
     assert call("leases") == 0

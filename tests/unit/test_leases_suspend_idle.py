@@ -117,7 +117,7 @@ class Scene:
     def request(self, process: Process) -> tuple[dict[str, int], float]:
         self.asked.append(process)
         if self.refuses:
-            raise listener.RefusedError("a workload runs in it\n    fix: wait for it")
+            raise listener.RefusedError("a workload runs in it\n    fix: wait for it", reason="a workload runs in it")
         return {GPU: 1 << 30}, 0.5
 
     def look(self, claims: list[Claim], seconds: float = 1.0) -> None:

@@ -103,6 +103,7 @@ def test_errors_are_bound_without_what_they_do_not_need() -> None:
     found = loaded_by("from memguard import BudgetExceeded, ConfigError, NotActive")
     assert {name for name in found if name.startswith("memguard")} == {
         "memguard",
+        "memguard._advice",
         "memguard._text",
         "memguard.errors",
     }

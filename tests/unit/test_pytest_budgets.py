@@ -304,7 +304,7 @@ def test_it_skips_where_there_is_no_gpu(pytester: pytest.Pytester, monkeypatch: 
     from memguard._devices import real
 
     def none(self: object) -> None:
-        raise memguard.DeviceError("NVML sees no GPU\n    fix: buy one", missing=True)
+        raise memguard.DeviceError("NVML sees no GPU", fix="buy one", missing=True)
 
     monkeypatch.setattr(real.RealHost, "__init__", none)
     body = """

@@ -120,7 +120,7 @@ def test_without_a_gpu_it_asks_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     from memguard.errors import DeviceError
 
     def absent() -> None:
-        raise DeviceError("no usable NVIDIA driver here\n    fix: install it")
+        raise DeviceError("no usable NVIDIA driver here", fix="install it")
 
     monkeypatch.setattr(real, "RealHost", absent)
     done = click_runner.apart().invoke(cli.main, ["suggest"])

@@ -80,7 +80,7 @@ def test_a_refused_cell_does_not_run_and_the_next_one_tries_again(
     process.leave()
 
     def refuse(progress: Any) -> None:
-        raise CannotResume("process 7: the GPU is gone\n    fix: reset it")
+        raise CannotResume("process 7: the GPU is gone", fix="reset it")
 
     process.resume = refuse
     for n in (1, 2):

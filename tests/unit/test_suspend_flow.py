@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
+from memguard._advice import Advice
 from memguard._devices.checkpoint import State
 from memguard._devices.simulated_checkpoint import Fault, SimulatedCheckpoint, Target
 from memguard._processes.identity import Process, anonymous_bytes, lives, process_of, start_of, this_process
@@ -38,11 +39,11 @@ def simulated(**changes: Any) -> tuple[SimulatedCheckpoint, Direct, Target]:
 
 
 @contextmanager
-def held(process: Process, needs: flow.Needs, client: Door, cancel: threading.Event | None) -> Iterator[str]:
+def held(process: Process, needs: flow.Needs, client: Door, cancel: threading.Event | None) -> Iterator[Advice | None]:
     """Room that a placeholder keeps."""
     answer = client.hold({uuid: size + MIB for uuid, size in (needs or {}).items()})
     try:
-        yield answer.text if answer.code is None else ""
+        yield Advice(answer.text, answer.fix) if answer.code is None else None
     finally:
         client.release()
 
@@ -128,11 +129,13 @@ def test_cancelled_twice_it_stays_suspended() -> None:
     cancel, give_up = threading.Event(), threading.Event()
 
     @contextmanager
-    def waits(process: Process, needs: flow.Needs, client: Door, cancel: threading.Event | None) -> Iterator[str]:
+    def waits(
+        process: Process, needs: flow.Needs, client: Door, cancel: threading.Event | None
+    ) -> Iterator[Advice | None]:
         assert cancel is not None and not cancel.is_set() and needs == {A: 4 * GIB, B: GIB}
         give_up.set()
         assert cancel.wait(5)
-        yield "interrupted"
+        yield Advice("interrupted")
 
     def on_step(name: str) -> None:
         if name == "checkpoint":
@@ -177,10 +180,12 @@ def test_brought_back_by_another_while_it_waits_for_room() -> None:
     off = flow.take_off(ME, client=client, settle=0)
 
     @contextmanager
-    def never(process: Process, needs: flow.Needs, client: Door, cancel: threading.Event | None) -> Iterator[str]:
+    def never(
+        process: Process, needs: flow.Needs, client: Door, cancel: threading.Event | None
+    ) -> Iterator[Advice | None]:
         assert driver.restore(7) == driver.unlock(7) == 0
         assert cancel is not None and cancel.wait(10)
-        yield "there is no room"
+        yield Advice("there is no room")
 
     back = flow.bring_back(ME, client=client, needs=off.bytes, room=never)
     assert (back.end, back.text) == (End.RUNNING, "") and target.calls.count("restore") == 1
@@ -192,7 +197,7 @@ def test_a_placeholder_that_has_gone_with_its_helper_is_made_again() -> None:
     rooms = []
 
     @contextmanager
-    def lost(*given: Any) -> Iterator[str]:
+    def lost(*given: Any) -> Iterator[Advice | None]:
         with held(*given) as lacking:
             rooms.append(lacking)
             if len(rooms) == 1:
@@ -200,7 +205,7 @@ def test_a_placeholder_that_has_gone_with_its_helper_is_made_again() -> None:
             yield lacking
 
     assert flow.bring_back(ME, client=client, needs=off.bytes, room=lost).end is End.RUNNING
-    assert rooms == ["", ""] and target.calls.count("restore") == 1
+    assert rooms == [None, None] and target.calls.count("restore") == 1
 
 
 class Interruptible(Direct):

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memguard._advice import Advice
 from memguard._devices.checkpoint import State
 from memguard._processes.identity import Process
 from memguard._suspend import said
@@ -17,6 +18,10 @@ DIED, HANGS = Answer(None, trouble="died"), Answer(None, trouble="timeout")
 PROCESS = Process(7, 9)
 
 
+def _text(advice: Advice | None) -> str:
+    return "" if advice is None else str(advice)
+
+
 def end(goal: Goal, *answers: Answer) -> tuple[list[str], End, str]:
     """The steps taken with these answers, the end, and what is said of it."""
     course, steps = Course(goal), []
@@ -25,7 +30,7 @@ def end(goal: Goal, *answers: Answer) -> tuple[list[str], End, str]:
         steps.append(course.next.value)
         course = course.after(answer)
     assert isinstance(course.next, End), f"not at an end: {course}"
-    return steps, course.next, said.text(goal, course.next, course.why, PROCESS, course.state)
+    return steps, course.next, _text(said.advice(goal, course.next, course.why, PROCESS, course.state))
 
 
 @pytest.mark.parametrize(
@@ -52,7 +57,7 @@ def end(goal: Goal, *answers: Answer) -> tuple[list[str], End, str]:
         ([OFF], "state", End.UNTOUCHED, "another program"),
         ([FAILED], "state", End.LOST, "lost"),
         ([RUNNING, Answer(None, trouble="ended")], "state lock", End.ENDED, "process 7 has ended"),
-        ([RUNNING, Answer(None, trouble="start", text="no disk\n    fix: buy one")], "state lock", End.UNTOUCHED,
+        ([RUNNING, Answer(None, trouble="start", text="no disk", fix="buy one")], "state lock", End.UNTOUCHED,
          "no disk; nothing was changed\n    fix: buy one"),
     ],
 )  # fmt: skip
@@ -111,9 +116,9 @@ def test_cancelled() -> None:
 
 
 def test_who_waits_in_vain_reads_first_that_the_process_is_whole_and_last_who_holds_the_room() -> None:
-    room = "GPU-a has 3 GiB free, and it needs 4 GiB\n    fix: wait longer\n    GPU-a is held by\n        13 GiB  x"
-    _, _, text = end(Goal.ON, OFF, Answer(None, trouble="room", text=room), OFF)
-    assert text == f"process 7: it stays suspended and whole: {room}"
+    room, held = "GPU-a has 3 GiB free, and it needs 4 GiB", "wait longer\n    GPU-a is held by\n        13 GiB  x"
+    _, _, text = end(Goal.ON, OFF, Answer(None, trouble="room", text=room, fix=held), OFF)
+    assert text == f"process 7: it stays suspended and whole: {room}\n    fix: {held}"
     _, _, text = end(Goal.ON, OFF, Answer(None, trouble="room", text="NVML does not say what is free"), OFF)
     assert text.splitlines()[0] == "process 7: it stays suspended and whole: NVML does not say what is free"
     assert "`nvidia-smi`" in text and text.endswith("then `memguard resume 7`")
@@ -122,14 +127,14 @@ def test_who_waits_in_vain_reads_first_that_the_process_is_whole_and_last_who_ho
 
 
 def test_where_nobody_knows_how_it_is_who_holds_the_room_is_left_out() -> None:
-    room = "GPU-a has 3 GiB free\n    fix: wait longer\n    GPU-a is held by\n        13 GiB  x"
-    _, ended, text = end(Goal.ON, OFF, DIED, OFF, Answer(None, trouble="room", text=room), OFF)
+    room = Answer(None, None, "room", "GPU-a has 3 GiB free", "wait longer\n    GPU-a is held by\n        13 GiB  x")
+    _, ended, text = end(Goal.ON, OFF, DIED, OFF, room, OFF)
     assert ended is End.UNKNOWN and len(text.splitlines()) == 2 and text.endswith("fix: `memguard resume 7`")
 
 
 def test_a_stopped_process_is_said_to_be() -> None:
     why = Course(Goal.OFF).after(HANGS).why
-    text = said.text(Goal.OFF, End.UNTOUCHED, why, PROCESS, stopped=True)
+    text = _text(said.advice(Goal.OFF, End.UNTOUCHED, why, PROCESS, stopped=True))
     assert "it is stopped" in text and "`kill -CONT 7`" in text
 
 
@@ -160,6 +165,6 @@ def test_whatever_is_answered_it_ends_and_says_so(goal: Goal, given: list[Answer
             known = answer.state
         course = course.after(answer)
     assert isinstance(course.next, End)
-    text = said.text(goal, course.next, course.why, PROCESS, course.state)
+    text = _text(said.advice(goal, course.next, course.why, PROCESS, course.state))
     assert bool(text) == (course.next is not (End.SUSPENDED if goal is Goal.OFF else End.RUNNING))
     assert not text or course.next is End.ENDED or "    fix: " in text

@@ -170,7 +170,7 @@ def test_an_answer_has_the_remedy() -> None:
     waiting = requests.Requests()
 
     def refuse() -> str:
-        raise MemguardError("it cannot be\n    fix: do that")
+        raise MemguardError("it cannot be", fix="do that")
 
     waiting.add("a", refuse)
     waiting.perform()

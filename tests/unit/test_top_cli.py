@@ -89,7 +89,7 @@ def test_without_a_gpu_the_message_has_a_remedy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(self: Nvml) -> object:
-        raise DeviceError("no usable NVIDIA driver here\n    fix: install the NVIDIA driver", missing=True)
+        raise DeviceError("no usable NVIDIA driver here", fix="install the NVIDIA driver", missing=True)
 
     monkeypatch.setattr(Nvml, "devices", missing)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
@@ -167,7 +167,7 @@ def test_the_version_of_the_message_is_that_of_the_extra() -> None:
 
     project = Path(__file__).parents[2] / "pyproject.toml"
     (line,) = [line for line in project.read_text(encoding="utf-8").splitlines() if line.startswith("top = ")]
-    assert line.partition('"')[2].partition('"')[0] in missing()
+    assert line.partition('"')[2].partition('"')[0] in str(missing())
 
 
 def test_the_screen_in_the_documents_is_that_of_the_timeline_in_the_documents(

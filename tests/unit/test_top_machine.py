@@ -120,7 +120,7 @@ def test_a_failed_query_is_unknown_and_no_idle_gpu() -> None:
     card = Card(gpu(p1=GIB))
     found = source(card)
     found.read()
-    card.found = DeviceError("GPU is lost\n    fix: reboot")
+    card.found = DeviceError("GPU is lost", fix="reboot")
     read = found.read()
     assert (read.gpus[0].used, read.gpus[0].free, read.gpus[0].others) == (None, None, None)
     assert "GPU is lost" in read.notes
@@ -130,7 +130,7 @@ def test_a_failed_query_is_unknown_and_no_idle_gpu() -> None:
 
 def test_without_a_gpu_it_says_what_to_do() -> None:
     card = Card()
-    card.found = DeviceError("no usable NVIDIA driver here\n    fix: install it", missing=True)
+    card.found = DeviceError("no usable NVIDIA driver here", fix="install it", missing=True)
     with pytest.raises(DeviceError, match="memguard top TIMELINE") as told:
         source(card)
     assert told.value.missing

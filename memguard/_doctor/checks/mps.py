@@ -25,13 +25,12 @@ def limit(facts: Facts) -> Iterator[Finding]:
     visible = f"CUDA shows {', '.join(gpu.uuid for gpu in shown[:4])}{' and others' if len(shown) > 4 else ''}"
     source = [facts.budget.source] if facts.budget is not None and limits else []
     for said in _mps.shortfalls(Plan(tuple(parts)), given):
-        cause, _, fix = said.partition("\n    fix: ")
         yield Finding(
             "mps-limit",
             Severity.WARNING,
-            cause,
+            said.reason,
             (f"{_mps.LIMIT}={given} (environment)", visible, *(f"{name} has the limit" for name in source)),
-            fix or f"unset {_mps.LIMIT} and start the program by `memguard run --mps`, or lower device.limit",
+            said.fix or f"unset {_mps.LIMIT} and start the program by `memguard run --mps`, or lower device.limit",
         )
 
 

@@ -525,7 +525,7 @@ class Torch(Framework):
             raise CapNotApplied(
                 self.name,
                 f"under cudaMallocAsync the fraction counts bytes in use, not what the pool holds, and no driver pool "
-                f"could be put under it ({str(error).splitlines()[0]})",
+                f"could be put under it ({error.advice.reason})",
                 "use PyTorch's native allocator, or a driver for CUDA 12.2 or newer (535)",
             ) from error
 

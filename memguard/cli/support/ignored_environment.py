@@ -26,11 +26,15 @@ def check(command: Sequence[str], also: Collection[str] = ()) -> None:
 
     `also` names variables that a command may not replace with `env` either.
     """
-    ours = {*_OURS, *also}
-    refusal = _refusal(command, ours) or _refusal(shebang(command[0]), ours)
-    if refusal is not None:
-        why, fix = refusal
+    if (found := refusal(command, also)) is not None:
+        why, fix = found
         raise MemguardError(f"the budget would not be applied: {why}", fix=fix)
+
+
+def refusal(command: Sequence[str], also: Collection[str] = ()) -> Refusal | None:
+    """Why the command would start a Python that is not ours, and what to do; None if nothing speaks for that."""
+    ours = {*_OURS, *also}
+    return _refusal(command, ours) or _refusal(shebang(command[0]), ours)
 
 
 def _refusal(command: Sequence[str], ours: Collection[str]) -> Refusal | None:

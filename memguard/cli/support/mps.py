@@ -8,7 +8,7 @@ import shlex
 import socket
 import stat
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from memguard import _mps, _ranks
 from memguard._units import format_size
@@ -25,7 +25,13 @@ _FOLDER = "/tmp/nvidia-mps"
 _ROOTS = "/run/nvidia-mps"
 """Where a daemon of MPS v3 that runs as root makes its sockets (mpsv3-interface.html); CUDA has to be told."""
 _CONTROL = "control"
-_FORBIDDEN = "may not be opened by this user"
+
+
+class _Silence(NamedTuple):
+    """Why no daemon can be met. `forbidden`: there is a socket, which this user may not open."""
+
+    why: str
+    forbidden: bool = False
 
 
 def environment(environ: Mapping[str, str], budget: Budget, gpus: Sequence[str]) -> tuple[dict[str, str], str]:
@@ -92,24 +98,24 @@ def require_daemon(environ: Mapping[str, str]) -> None:
     CUDA itself says nothing then: the program runs without MPS, and nothing limits it.
     """
     folder = environ.get(PIPES) or _FOLDER
-    why = _silent(folder)
-    if why is None:
+    found = _silent(folder)
+    if found is None:
         return
     fix = f"start it with `{_started(folder, environ)}`"
-    if why.endswith(_FORBIDDEN):
+    if found.forbidden:
         fix = "run as the user who started it, or have root start it: then it serves every user"
     elif not environ.get(PIPES) and _silent(_ROOTS) is None:
         fix = f"export {PIPES}={_ROOTS}: a daemon listens there"
     elif environ.get(PIPES):
         fix += f", or set {PIPES} to the folder of one that runs"
-    raise MemguardError(f"no MPS control daemon: {why}", fix=f"{fix}; or leave --mps out")
+    raise MemguardError(f"no MPS control daemon: {found.why}", fix=f"{fix}; or leave --mps out")
 
 
 def _started(folder: str, environ: Mapping[str, str]) -> str:
     return (f"{PIPES}={shlex.quote(folder)} " if environ.get(PIPES) else "") + "nvidia-cuda-mps-control -d"
 
 
-def _silent(folder: str) -> str | None:
+def _silent(folder: str) -> _Silence | None:
     """Why no daemon can be met in this folder; None if one listens.
 
     The daemon's socket is SOCK_SEQPACKET. Connecting to it as SOCK_DGRAM fails with EPROTOTYPE if it listens and with
@@ -118,18 +124,18 @@ def _silent(folder: str) -> str | None:
     path = os.path.join(folder, _CONTROL)
     try:
         if not stat.S_ISSOCK(os.stat(path).st_mode):
-            return f"{path} is no socket"
+            return _Silence(f"{path} is no socket")
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking:
             asking.connect(path)
     except FileNotFoundError:
-        return f"there is no {path}"
+        return _Silence(f"there is no {path}")
     except (OSError, ValueError) as error:  # ValueError: a null byte, which no environment can hold
         number = getattr(error, "errno", None)
         if number == errno.EPROTOTYPE:
             return None
         if number in (errno.EACCES, errno.EPERM):
-            return f"{path} {_FORBIDDEN}"
+            return _Silence(f"{path} may not be opened by this user", forbidden=True)
         if number == errno.ECONNREFUSED:
-            return f"nobody listens at {path}, which a daemon has left behind"
-        return f"{path}: {getattr(error, 'strerror', None) or error}"
-    return f"{path} is the socket of something else"
+            return _Silence(f"nobody listens at {path}, which a daemon has left behind")
+        return _Silence(f"{path}: {getattr(error, 'strerror', None) or error}")
+    return _Silence(f"{path} is the socket of something else")

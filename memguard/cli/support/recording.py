@@ -21,12 +21,9 @@ def check(command: Sequence[str]) -> None:
     """Raise MemguardError if the command would start a Python that does not record itself."""
     from memguard.cli.support import ignored_environment
 
-    try:
-        ignored_environment.check(command)
-    except MemguardError as error:
-        why = str(error).partition("\n")[0].partition(": ")[2]
+    if (found := ignored_environment.refusal(command)) is not None:
         fix = "start it without that, or record it under a budget: monitor: {timeline: run.jsonl}, and memguard.init"
-        raise MemguardError(f"nothing would be recorded: {why}", fix=fix) from None
+        raise MemguardError(f"nothing would be recorded: {found[0]}", fix=fix)
 
 
 def environment(environ: Mapping[str, str], record: str) -> dict[str, str]:
