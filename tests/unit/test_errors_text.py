@@ -1,4 +1,4 @@
-"""The text of each public error, and what a pickle keeps of it: a worker's error reaches the caller as it was raised."""
+"""The text of each public error, and what a pickle keeps: a worker's error reaches the caller as it was raised."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from memguard import errors
 
-_SHARED = dict(needed=3 << 30, available=1 << 30, message="torch needs 3.00 GiB\n      'a' reserved 1\n    fix: less")
+_REFUSAL = "torch needs 3.00 GiB\n      'a' reserved 1\n    fix: less"
 _TEXTS: list[tuple[errors.MemguardError, str, dict[str, Any]]] = [
     (errors.MemguardError(), "", {}),
     (errors.MemguardError("it fails"), "it fails", {}),
@@ -40,7 +40,7 @@ _TEXTS: list[tuple[errors.MemguardError, str, dict[str, Any]]] = [
         {"setting": "XLA_FLAGS", "reason": "XLA_FLAGS is looser", "remedy": "unset it"},
     ),
     (
-        errors.BudgetExceeded("torch", **_SHARED),
+        errors.BudgetExceeded("torch", 3 << 30, 1 << 30, _REFUSAL),
         "torch needs 3.00 GiB\n      'a' reserved 1\n    fix: less",
         {"framework": "torch", "needed": 3 << 30, "available": 1 << 30},
     ),
