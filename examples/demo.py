@@ -57,13 +57,14 @@ def real(verbose: bool) -> int:
 
 
 def simulated(reason: str, verbose: bool) -> int:
-    from memguard import _config, _policy
-    from memguard._simulation import replay, trace
-    from memguard._units import format_size
+    from memguard import _budget
+    from memguard._base.units import format_size
+    from memguard._budget import policy
+    from memguard._tools.simulate import replay, trace
 
     recorded = trace.read(TRACE)
     host = replay.host_of(recorded.header)
-    plan = _policy.plan(_config.load(HERE / "mixed.yaml"), host.devices())
+    plan = policy.plan(_budget.load(HERE / "mixed.yaml"), host.devices())
     caps = {name: plan.caps(name) for name in plan.devices[0].caps}
     before = replay.simulate(recorded, options=plan.options, keep=1)
     after = replay.simulate(recorded, host, caps, plan.options)

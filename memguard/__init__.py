@@ -20,28 +20,28 @@ if TYPE_CHECKING:
     from memguard import errors as errors
     from memguard import exchange as exchange
     from memguard import types as types
-    from memguard._api import checkpoint as checkpoint
-    from memguard._api import guard as guard
-    from memguard._api import init as init
-    from memguard._api import ledger as ledger
-    from memguard._api import on_event as on_event
-    from memguard._api import on_sample as on_sample
-    from memguard._api import reclaimable as reclaimable
-    from memguard._api import require as require
-    from memguard._api import resize as resize
-    from memguard._api import shutdown as shutdown
-    from memguard._api import trim as trim
-    from memguard._api import workload as workload
-    from memguard._config import Budget as Budget
-    from memguard._doctor import doctor as doctor
-    from memguard._guard import Guard as Guard
+    from memguard._budget import Budget as Budget
+    from memguard._guard.guard import Guard as Guard
+    from memguard._node.suspend import resume as resume
+    from memguard._node.suspend import suspend as suspend
+    from memguard._node.suspend import suspended as suspended
     from memguard._oom.hooks import last_oom as last_oom
-    from memguard._retry import retry as retry
-    from memguard._simulation.recorder import record_trace as record_trace
-    from memguard._suspend import resume as resume
-    from memguard._suspend import suspend as suspend
-    from memguard._suspend import suspended as suspended
+    from memguard._runtime.retry import retry as retry
     from memguard._timeline import load_timeline as load_timeline
+    from memguard._tools.doctor import doctor as doctor
+    from memguard._tools.simulate.recorder import record_trace as record_trace
+    from memguard.api import checkpoint as checkpoint
+    from memguard.api import guard as guard
+    from memguard.api import init as init
+    from memguard.api import ledger as ledger
+    from memguard.api import on_event as on_event
+    from memguard.api import on_sample as on_sample
+    from memguard.api import reclaimable as reclaimable
+    from memguard.api import require as require
+    from memguard.api import resize as resize
+    from memguard.api import shutdown as shutdown
+    from memguard.api import trim as trim
+    from memguard.api import workload as workload
     from memguard.errors import AlreadyActive as AlreadyActive
     from memguard.errors import BudgetExceeded as BudgetExceeded
     from memguard.errors import CannotResume as CannotResume
@@ -73,15 +73,15 @@ _FUNCTIONS = (
 _MODULES = ("errors", "exchange", "types")
 _HOMES = {
     **dict.fromkeys(_ERRORS, "memguard.errors"),
-    **dict.fromkeys(_FUNCTIONS, "memguard._api"),
-    "Budget": "memguard._config",
-    "Guard": "memguard._guard",
-    "doctor": "memguard._doctor",
+    **dict.fromkeys(_FUNCTIONS, "memguard.api"),
+    "Budget": "memguard._budget",
+    "Guard": "memguard._guard.guard",
+    "doctor": "memguard._tools.doctor",
     "last_oom": "memguard._oom.hooks",
     "load_timeline": "memguard._timeline",
-    "record_trace": "memguard._simulation.recorder",
-    "retry": "memguard._retry",
-    **dict.fromkeys(("resume", "suspend", "suspended"), "memguard._suspend"),
+    "record_trace": "memguard._tools.simulate.recorder",
+    "retry": "memguard._runtime.retry",
+    **dict.fromkeys(("resume", "suspend", "suspended"), "memguard._node.suspend"),
     **dict.fromkeys(("load_ipython_extension", "unload_ipython_extension"), "memguard.notebook"),  # for `%load_ext`
 }
 

@@ -30,8 +30,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from memguard._advice import Advice
-from memguard._text import visible
+from memguard._base.advice import Advice
+from memguard._base.text import visible
 
 
 class MemguardError(Exception):

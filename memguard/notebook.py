@@ -22,14 +22,14 @@ from collections.abc import Callable, Iterator
 from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType, TracebackType
 from typing import Any, NoReturn, cast
 
-from memguard import _api
+from memguard import api
+from memguard._base.specs import CacheName
+from memguard._base.types import WorkloadReport
+from memguard._base.units import format_duration, format_size
 from memguard._devices import suspension
+from memguard._node.suspend import cells
 from memguard._oom import hooks
 from memguard._oom.report import Report
-from memguard._specs import CacheName
-from memguard._suspend import cells
-from memguard._types import WorkloadReport
-from memguard._units import format_duration, format_size
 from memguard.errors import MemguardError
 
 _LINE = "%memguard [plan | trim [FRAMEWORK] | suspend [--when-idle DURATION | --when-idle never] | resume]"
@@ -105,7 +105,7 @@ class Extension:
         report: WorkloadReport | None = None
         failed = True
         try:
-            with _api.workload(name, framework=options.framework, needs=options.needs) as report:
+            with api.workload(name, framework=options.framework, needs=options.needs) as report:
                 value = _run(body, last, self._shell.user_ns)
             failed = False
         except MemguardError as error:
@@ -237,11 +237,11 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 def _line(words: list[str], shell: Any) -> Any:
     if not words:
-        return _api.ledger()
+        return api.ledger()
     if words == ["plan"]:
-        print(_api.current())
+        print(api.current())
     elif words[0] == "trim" and len(words) <= 2:
-        print(f"{format_size(_api.trim(*cast('list[CacheName]', words[1:])))} given back to the driver")
+        print(f"{format_size(api.trim(*cast('list[CacheName]', words[1:])))} given back to the driver")
     elif words[0] == "suspend" and len(words) in (1, 3) and words[1:2] in ([], ["--when-idle"]):
         print(_suspended(shell, words[2] if len(words) == 3 else None))
     elif words == ["resume"]:
@@ -253,13 +253,13 @@ def _line(words: list[str], shell: Any) -> Any:
 
 def _suspended(shell: Any, when: str | None) -> str:
     """`%memguard suspend`, now or when idle: what follows from it."""
-    from memguard import _suspend
-    from memguard._config.values import IDLE, duration
-    from memguard._suspend import own, when_idle
+    from memguard._budget.values import IDLE, duration
+    from memguard._node import suspend
+    from memguard._node.suspend import own, when_idle
 
-    found, ignored = cells.attach(shell), _suspend.ignores_host_memory()
+    found, ignored = cells.attach(shell), suspend.ignores_host_memory()
     if when is None:
-        return f"{own.suspend(_suspend.TIMEOUT, 'asked', found.owner, ignored)}; the next cell brings it back"
+        return f"{own.suspend(suspend.TIMEOUT, 'asked', found.owner, ignored)}; the next cell brings it back"
     if when == "never":
         when_idle.end()
         return "this process stays on its GPUs, however long it is idle"
@@ -273,13 +273,13 @@ def _suspended(shell: Any, when: str | None) -> str:
 
 def _resumed(shell: Any) -> str:
     """`%memguard resume`: waits for room."""
-    from memguard import _suspend
-    from memguard._suspend import progress
+    from memguard._node import suspend
+    from memguard._node.suspend import progress
 
     off = suspension.now
     line = progress.Line(shell)
     try:
-        _suspend.resume(progress=line.show)
+        suspend.resume(progress=line.show)
     finally:
         line.end()
     return "this process is on its GPUs" if off is None else f"back on the GPUs: {off.text_of_bytes}"
@@ -299,7 +299,7 @@ def _in_use() -> dict[str, int]:
     """Bytes of live arrays by framework; empty if no budget is active."""
     found: dict[str, int] = {}
     try:
-        for part in _api.ledger().devices:
+        for part in api.ledger().devices:
             for row in part.rows:
                 if row.in_use is not None:
                     found[row.name] = found.get(row.name, 0) + row.in_use

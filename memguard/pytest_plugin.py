@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from memguard._guard import Guard
-    from memguard._testing.budgets import Before
-    from memguard._testing.leaks import Check, Watcher
+    from memguard._guard.guard import Guard
+    from memguard._tools.testing.budgets import Before
+    from memguard._tools.testing.leaks import Check, Watcher
 
 
 class _Run:
@@ -69,7 +69,7 @@ def pytest_configure(config: pytest.Config) -> None:
     given = config.getoption("memguard_leaks_tolerance", None)
     tolerance = None
     if given is not None:
-        from memguard._units import parse_size
+        from memguard._base.units import parse_size
 
         try:
             tolerance = parse_size(given)
@@ -81,7 +81,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture
 def memguard_budget(request: pytest.FixtureRequest) -> Guard:
     """The guard of the test's budget: that of its marker `memguard_budget`, or of its indirect parameter."""
-    from memguard._testing import budgets
+    from memguard._tools.testing import budgets
 
     run = request.config.stash[_RUN]
     guard: Guard = budgets.begin(request)  # it ends with the test
@@ -135,7 +135,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, None]:
     check, run.check = run.check, None
     try:
         if check is not None and outcome.excinfo is None and (found := check.leaks(item)):
-            from memguard._testing import leaks
+            from memguard._tools.testing import leaks
 
             pytest.fail(leaks.failure(found), pytrace=False)
     except BaseException as error:
@@ -173,9 +173,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
 
 def _active() -> Before | None:
     """What is active; None, and nothing is loaded, if memguard's `init` never was."""
-    if "memguard._api" not in sys.modules:
+    if "memguard.api" not in sys.modules:
         return None
-    from memguard._testing import budgets
+    from memguard._tools.testing import budgets
 
     return budgets.active()
 
@@ -183,8 +183,8 @@ def _active() -> Before | None:
 def _end(run: _Run) -> None:
     within, run.within = run.within, False
     before, run.before = run.before, None
-    if within and "memguard._api" in sys.modules:
-        from memguard._testing import budgets
+    if within and "memguard.api" in sys.modules:
+        from memguard._tools.testing import budgets
 
         budgets.end(before or budgets.Before())
 
@@ -204,7 +204,7 @@ def _put_first(item: pytest.Item, name: str) -> None:
 
 def _check_of(run: _Run, marker: pytest.Mark | None) -> Check | None:
     """The check of one test; None if its marker exempts it."""
-    from memguard._testing import leaks
+    from memguard._tools.testing import leaks
 
     tolerance, check, wrong = run.tolerance, True, ""
     if marker is not None:

@@ -12,18 +12,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from memguard._blocks import Block
-    from memguard._doctor import DoctorReport
-    from memguard._doctor.finding import Finding, Severity
-    from memguard._ledger.types import DeviceLedger, Ledger, Row
-    from memguard._monitor.watches import Watch
-    from memguard._oom.report import Report
-    from memguard._reclaim.figures import DeviceReclaimable, FrameworkReclaimable, Reclaimable
-    from memguard._retry.blocks import Attempt, Attempts
-    from memguard._specs import FrameworkName, framework_name
-    from memguard._suspend.types import Suspension, Wait
-    from memguard._timeline.reader import Timeline
-    from memguard._types import (
+    from memguard._base.blocks import Block
+    from memguard._base.specs import FrameworkName, framework_name
+    from memguard._base.types import (
         Device,
         DevicePlan,
         DeviceSample,
@@ -34,22 +25,31 @@ if TYPE_CHECKING:
         Sample,
         WorkloadReport,
     )
+    from memguard._guard.figures import DeviceReclaimable, FrameworkReclaimable, Reclaimable
+    from memguard._ledger.types import DeviceLedger, Ledger, Row
+    from memguard._node.suspend.types import Suspension, Wait
+    from memguard._oom.report import Report
+    from memguard._runtime.retry.blocks import Attempt, Attempts
+    from memguard._runtime.watches import Watch
+    from memguard._timeline.reader import Timeline
+    from memguard._tools.doctor import DoctorReport
+    from memguard._tools.doctor.finding import Finding, Severity
 
 _HOMES = {
     name: home
     for home, names in {
-        "memguard._blocks": ("Block",),
-        "memguard._doctor": ("DoctorReport",),
-        "memguard._doctor.finding": ("Finding", "Severity"),
+        "memguard._base.blocks": ("Block",),
+        "memguard._tools.doctor": ("DoctorReport",),
+        "memguard._tools.doctor.finding": ("Finding", "Severity"),
         "memguard._ledger.types": ("DeviceLedger", "Ledger", "Row"),
-        "memguard._monitor.watches": ("Watch",),
+        "memguard._runtime.watches": ("Watch",),
         "memguard._oom.report": ("Report",),
-        "memguard._reclaim.figures": ("DeviceReclaimable", "FrameworkReclaimable", "Reclaimable"),
-        "memguard._retry.blocks": ("Attempt", "Attempts"),
-        "memguard._specs": ("FrameworkName", "framework_name"),
-        "memguard._suspend.types": ("Suspension", "Wait"),
+        "memguard._guard.figures": ("DeviceReclaimable", "FrameworkReclaimable", "Reclaimable"),
+        "memguard._runtime.retry.blocks": ("Attempt", "Attempts"),
+        "memguard._base.specs": ("FrameworkName", "framework_name"),
+        "memguard._node.suspend.types": ("Suspension", "Wait"),
         "memguard._timeline.reader": ("Timeline",),
-        "memguard._types": (
+        "memguard._base.types": (
             "Device",
             "DevicePlan",
             "DeviceSample",

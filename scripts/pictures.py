@@ -55,8 +55,8 @@ def until_the_error(recording: Path, copy: Path) -> float:
 
 async def screen(timeline: Path, now: float) -> str:
     """The screen as SVG."""
-    from memguard._top.app import Top
-    from memguard._top.sources import Timelines
+    from memguard._tools.top.app import Top
+    from memguard._tools.top.sources import Timelines
 
     source = Timelines([str(timeline)], clock=lambda: now)
     try:

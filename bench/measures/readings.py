@@ -185,7 +185,7 @@ def program_ticking(seconds: str) -> dict[str, list[float]]:
     tick is the whole of it: sample, decision, ring, timeline and actions; counted is the thread's own CPU time. The
     sawtooth of torch passes the thresholds of its cap, so that some ticks have something to say and to do."""
     import memguard
-    from memguard import _api
+    from memguard import api
 
     with tempfile.TemporaryDirectory() as folder:
         timeline = Path(folder) / "tick.jsonl"
@@ -195,7 +195,7 @@ def program_ticking(seconds: str) -> dict[str, list[float]]:
         guard, takes, kept = live(config)
         events: Counter[str] = Counter()
         memguard.on_event(lambda event: events.update([event.kind]))
-        monitor: Any = _api.current_session().monitor
+        monitor: Any = api.current_session().monitor
         cpu = list[float]()
         tick = monitor._tick
 

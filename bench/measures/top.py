@@ -159,14 +159,15 @@ def shares(pids: dict[str, int], seconds: float) -> dict[str, list[float]]:
 
 def program_writer(path: str) -> None:
     """Write a timeline of six frameworks, a sample every half second."""
-    from memguard import _config, _policy
+    from memguard import _budget
+    from memguard._base.types import DeviceSample, Event, FrameworkSample, Pressure, Sample
+    from memguard._budget import policy
     from memguard._devices.simulated import SimulatedHost
     from memguard._timeline import Writer
-    from memguard._types import DeviceSample, Event, FrameworkSample, Pressure, Sample
 
     frameworks = {name: {"share": "16%"} for name in NAMES}
     budget = {"version": 1, "device": {"limit": "40GiB", "reserve": "2GiB"}, "frameworks": frameworks}
-    plan = _policy.plan(_config.from_mapping(budget), SimulatedHost(["h200"]).devices())
+    plan = policy.plan(_budget.from_mapping(budget), SimulatedHost(["h200"]).devices())
     part, draw = plan.devices[0], random.Random(1)
     with Writer(path, plan) as writer:
         for number in range(10_000):

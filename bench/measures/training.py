@@ -155,10 +155,10 @@ class Segments:
     def begin(self) -> None:
         """A budget, and steps until its monitor samples at its pace."""
         import memguard
-        from memguard import _api
+        from memguard import api
 
         memguard.init(BUDGET)
-        session: Any = _api.current_session()
+        session: Any = api.current_session()
         self.monitor = session.monitor
         begun = time.perf_counter()
         while len(self.monitor.last(60)) < SETTLED and time.perf_counter() - begun < PATIENCE:

@@ -283,9 +283,9 @@ class Driven:
     """One framework under its cap: random requests until it refuses, and the most that it held by its own count."""
 
     def __init__(self, name: str, cap: int, seed: int) -> None:
-        import memguard._api
+        import memguard.api
 
-        guard: Any = memguard._api.current()
+        guard: Any = memguard.api.current()
         self.name, self.cap, self.rng = name, cap, random.Random(seed)
         self.take, self.native = allocator(name)
         self.framework, self.device = guard.frameworks[name], guard.plan.devices[0].device

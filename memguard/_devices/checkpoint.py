@@ -1,7 +1,7 @@
 """A process as a whole, seen by the driver: locked, copied into its host memory, and brought back.
 
 `cuCheckpointProcess*` of the CUDA driver API, driver 570 and later. Every call may take as long as the copy does, or
-hang (a stopped target), so only the helper process (`_suspend/helper.py`) makes them.
+hang (a stopped target), so only the helper process (`_node/suspend/helper.py`) makes them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from ctypes import c_int
 from enum import IntEnum
 from typing import Protocol
 
-from memguard._advice import Advice
+from memguard._base.advice import Advice
 from memguard._devices import libcuda
 from memguard.errors import DeviceError
 

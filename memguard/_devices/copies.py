@@ -12,9 +12,9 @@ import ctypes
 from collections.abc import Iterator
 from ctypes import c_void_p
 
+from memguard._base.units import MIB
 from memguard._devices import contexts
 from memguard._devices.libcuda import DriverAPI, check
-from memguard._units import MIB
 from memguard.errors import DeviceError
 
 STAGE = 16 * MIB

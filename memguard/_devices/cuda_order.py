@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 import sys
 
+from memguard._base.logs import log as _log
 from memguard._devices import contexts, libcuda
 from memguard._devices.contexts import VisibleDevice
-from memguard._logs import log as _log
 from memguard.errors import DeviceError
 
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from memguard._types import Device, MemoryInfo
+from memguard._base.types import Device, MemoryInfo
 
 
 class Host(Protocol):

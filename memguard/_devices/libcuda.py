@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from ctypes import POINTER, Structure, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_ulonglong, c_void_p
 from typing import Any
 
-from memguard._units import gpu_uuid
+from memguard._base.units import gpu_uuid
 from memguard.errors import DeviceError
 
 NAME = "libcuda.so.1"

@@ -11,8 +11,8 @@ import re
 import threading
 from collections import Counter
 
+from memguard._base.specs import DOORS, KERNELS, LIBRARIES
 from memguard._devices import libcuda
-from memguard._specs import DOORS, KERNELS, LIBRARIES
 
 _MAPS, _PAGEMAP, _PAGE = "/proc/self/maps", "/proc/self/pagemap", mmap.PAGESIZE
 _BEGINS = {**LIBRARIES, KERNELS: DOORS[KERNELS][0]}

@@ -14,12 +14,12 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from memguard._base.units import GIB, MIB, format_size, parse_size, short
 from memguard._devices.simulated import CATALOGUE, Model
-from memguard._units import GIB, MIB, format_size, parse_size, short
 from memguard.errors import ConfigError, DeviceError, Problem
 
 if TYPE_CHECKING:
-    from memguard._config.source_map import Document, Loc
+    from memguard._budget.source_map import Document, Loc
 
 SMALLEST = 256 * MIB
 """Bytes. What claims to be smaller is a typing mistake, such as a size without its unit."""
@@ -165,7 +165,7 @@ def _is_file(name: str) -> bool:
 
 
 def _file(path: str) -> list[Model]:
-    from memguard._config.yaml import read
+    from memguard._budget.yaml import read
 
     document = read(_read(path))
     found = _Profile(document)

@@ -19,11 +19,11 @@ from ctypes import Structure, byref, c_char, c_uint, c_ulonglong
 from struct import Struct
 from typing import Any, NamedTuple, TypeVar
 
-from memguard._advice import Advice
+from memguard._base.advice import Advice
+from memguard._base.logs import log as _log
+from memguard._base.types import Device, MemoryInfo, memory_info_of
+from memguard._base.units import MAX_SIZE, is_whole, short
 from memguard._devices import suspension
-from memguard._logs import log as _log
-from memguard._types import Device, MemoryInfo, memory_info_of
-from memguard._units import MAX_SIZE, is_whole, short
 from memguard.errors import DeviceError
 
 T = TypeVar("T")

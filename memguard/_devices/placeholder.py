@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping
 from ctypes import c_int, c_uint64, c_void_p
 from dataclasses import dataclass, field
 
+from memguard._base.units import GRANULE, MIB, format_size, round_down, round_up
 from memguard._devices import libcuda
-from memguard._units import GRANULE, MIB, format_size, round_down, round_up
 from memguard.errors import DeviceError
 
 MARGIN = 4 * MIB

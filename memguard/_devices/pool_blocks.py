@@ -13,11 +13,11 @@ from collections import deque
 from collections.abc import Callable
 from ctypes import c_uint64, c_void_p
 
+from memguard._base.logs import log as _log
 from memguard._devices import contexts, streams, suspension
 from memguard._devices.libcuda import DriverAPI, check
 from memguard._devices.pool_cap import PoolCap
 from memguard._devices.pools import CappedPool, DefaultPool
-from memguard._logs import log as _log
 from memguard.errors import DeviceError, Suspended
 
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from memguard._locks import Turn
+from memguard._base.locks import Turn
 
 _PATIENCE = 2.0
 """Seconds to wait for the allocations of other threads, which take microseconds, before a request is refused."""

@@ -8,11 +8,11 @@ import threading
 from collections.abc import Mapping
 from dataclasses import replace
 
-from memguard._advice import Advice
+from memguard._base.advice import Advice
+from memguard._base.logs import log as _log
+from memguard._base.types import Device, MemoryInfo
 from memguard._devices import contexts, cuda_order, machine_memory
 from memguard._devices.nvml import Nvml, divided
-from memguard._logs import log as _log
-from memguard._types import Device, MemoryInfo
 from memguard.errors import DeviceError
 
 _ELSEWHERE = {

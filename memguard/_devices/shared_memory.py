@@ -13,6 +13,8 @@ import os
 from collections.abc import Callable, Iterator
 from ctypes import c_int, c_size_t, c_uint64, c_void_p, sizeof
 
+from memguard._base.logs import log as _log
+from memguard._base.units import MIB, format_size
 from memguard._devices import contexts, copies, libcuda
 from memguard._devices.libcuda import (
     CUipcMemHandle,
@@ -22,8 +24,6 @@ from memguard._devices.libcuda import (
     DriverAPI,
     check,
 )
-from memguard._logs import log as _log
-from memguard._units import MIB, format_size
 from memguard.errors import DeviceError
 
 _PINNED, _ON_DEVICE, _FILE, _READ_WRITE = 1, 1, 1, 3  # CU_MEM_…

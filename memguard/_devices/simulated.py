@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-from memguard._specs import DOORS
-from memguard._types import Device, MemoryInfo
-from memguard._units import MIB, format_size
+from memguard._base.specs import DOORS
+from memguard._base.types import Device, MemoryInfo
+from memguard._base.units import MIB, format_size
 from memguard.errors import DeviceError
 
 CONTEXT = 518 * MIB

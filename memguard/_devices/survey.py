@@ -1,8 +1,8 @@
 """What the driver is and reports, for the doctor. Runs in a process of its own: a broken driver's libraries crash and
 hang.
 
-`survey` reports each part as soon as it is read, with the fields of `memguard._doctor.facts.Driver`. Unlike the rest
-of this room it initialises CUDA, and a failure is an answer like any other.
+`survey` reports each part as soon as it is read, with the fields of `memguard._tools.doctor.facts.Driver`. Unlike the
+rest of this room it initialises CUDA, and a failure is an answer like any other.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def files(patterns: Iterable[str] = _FILES) -> dict[str, str]:
 
 
 def nvml(without: frozenset[int]) -> dict[str, Any]:
-    """NVML, with the fields of `memguard._doctor.facts.Nvml`."""
+    """NVML, with the fields of `memguard._tools.doctor.facts.Nvml`."""
     try:
         import pynvml as n
     except ImportError as error:
@@ -155,7 +155,7 @@ def _memory(n: Any, quiet: tuple[type[Exception], ...], handle: Any) -> dict[str
 
 
 def driver() -> Iterator[dict[str, Any]]:
-    """libcuda, with the fields of `memguard._doctor.facts.Cuda`: once per step, as the next may not return."""
+    """libcuda, with the fields of `memguard._tools.doctor.facts.Cuda`: once per step, as the next may not return."""
     found: dict[str, Any] = {"candidates": candidates(os.environ.get("LD_LIBRARY_PATH", ""), _cache())}
     try:
         cuda = libcuda.load()

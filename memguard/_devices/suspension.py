@@ -1,7 +1,7 @@
 """Whether this process is off its GPUs now: what every layer asks before it calls CUDA or NVML.
 
 While a process is suspended, NVML's calls wait, a synchronize or an event query ends the process (SIGSEGV; driver
-580.159, H200), and CUDA's allocations wait. So nothing of memguard's may call them then. `_suspend` sets this; the
+580.159, H200), and CUDA's allocations wait. So nothing of memguard's may call them then. `_node.suspend` sets this; the
 ledger, the monitor, trims and exit hooks read it.
 """
 
@@ -13,10 +13,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from memguard._advice import Advice
-from memguard._logs import log as _log
-from memguard._logs import text_of
-from memguard._units import format_size
+from memguard._base.advice import Advice
+from memguard._base.logs import log as _log
+from memguard._base.logs import text_of
+from memguard._base.units import format_size
 from memguard.errors import Suspended
 
 

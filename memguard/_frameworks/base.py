@@ -3,12 +3,12 @@
 Adding a framework takes three things:
 
 1. A file here with its adapter: a subclass of `Framework` whose `spec` is its row.
-2. That row in `memguard/_specs.py`: the budget, the plan, the reports and the simulation read everything from it.
+2. That row in `memguard/_base/specs.py`: the budget, the plan, the reports and the simulation read everything from it.
 3. A fragment in `changes/`.
 
 The row makes `tests/contract` test the adapter. Also add its module to the import contract `frameworks` in
-pyproject.toml, and what to import first to `MODULES` in `memguard/_activation/_memguard_environment.py`: both are
-literals, and a test compares them with the rows.
+pyproject.toml, and what to import first to `MODULES` in `memguard/_runtime/activation/_memguard_environment.py`: both
+are literals, and a test compares them with the rows.
 
 The rules for every method:
 
@@ -37,12 +37,12 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
+from memguard._base.logs import log as _log
+from memguard._base.specs import FrameworkSpec
+from memguard._base.types import Applied, Device, Enforcement, Moment, Shortage, State, TraceEvent, Usage
+from memguard._base.undo import Undo
+from memguard._base.units import MIB, format_size
 from memguard._devices.host import Host
-from memguard._logs import log as _log
-from memguard._specs import FrameworkSpec
-from memguard._types import Applied, Device, Enforcement, Moment, Shortage, State, TraceEvent, Usage
-from memguard._undo import Undo
-from memguard._units import MIB, format_size
 from memguard.errors import CapNotApplied
 
 

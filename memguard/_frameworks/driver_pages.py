@@ -14,7 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from memguard._units import GRANULE, MIB, round_down, round_up
+from memguard._base.units import GRANULE, MIB, round_down, round_up
 
 SMALL = MIB
 """The driver packs allocations of up to this size into slabs."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memguard._units import MIB
+from memguard._base.units import MIB
 
 PIECE = 32 * MIB
 """The driver's pools grow in such steps (measured), in bytes."""

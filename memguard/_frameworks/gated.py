@@ -42,7 +42,7 @@ class Kind(NamedTuple):
 
 
 class Native(NamedTuple):
-    """A thread of the framework's own, in C++, that asks the driver again and again (`_suspend/native.py`).
+    """A thread of the framework's own, in C++, that asks the driver again and again (`_node/suspend/native.py`).
 
     `library`: how the name of the file begins in which it keeps the driver's addresses. `asks`: the driver's function,
     whose answer CUDA_SUCCESS must be true of a process without work on its GPUs, and must end nobody's wait. `every`:

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from memguard._base.types import Applied, Device, Enforcement, Moment, Shortage, Usage
+from memguard._base.units import round_up
 from memguard._frameworks.base import Framework, with_size
 from memguard._frameworks.driver_pools import PIECE
 from memguard._frameworks.joint_pool import JointPool
-from memguard._types import Applied, Device, Enforcement, Moment, Shortage, Usage
-from memguard._units import round_up
 from memguard.errors import CapNotApplied
 
 UNIT = 512

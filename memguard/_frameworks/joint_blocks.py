@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from memguard._base.types import Device, Usage
+from memguard._base.units import format_size
 from memguard._devices import contexts
 from memguard._devices.pool_blocks import Held, PoolBlocks
 from memguard._frameworks.joint_base import MOST_TIMES, JointCapped
 from memguard._frameworks.joint_pool import JointPool
-from memguard._types import Device, Usage
-from memguard._units import format_size
 
 
 class JointBlocks(JointCapped):

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from memguard._base.types import Device, Usage
 from memguard._frameworks.base import Framework
 from memguard._frameworks.joint_pool import JointPool
-from memguard._types import Device, Usage
 
 
 class SharedCache:

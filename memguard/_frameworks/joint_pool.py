@@ -14,12 +14,12 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from memguard import _joint
+from memguard._base.logs import log as _log
+from memguard._base.types import Device, Usage
+from memguard._base.units import format_size, round_up
+from memguard._budget import joint
 from memguard._devices import contexts
 from memguard._frameworks.driver_pools import PIECE, returned_by_trim
-from memguard._logs import log as _log
-from memguard._types import Device, Usage
-from memguard._units import format_size, round_up
 from memguard.errors import CapNotApplied, DeviceError
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class JointPool:
     def remainder(self, uuid: str) -> int:
         """What is in use and nobody who counts has, in bytes."""
         found = self.figures(uuid)
-        return 0 if found is None else _joint.counted(found[1], self._counted(uuid))
+        return 0 if found is None else joint.counted(found[1], self._counted(uuid))
 
     def usage(self, device: Device, counted: int, remainder: bool) -> Usage | None:
         """What the pool has beyond the bytes `counted` of the frameworks: the cache of all. None if there is no pool.

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+from memguard._base.specs import SPECS
 from memguard._frameworks.import_hook import enter, found_by_others, leave
-from memguard._specs import SPECS
 
 said = False
 """Whether the program's stderr has the line already, or one like it."""

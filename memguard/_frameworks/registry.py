@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from memguard._base.specs import SPECS
 from memguard._devices.host import Host
 from memguard._frameworks.base import Framework
-from memguard._specs import SPECS
 
 if TYPE_CHECKING:
     from memguard._frameworks.joint_pool import JointPool

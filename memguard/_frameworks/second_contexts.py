@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from memguard._base.logs import log as _log
 from memguard._devices import contexts
 from memguard._frameworks.pycuda import contexts as pycuda_contexts
-from memguard._logs import log as _log
 from memguard.errors import DeviceError
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from memguard._base.types import Shortage
 from memguard._frameworks.base import with_size
-from memguard._types import Shortage
 
 TRIES = 2
 """So many times a request is tried again after room was made for it: another thread may be faster."""

@@ -3,8 +3,8 @@
 Overhead is charged when its cause is seen, never as what is left over. Causes are
 
 - what appears: the context, a framework, an NCCL communicator, a second context. Each is charged in the first reading
-  after it turned up, up to what `_policy` keeps for it; a communicator that is made eagerly takes most at its first
-  collective, and is charged then;
+  after it turned up, up to what `_budget.policy` keeps for it; a communicator that is made eagerly takes most at its
+  first collective, and is charged then;
 - the first use of a library, by each framework that uses it: charged once, in one reading or two, if the library was
   entered since the last look (`Host.entries`) and the growth is no larger than such first uses were measured;
 - kernels that are loaded at their first launch, if a module was loaded: `LAZY` for each live framework in all.
@@ -13,7 +13,7 @@ Where nothing tells what was entered, each library that is loaded may have been,
 the growth must be about as large as it was measured. Two first uses come at once only if a framework, a communicator or
 a library has just appeared, and none is charged for what grows again and again.
 
-All other growth is unaccounted, and so is all beyond what `_policy` knows of the live frameworks. What was charged for
+Other growth is unaccounted, as is all beyond what `_budget.policy` knows of the live frameworks. What was charged for
 a first use or for kernels and is given back is charged no more. While a framework does not report what it holds, growth
 may be its pool: such a charge is provisional, and taken back as far as the framework's own figures prove it wrong. The
 gaps in the driver's slabs are counted by address. A second context is often seen only after it was made: it is charged
@@ -27,10 +27,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from memguard._policy import modules, workspace
-from memguard._specs import CONTEXT, KERNELS, LAZY, LIBRARIES, SECOND_CONTEXT, SLACK, SPECS
-from memguard._types import Usage
-from memguard._units import GRANULE
+from memguard._base.specs import CONTEXT, KERNELS, LAZY, LIBRARIES, SECOND_CONTEXT, SLACK, SPECS
+from memguard._base.types import Usage
+from memguard._base.units import GRANULE
+from memguard._budget.policy import modules, workspace
 
 PAUSE = 2.0
 """Seconds without growth that end a streak of it."""

@@ -13,18 +13,9 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
-from memguard._devices import contexts
-from memguard._devices.host import Host
-from memguard._frameworks import driver_pages, registry, second_contexts
-from memguard._frameworks.base import Framework
-from memguard._joint import POOL, left_to
-from memguard._ledger.overhead import Overhead, gap_of, own_bytes
-from memguard._ledger.rows import Reading, device_ledger, reading_of
-from memguard._ledger.types import EXCHANGE, DeviceLedger, Lent
-from memguard._locks import Turn, interrupting
-from memguard._policy import modules
-from memguard._specs import KERNELS, SECOND_CONTEXT, setting
-from memguard._types import (
+from memguard._base.locks import Turn, interrupting
+from memguard._base.specs import KERNELS, SECOND_CONTEXT, setting
+from memguard._base.types import (
     Device,
     DevicePlan,
     DeviceSample,
@@ -34,7 +25,16 @@ from memguard._types import (
     device_sample_of,
     framework_sample_of,
 )
-from memguard._units import GRANULE, MIB, format_size
+from memguard._base.units import GRANULE, MIB, format_size
+from memguard._budget.joint import POOL, left_to
+from memguard._budget.policy import modules
+from memguard._devices import contexts
+from memguard._devices.host import Host
+from memguard._frameworks import driver_pages, registry, second_contexts
+from memguard._frameworks.base import Framework
+from memguard._ledger.overhead import Overhead, gap_of, own_bytes
+from memguard._ledger.rows import Reading, device_ledger, reading_of
+from memguard._ledger.types import EXCHANGE, DeviceLedger, Lent
 from memguard.errors import DeviceError, MemguardError
 
 if TYPE_CHECKING:

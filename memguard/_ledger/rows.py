@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from memguard._joint import POOL, shared_notes
+from memguard._base.specs import CONTEXT_MAKER, SECOND_CONTEXT
+from memguard._base.types import Device, DevicePlan, MemoryInfo, Usage
+from memguard._base.units import GRANULE, format_size
+from memguard._budget.joint import POOL, shared_notes
+from memguard._budget.policy import modules
 from memguard._ledger.overhead import Overhead
 from memguard._ledger.types import DeviceLedger, Lent, Row
-from memguard._policy import modules
-from memguard._specs import CONTEXT_MAKER, SECOND_CONTEXT
-from memguard._types import Device, DevicePlan, MemoryInfo, Usage
-from memguard._units import GRANULE, format_size
 
 _UNKNOWN = (None, None)
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from memguard._displays import html, table
+from memguard._base.displays import html, table
+from memguard._base.text import visible
+from memguard._base.units import MIB, format_size
 from memguard._ledger.types import DeviceLedger, Ledger, Row
-from memguard._text import visible
-from memguard._units import MIB, format_size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

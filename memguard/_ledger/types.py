@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from memguard._text import fitting, shown
-from memguard._types import Device
-from memguard._units import format_size
+from memguard._base.text import fitting, shown
+from memguard._base.types import Device
+from memguard._base.units import format_size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

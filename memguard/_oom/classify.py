@@ -16,7 +16,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
-from memguard._specs import SPECS, Memory
+from memguard._base.specs import SPECS, Memory
 
 
 @dataclass(frozen=True)

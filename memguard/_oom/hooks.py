@@ -23,13 +23,13 @@ from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from memguard._logs import log as _log
-from memguard._logs import text_of
-from memguard._specs import SPECS
-from memguard._types import Moment, Plan, Sample
+from memguard._base.logs import log as _log
+from memguard._base.logs import text_of
+from memguard._base.specs import SPECS
+from memguard._base.types import Moment, Plan, Sample
 
 if TYPE_CHECKING:  # what explains an error is loaded when there is one
-    from memguard._config import Budget
+    from memguard._budget import Budget
     from memguard._ledger.types import Ledger
     from memguard._oom.report import ErrorFacts, Report, Verdict
 

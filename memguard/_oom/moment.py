@@ -13,11 +13,11 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
+from memguard._base.specs import NEVER_GIVE_BACK, SPECS
+from memguard._base.types import Moment, Sample
+from memguard._base.units import MIB, format_size, parse_size
 from memguard._ledger.types import DeviceLedger, Row
 from memguard._oom.classify import ErrorFacts, Verdict
-from memguard._specs import NEVER_GIVE_BACK, SPECS
-from memguard._types import Moment, Sample
-from memguard._units import MIB, format_size, parse_size
 
 RECORD = "memguard_refusal"
 """The attribute of an exception that names the record of its refusal: process and number."""

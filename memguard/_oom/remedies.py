@@ -9,17 +9,17 @@ from functools import cached_property
 from math import ceil
 from typing import TYPE_CHECKING
 
-from memguard import _policy
-from memguard._joint import POOL
+from memguard._base.specs import CONTEXT_MAKER, NEVER_GIVE_BACK, SPECS
+from memguard._base.types import DevicePlan, Plan
+from memguard._base.units import GRANULE, MIB, format_size, round_down, round_up
+from memguard._budget import policy
+from memguard._budget.joint import POOL
 from memguard._ledger.types import DeviceLedger, Row
 from memguard._oom.classify import Verdict
-from memguard._specs import CONTEXT_MAKER, NEVER_GIVE_BACK, SPECS
-from memguard._types import DevicePlan, Plan
-from memguard._units import GRANULE, MIB, format_size, round_down, round_up
 from memguard.errors import MemguardError
 
 if TYPE_CHECKING:
-    from memguard._config import Budget
+    from memguard._budget import Budget
 
 SEGMENT = 20 * MIB
 """The most that an allocator takes beyond a small request: a segment of torch (measured)."""
@@ -315,7 +315,7 @@ def _higher_cap(case: Case) -> Iterator[Remedy]:
         if name not in NEVER_GIVE_BACK:
             held = {r.name: r.bytes or 0 for r in case.frameworks}
             # Not what is lent to elastic frameworks, nor what others hold above their caps.
-            now = wanted <= min(_policy.left_beside(p, name, held if p is part else {}) for p in plan.devices)
+            now = wanted <= min(policy.left_beside(p, name, held if p is part else {}) for p in plan.devices)
             later = f", or memguard.resize({name!r}, '{wanted // MIB}MiB')" if now else ""
         setting = _share(plan, part, wanted, spare, least) or f"limit to {least}{wanted // MIB}MiB"
         if case.budget is not None and case.budget.frameworks[name].min is not None:  # it gets its min, and no more
@@ -415,7 +415,7 @@ def _gives(case: Case, wanted: int, caps: Mapping[str, int], limit: int | None =
     if limit is not None:
         written["device"] = {**written.get("device", {}), "limit": limit}
     try:
-        changed = _policy.plan(type(budget).from_mapping(written), [one.device for one in plan.devices])
+        changed = policy.plan(type(budget).from_mapping(written), [one.device for one in plan.devices])
     except MemguardError:
         return None
     here = next(one for one in changed.devices if one.device.uuid == part.device.uuid)

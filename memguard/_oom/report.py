@@ -14,19 +14,19 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal
 
+from memguard._base.specs import NEVER_GIVE_BACK
+from memguard._base.text import shown, visible
+from memguard._base.types import Enforcement, Moment, Plan, Sample
+from memguard._base.units import MIB, format_size
 from memguard._ledger.types import DeviceLedger, Ledger
 from memguard._oom import moment as moments
 from memguard._oom.classify import ErrorFacts, Verdict, classify, family
 from memguard._oom.remedies import Case, Remedy, remedies
-from memguard._specs import NEVER_GIVE_BACK
-from memguard._text import shown, visible
-from memguard._types import Enforcement, Moment, Plan, Sample
-from memguard._units import MIB, format_size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from memguard._config import Budget
+    from memguard._budget import Budget
 
 __all__ = ["ErrorFacts", "Holder", "Reason", "Remedy", "Report", "Verdict", "classify", "diagnose"]
 

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from memguard._types import Event, FrameworkSample, Plan, Sample
-from memguard._units import MAX_SIZE, is_whole, short
+from memguard._base.types import Event, FrameworkSample, Plan, Sample
+from memguard._base.units import MAX_SIZE, is_whole, short
 
 VERSION = 1
 MAGIC = b'{"memguard_timeline":'

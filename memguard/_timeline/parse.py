@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, NoReturn
 
-from memguard._text import malformed, visible
+from memguard._base.text import malformed, visible
+from memguard._base.types import Device, DevicePlan, DeviceSample, Event, FrameworkSample, Plan, Pressure, Sample
+from memguard._base.units import MAX_SIZE, short
 from memguard._timeline.format import (
     MAGIC,
     MAX_LINE,
@@ -21,8 +23,6 @@ from memguard._timeline.format import (
     Header,
     Oom,
 )  # fmt: skip
-from memguard._types import Device, DevicePlan, DeviceSample, Event, FrameworkSample, Plan, Pressure, Sample
-from memguard._units import MAX_SIZE, short
 from memguard.errors import TimelineError
 
 Record = Sample | Event | Oom

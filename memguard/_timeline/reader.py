@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from memguard._displays import html, plan_html, plan_text
-from memguard._text import shown
+from memguard._base.displays import html, plan_html, plan_text
+from memguard._base.text import shown
+from memguard._base.types import Event, Plan, Sample
 from memguard._timeline.files import numbered, open_regular, written_as
 from memguard._timeline.format import MAGIC, MAX_LINE, Dropped, Header, Oom
 from memguard._timeline.parse import Parser, Record
-from memguard._types import Event, Plan, Sample
 from memguard.errors import TimelineError
 
 _CUT = "{}: the last line was cut short, and is left out"

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from memguard._units import GRANULE
+from memguard._base.units import GRANULE
 
 _MOMENT, _REPORT = 0.01, 1.0
 """Seconds by which the times of one request differ: the moment's, which is written, and the report's, made later."""

@@ -20,15 +20,15 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from memguard._base.specs import NEVER_GIVE_BACK, SPECS
+from memguard._base.types import DevicePlan, DeviceSample, Event, FrameworkSample, Plan, Sample
+from memguard._base.units import format_size, round_up
 from memguard._ledger.types import EXCHANGE
-from memguard._specs import NEVER_GIVE_BACK, SPECS
 from memguard._timeline import Oom
 from memguard._timeline.format import PEAK
 from memguard._timeline.refusals import Refusal
 from memguard._timeline.smallest import Smallest, with_headroom
 from memguard._timeline.unmet import Unmet
-from memguard._types import DevicePlan, DeviceSample, Event, FrameworkSample, Plan, Sample
-from memguard._units import format_size, round_up
 
 _WIDTH = 80
 
@@ -473,7 +473,7 @@ class _Run:
 
 
 def _smallest(rows: Sequence[TimelineFramework], gpus: Sequence[_Gpu]) -> Smallest | None:
-    from memguard._config import FRAMEWORKS
+    from memguard._budget import FRAMEWORKS
 
     needs: dict[str, int] = {}
     for row in rows:

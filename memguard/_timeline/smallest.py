@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from memguard._units import GRANULE, MIB, round_up
+from memguard._base.units import GRANULE, MIB, round_up
 
 
 def with_headroom(need: int, headroom: Fraction = Fraction(0)) -> int:

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from datetime import datetime
 
-from memguard._config import FRAMEWORKS
-from memguard._specs import NEVER_GIVE_BACK
+from memguard._base.specs import NEVER_GIVE_BACK
+from memguard._base.types import DevicePlan, DeviceSample, Event, FrameworkSample, Plan, Sample
+from memguard._base.units import GRANULE, is_whole
+from memguard._budget import FRAMEWORKS
 from memguard._timeline.format import Oom
 from memguard._timeline.refusals import Refusal, Reported, event_of, once
-from memguard._types import DevicePlan, DeviceSample, Event, FrameworkSample, Plan, Sample
-from memguard._units import GRANULE, is_whole
 
 REGIONS = frozenset({"jax"})
 """Frameworks whose pool grows by regions that it neither joins nor gives back: a request must fit into one of them."""

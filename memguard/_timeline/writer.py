@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from memguard._locks import Turn, awaiting
+from memguard._base.locks import Turn, awaiting
+from memguard._base.types import Event, Plan, Sample
+from memguard._base.units import KIB, MIB, format_size
 from memguard._timeline import files
 from memguard._timeline import format as records
 from memguard._timeline.format import MAX_LINE, MAX_SECONDS, Columns, Dropped, Header
-from memguard._types import Event, Plan, Sample
-from memguard._units import KIB, MIB, format_size
 from memguard.errors import TimelineError
 
 LIMIT = 64 * MIB

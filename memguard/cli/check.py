@@ -13,7 +13,7 @@ from memguard.cli.support import budget_file, complete
 if TYPE_CHECKING:
     from fractions import Fraction
 
-    from memguard._config import (
+    from memguard._budget import (
         Budget,
         DeviceBudget,
         DeviceOverride,
@@ -87,7 +87,7 @@ def _as_dict(name: str, error: ConfigError | None, warnings: Sequence[str]) -> d
 
 
 def _summary(budget: Budget) -> Iterator[tuple[str, str]]:
-    from memguard._config.values import text
+    from memguard._budget.values import text
 
     yield "device", _device(budget.device)
     for key, override in budget.devices.items():
@@ -97,9 +97,9 @@ def _summary(budget: Budget) -> Iterator[tuple[str, str]]:
         yield name, _framework(name, framework)
     yield "unallocated", _rest(budget)
     if budget.strategy == "pool":
-        from memguard import _joint
+        from memguard._budget import joint
 
-        yield "strategy", f"pool: {' and '.join(_joint.members(budget))} draw from one pool, of the sum of their parts"
+        yield "strategy", f"pool: {' and '.join(joint.members(budget))} draw from one pool, of the sum of their parts"
     if budget.on_busy == "raise":
         yield "on_busy", "raise: init fails if others hold so much of a GPU that the limit cannot be had"
     if budget.ranks is not None:
@@ -131,7 +131,7 @@ def _ranks(ranks: int | str) -> str:
 def _timeline_folder(timeline: str) -> Iterator[tuple[str, str]]:
     import os
 
-    from memguard._ranks import rank_of
+    from memguard._budget.ranks import rank_of
     from memguard._timeline.files import expand
 
     folder = os.path.dirname(expand(timeline, os.getpid(), rank_of(os.environ)))
@@ -142,7 +142,7 @@ def _timeline_folder(timeline: str) -> Iterator[tuple[str, str]]:
 
 
 def _monitor(monitor: MonitorConfig) -> str:
-    from memguard._config.values import duration_text, percent_text
+    from memguard._budget.values import duration_text, percent_text
 
     levels = f"warn from {percent_text(monitor.warn)}, critical from {percent_text(monitor.critical)}"
     forecast = f"forecast {duration_text(monitor.forecast)} ahead" if monitor.forecast else "no forecast"
@@ -156,7 +156,7 @@ def _metrics(metrics: MetricsConfig) -> str:
 
 
 def _suspend(suspend: SuspendConfig) -> str:
-    from memguard._config.values import duration_text
+    from memguard._budget.values import duration_text
 
     parts = ["when it asks for it"]
     if suspend.when_idle is not None:
@@ -171,7 +171,7 @@ def _suspend(suspend: SuspendConfig) -> str:
 def _device(device: DeviceBudget | DeviceOverride) -> str:
     from fractions import Fraction
 
-    from memguard._config.values import duration_text, text
+    from memguard._budget.values import duration_text, text
 
     parts = []
     if device.limit is not None:
@@ -188,8 +188,8 @@ def _device(device: DeviceBudget | DeviceOverride) -> str:
 
 
 def _framework(name: str, framework: FrameworkBudget) -> str:
-    from memguard._config.values import text
-    from memguard._specs import SPECS
+    from memguard._base.specs import SPECS
+    from memguard._budget.values import text
 
     options = {option.name: getattr(framework, option.name) for option in SPECS[name].options}
     unsaid = "1 where each rank has a GPU of its own"  # a count that a budget for ranks leaves to them
@@ -204,7 +204,7 @@ def _framework(name: str, framework: FrameworkBudget) -> str:
 def _part(part: Fraction | int) -> str:
     from fractions import Fraction
 
-    from memguard._config.values import text
+    from memguard._budget.values import text
 
     return f"{text(part)} of (limit − reserve)" if isinstance(part, Fraction) else f"{text(part)}"
 
@@ -212,7 +212,7 @@ def _part(part: Fraction | int) -> str:
 def _rest(budget: Budget) -> str:
     from fractions import Fraction
 
-    from memguard._config.values import text
+    from memguard._budget.values import text
 
     parts = [framework.guaranteed for framework in budget.frameworks.values()]
     share = 1 - sum((part for part in parts if isinstance(part, Fraction)), Fraction(0))
@@ -232,6 +232,6 @@ def _known(budget: Budget) -> bool:
 
 
 def _elastic(budget: Budget) -> bool:
-    from memguard._specs import NEVER_GIVE_BACK
+    from memguard._base.specs import NEVER_GIVE_BACK
 
     return any(part.min is not None and name not in NEVER_GIVE_BACK for name, part in budget.frameworks.items())

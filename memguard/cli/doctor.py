@@ -16,9 +16,9 @@ import click
 from memguard.cli.support import complete
 
 if TYPE_CHECKING:
-    from memguard._config import Budget
-    from memguard._doctor import DoctorReport
-    from memguard._doctor.facts import Facts
+    from memguard._budget import Budget
+    from memguard._tools.doctor import DoctorReport
+    from memguard._tools.doctor.facts import Facts
 
 _FINDINGS = 1
 _NOT_RUN = 2
@@ -118,9 +118,10 @@ def doctor(
     """
     import json
 
-    from memguard import _config, _findings
-    from memguard._doctor import explain, report_on
-    from memguard._doctor.facts import Facts
+    from memguard import _budget
+    from memguard._budget import findings
+    from memguard._tools.doctor import explain, report_on
+    from memguard._tools.doctor.facts import Facts
 
     if list_names or explained is not None:
         with _not_run(context):
@@ -128,8 +129,8 @@ def doctor(
                 text = explain.page(explained).rstrip()
                 plain = {"memguard_finding": 1, **_named(explained), "text": text}
             else:
-                text = "\n".join(_findings.NAMES)
-                plain = {"memguard_findings": 1, "findings": [_named(name) for name in _findings.NAMES]}
+                text = "\n".join(findings.NAMES)
+                plain = {"memguard_findings": 1, "findings": [_named(name) for name in findings.NAMES]}
         click.echo(json.dumps(plain, indent=2) if as_json else text)
         return
     if budget is not None and config_file is not None:
@@ -144,15 +145,15 @@ def doctor(
     if facts_file is not None and click.core.ParameterSource.COMMANDLINE in given:
         context.fail("--facts FILE reads nothing of this machine: it goes with --json, --dump-facts and --ignore only")
     for name in frameworks:
-        if name not in _config.FRAMEWORKS:
-            context.fail(f"no framework has the name {name!r}; there are {', '.join(_config.FRAMEWORKS)}")
+        if name not in _budget.FRAMEWORKS:
+            context.fail(f"no framework has the name {name!r}; there are {', '.join(_budget.FRAMEWORKS)}")
     with _not_run(context):
-        silent = _findings.known(ignore)
+        silent = findings.known(ignore)
         if facts_file is not None:
             report = report_on(Facts.from_json(_read(facts_file), facts_file), None, silent)
         else:
             path = budget if budget is not None else config_file
-            loaded = None if path is None else _config.load(path)
+            loaded = None if path is None else _budget.load(path)
             report = report_on(_gather(loaded, frameworks, timeout, script), loaded, silent)
     unread(report.facts)
     if dump_facts:
@@ -199,7 +200,7 @@ def show(report: DoctorReport, as_json: bool = False, *, brief: bool = False, er
     """Print the report, in colours on a terminal."""
     import json
 
-    from memguard._doctor import render
+    from memguard._tools.doctor import render
 
     if as_json:
         click.echo(json.dumps(report.as_dict(), indent=2))
@@ -226,7 +227,7 @@ def progress() -> Iterator[Callable[[str], None] | None]:
 
 
 def _gather(budget: Budget | None, frameworks: tuple[str, ...], timeout: float, script: str | None) -> Facts:
-    from memguard._doctor.collect import gather
+    from memguard._tools.doctor.collect import gather
     from memguard.cli.support.signals import unwinding
 
     if script is not None:
@@ -249,7 +250,7 @@ def _program(path: str) -> None:
 
 
 def _read(path: str) -> bytes:
-    from memguard._doctor import bounds
+    from memguard._tools.doctor import bounds
     from memguard.errors import FactsError
 
     if path == "-" and sys.stdin is None:

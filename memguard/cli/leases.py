@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from memguard._leases.listing import Gpu, Listing, Row
+    from memguard._node.leases.listing import Gpu, Listing, Row
 
 _HEAD = ("GPU", "PID", "COMMAND", "BUDGET", "LEASE", "USED", "STATE")
 
@@ -25,7 +25,7 @@ def leases(as_json: bool) -> None:
 
     Exit code 0: the list was printed, also without a driver; 1: the leases cannot be read.
     """
-    from memguard._leases.listing import read
+    from memguard._node.leases.listing import read
 
     found = read()
     if as_json:
@@ -48,9 +48,9 @@ def table(found: Listing, now: float) -> str:
 
 
 def _cells(row: Row, now: float) -> tuple[str, ...]:
-    from memguard._leases.said import when
-    from memguard._text import visible
-    from memguard._units import format_size
+    from memguard._base.text import visible
+    from memguard._base.units import format_size
+    from memguard._node.leases.said import when
 
     claim = row.claim
     if claim.state == "off":
@@ -66,7 +66,7 @@ def _cells(row: Row, now: float) -> tuple[str, ...]:
 
 
 def _sum(gpu: Gpu) -> str:
-    from memguard._units import format_size
+    from memguard._base.units import format_size
 
     leased = f"{format_size(gpu.leased)} of {format_size(gpu.total)} leased"
     return f"{gpu.part}: {leased}, {format_size(gpu.free)} free of leases"

@@ -9,8 +9,8 @@ import click
 from memguard.cli.support import complete, gpus
 
 if TYPE_CHECKING:
-    from memguard._config import Budget
-    from memguard._types import Plan
+    from memguard._base.types import Plan
+    from memguard._budget import Budget
 
 
 @click.command("plan")
@@ -25,13 +25,14 @@ def plan(budget: str | None, devices: tuple[str, ...], ranks: int | None, as_jso
     """
     import json
 
-    from memguard import _config, _policy
+    from memguard import _budget
+    from memguard._base.text import visible
+    from memguard._budget import policy
     from memguard._devices.host import Host
-    from memguard._text import visible
     from memguard.cli.support import budget_file, printing
     from memguard.errors import DeviceError
 
-    loaded = _config.load(budget if budget is not None else budget_file.nearest("memguard plan FILE"))
+    loaded = _budget.load(budget if budget is not None else budget_file.nearest("memguard plan FILE"))
     host: Host
     if devices:
         from memguard._devices.simulated import SimulatedHost
@@ -48,7 +49,7 @@ def plan(budget: str | None, devices: tuple[str, ...], ranks: int | None, as_jso
             advice = error.advice.with_alternatives("plan for another GPU with --device h200")
             raise DeviceError(advice) from None
     if ranks is None:
-        resolved = _policy.plan(loaded, found)
+        resolved = policy.plan(loaded, found)
         data, tables, notes = _as_dict(resolved), _tables(resolved, loaded), [*resolved.notes, *_of_ranks(loaded)]
     else:
         from memguard.cli.support import node
@@ -80,9 +81,9 @@ def _tables(resolved: Plan, budget: Budget) -> list[object]:
     from rich import box
     from rich.table import Table
 
-    from memguard import _joint
-    from memguard._specs import SPECS
-    from memguard._units import GRANULE, format_size
+    from memguard._base.specs import SPECS
+    from memguard._base.units import GRANULE, format_size
+    from memguard._budget import joint
 
     tables: list[object] = []
     for part in resolved.devices:
@@ -98,7 +99,7 @@ def _tables(resolved: Plan, budget: Budget) -> list[object]:
         table.add_column("how it holds")
         for name, cap in part.caps.items():
             growth = resolved.options.get(name, {}).get("growth")
-            how = _joint.how(part, name) if name in part.joined else SPECS[name].cap_is
+            how = joint.how(part, name) if name in part.joined else SPECS[name].cap_is
             if name in part.elastic:
                 least, most = part.elastic[name]
                 how = f"now; min {format_size(least)}, max {format_size(most)}: {how}"
@@ -117,11 +118,11 @@ def _tables(resolved: Plan, budget: Budget) -> list[object]:
 
 
 def _reserve(source: str, budget: Budget) -> str:
-    from memguard import _policy
+    from memguard._budget import policy
 
-    count = _policy.communicators(budget)
+    count = policy.communicators(budget)
     nccl = f", {count} NCCL communicator{'s' if count > 1 else ''}" if count else ""
-    second = ", a second context" if _policy.own_context(budget) else ""
+    second = ", a second context" if policy.own_context(budget) else ""
     return f"{source}: context and library workspaces{second}{nccl}"
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from memguard._suspend.processes import Listing, Row
+    from memguard._node.suspend.processes import Listing, Row
 
 _HEAD = ("PID", "USER", "GPU MEMORY", "BUSY", "BUDGET", "STATE", "COMMAND")
 
@@ -26,8 +26,8 @@ def ps(as_json: bool) -> None:
 
     Exit code 0: the list was printed; 3: no NVIDIA driver or GPU.
     """
-    from memguard._suspend import processes
-    from memguard._suspend.client import Client
+    from memguard._node.suspend import processes
+    from memguard._node.suspend.client import Client
 
     with Client() as client:
         found = processes.listing(processes.read(lambda: client))
@@ -51,8 +51,8 @@ def table(found: Listing, now: float) -> str:
 
 
 def _cells(row: Row, numbers: dict[str, int], now: float) -> tuple[str, ...]:
-    from memguard._text import visible
-    from memguard._units import format_size
+    from memguard._base.text import visible
+    from memguard._base.units import format_size
 
     sizes = ", ".join(f"{numbers.get(uuid, uuid)}: {format_size(size)}" for uuid, size in row.bytes.items())
     state = row.state

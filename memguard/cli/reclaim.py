@@ -28,7 +28,7 @@ def reclaim(timeline: str, dry_run: bool, as_json: bool) -> None:
     from collections import deque
     from datetime import datetime
 
-    from memguard._reclaim import figures
+    from memguard._guard import figures
     from memguard._timeline import load_timeline
     from memguard.cli.support import working
     from memguard.errors import TimelineError

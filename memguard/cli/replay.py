@@ -35,7 +35,8 @@ def replay(context: click.Context, files: tuple[str, ...], budget: str | None, a
     """
     from dataclasses import replace
 
-    from memguard import _config, _policy
+    from memguard import _budget
+    from memguard._budget import policy
     from memguard._timeline import load_timeline
     from memguard._timeline.replay import replay_timeline, unmet_under
     from memguard.cli.support import recordings, working
@@ -45,10 +46,10 @@ def replay(context: click.Context, files: tuple[str, ...], budget: str | None, a
     timeline = given.recording
     if given.wrong is not None:
         raise TimelineError(f"{timeline}: it is a trace, not a timeline", fix=given.wrong)
-    declared = None if given.budget is None else _config.load(given.budget)
+    declared = None if given.budget is None else _budget.load(given.budget)
     recorded = load_timeline(timeline)
     devices = [part.device for part in recorded.plan.devices]
-    plan = recorded.plan if declared is None else _policy.plan(declared, devices)
+    plan = recorded.plan if declared is None else policy.plan(declared, devices)
     with working.on(f"replays {timeline}") as work:
         outcome = replay_timeline(
             work.counted(recorded.records()),

@@ -40,11 +40,11 @@ def report(
 
     Exit code 0: all was written; 1: a file could not be written; 2: a timeline is invalid.
     """
-    from memguard._report import perfetto as traces
-    from memguard._report import texts
-    from memguard._report.collect import collect
-    from memguard._report.page import page
     from memguard._timeline import load_timeline
+    from memguard._tools.report import perfetto as traces
+    from memguard._tools.report import texts
+    from memguard._tools.report.collect import collect
+    from memguard._tools.report.page import page
     from memguard.cli.support import output as outputs
     from memguard.cli.support import working
 

@@ -22,9 +22,9 @@ def resume(context: click.Context, pid: int, tree: bool, wait: str | None, as_js
 
     Exit code 0: it runs; 1: no, and why; 2: the driver or the process does not say; 130: Ctrl-C.
     """
-    from memguard._suspend import outside, processes
-    from memguard._suspend.client import Client
-    from memguard._units import parse_duration
+    from memguard._base.units import parse_duration
+    from memguard._node.suspend import outside, processes
+    from memguard._node.suspend.client import Client
     from memguard.cli.support import waiting
 
     try:

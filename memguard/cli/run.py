@@ -1,7 +1,7 @@
 """`memguard run`: start a program under a budget without changing it.
 
 The command replaces this process (`exec`), so its exit code and signals are its own. Its environment makes the first
-Python activate the budget: see `memguard/_activation`.
+Python activate the budget: see `memguard/_runtime/activation`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from memguard.cli.support import gpus as gpu_option
 from memguard.errors import MemguardError
 
 if TYPE_CHECKING:
-    from memguard._config import Budget
+    from memguard._budget import Budget
 
-_ACTIVATE = Path(__file__).resolve().parents[1] / "_activation"
+_ACTIVATE = Path(__file__).resolve().parents[1] / "_runtime" / "activation"
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127  # as in shells
 _TIMEOUT = 60.0
 """Seconds for each framework under `--doctor`."""
@@ -80,7 +80,8 @@ def run(
     multiprocessing, do not: call memguard.init there. --when-idle is for all of them that are notebooks. --record is
     for all of them that import a framework, and takes no budget.
     """
-    from memguard import _config, _workers
+    from memguard import _budget
+    from memguard._runtime import workers
     from memguard.cli.support import budget_file, ignored_environment
     from memguard.cli.support import mps as service
 
@@ -91,8 +92,8 @@ def run(
     environ = _with_idle(os.environ, when_idle)
     if record is not None and (budget is not None or gpus or examine or mps):
         raise click.UsageError("--record is without a budget: leave -c, --simulate, --mps and --doctor out")
-    if not gpus and _workers.disabled(os.environ):
-        click.echo(f"memguard: {_workers.DISABLE} is set: {command[0]} runs without a budget", err=True)
+    if not gpus and workers.disabled(os.environ):
+        click.echo(f"memguard: {workers.DISABLE} is set: {command[0]} runs without a budget", err=True)
         _exec(command, os.environ)
     if record is not None:
         from memguard.cli.support import recording
@@ -105,7 +106,7 @@ def run(
         _exec(command, environ)
     # The program may change its directory before Python starts.
     path = Path(budget).absolute() if budget is not None else budget_file.nearest("memguard run -c FILE -- COMMAND")
-    loaded = _config.load(path)
+    loaded = _budget.load(path)
     ignored_environment.check(command, service.READ if mps else ())
     if examine:
         _examine(loaded, command)
@@ -123,8 +124,8 @@ def run(
 
 def _examine(budget: Budget, command: Sequence[str]) -> None:
     """Exit if the frameworks that the budget names do not work in the Python of the command."""
-    from memguard._doctor import report_on
-    from memguard._doctor.collect import gather
+    from memguard._tools.doctor import report_on
+    from memguard._tools.doctor.collect import gather
     from memguard.cli import doctor
     from memguard.cli.support import program, signals
 
@@ -178,7 +179,7 @@ def _with_idle(environ: Mapping[str, str], when_idle: str | None) -> Mapping[str
     """`environ` with what tells notebooks when to leave their GPUs."""
     if when_idle is None:
         return environ
-    from memguard._config.values import IDLE, duration, duration_text
+    from memguard._budget.values import IDLE, duration, duration_text
 
     try:
         seconds = duration(when_idle, *IDLE)

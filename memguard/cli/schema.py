@@ -10,6 +10,6 @@ def schema() -> None:
     """Print the JSON Schema (2020-12) of the budget file, for editors."""
     import json
 
-    from memguard._config import json_schema
+    from memguard._budget import json_schema
 
     click.echo(json.dumps(json_schema(), indent=2, ensure_ascii=False))

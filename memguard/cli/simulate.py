@@ -43,10 +43,11 @@ def simulate(
     """
     from dataclasses import replace
 
-    from memguard import _config, _policy
+    from memguard import _budget
+    from memguard._budget import policy
     from memguard._devices.simulated import SimulatedHost
-    from memguard._simulation import replay as simulation
-    from memguard._simulation import trace as traces
+    from memguard._tools.simulate import replay as simulation
+    from memguard._tools.simulate import trace as traces
     from memguard.cli.support import recordings, working
     from memguard.errors import PlanError, TraceError
 
@@ -56,12 +57,12 @@ def simulate(
     if given.budget is None and not without_budget:
         raise click.UsageError("give BUDGET and TRACE, or only TRACE with --without-budget")
     plan = None
-    declared = None if without_budget or given.budget is None else _config.load(given.budget)
+    declared = None if without_budget or given.budget is None else _budget.load(given.budget)
     with working.on(f"reads {given.recording}"):
         recorded = traces.read(given.recording)
     host = SimulatedHost(devices) if devices else simulation.host_of(recorded.header)
     if declared is not None:
-        plan = _policy.plan(declared, host.devices())
+        plan = policy.plan(declared, host.devices())
         if any(part.joined for part in plan.devices):
             fix = "write 'strategy: caps' for the simulation"
             raise PlanError([declared.problem(("strategy",), "simulated GPUs have no driver pool to share", fix)])

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from fractions import Fraction
 
-    from memguard._types import Device
+    from memguard._base.types import Device
 
 
 @click.command("suggest")
@@ -72,7 +72,7 @@ def suggest(
         _write(content, output, force)
         return
 
-    from memguard._suggest import decide, recorded, text
+    from memguard._tools.suggest import decide, recorded, text
     from memguard.cli.support import working
     from memguard.errors import MemguardError
 
@@ -94,8 +94,8 @@ def suggest(
 def _first(devices: Sequence[Device] | None) -> str:
     import sys
 
-    from memguard._suggest import installed
-    from memguard._suggest.first import first
+    from memguard._tools.suggest import installed
+    from memguard._tools.suggest.first import first
     from memguard.errors import DeviceError, MemguardError
 
     named = devices is not None
@@ -129,7 +129,7 @@ def _headroom(written: str) -> Fraction:
     import re
     from fractions import Fraction
 
-    from memguard._units import parse_percent, short
+    from memguard._base.units import parse_percent, short
 
     match = re.fullmatch(r"\s*([+-]?\d{1,9}(?:\.\d{1,20})?)\s*(%?)\s*", written, re.ASCII)
     try:

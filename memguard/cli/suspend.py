@@ -26,8 +26,8 @@ def suspend(context: click.Context, pid: int, tree: bool, unsafe: bool, yes: boo
 
     Exit code 0: it is suspended; 1: no, and why: it runs on; 2: the driver or the process does not say; 130: Ctrl-C.
     """
-    from memguard._suspend import outside, processes
-    from memguard._suspend.client import Client
+    from memguard._node.suspend import outside, processes
+    from memguard._node.suspend.client import Client
     from memguard.cli.support import waiting
 
     process, stop = outside.found(pid), outside.Stop()
@@ -63,7 +63,7 @@ def suspend(context: click.Context, pid: int, tree: bool, unsafe: bool, yes: boo
 
 
 def _warn() -> None:
-    from memguard._suspend import outside
+    from memguard._node.suspend import outside
 
     click.echo(
         "--unsafe: the process does not know that it is suspended. What memguard can neither see nor prevent from here "
@@ -80,7 +80,7 @@ def _asks() -> bool:
 
 
 def _confirmed(pid: int, tree: bool) -> bool:
-    from memguard._processes import who
+    from memguard._devices.processes import who
 
     below = " and all that it has started" if tree else ""
     return click.confirm(f"Suspend {who.name(pid)}{below} all the same?", err=True)

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from memguard._advice import Advice
+from memguard._base.advice import Advice
 from memguard.cli.support import complete
 from memguard.errors import MemguardError
 
 if TYPE_CHECKING:
-    from memguard._top.sources import Source
+    from memguard._tools.top.sources import Source
 
 
 @click.command("top")
@@ -47,10 +47,10 @@ def top(timelines: tuple[str, ...], once: bool, as_json: bool, interval: str) ->
 def _source(timelines: tuple[str, ...], live: bool) -> Source:
     """Raises DeviceError if there is nothing to show."""
     if timelines:
-        from memguard._top.sources import Timelines
+        from memguard._tools.top.sources import Timelines
 
         return Timelines(timelines)
-    from memguard._top.machine import Machine
+    from memguard._tools.top.machine import Machine
 
     machine = Machine(live)
     try:
@@ -62,7 +62,7 @@ def _source(timelines: tuple[str, ...], live: bool) -> Source:
 
 
 def _seconds(text: str) -> float:
-    from memguard._units import parse_duration
+    from memguard._base.units import parse_duration
 
     try:
         seconds = parse_duration(text)
@@ -74,9 +74,9 @@ def _seconds(text: str) -> float:
 
 
 def _print(source: Source, as_json: bool) -> None:
-    from memguard._text import fitting
-    from memguard._top import view
-    from memguard._top.bars import BLOCKS
+    from memguard._base.text import fitting
+    from memguard._tools.top import view
+    from memguard._tools.top.bars import BLOCKS
     from memguard.errors import TimelineError
 
     found = source.read()
@@ -98,7 +98,7 @@ def _show(source: Source, seconds: float) -> None:
             "this is no terminal with a screen (TERM, or a redirected standard output)\n    fix: memguard top --once"
         )
     try:
-        from memguard._top import app
+        from memguard._tools.top import app
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "textual":
             raise

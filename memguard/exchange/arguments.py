@@ -7,8 +7,8 @@ import shlex
 import sys
 from typing import Any
 
+from memguard._base.specs import SPECS
 from memguard._devices import streams
-from memguard._specs import SPECS
 from memguard.exchange.adapters.base import Arrays
 
 _MOST = 1 << 16

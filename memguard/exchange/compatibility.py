@@ -11,7 +11,7 @@ import functools
 from dataclasses import dataclass
 from enum import Enum
 
-from memguard._specs import SPECS
+from memguard._base.specs import SPECS
 from memguard.exchange.view import ITEM_SIZES, View, compact
 
 MOST_DIMENSIONS = 64
@@ -30,7 +30,7 @@ class Layout(Enum):
 class Traits:
     """What a framework's arrays can be.
 
-    title         its name in sentences: of the six, the one in `_specs`
+    title         its name in sentences: of the six, the one in `_base.specs`
     alignment, host_alignment  its addresses must be multiples of this many bytes, on a GPU and on the host. On a GPU
                   they must also be multiples of the element size: a kernel that reads any other address ends the
                   context for the whole process

@@ -17,9 +17,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+from memguard._base.logs import log as _log
 from memguard._devices import streams, suspension
 from memguard._devices.streams import LEGACY, PER_THREAD, Mark
-from memguard._logs import log as _log
 from memguard.errors import DeviceError, Suspended
 from memguard.exchange.view import View
 

@@ -14,8 +14,8 @@ import sys
 import threading
 from typing import Any
 
+from memguard._base.logs import log as _log
 from memguard._devices import suspension
-from memguard._logs import log as _log
 from memguard.errors import DeviceError
 from memguard.exchange.arguments import is_ordinal
 

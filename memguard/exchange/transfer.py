@@ -7,9 +7,9 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from memguard._base.logs import log as _log
+from memguard._base.units import format_size
 from memguard._devices import copies, streams, suspension
-from memguard._logs import log as _log
-from memguard._units import format_size
 from memguard.errors import CannotShare
 from memguard.exchange import arguments, compatibility, lifetimes
 from memguard.exchange.adapters import registry
@@ -19,7 +19,7 @@ from memguard.exchange.lifetimes import Offer
 from memguard.exchange.view import View
 
 if TYPE_CHECKING:
-    from memguard._specs import ArraysName
+    from memguard._base.specs import ArraysName
 
 _COMPACTORS = ("torch", "cupy")
 """Frameworks that take any strides, so they can make a compact copy for one that cannot."""

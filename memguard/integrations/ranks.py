@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from memguard import _api, _config
+from memguard import _budget, api
+from memguard._base.logs import text_of
+from memguard._base.text import shown
+from memguard._base.types import Sample
 from memguard._devices import suspension
-from memguard._guard import Guard
-from memguard._logs import text_of
-from memguard._monitor import pressure
-from memguard._text import shown
-from memguard._types import Sample
+from memguard._guard.guard import Guard
+from memguard._runtime import pressure
 from memguard.errors import NotActive
 from memguard.integrations import tables
 
@@ -88,7 +88,7 @@ def own(rank: int) -> dict[str, Any]:
     """This rank's ledger as plain data. It raises nothing: the other ranks wait for what it says."""
     said: dict[str, Any] = {**_NOTHING, "rank": rank, "host": socket.gethostname(), "pid": os.getpid()}
     try:
-        guard = _api.current()
+        guard = api.current()
         if not guard.active:  # switched off, or no GPU, as asked for
             return tables.summary(None, {}, said)
         said |= {"active": True, "simulated": guard.host.simulated, "suspended": suspension.now is not None}
@@ -107,7 +107,7 @@ def _level(guard: Guard, sample: Sample) -> Any:
     """The worst of it now, by the levels of the budget, or else the usual ones."""
     budget, parts = guard.budget, guard.plan.devices
     settings = pressure.Settings.of(
-        budget.monitor or _config.MonitorConfig(), (), [part.device for part in parts], parts
+        budget.monitor or _budget.MonitorConfig(), (), [part.device for part in parts], parts
     )
     state, _ = pressure.decide(settings, sample, pressure.START)
     return tables.worst(state.level(one.uuid, name) for one in sample.devices for name in (None, *one.frameworks))

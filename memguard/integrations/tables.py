@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from memguard._text import shown
-from memguard._types import Device, Pressure, Sample
-from memguard._units import format_size
+from memguard._base.text import shown
+from memguard._base.types import Device, Pressure, Sample
+from memguard._base.units import format_size
 
 COLUMNS = ("GPU", "what", "held", "in use", "cap")
 """Those of `rows`, behind the columns that say which process it is."""

@@ -59,7 +59,7 @@ def test_few_values_all_count_as_the_worst() -> None:
 
 
 def test_a_result_comes_back_as_it_was_written(tmp_path: Path) -> None:
-    ran = ["memguard._api", "bench.measures.leak"]
+    ran = ["memguard.api", "bench.measures.leak"]
     whole = RESULT | {"measures": {"leak": RESULT["measures"]["leak"] | {"ran": ran}}}
     results.save(whole, tmp_path / "v0.1.0-h200.json")
     found = results.load(tmp_path / "v0.1.0-h200.json")

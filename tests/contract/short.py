@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from memguard._types import Moment, Shortage
-from memguard._units import MIB
+from memguard._base.types import Moment, Shortage
+from memguard._base.units import MIB
 
 PAGE = 2 * MIB
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from memguard._base.units import GIB, MIB
 from memguard._frameworks import driver_pages
 from memguard._frameworks.driver_pages import DriverPages, Slabs
-from memguard._units import GIB, MIB
 
 pytestmark = pytest.mark.long  # no version of what is installed changes it: all of it is our own code
 

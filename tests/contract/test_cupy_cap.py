@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from test_cupy_model import Model, Setting, model
 
+from memguard._base.types import Shortage, Usage
+from memguard._base.units import MIB
 from memguard._frameworks.cupy import adapter, blocks
 from memguard._frameworks.driver_pages import TINY, slabs, whole_share
-from memguard._types import Shortage, Usage
-from memguard._units import MIB
 
 pytestmark = pytest.mark.one_case  # no version of what is installed changes it: all of it is our own code
 

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from test_cupy_model import Setting, model
 
-from memguard import _config
+from memguard import _budget
+from memguard._base.types import Enforcement, Shortage, State
+from memguard._base.units import MIB
+from memguard._budget.joint import POOL
 from memguard._devices import pools
 from memguard._frameworks.cupy.joint import JointCuPy
 from memguard._frameworks.joint_pool import JointPool
-from memguard._guard import Guard
-from memguard._joint import POOL
-from memguard._types import Enforcement, Shortage, State
-from memguard._units import MIB
+from memguard._guard.guard import Guard
 from memguard.errors import CapNotApplied, ConflictingSetting, DeviceError
 
 __all__ = ["model"]
@@ -275,7 +275,7 @@ def test_under_the_guard_the_rows_add_up_and_shutdown_takes_all_back(
     monkeypatch.setattr(
         setting.host, "processes", lambda device: {setting.host.pid: context + joint.gpu.pool_held}, raising=True
     )
-    guard = Guard(_config.from_mapping(text), setting.host)
+    guard = Guard(_budget.from_mapping(text), setting.host)
     guard.start()
     cupy = importlib.import_module("cupy")
     before = guard.ledger().devices[0]

@@ -17,16 +17,17 @@ from typing import Any
 
 import pytest
 
-from memguard import _config
+from memguard import _budget
+from memguard._base.types import Applied, Device, Enforcement, State, Usage
+from memguard._base.units import GIB, MIB
 from memguard._devices.simulated import SimulatedHost
-from memguard._frameworks import driver_pages, rmm
+from memguard._frameworks import driver_pages
 from memguard._frameworks.cupy.adapter import CuPy
 from memguard._frameworks.driver_pages import TINY
 from memguard._frameworks.import_hook import ImportHook
 from memguard._frameworks.replacements import Replacements
-from memguard._guard import Guard
-from memguard._types import Applied, Device, Enforcement, State, Usage
-from memguard._units import GIB, MIB
+from memguard._frameworks.rmm import resource
+from memguard._guard.guard import Guard
 from memguard.errors import CapNotApplied, ConflictingSetting
 
 pytestmark = pytest.mark.long  # no version of what is installed changes it: all of it is our own code
@@ -122,7 +123,7 @@ def model(monkeypatch: pytest.MonkeyPatch, gpus: int) -> Iterator[Model]:
     forget()
     monkeypatch.syspath_prepend(HERE / "fake_cupy")
     monkeypatch.delenv(LIMIT, raising=False)
-    monkeypatch.setattr(rmm, "_limits", {})
+    monkeypatch.setattr(resource, "_limits", {})
     card = importlib.import_module("fake_card")
     del card.gpus[gpus:]
     card.stand_in(monkeypatch)
@@ -1083,7 +1084,7 @@ def test_the_error_is_cupys_own_and_names_the_limit(model: Model) -> None:
 
 def test_under_the_guard_from_init_to_shutdown(model: Model) -> None:
     setting = model("h200")
-    budget = _config.from_mapping({"version": 1, "frameworks": {"cupy": {"limit": "64MiB"}}})
+    budget = _budget.from_mapping({"version": 1, "frameworks": {"cupy": {"limit": "64MiB"}}})
     guard = Guard(budget, setting.host)
     guard.start()
     before = guard.ledger().devices[0].row("cupy")

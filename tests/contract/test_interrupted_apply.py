@@ -15,7 +15,7 @@ import test_numba_model
 import test_pycuda_model
 import test_rmm_model
 
-from memguard._frameworks import rmm
+from memguard._frameworks.rmm import resource
 
 _spec = importlib.util.spec_from_file_location("interruptions", Path(__file__).parents[1] / "unit" / "interruptions.py")
 assert _spec is not None and _spec.loader is not None
@@ -51,7 +51,7 @@ def cupy_state() -> object:
 def rmm_state() -> tuple[object, ...]:
     cupy, mr = sys.modules["cupy"], importlib.import_module("rmm").mr
     resources = [mr.get_per_device_resource(ordinal) for ordinal in (0, 1)]
-    return resources, dict(rmm._limits), cupy.cuda.get_allocator(), cupy.cuda.set_allocator
+    return resources, dict(resource._limits), cupy.cuda.get_allocator(), cupy.cuda.set_allocator
 
 
 def attempts(make: Callable[[], Any], state: Callable[[], object], caps: int) -> int:

@@ -8,13 +8,13 @@ import pytest
 from test_cupy_joint import FakePool, Joint
 from test_cupy_model import model
 
-from memguard import _config
+from memguard import _budget
+from memguard._base.types import MemoryInfo
+from memguard._base.units import MIB
+from memguard._budget.joint import POOL
 from memguard._devices import pools
-from memguard._guard import Guard
-from memguard._joint import POOL
-from memguard._reclaim.figures import FrameworkReclaimable
-from memguard._types import MemoryInfo
-from memguard._units import MIB
+from memguard._guard.figures import FrameworkReclaimable
+from memguard._guard.guard import Guard
 from memguard.errors import BudgetExceeded
 
 __all__ = ["model"]
@@ -42,7 +42,7 @@ class Scene:
 
         monkeypatch.setattr(host, "memory", memory)
         monkeypatch.setattr(host, "processes", lambda device: {host.pid: joint.gpu.pool_held})
-        self.guard = Guard(_config.from_mapping(text), host)
+        self.guard = Guard(_budget.from_mapping(text), host)
 
     @property
     def held(self) -> int:

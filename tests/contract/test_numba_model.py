@@ -18,14 +18,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from memguard._base.types import Applied, Device, Enforcement, State, Usage
+from memguard._base.units import GIB, MIB
 from memguard._devices import contexts, streams
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks import driver_pages
 from memguard._frameworks.import_hook import ImportHook
 from memguard._frameworks.numba import watch
 from memguard._frameworks.numba.adapter import Numba
-from memguard._types import Applied, Device, Enforcement, State, Usage
-from memguard._units import GIB, MIB
 from memguard.errors import CapNotApplied, ConflictingSetting
 
 pytestmark = pytest.mark.one_case  # no version of what is installed changes it: all of it is our own code
@@ -490,7 +490,7 @@ class Resource:
 @pytest.fixture
 def rmm(monkeypatch: pytest.MonkeyPatch) -> Any:
     """RMM with a resource for each of two GPUs."""
-    from memguard._frameworks import rmm
+    from memguard._frameworks.rmm import resource as rmm
 
     class CudaMemoryResource(Resource):
         pass

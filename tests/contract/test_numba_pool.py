@@ -17,11 +17,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from test_numba_model import Model, Setting, forget, model
 
+from memguard._base.units import MIB
 from memguard._devices import contexts, streams
 from memguard._frameworks.numba import watch
 from memguard._frameworks.numba.adapter import Numba
 from memguard._frameworks.numba.pool import Block, Pool
-from memguard._units import MIB
 from memguard.errors import DeviceError
 
 pytestmark = pytest.mark.one_case  # no version of what is installed changes it: all of it is our own code

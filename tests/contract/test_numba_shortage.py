@@ -17,10 +17,10 @@ from test_interrupted_apply import interruptions
 from test_numba_model import Model, Setting, model
 from test_numba_pool import flush, manager
 
+from memguard._base.types import Shortage
+from memguard._base.units import GIB, MIB, round_up
 from memguard._devices import contexts
 from memguard._frameworks.shortages import TRIES
-from memguard._types import Shortage
-from memguard._units import GIB, MIB, round_up
 
 __all__ = ["model"]  # a fixture
 

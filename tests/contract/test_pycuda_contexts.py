@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 
 from memguard import exchange
+from memguard._base.types import Applied, Usage
+from memguard._base.units import MIB
 from memguard._devices import contexts
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks import driver_pages, second_contexts
 from memguard._frameworks.pycuda import adapter as pycuda_file
 from memguard._frameworks.pycuda.adapter import PyCUDA
-from memguard._types import Applied, Usage
-from memguard._units import MIB
 from memguard.errors import DeviceError
 
 HERE = Path(__file__).parent
@@ -452,11 +452,11 @@ def test_the_model_ends_the_process_where_a_context_is_left() -> None:
 
 OPEN = "import memguard\nmemguard.exchange.pycuda_context().__enter__()\n"
 BUDGET = """
-from memguard import _api
+from memguard import api
 from memguard._devices.simulated import SimulatedHost
 class Host(SimulatedHost):
     simulated = False
-_api._host = lambda simulate: Host(["h200"])
+api._host = lambda simulate: Host(["h200"])
 memguard.init({"version": 1, "frameworks": {"pycuda": {"limit": "64MiB"}}})
 """
 

@@ -11,7 +11,7 @@ import pytest
 from test_interrupted_apply import interruptions
 from test_pycuda_model import Model, Setting, model  # noqa: F401 (a fixture)
 
-from memguard._units import MIB
+from memguard._base.units import MIB
 
 CAP = 40 * MIB
 

@@ -19,14 +19,14 @@ from typing import Any
 
 import pytest
 
+from memguard._base.types import Applied, Device, Enforcement, State, Usage
+from memguard._base.units import GIB, KIB, MIB
 from memguard._devices import contexts
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks import driver_pages
 from memguard._frameworks.import_hook import ImportHook
 from memguard._frameworks.pycuda import pool as pools
 from memguard._frameworks.pycuda.adapter import PyCUDA
-from memguard._types import Applied, Device, Enforcement, State, Usage
-from memguard._units import GIB, KIB, MIB
 from memguard.errors import CapNotApplied
 
 pytestmark = pytest.mark.long  # no version of what is installed changes it: all of it is our own code
@@ -1071,15 +1071,15 @@ def test_a_whole_program_ends_cleanly() -> None:
     code = """
 import sys
 import memguard
-from memguard import _api
-from memguard._guard import Guard
-from memguard._config import from_mapping
+from memguard import api
+from memguard._guard.guard import Guard
+from memguard._budget import from_mapping
 from memguard._devices.simulated import SimulatedHost
 
 class Host(SimulatedHost):
     simulated = False
 
-_api._host = lambda simulate: Host(["h200"])
+api._host = lambda simulate: Host(["h200"])
 guard = memguard.init({"version": 1, "frameworks": {"pycuda": {"limit": "64MiB"}}})
 import pycuda.autoinit, pycuda.driver as drv, pycuda.gpuarray as arrays
 keep = arrays.empty(8 << 20)

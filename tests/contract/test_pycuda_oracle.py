@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from test_pycuda_model import Model, Setting, model  # noqa: F401 (a fixture)
 
-from memguard._units import KIB, MIB
+from memguard._base.units import KIB, MIB
 
 pytestmark = pytest.mark.long  # no version of what is installed changes it: all of it is our own code
 

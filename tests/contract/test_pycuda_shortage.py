@@ -19,10 +19,10 @@ from test_interrupted_apply import interruptions
 from test_pycuda_model import Model, Setting, model  # noqa: F401 (a fixture)
 from test_pycuda_oracle import Program
 
+from memguard._base.types import Shortage
+from memguard._base.units import GIB, MIB, round_up
 from memguard._frameworks.shortages import TRIES
 from memguard._frameworks.simulated import allocators
-from memguard._types import Shortage
-from memguard._units import GIB, MIB, round_up
 
 CAP = 40 * MIB
 STRIDE = int(os.environ.get("MEMGUARD_TEST_STRIDE", "61"))

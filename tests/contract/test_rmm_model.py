@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from memguard._base.types import Applied, Enforcement, State, Usage
+from memguard._base.undo import Undo
+from memguard._base.units import MIB
 from memguard._devices.simulated import SimulatedHost
-from memguard._frameworks import rmm
 from memguard._frameworks.cupy.adapter import CuPy
-from memguard._types import Applied, Enforcement, State, Usage
-from memguard._undo import Undo
-from memguard._units import MIB
+from memguard._frameworks.rmm import resource as rmm
 from memguard.errors import CapNotApplied
 
 HERE = Path(__file__).parent

@@ -16,9 +16,9 @@ from test_cupy_model import model as cupy_model
 from test_numba_model import Setting
 from test_numba_model import model as numba_model
 
+from memguard._base.units import MIB
 from memguard._devices import suspension
 from memguard._devices.suspension import Off
-from memguard._units import MIB
 
 __all__ = ["cupy_model", "joint", "numba_model"]
 

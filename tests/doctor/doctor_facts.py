@@ -7,9 +7,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from memguard._doctor.examine import examine
-from memguard._doctor.facts import Facts
-from memguard._doctor.finding import Finding
+from memguard._tools.doctor.examine import examine
+from memguard._tools.doctor.facts import Facts
+from memguard._tools.doctor.finding import Finding
 
 HERE = Path(__file__).parent / "facts"
 FILES = sorted(path.name for path in HERE.glob("*.json"))

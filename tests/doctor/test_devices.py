@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from doctor_facts import edited, findings, load
 
-from memguard._doctor.checks import devices, explanations, gpu_memory, probe_outcomes
-from memguard._doctor.checks.architectures import runs_on
-from memguard._doctor.checks.visible_devices import read
-from memguard._doctor.facts import Facts, Process, Stage
-from memguard._doctor.finding import Finding, Severity
-from memguard._findings import Name
-from memguard._units import GIB, MIB
+from memguard._base.units import GIB, MIB
+from memguard._budget.findings import Name
+from memguard._tools.doctor.checks import devices, explanations, gpu_memory, probe_outcomes
+from memguard._tools.doctor.checks.architectures import runs_on
+from memguard._tools.doctor.checks.visible_devices import read
+from memguard._tools.doctor.facts import Facts, Process, Stage
+from memguard._tools.doctor.finding import Finding, Severity
 
 A, B = "GPU-5e9d5907-fba4-86a2-0235-9eb4761e77be", "GPU-1c2f6a64-8d3b-4a9e-b7f0-6a41d9c0e5b2"
 

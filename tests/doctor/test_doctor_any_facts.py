@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from doctor_facts import FILES, plain
 
-from memguard._doctor import DoctorReport, render
-from memguard._doctor.examine import examine
-from memguard._doctor.facts import Facts
+from memguard._tools.doctor import DoctorReport, render
+from memguard._tools.doctor.examine import examine
+from memguard._tools.doctor.facts import Facts
 from memguard.errors import FactsError
 
 ODD: tuple[Any, ...] = (

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from doctor_facts import edited, load
 
-from memguard._doctor.checks import build
-from memguard._doctor.facts import Facts
+from memguard._tools.doctor.checks import build
+from memguard._tools.doctor.facts import Facts
 
 
 def _names(facts: Facts) -> list[tuple[str, str]]:

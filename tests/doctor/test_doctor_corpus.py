@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from doctor_facts import FILES, entry, findings, load
 
-from memguard._doctor.facts import Facts
-from memguard._findings import NAMES
+from memguard._budget.findings import NAMES
+from memguard._tools.doctor.facts import Facts
 
 ROOT = Path(__file__).parents[2]
 NOT_OURS = re.compile(r"/(home|Users|root|work|tmp)/|/opt/|\b[\w.+-]+@[\w-]+\.\w")

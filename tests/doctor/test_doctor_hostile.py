@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from doctor_facts import FILES, plain
 
-from memguard._doctor.examine import examine
-from memguard._doctor.facts import Facts
+from memguard._tools.doctor.examine import examine
+from memguard._tools.doctor.facts import Facts
 from memguard.errors import FactsError
 
 NAMES = ("1; touch x", "2|touch x", "3`touch x`", "4$(touch x)", "5'; touch x; '", "-6 touch x", "7\ntouch x")

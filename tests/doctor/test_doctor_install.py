@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from doctor_facts import edited, load
 
-from memguard._doctor.checks import build
-from memguard._doctor.checks.install import built_by_the_driver, libraries_for, maybe_conda, pytorch, with_cuda
-from memguard._doctor.facts import Facts
+from memguard._tools.doctor.checks import build
+from memguard._tools.doctor.checks.install import built_by_the_driver, libraries_for, maybe_conda, pytorch, with_cuda
+from memguard._tools.doctor.facts import Facts
 
 INDEX = "https://download.pytorch.org/whl/"
 PREFIX = "/conda/envs/train"

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from doctor_facts import edited
 
-from memguard._doctor.checks import cudnn, import_order, libraries
-from memguard._doctor.checks.cuda_libraries import cuda_libraries_not_opened, major, mapped, parse
-from memguard._doctor.checks.install import pip_packages
-from memguard._doctor.facts import Facts
+from memguard._tools.doctor.checks import cudnn, import_order, libraries
+from memguard._tools.doctor.checks.cuda_libraries import cuda_libraries_not_opened, major, mapped, parse
+from memguard._tools.doctor.checks.install import pip_packages
+from memguard._tools.doctor.facts import Facts
 
 WHEELS = "/venv/lib/python3.12/site-packages/nvidia"
 

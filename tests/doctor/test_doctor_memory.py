@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 from doctor_facts import edited, plain
 
+from memguard._base.specs import SPECS
+from memguard._base.units import GIB, MIB
 from memguard._devices.simulated import SimulatedHost
-from memguard._doctor.checks import memory
-from memguard._doctor.collect import this_process
-from memguard._doctor.facts import Facts, Process
-from memguard._doctor.finding import Finding, Severity
-from memguard._frameworks.jax import JAX
-from memguard._frameworks.tensorflow import TensorFlow
-from memguard._specs import SPECS
-from memguard._units import GIB, MIB
+from memguard._frameworks.jax.adapter import JAX
+from memguard._frameworks.tensorflow.adapter import TensorFlow
+from memguard._tools.doctor.checks import memory
+from memguard._tools.doctor.collect import this_process
+from memguard._tools.doctor.facts import Facts, Process
+from memguard._tools.doctor.finding import Finding, Severity
 from memguard.errors import ConflictingSetting
 
 UUID = "GPU-5e9d5907-fba4-86a2-0235-9eb4761e77be"

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from doctor_facts import edited, findings
 
-from memguard._doctor.checks import mps
-from memguard._doctor.finding import Finding
+from memguard._tools.doctor.checks import mps
+from memguard._tools.doctor.finding import Finding
 
 LIMIT = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
 H200 = "GPU-5e9d5907-fba4-86a2-0235-9eb4761e77be"

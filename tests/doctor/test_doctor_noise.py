@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from doctor_facts import edited
 
-from memguard._doctor.checks import noise
+from memguard._tools.doctor.checks import noise
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from doctor_facts import edited
 
-from memguard._doctor.checks import suspending
-from memguard._doctor.collect import gather
-from memguard._doctor.facts import Driver
-from memguard._doctor.finding import Finding, Severity
+from memguard._tools.doctor.checks import suspending
+from memguard._tools.doctor.collect import gather
+from memguard._tools.doctor.facts import Driver
+from memguard._tools.doctor.finding import Finding, Severity
 
 ASKED = {"source": "budget.yaml", "frameworks": ["torch"], "suspend": True}
 GPU = "GPU-5e9d5907-fba4-86a2-0235-9eb4761e77be"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from doctor_facts import FILES, edited, findings, load, plain
 
-from memguard._doctor.checks import driver, explanations, probe_outcomes, versions
-from memguard._doctor.facts import Cuda, Driver, Facts, FrameworkFacts, NvmlFacts, Probe, Stage, System
-from memguard._doctor.finding import Finding, Severity
-from memguard._findings import Name
+from memguard._budget.findings import Name
+from memguard._tools.doctor.checks import driver, explanations, probe_outcomes, versions
+from memguard._tools.doctor.facts import Cuda, Driver, Facts, FrameworkFacts, NvmlFacts, Probe, Stage, System
+from memguard._tools.doctor.finding import Finding, Severity
 
 NOTHING = "libcuda.so.1: cannot open shared object file: No such file or directory"
 BUSY = "device-files-denied.json"

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from doctor_facts import edited, findings, load
 
-from memguard._doctor.checks import driver, explanations
-from memguard._doctor.facts import Facts
-from memguard._doctor.finding import Finding, Severity
+from memguard._tools.doctor.checks import driver, explanations
+from memguard._tools.doctor.facts import Facts
+from memguard._tools.doctor.finding import Finding, Severity
 
 KINDS = ("docker", "podman", "kubernetes", "apptainer", "lxc")
 
@@ -122,7 +122,7 @@ REFUSED = (
 @pytest.mark.parametrize("name", REFUSED)
 def test_where_memguard_init_fails_a_budget_makes_it_an_error(name: str) -> None:
     """`memguard run --doctor` does not start what is known to fail."""
-    from memguard._doctor.examine import examine
+    from memguard._tools.doctor.examine import examine
 
     def errors(facts: Facts) -> int:
         return sum(finding.severity is Severity.ERROR for finding in examine(facts))

@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from memguard._leases.lease import Lease
-from memguard._leases.store import Store
-from memguard._leases.types import Part
+from memguard._node.leases.lease import Lease
+from memguard._node.leases.store import Store
+from memguard._node.leases.types import Part
 
 TOTAL = 1000
 GPUS = ("GPU-a", "GPU-b")

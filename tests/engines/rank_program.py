@@ -25,7 +25,7 @@ BUDGET = {
 
 def fill(gpu: int, most: int) -> tuple[int, str | None]:
     """What this rank gets of its GPU before its framework refuses, and the name of that error."""
-    framework: Any = memguard._api.current().frameworks["torch"]
+    framework: Any = memguard.api.current().frameworks["torch"]
     blocks: list[int] = []
     try:
         while len(blocks) * GIB < most:
@@ -36,7 +36,7 @@ def fill(gpu: int, most: int) -> tuple[int, str | None]:
     finally:
         for block in blocks:
             framework.free(block)
-        framework.trim(memguard._api.current().plan.devices[gpu].device)
+        framework.trim(memguard.api.current().plan.devices[gpu].device)
 
 
 def train() -> list[float]:
@@ -113,7 +113,7 @@ def more(rank: int) -> dict[str, Any]:
     if rank == 3:
         memguard.shutdown()
     elif rank == 2:
-        current: Any = memguard._api.current()
+        current: Any = memguard.api.current()
         current.sample = lambda: 1 / 0
     found["broken"], found["broken_text"] = (made := torchrun.ledgers()).as_dict(), str(made)
     if rank != 3:

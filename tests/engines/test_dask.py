@@ -17,8 +17,8 @@ import waiting
 from distributed import Client, LocalCluster, WorkerPlugin
 
 import memguard
-from memguard import _api
-from memguard._monitor import session
+from memguard import api
+from memguard._runtime import session
 from memguard.integrations import dask as integration
 from memguard.integrations.dask import Ledgers, MemguardPlugin, ledgers
 
@@ -35,8 +35,8 @@ monitor: {interval: 50ms}
 """
 USERS = """
 def dask_setup(worker):
-    from memguard import _api
-    worker.at_users_preload = dict(_api.current().plan.devices[0].caps)
+    from memguard import api
+    worker.at_users_preload = dict(api.current().plan.devices[0].caps)
 """
 QUICK = {
     "distributed.worker.memory.monitor-interval": "50ms",
@@ -51,14 +51,14 @@ class Users(WorkerPlugin):
     name = "users"
 
     def setup(self, worker: Any) -> None:
-        worker.at_users_plugin = _api._active is not None
+        worker.at_users_plugin = api._active is not None
 
 
 until = functools.partial(waiting.until, seconds=90.0, pause=0.02)
 
 
 def torch() -> Any:
-    return _api.current().frameworks["torch"]
+    return api.current().frameworks["torch"]
 
 
 def take(size: int) -> int:
@@ -314,7 +314,7 @@ def state(dask_worker: Any) -> dict[str, Any]:
         ],
         "monitor": [one.name for one in threading.enumerate() if "memguard" in one.name],
         "callbacks": len(session.callbacks) + len(session.watches),
-        "budget": _api._active is not None,
+        "budget": api._active is not None,
         "plugins": sorted(dask_worker.plugins),
     }
 
@@ -382,9 +382,9 @@ def test_workers_that_are_threads_share_one_budget_which_the_last_one_ends(budge
         client.retire_workers([first])
         until(lambda: len(client.scheduler_info()["workers"]) == 1)
         until(lambda: len(session.watches) == 1)  # the other has left
-        assert _api._active is not None and module.error_message is not untouched
+        assert api._active is not None and module.error_message is not untouched
         client.unregister_worker_plugin("memguard")
-        assert _api._active is None and module.error_message is untouched
+        assert api._active is None and module.error_message is untouched
 
 
 def test_a_worker_without_a_budget_says_so(budget: str, monkeypatch: pytest.MonkeyPatch) -> None:

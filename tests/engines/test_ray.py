@@ -32,8 +32,8 @@ import ray.cloudpickle
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import memguard
-from memguard import _api
-from memguard._activation._memguard_environment import MODULES
+from memguard import api
+from memguard._runtime.activation._memguard_environment import MODULES
 from memguard.integrations.ray import options, runtime_env
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -59,7 +59,7 @@ def job(): seen.append(("job", os.environ.get("CUDA_VISIBLE_DEVICES")))
 def own(): seen.append(("own", os.environ.get("CUDA_VISIBLE_DEVICES")))
 def broken(): raise ValueError("the hook is broken")
 """
-FRAMEWORK = "from memguard import _api\nactive = _api._active is not None\n"
+FRAMEWORK = "from memguard import api\nactive = api._active is not None\n"
 
 
 until = functools.partial(waiting.until, seconds=90.0, pause=0.1)
@@ -104,7 +104,7 @@ def actors(cluster: dict[str, str]) -> Iterator[Callable[..., Any]]:
 def about() -> dict[str, Any]:
     """What a worker knows, in a task."""
     context = ray.get_runtime_context()
-    guard = _api._active.guard if _api._active is not None else None
+    guard = api._active.guard if api._active is not None else None
     return {
         "pid": os.getpid(),
         "gpus": context.get_accelerator_ids()["GPU"],
@@ -132,7 +132,7 @@ class Holder:
         return self.at_start
 
     def take(self, size: int) -> int:
-        self.blocks.append(_api.current().frameworks["torch"].allocate(size))
+        self.blocks.append(api.current().frameworks["torch"].allocate(size))
         return os.getpid()
 
     def take_in_turns(self, size: int) -> Iterator[int]:
@@ -211,8 +211,8 @@ import ray
 from memguard.integrations.ray import runtime_env
 
 def limit():
-    from memguard import _api
-    return _api._active.guard.plan.devices[0].limit if _api._active is not None else None
+    from memguard import api
+    return api._active.guard.plan.devices[0].limit if api._active is not None else None
 
 budget, address = json.loads(sys.argv[1]), sys.argv[2]
 env = runtime_env(budget, simulate="h200", env_vars={"PYTHONPATH": os.environ["PYTHONPATH"]})
@@ -267,7 +267,7 @@ def test_the_caller_gets_the_report_of_every_kind_of_actor_and_task(
     sync, looping = actors(Holder, given), actors(Looping, given)
     threaded = actors(Holder, {**given, "max_concurrency": 2})
     dead = actors(Holder, given, 5 * GIB)
-    task = ray.remote(**given)(lambda size: _api.current().frameworks["torch"].allocate(size)).remote(5 * GIB)
+    task = ray.remote(**given)(lambda size: api.current().frameworks["torch"].allocate(size)).remote(5 * GIB)
     for actor in (sync, looping, threaded):
         error = failed(actor.take.remote(5 * GIB))
         assert isinstance(error, ray.exceptions.RayTaskError)
@@ -338,7 +338,7 @@ def test_what_cannot_be_applied_is_the_error_of_the_task_and_none_runs_without_i
     ):
         error = failed(reference)
         assert isinstance(error, kind) and text in str(error), error
-        assert "_blocks.py" not in str(error), "frames of memguard's own"
+        assert "_base/blocks.py" not in str(error), "frames of memguard's own"
 
 
 def test_ray_drops_the_public_field_of_a_task(cluster: dict[str, str]) -> None:
@@ -387,5 +387,5 @@ def test_the_ledger_is_in_rays_metrics_until_the_budget_ends(
 
 
 def test_nothing_of_ours_is_left_at_the_driver(cluster: dict[str, str]) -> None:
-    assert _api._active is None and not [one for one in threading.enumerate() if "memguard" in one.name]
+    assert api._active is None and not [one for one in threading.enumerate() if "memguard" in one.name]
     assert ray.exceptions.RayTaskError.__init__.__module__ == "ray.exceptions"

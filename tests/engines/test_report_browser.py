@@ -12,9 +12,9 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 
 from memguard import cli
-from memguard._report.model import MOST_POINTS
+from memguard._base.units import GIB, MIB
 from memguard._timeline import load_timeline
-from memguard._units import GIB, MIB
+from memguard._tools.report.model import MOST_POINTS
 
 
 def report(folder: Path, *timelines: Path) -> Path:

@@ -25,15 +25,15 @@ HOME = Path(memguard.__file__).parents[1]
 TMUX = shutil.which("tmux")
 WRITER = """
     import random, sys, time
-    from memguard import _config, _policy
+    from memguard import _budget; from memguard._budget import policy
     from memguard._devices.simulated import SimulatedHost
     from memguard._timeline import Writer
-    from memguard._types import DeviceSample, Event, FrameworkSample, Pressure, Sample
+    from memguard._base.types import DeviceSample, Event, FrameworkSample, Pressure, Sample
 
-    names = _config.FRAMEWORKS
+    names = _budget.FRAMEWORKS
     budget = {"version": 1, "device": {"limit": "40GiB", "reserve": "2GiB"},
               "frameworks": {name: {"share": "16%"} for name in names}}
-    plan = _policy.plan(_config.from_mapping(budget), SimulatedHost(["h200"]).devices())
+    plan = policy.plan(_budget.from_mapping(budget), SimulatedHost(["h200"]).devices())
     part, rng = plan.devices[0], random.Random(1)
     with Writer(sys.argv[1], plan) as writer:
         for number in range(10_000):

@@ -354,7 +354,7 @@ result["same"] = rows() == first
 
 SLOW = """
 import logging, threading, time
-from memguard import _api
+from memguard import api
 logging.basicConfig(level=logging.WARNING)
 
 def beside(work):
@@ -364,7 +364,7 @@ def beside(work):
         while not stop.is_set():
             started = time.monotonic()
             try:
-                _api.current()
+                api.current()
             except memguard.NotActive:
                 pass
             longest[0] = max(longest[0], time.monotonic() - started)

@@ -170,11 +170,11 @@ def test_how_much_of_memguard_a_reading_runs(live: Callable[..., dict[str, Any]]
     have changed."""
     found = live(
         f"""
-from memguard import _api
+from memguard import api
 config = six_live.budget()
 config["monitor"] = {{"interval": "1000s", "timeline": {str(tmp_path / "tick.jsonl")!r}}}
 guard = memguard.init(config, replace=True)
-monitor, package = _api.current_session().monitor, memguard.__path__[0]
+monitor, package = api.current_session().monitor, memguard.__path__[0]
 allocate = six_live.allocators()
 
 def workload():

@@ -33,15 +33,15 @@ def block():
         pass
 
 def allocate():
-    torch = memguard._api.current().frameworks.get("torch")
+    torch = memguard.api.current().frameworks.get("torch")
     if torch is not None and HOST:
         one = torch.allocate(random.choice([1 << 10, 3 << 20]))
         torch.free(one)
 
 CALLS = {
     "ledger": memguard.ledger,
-    "sample": lambda: memguard._api.current().sample(),
-    "print": lambda: str(memguard._api.current()) + str(memguard.ledger()),
+    "sample": lambda: memguard.api.current().sample(),
+    "print": lambda: str(memguard.api.current()) + str(memguard.ledger()),
     "last_oom": memguard.last_oom,
     "trim": memguard.trim,
     "require": lambda: memguard.require("torch", "1MiB"),
@@ -139,10 +139,10 @@ except MemguardError:  # a rare one: say who has the timeline
         if type(one) is Writer and one._opened:
             print(one._pid, one._over, one._begun, one._opened, len(one._waiting), one._writing, one._turn._lock,
                   [type(two).__name__ for two in gc.get_referrers(one)], file=sys.stderr)
-    print(memguard._api._active, sys.modules["memguard._timeline.writer"]._leaving, file=sys.stderr)
+    print(memguard.api._active, sys.modules["memguard._timeline.writer"]._leaving, file=sys.stderr)
     faulthandler.dump_traceback()
     raise
-result["alive"] = memguard._api.current_session().monitor.alive
+result["alive"] = memguard.api.current_session().monitor.alive
 ledger = memguard.ledger()
 result["adds_up"] = all(sum(row.bytes or 0 for row in part.rows) == part.device.total for part in ledger.devices)
 memguard.shutdown()

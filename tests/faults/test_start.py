@@ -21,24 +21,26 @@ import memguard
 
 SIX = ("tensorflow", "torch", "jax", "cupy", "pycuda", "numba")
 ALWAYS = {
-    "", "_advice", "_api", "_blocks", "_caps", "_guard", "_locks", "_logs", "_policy", "_shares", "_specs", "_text",
-    "_types", "_undo", "_units",
-    "_workers", "errors", "_findings", "_joint",
-    "_config", "_config.rules", "_config.schema", "_config.source_map", "_config.values",
+    "", "_base.advice", "api", "_base",
+    "_base.blocks", "_guard.caps", "_guard.guard", "_base.locks", "_base.logs",
+    "_budget.policy", "_guard.shares", "_base.specs", "_base.text",
+    "_base.types", "_base.undo", "_base.units",
+    "_runtime.workers", "errors", "_budget.findings", "_budget.joint",
+    "_budget", "_budget.rules", "_budget.schema", "_budget.source_map", "_budget.values",
     "_devices", "_devices.contexts", "_devices.host", "_devices.libcuda", "_devices.suspension",
     "_frameworks", "_frameworks.base", "_frameworks.driver_pages", "_frameworks.import_hook",
     "_frameworks.real_imports", "_frameworks.registry", "_frameworks.replacements", "_frameworks.second_contexts",
     "_frameworks.pycuda", "_frameworks.pycuda.contexts",
     "_ledger", "_ledger.overhead", "_ledger.reader", "_ledger.rows", "_ledger.types",
-    "_monitor", "_monitor.leaks", "_monitor.refusals", "_monitor.session", "_oom", "_oom.hooks",
-    "_reclaim", "_reclaim.lending", "_reclaim.order", "_reclaim.reclaimer",
+    "_runtime", "_runtime.leaks", "_runtime.refusals", "_runtime.session", "_oom", "_oom.hooks",
+    "_guard", "_guard.lending", "_guard.order", "_guard.reclaimer",
 }  # fmt: skip
 """What init loads of memguard for any budget: names below `memguard`, which is "" itself."""
-FILE = {"_config.yaml"}
-MONITOR = {"_monitor.pressure", "_monitor.sampler"}
+FILE = {"_budget.yaml"}
+MONITOR = {"_runtime.pressure", "_runtime.sampler"}
 TIMELINE = {
-    "_ranks",
-    *("_monitor.beside", "_monitor.ending", "_monitor.peaks", "_monitor.spans"),
+    "_budget.ranks",
+    *("_runtime.beside", "_runtime.ending", "_runtime.peaks", "_runtime.spans"),
     *("_timeline", "_timeline.files", "_timeline.format", "_timeline.writer"),
 }
 REAL = {"_devices.cuda_order", "_devices.machine_memory", "_devices.nvml", "_devices.real"}
@@ -49,13 +51,22 @@ SIMULATED = {
 }  # fmt: skip
 CUPY = {f"_frameworks.cupy.{name}" for name in ("adapter", "blocks", "collector", "limits", "pieces")}
 ADAPTERS = {
-    "tensorflow": {"_frameworks.tensorflow"},
-    "torch": {f"_frameworks.{name}" for name in ("torch", "torch.adapter", "torch.settings", "driver_pools", "rmm")},
-    "jax": {"_frameworks.jax"},
-    "cupy": {"_frameworks.cupy", "_frameworks.driver_pools", "_frameworks.rmm", *CUPY},
+    "tensorflow": {"_frameworks.tensorflow", "_frameworks.tensorflow.adapter"},
+    "torch": {
+        f"_frameworks.{name}"
+        for name in ("torch", "torch.adapter", "torch.settings", "driver_pools", "rmm", "rmm.resource")
+    },
+    "jax": {"_frameworks.jax", "_frameworks.jax.adapter"},
+    "cupy": {"_frameworks.cupy", "_frameworks.driver_pools", "_frameworks.rmm", "_frameworks.rmm.resource", *CUPY},
     "pycuda": {f"_frameworks.pycuda.{name}" for name in ("adapter", "aside", "pitched", "pool", "streams")}
     | {"_frameworks.least", "_frameworks.shortages"},
-    "numba": {"_frameworks.numba", "_frameworks.numba.adapter", "_frameworks.numba.places", "_frameworks.rmm"}
+    "numba": {
+        "_frameworks.numba",
+        "_frameworks.numba.adapter",
+        "_frameworks.numba.places",
+        "_frameworks.rmm",
+        "_frameworks.rmm.resource",
+    }
     | {"_frameworks.shortages"},
 }
 BOTH_INSTALLED = {"_frameworks.cudart"}
@@ -151,7 +162,7 @@ def test_on_a_simulated_gpu_nothing_of_a_real_one_is_loaded(loaded: Callable[...
 def test_what_explains_a_wrong_budget_is_loaded_when_one_is_wrong(loaded: Callable[..., set[str]], share: str) -> None:
     """The control: these are modules that the lists above would catch."""
     found = loaded({"version": 1, "frameworks": {"torch": {"share": share}}})
-    assert {"_config.problems", "_config.suggestions"} <= ours(found)
+    assert {"_budget.problems", "_budget.suggestions"} <= ours(found)
     assert "difflib" in found and not ours(found) & (REAL | MONITOR)
 
 

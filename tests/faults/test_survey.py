@@ -14,8 +14,8 @@ import pytest
 from stub_gpus import GIB, MIB, TWO, UUIDS, Run
 
 from memguard._devices import survey
-from memguard._doctor.collect import gather
-from memguard._doctor.facts import Driver, Facts
+from memguard._tools.doctor.collect import gather
+from memguard._tools.doctor.facts import Driver, Facts
 
 SURVEY = """
 from memguard._devices import survey

@@ -18,9 +18,9 @@ from typing import Any, cast
 import pytest
 from stub_gpus import GIB, ONE, UUIDS
 
-from memguard._processes.identity import Process, process_of
-from memguard._suspend import outside, records
-from memguard._suspend.client import Client
+from memguard._devices.processes.identity import Process, process_of
+from memguard._node.suspend import outside, records
+from memguard._node.suspend.client import Client
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNNING, LOCKED, CHECKPOINTED = 0, 1, 2
@@ -247,7 +247,7 @@ def test_top_shows_what_is_on_the_gpu_and_what_is_off_it(machine: Machine) -> No
 
 KILL = """
     import os
-    from memguard._suspend.working import Work
+    from memguard._node.suspend.working import Work
     told = Work.__call__
 
     def call(self, step):
@@ -313,9 +313,9 @@ KILL_SOON = "__import__('threading').Timer(0.3, os.kill, (os.getpid(), 9)).start
 def test_it_allows_it_and_suspends_itself(machine: Machine) -> None:
     """With its own word for how it went; --unsafe does not go behind its back."""
     says = """
-        from memguard._suspend import listener
-        from memguard._processes.identity import this_process
-        from memguard._suspend.types import Suspension
+        from memguard._node.suspend import listener
+        from memguard._devices.processes.identity import this_process
+        from memguard._node.suspend.types import Suspension
         from memguard.errors import CannotSuspend
         asked = []
 
@@ -344,7 +344,7 @@ def test_a_budget_that_allows_it(machine: Machine) -> None:
         import memguard, threading, types
         # This is about who asks whom: what waits at the gates has tests of its own.
         open_gate = types.SimpleNamespace(closed=True, unheld=(), open=lambda: None)
-        sys.modules["memguard._suspend.gate"] = types.SimpleNamespace(close=lambda owner, undo: open_gate)
+        sys.modules["memguard._node.suspend.gate"] = types.SimpleNamespace(close=lambda owner, undo: open_gate)
         budget = {"version": 1, "frameworks": {"pycuda": {"share": "50%"}}, "suspend": {"by_others": True}}
         memguard.init(budget)
 
@@ -388,7 +388,7 @@ def test_a_program_that_stands_still(machine: Machine, within: bool) -> None:
         import memguard, os, threading, types
         # This is about who asks whom: what waits at the gates has tests of its own.
         open_gate = types.SimpleNamespace(closed=True, unheld=(), open=lambda: None)
-        sys.modules["memguard._suspend.gate"] = types.SimpleNamespace(close=lambda owner, undo: open_gate)
+        sys.modules["memguard._node.suspend.gate"] = types.SimpleNamespace(close=lambda owner, undo: open_gate)
         budget = {{"version": 1, "frameworks": {{"pycuda": {{"share": "50%"}}}}, "suspend": {{"by_others": True}}}}
         memguard.init(budget)
         away = lambda: memguard.ledger().devices[0].suspended is not None
@@ -434,7 +434,7 @@ def test_a_program_that_stands_still(machine: Machine, within: bool) -> None:
 
 def test_one_that_was_started_elsewhere(machine: Machine) -> None:
     """Its folder is another: that of a job, of cron, of a session."""
-    process = machine.start("from memguard._suspend import listener\nlistener.start(lambda: 1 / 0, 'b.yaml')")
+    process = machine.start("from memguard._node.suspend import listener\nlistener.start(lambda: 1 / 0, 'b.yaml')")
     here = machine.environ["XDG_RUNTIME_DIR"]
     (machine.folder / "other").mkdir(0o700)
     machine.environ["XDG_RUNTIME_DIR"] = str(machine.folder / "other")

@@ -21,7 +21,7 @@ me.write_text(f"0 0 {GIB}\\n")
 scenario = pathlib.Path(os.environ["NVML_STUB"])
 scenario.write_text(scenario.read_text() + f"processes0={os.getpid()}:{GIB}\\n")
 import contextlib, memguard
-from memguard._suspend import own, records, route
+from memguard._node.suspend import own, records, route
 
 @contextlib.contextmanager
 def room(*_):  # the stub has no memory to hold

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from memguard._base.types import Event, FrameworkSample, Sample
 from memguard._timeline import load_timeline
-from memguard._types import Event, FrameworkSample, Sample
 
 START = 1763737200.0
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,7 +22,7 @@ PREAMBLE = """
 import json, os, sys
 sys.path.insert(0, sys.argv[1])
 from timelines import START, plan_of, sample_of
-from memguard._types import Event, FrameworkSample
+from memguard._base.types import Event, FrameworkSample
 from memguard._timeline import Writer
 plan = plan_of()
 

@@ -15,7 +15,7 @@ from memguard._devices import machine_memory
 TOTAL = 124_610
 BUDGET = """
 import ctypes
-from memguard import _api
+from memguard import api
 from memguard._devices import contexts, libcuda, machine_memory
 BUDGET = {"version": 1, "device": {"limit": "40GiB"}, "frameworks": {"pycuda": {"share": "50%"}}}
 def meminfo(size):
@@ -196,7 +196,7 @@ guard = memguard.init({**BUDGET, "monitor": {"interval": "50ms"}})
 meminfo(None)
 device = guard.plan.devices[0].device
 result["text"] = refused(lambda: guard.host.memory(device))
-monitor = _api.current_session().monitor
+monitor = api.current_session().monitor
 time.sleep(0.3)
 meminfo(30 * GIB)
 end = time.monotonic() + 20

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from gpus_here import ROOT
 
-from memguard._doctor.examine import examine
-from memguard._doctor.facts import Facts
+from memguard._tools.doctor.examine import examine
+from memguard._tools.doctor.facts import Facts
 
 
 def doctor(*arguments: str, **variables: str) -> tuple[int, Any]:

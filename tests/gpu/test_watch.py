@@ -8,7 +8,7 @@ from typing import Any
 Run = Callable[..., dict[str, Any]]
 BUDGET = """
 import time
-from memguard import _api
+from memguard import api
 def fresh(monitor, count=1):
     # So many samples that were taken from now on: the first ones import, and are followed by a pause for that.
     begun, end = time.time(), time.monotonic() + 60
@@ -29,12 +29,12 @@ def test_the_monitor_initialises_nothing_and_then_sees_what_the_ledger_sees(run:
 from memguard._devices import contexts
 guard = memguard.init(budget)
 import cupy, torch
-result["early"] = fresh(_api.current_session().monitor)[-1].devices[0].process
+result["early"] = fresh(api.current_session().monitor)[-1].devices[0].process
 result["initialised"] = contexts.initialised() or torch.cuda.is_initialized()
 a = torch.zeros(256 * MIB, dtype=torch.uint8, device="cuda")
 b = cupy.zeros(128 * MIB, cupy.uint8)
-fresh(_api.current_session().monitor, 2)
-part, sample = memguard.ledger().devices[0], fresh(_api.current_session().monitor)[-1].devices[0]
+fresh(api.current_session().monitor, 2)
+part, sample = memguard.ledger().devices[0], fresh(api.current_session().monitor)[-1].devices[0]
 rows = {row.name: row.bytes for row in part.rows}
 held = [sample.frameworks[name].held for name in ("torch", "cupy")]
 result["sample"] = [sample.process, sample.overhead, sample.unaccounted, *held]
@@ -58,7 +58,7 @@ import cupy, torch
 small = [cupy.zeros(300_000, cupy.uint8) for _ in range(200)]
 x = torch.ones(1000, device="cuda")
 torch.cuda.synchronize()
-fresh(_api.current_session().monitor, 3)
+fresh(api.current_session().monitor, 3)
 begun = time.time()
 graph = torch.cuda.CUDAGraph()
 with torch.cuda.graph(graph):
@@ -67,7 +67,7 @@ with torch.cuda.graph(graph):
     while time.monotonic() < end:
         y = y + 1
         time.sleep(0.001)
-result["ticks"] = len([s for s in _api.current_session().monitor.last(600) if s.time > begun])
+result["ticks"] = len([s for s in api.current_session().monitor.last(600) if s.time > begun])
 graph.replay()
 torch.cuda.synchronize()
 result["works"] = bool(y.sum().item() > 0)

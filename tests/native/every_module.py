@@ -46,13 +46,13 @@ os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 import numpy
 from stand_ins import *
 if mode == "budget":
-    from memguard._config import from_mapping
+    from memguard._budget import from_mapping
     from memguard._frameworks.import_hook import ImportHook
-    from memguard._frameworks.tensorflow import TensorFlow
+    from memguard._frameworks.tensorflow.adapter import TensorFlow
     from memguard._frameworks.torch import settings
     from memguard._frameworks.torch.adapter import Torch
-    from memguard._guard import Guard
-    from memguard._specs import SPECS
+    from memguard._guard.guard import Guard
+    from memguard._base.specs import SPECS
     sys.path.append(PLUGIN)
     settings.cuda_version = lambda: "13.0"
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from stand_ins import Host, card, gpus
 
+from memguard._base.units import MIB
 from memguard._devices.simulated import SimulatedOutOfMemory
 from memguard._frameworks import registry
 from memguard._frameworks.simulated.allocators import (
@@ -27,7 +28,6 @@ from memguard._frameworks.simulated.allocators import (
     tensorflow_default_limit,
 )
 from memguard._frameworks.torch import settings
-from memguard._units import MIB
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
 import test_frameworks as contract

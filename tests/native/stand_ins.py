@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from memguard._base.types import Device
 from memguard._devices.simulated import SimulatedHost
-from memguard._types import Device
 from memguard.errors import CapNotApplied, ConflictingSetting
 
 __all__ = [

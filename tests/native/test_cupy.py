@@ -237,8 +237,8 @@ def test_under_the_guard_from_init_to_shutdown(with_cupy: Run) -> None:
     found = with_cupy(
         SETUP
         + """
-from memguard._guard import Guard
-from memguard._config import from_mapping
+from memguard._guard.guard import Guard
+from memguard._budget import from_mapping
 guard = Guard(from_mapping({"version": 1, "frameworks": {"cupy": {"limit": "3GiB"}}}), host)
 guard.start()
 row = guard.ledger().devices[0].row("cupy")

@@ -14,7 +14,7 @@ import stub_driver
 from every_module import PACKAGES, all_modules, modules, outcomes, sample
 from served import Run, serve
 
-from memguard._specs import SPECS
+from memguard._base.specs import SPECS
 
 SOME = {
     "torch": 12, "functorch": 2, "torchgen": 2, "tensorflow": 8, "keras": 4, "cupy": 16, "cupyx": 10,
@@ -87,8 +87,8 @@ def test_pycudas_own_allocators_keep_the_cap_in_every_order(with_stub: Run, firs
         f"""
 import importlib, gc
 from memguard._frameworks.pycuda.adapter import PyCUDA
-from memguard._guard import Guard
-from memguard._config import from_mapping
+from memguard._guard.guard import Guard
+from memguard._budget import from_mapping
 guard = Guard(from_mapping({{"version": 1, "frameworks": {{"pycuda": {{"limit": "64MiB"}}}}}}), Host())
 if {when == "before"}: guard.start()
 importlib.import_module("pycuda.{first}")

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memguard._frameworks.jax import _fraction
-from memguard._units import GIB, GRANULE, MIB
+from memguard._base.units import GIB, GRANULE, MIB
+from memguard._frameworks.jax.adapter import _fraction
 
 Run = Callable[..., dict[str, Any]]
 
@@ -19,7 +19,7 @@ SETUP = """
 import jax
 sys.path.append(PLUGIN)
 from memguard.errors import ConflictingSetting
-from memguard._frameworks.jax import JAX
+from memguard._frameworks.jax.adapter import JAX
 OPTIONS = "jax_pjrt_client_create_options"
 host = Host()
 framework, uuid, gpu = JAX(host), host.uuids[0], host.gpus[0]
@@ -42,7 +42,7 @@ TWO = SETUP.replace("Host()", 'Host("h200", "h200")')
 def test_a_build_without_a_cuda_plugin_is_absent_and_nothing_is_imported_to_see_it(alone: Run) -> None:
     found = alone(
         """
-        from memguard._frameworks.jax import JAX
+        from memguard._frameworks.jax.adapter import JAX
         framework = JAX(Host())
         import pathlib, tempfile
         with tempfile.TemporaryDirectory() as folder:
@@ -124,7 +124,7 @@ def test_capped_under_the_hook(alone: Run) -> None:
         """
         import importlib.machinery
         sys.path.append(PLUGIN)
-        from memguard._frameworks.jax import JAX
+        from memguard._frameworks.jax.adapter import JAX
         from memguard._frameworks.import_hook import ImportHook
         host = Host()
         framework, hook = JAX(host), ImportHook()
@@ -662,8 +662,8 @@ def test_under_the_guard_from_init_to_shutdown(with_jax: Run) -> None:
     found = with_jax(
         SETUP
         + """
-from memguard._guard import Guard
-from memguard._config import from_mapping
+from memguard._guard.guard import Guard
+from memguard._budget import from_mapping
 guard = Guard(from_mapping({"version": 1, "frameworks": {"jax": {"limit": "3GiB"}}}), host)
 guard.start()
 row = guard.ledger().devices[0].row("jax")

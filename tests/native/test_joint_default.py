@@ -10,8 +10,8 @@ Run = Callable[..., dict[str, Any]]
 JAX = """
 sys.path.append(PLUGIN)
 import jax
-from memguard._frameworks import jax as module
-from memguard._frameworks.jax_joint import JointJAX
+from memguard._frameworks.jax import adapter as module
+from memguard._frameworks.jax.joint import JointJAX
 from memguard._frameworks.joint_pool import JointPool
 host = Host()
 uuid, gpu = host.uuids[0], host.gpus[0]
@@ -21,9 +21,9 @@ def options(): return dict(jax.config.jax_pjrt_client_create_options or {})
 """
 TENSORFLOW = """
 import tensorflow as tf
-from memguard._frameworks import tensorflow as module
+from memguard._frameworks.tensorflow import adapter as module
 from memguard._frameworks.joint_pool import JointPool
-from memguard._frameworks.tensorflow_joint import JointTensorFlow
+from memguard._frameworks.tensorflow.joint import JointTensorFlow
 host = Host()
 uuid = host.uuids[0]
 joint = JointPool({uuid: 4 * GIB}, print, capped=False)

@@ -16,14 +16,14 @@ from served import environment
 Run = Callable[..., dict[str, Any]]
 
 TORCH = """
-from memguard import _config
+from memguard import _budget
 from memguard._frameworks.torch import settings
-from memguard._guard import Guard
+from memguard._guard.guard import Guard
 settings.cuda_version = lambda: "13.0"  # this torch is built without CUDA, and is not imported
 NAME = "PYTORCH_ALLOC_CONF"
 def start(**frameworks):
     text = {"version": 1, "strategy": "pool", "frameworks": frameworks or {"torch": {"limit": "1GiB"}}}
-    guard = Guard(_config.from_mapping(text), Host())
+    guard = Guard(_budget.from_mapping(text), Host())
     guard.start()
     return guard
 """
@@ -95,13 +95,13 @@ result["setting"], result["stays"] = setting(start), os.environ[NAME]
 PYCUDA = """
 import ctypes, json, os, sys
 from stand_ins import Host, GIB, MIB
-from memguard import _config
-from memguard._guard import Guard
-from memguard._joint import POOL
+from memguard import _budget
+from memguard._guard.guard import Guard
+from memguard._budget.joint import POOL
 host = Host()
 os.environ["CUDA_STUB_UUIDS"] = host.uuids[0]
 text = {"version": 1, "strategy": "pool", "frameworks": {"pycuda": {"limit": "48MiB"}, "cupy": {"limit": "16MiB"}}}
-guard, result = Guard(_config.from_mapping(text), host), {}
+guard, result = Guard(_budget.from_mapping(text), host), {}
 guard.start()
 import pycuda.driver as drv
 drv.init()

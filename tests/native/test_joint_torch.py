@@ -94,7 +94,7 @@ PREPARE = """
 import torch.version
 from memguard._frameworks.joint_pool import JointPool
 from memguard._frameworks.torch.joint import JointTorch
-from memguard._undo import Undo
+from memguard._base.undo import Undo
 from memguard.errors import ConflictingSetting
 NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 def now(): return [os.environ.get(name) for name in NAMES]

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.time_limit(450)
 TENSORBOARD, SUMMARY, LIGHTNING, KERAS = RECIPES
 BEGIN = """
 import glob, time, memguard
-from memguard._monitor import session
+from memguard._runtime import session
 frameworks = {"torch": {"share": "60%"}, "cupy": {"share": "30%"}}
 guard = memguard.init({"version": 1, "frameworks": frameworks, "monitor": {"interval": "50ms"}}, simulate="h200")
 array = guard.frameworks["torch"].allocate(3 << 30)
@@ -43,7 +43,7 @@ def given():
     sampled()  # one may be under way
 
 def sampled():
-    ring = memguard._api.current_session().monitor._ring
+    ring = memguard.api.current_session().monitor._ring
     taken = len(ring)
     until(lambda: len(ring) > taken + 2)
 """

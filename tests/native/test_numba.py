@@ -399,8 +399,8 @@ def test_under_the_guard_from_init_to_shutdown(with_numba: Run) -> None:
     found = with_numba(
         LIVE
         + """
-from memguard._guard import Guard
-from memguard._config import from_mapping
+from memguard._guard.guard import Guard
+from memguard._budget import from_mapping
 guard = Guard(from_mapping({"version": 1, "frameworks": {"numba": {"limit": "64MiB"}}}), host)
 guard.start()
 row = guard.ledger().devices[0].row("numba")

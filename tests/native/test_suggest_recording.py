@@ -39,8 +39,8 @@ guard = memguard.init({"version": 1, "frameworks": caps, "monitor": {"interval":
 import pycuda.autoinit  # its exit function ends its context before memguard's is called
 import pycuda.driver as cuda
 from numba import cuda as numba
-from memguard import _api
-while not _api.current_session().monitor.last(1):  # its only sample
+from memguard import api
+while not api.current_session().monitor.last(1):  # its only sample
     time.sleep(0.01)
 held = cuda.mem_alloc(1 << 28)
 memory = numba.current_context().memalloc(1 << 27)

@@ -21,9 +21,9 @@ sys.path += [root, f"{root}/tests/native", f"{root}/tests"]
 driver = ctypes.CDLL("libcuda.so.1")
 driver.stub_taken.restype = ctypes.c_size_t
 import memguard
-from memguard import _api
+from memguard import api
 from stand_ins import Host
-_api._host = lambda simulate: Host()
+api._host = lambda simulate: Host()
 init, resize = memguard.init, memguard.resize
 def init_early(budget):
     budget["frameworks"]["pycuda"]["limit"] -= early

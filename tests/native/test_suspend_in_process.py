@@ -9,7 +9,7 @@ from typing import Any
 Run = Callable[..., dict[str, Any]]
 
 LOOK = """
-from memguard._suspend import inside
+from memguard._node.suspend import inside
 def look(): return inside.look()._asdict()
 """
 NOTHING: dict[str, list[str]] = {"ipc": [], "nccl": [], "captures": [], "profilers": [], "unseen": [], "natives": []}

@@ -14,7 +14,7 @@ Run = Callable[..., dict[str, Any]]
 
 SETUP = """
 import tensorflow as tf
-from memguard._frameworks.tensorflow import TensorFlow
+from memguard._frameworks.tensorflow.adapter import TensorFlow
 GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 host = Host()
 framework, uuid, device = TensorFlow(host), host.uuids[0], host.gpus[0]
@@ -50,7 +50,7 @@ def test_imported_under_the_hook(alone: Run) -> None:
         """
         import importlib.machinery
         from memguard._frameworks.import_hook import ImportHook
-        from memguard._frameworks.tensorflow import TensorFlow
+        from memguard._frameworks.tensorflow.adapter import TensorFlow
         framework = TensorFlow(Host())
         result["before"] = [framework.state().value, "tensorflow" in sys.modules]
         hook, seen = ImportHook(), []
@@ -475,8 +475,8 @@ def test_an_allocator_without_statistics_is_unknown_and_not_nothing(
     found = with_tensorflow(
         ONE
         + f"""
-from memguard._guard import Guard
-from memguard._config import from_mapping
+from memguard._guard.guard import Guard
+from memguard._budget import from_mapping
 own = {{"limit": "1GiB", "growth": {growth}}}
 guard = Guard(from_mapping({{"version": 1, "frameworks": {{"tensorflow": own}}}}), host)
 guard.start()
@@ -522,8 +522,8 @@ def test_under_the_guard_from_init_to_shutdown(with_tensorflow: Run) -> None:
     found = with_tensorflow(
         ONE
         + """
-from memguard._guard import Guard
-from memguard._config import from_mapping
+from memguard._guard.guard import Guard
+from memguard._budget import from_mapping
 guard = Guard(from_mapping({"version": 1, "frameworks": {"tensorflow": {"limit": "3GiB", "growth": False}}}), host)
 guard.start()
 row = guard.ledger().devices[0].row("tensorflow")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from memguard._base.types import TraceEvent
 from memguard._frameworks.torch import history, settings
-from memguard._types import TraceEvent
 
 Run = Callable[..., dict[str, Any]]
 
@@ -539,8 +539,8 @@ def test_under_the_guard_from_init_to_shutdown(with_torch: Run) -> None:
     found = with_torch(
         """
 import torch
-from memguard._guard import Guard
-from memguard._config import from_mapping
+from memguard._guard.guard import Guard
+from memguard._budget import from_mapping
 from memguard._frameworks.torch import settings
 settings.cuda_version = lambda: "13.0"
 host = Host()
@@ -667,12 +667,12 @@ def test_a_caught_error_and_one_that_leaves_a_block_under_the_guard(with_torch: 
     found = with_torch(
         """
 import torch, threading, memguard
-from memguard import _api
+from memguard import api
 from memguard._frameworks.torch import settings
 settings.cuda_version = lambda: "13.0"
 host = Host()
 found = card(host)
-_api._host = lambda simulate: host
+api._host = lambda simulate: host
 guard = memguard.init({"version": 1, "frameworks": {"torch": {"limit": "4GiB"}}})
 torch.cuda.init()
 (observer,) = found.observers

@@ -20,7 +20,7 @@ def note(what):
     with open(os.environ["WITNESS"], "a") as file:
         file.write(f"{os.getpid()} {what} {' '.join(sys.orig_argv[1:])[:300]!r}\\n")
 def hear(event, arguments):
-    if event == "import" and arguments[0] in ("memguard._api", "memguard._devices.simulated"):
+    if event == "import" and arguments[0] in ("memguard.api", "memguard._devices.simulated"):
         note(arguments[0])
 note("started")
 sys.addaudithook(hear)
@@ -102,10 +102,10 @@ def f(x):
 
 LOOK = (
     "(__import__('os').getpid(), __import__('multiprocessing').current_process().name, "
-    "'memguard._api' in __import__('sys').modules "
-    "and __import__('sys').modules['memguard._api']._active is not None, "
+    "'memguard.api' in __import__('sys').modules "
+    "and __import__('sys').modules['memguard.api']._active is not None, "
     "[n for n in __import__('os').environ if n.startswith('MEMGUARD')], "
-    "[p for p in __import__('sys').path if '_activation' in p], "
+    "[p for p in __import__('sys').path if '_runtime/activation' in p], "
     "[type(f).__name__ for f in __import__('sys').meta_path if type(f).__name__ == 'ImportHook'])"
 )
 
@@ -145,4 +145,4 @@ def test_workers_of_torch_compile_have_no_budget(tmp_path: Path, started: str, w
     if way == "subprocess":
         workers_started = [command for _, what, command in seen if what == "started" and "compile_worker" in command]
         assert len(workers_started) == 1, seen
-        assert not any(what == "memguard._api" and "compile_worker" in command for _, what, command in seen)
+        assert not any(what == "memguard.api" and "compile_worker" in command for _, what, command in seen)

@@ -51,7 +51,7 @@ BROKEN: dict[str, Broken] = {
         "tests/gpu/test_elastic_gpu.py::test_a_shutdown_gives_the_limits_back",
     ),
     "a lease is not checked": Broken(
-        "_leases/decide.py",
+        "_node/leases/decide.py",
         "room = all(taken.get(gpu, 0) + size <= capacity.get(gpu, -1) for gpu, size in more.items())", "room = True",
         "tests/gpu/test_leases_gpu.py::test_without_that_key_it_is_refused_when_its_time_is_up_and_nobody_leaves",
     ),
@@ -65,20 +65,20 @@ BROKEN: dict[str, Broken] = {
         "tests/gpu/test_moment.py::test_memguards_own_refusals_caught_and_retried[pycuda]",
     ),
     "a trim reports more than came back": Broken(
-        "_reclaim/reclaimer.py", "        got = max(self.available(device) - before, 0)\n",
+        "_guard/reclaimer.py", "        got = max(self.available(device) - before, 0)\n",
         "        got = 2 * max(self.available(device) - before, 0)\n",
         "tests/gpu/test_elastic_gpu.py::test_cupys_cache_goes_to_torch_when_room_is_made",
     ),
     "the import order is not cured": Broken(
-        "_guard.py", "        done = cudart.cure_installed()\n", "        done = None\n",
+        "_guard/guard.py", "        done = cudart.cure_installed()\n", "        done = None\n",
         "tests/gpu/test_all_frameworks.py::test_tensorflow_before_torch_under_a_budget[after init]",
     ),
     "the max of an elastic cap is not honoured": Broken(
-        "_reclaim/lending.py", "    if wanted > own.most:\n", "    if wanted > own.most + room:\n",
+        "_guard/lending.py", "    if wanted > own.most:\n", "    if wanted > own.most + room:\n",
         "tests/unit/test_lending.py::test_above_its_max_nothing_is_lent",
     ),
     "a suspension skips a check": Broken(
-        "_suspend/refusals.py", "    elif facts.available < needs:\n", "    elif facts.available < 0:\n",
+        "_node/suspend/refusals.py", "    elif facts.available < needs:\n", "    elif facts.available < 0:\n",
         "tests/gpu/test_suspend_rounds.py::"
         "test_what_would_be_lost_is_refused_and_nothing_is_touched[too little host memory]",
     ),

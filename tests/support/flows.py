@@ -148,7 +148,7 @@ class Clock:
 
 def monitored() -> Any:
     """Monitors that start from now on are moved by this clock."""
-    from memguard._monitor import sampler
+    from memguard._runtime import sampler
 
     clock = Clock()
     vars(sampler)["SystemClock"] = lambda: clock

@@ -112,7 +112,7 @@ def refusals(name: str, cap: int = GIB, rounds: int = 40, beside: bool = False) 
     memory. `beside`: other frameworks have slabs with holes. Blocks in these holes cost the driver nothing, so the
     criterion is then the ledger's `held` after the grant."""
     import memguard
-    from memguard import _api
+    from memguard import api
 
     memguard.init({"version": 1, "device": {"limit": 4 * GIB}, "frameworks": {name: {"limit": cap}}})
     from support.driving import allocator, load
@@ -128,7 +128,7 @@ def refusals(name: str, cap: int = GIB, rounds: int = 40, beside: bool = False) 
         for address in pieces[::2]:
             raw.give(address)
     empty = bytes_now()  # a trim of a pool without live blocks empties it
-    guard = _api.current()
+    guard = api.current()
     device, framework = guard.plan.devices[0].device, guard.frameworks[name]
 
     def held() -> int:

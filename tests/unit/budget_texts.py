@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memguard._config import parse
+from memguard._budget import parse
 from memguard.errors import ConfigError, Problem
 
 UUID = "GPU-887439f1-ef81-1c16-9a75-0558dcbf6b53"

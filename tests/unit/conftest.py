@@ -17,7 +17,7 @@ from memguard._frameworks.simulated.adapter import SimulatedFramework
 def no_callback_of_another_test() -> Iterator[None]:
     """`on_event` keeps a function for every later budget of the process."""
     yield
-    session = sys.modules.get("memguard._monitor.session")
+    session = sys.modules.get("memguard._runtime.session")
     if session is not None:
         session.callbacks.clear()
 

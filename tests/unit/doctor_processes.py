@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from memguard._doctor.collect.processes import Ended, watch
-from memguard._doctor.probes import main
+from memguard._tools.doctor.collect.processes import Ended, watch
+from memguard._tools.doctor.probes import main
 
 TORCH = """
 __version__ = "2.11.0+cu130"

@@ -11,7 +11,9 @@ from pathlib import Path
 import memguard
 
 PACKAGE = Path(memguard.__file__).parent
-PTH = next(p for p in (PACKAGE / "_activation" / "memguard.pth", PACKAGE.parent / "memguard.pth") if p.is_file())
+PTH = next(
+    p for p in (PACKAGE / "_runtime/activation" / "memguard.pth", PACKAGE.parent / "memguard.pth") if p.is_file()
+)
 """Its place in a checkout, else its place in an installation."""
 
 

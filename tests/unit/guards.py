@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 import memguard
+from memguard._base.types import Applied, Enforcement, State
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks import registry
 from memguard._frameworks.import_hook import ImportHook
 from memguard._frameworks.simulated.adapter import SimulatedFramework
-from memguard._guard import Guard
-from memguard._types import Applied, Enforcement, State
+from memguard._guard.guard import Guard
 
 BUDGET = {
     "version": 1,

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from timelines import Clock, plan_of, sample_of
 
+from memguard._base.types import Event, FrameworkSample, Pressure
+from memguard._base.units import GIB
 from memguard._timeline.writer import Writer
-from memguard._types import Event, FrameworkSample, Pressure
-from memguard._units import GIB
 
 NAMES = (
     "</script><script>window.owned=1</script>",

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import waiting
 
-from memguard._leases.lease import Lease
-from memguard._leases.types import Part
+from memguard._node.leases.lease import Lease
+from memguard._node.leases.types import Part
 
 GPU = "GPU-0a"
 TOTAL = 100

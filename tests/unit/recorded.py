@@ -12,10 +12,10 @@ from typing import Any
 from timelines import START, Clock, busy, plan_of
 
 import memguard
-from memguard._monitor import pressure
+from memguard._base.types import Event
+from memguard._base.units import GIB, MIB
+from memguard._runtime import pressure
 from memguard._timeline.writer import Writer
-from memguard._types import Event
-from memguard._units import GIB, MIB
 
 EVERY = 0.5
 SIX = ("torch", "tensorflow", "jax", "cupy", "pycuda", "numba")

@@ -11,9 +11,9 @@ from support import schedules as _schedules
 from support.oracle import Entry, Terms, Verdicts, judge
 
 from memguard import Budget
+from memguard._base.units import GIB
 from memguard._devices.simulated import Model, SimulatedHost
-from memguard._guard import Guard
-from memguard._units import GIB
+from memguard._guard.guard import Guard
 
 LIMIT, RESERVE, CARD = 17 * GIB, GIB, Model("schedule card", "hopper", 20 * GIB)
 """The reserve is what the contexts and modules of six simulated frameworks take, and what their slabs waste."""

@@ -8,7 +8,7 @@ from support.oracle import Refused
 
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory, SimulatedFramework
-from memguard._guard import Guard
+from memguard._guard.guard import Guard
 
 
 class SimulatedRunner:

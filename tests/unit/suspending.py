@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
+from memguard._base.types import MemoryInfo
+from memguard._base.units import GIB
 from memguard._devices import contexts, suspension
 from memguard._devices.nvml import Nvml
-from memguard._processes.identity import Process
-from memguard._suspend import own
-from memguard._suspend.types import Suspension, Wait, Why
-from memguard._suspend.waiting import Calls
-from memguard._types import MemoryInfo
-from memguard._units import GIB
+from memguard._devices.processes.identity import Process
+from memguard._node.suspend import own
+from memguard._node.suspend.types import Suspension, Wait, Why
+from memguard._node.suspend.waiting import Calls
 from memguard.errors import CannotResume, CannotSuspend
 
 

@@ -12,9 +12,9 @@ import pytest
 
 import memguard
 from memguard import errors
-from memguard._advice import Advice, InvalidValue
-from memguard._config import from_mapping
-from memguard._units import parse_size
+from memguard._base.advice import Advice, InvalidValue
+from memguard._base.units import parse_size
+from memguard._budget import from_mapping
 
 PACKAGE = Path(memguard.__file__).parent
 MARKS = ("fix: ", "    or: ")

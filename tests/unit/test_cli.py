@@ -17,8 +17,8 @@ from timelines import plan_of
 
 import memguard
 from memguard import cli, errors
-from memguard._simulation.trace import read
 from memguard._timeline.writer import Writer
+from memguard._tools.simulate.trace import read
 
 COMMANDS = [
     "check",
@@ -203,7 +203,12 @@ def test_a_wrong_file_says_so_without_a_traceback(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("file", "content"),
-    [("__init__.py", "def another_project(): ...\n"), ("__init__.py", None), ("errors.py", None), ("_units.py", None)],
+    [
+        ("__init__.py", "def another_project(): ...\n"),
+        ("__init__.py", None),
+        ("errors.py", None),
+        ("_base/units.py", None),
+    ],
     ids=["overwritten", "removed", "errors removed", "a later module removed"],
 )
 def test_a_damaged_installation_is_an_error_with_its_fix(tmp_path: Path, file: str, content: str | None) -> None:

@@ -22,8 +22,10 @@ from click.testing import CliRunner
 from jsonschema import Draft202012Validator
 
 import memguard
-from memguard import _config
-from memguard._config import (
+from memguard import _budget
+from memguard._base.specs import SPECS
+from memguard._base.units import GIB, MIB
+from memguard._budget import (
     FRAMEWORKS,
     Budget,
     DeviceOverride,
@@ -37,10 +39,8 @@ from memguard._config import (
     load,
     parse,
 )
-from memguard._config.schema import MODELS
-from memguard._findings import NAMES
-from memguard._specs import SPECS
-from memguard._units import GIB, MIB
+from memguard._budget.findings import NAMES
+from memguard._budget.schema import MODELS
 from memguard.cli.check import check
 from memguard.cli.plan import plan
 from memguard.cli.schema import schema
@@ -386,27 +386,27 @@ _ROWS += (
 """
 SEVENTH = """
 import json, pickle
-from memguard import _config
+from memguard import _budget
 from memguard.errors import ConfigError
 
-budget = _config.parse("version: 1\\nframeworks: {toy: {share: 5%, streams: 3}}")
+budget = _budget.parse("version: 1\\nframeworks: {toy: {share: 5%, streams: 3}}")
 toy = budget.frameworks["toy"]
 assert (toy.lazy, toy.streams, toy.mode) == (False, 3, "near")
-assert pickle.loads(pickle.dumps(budget)) == _config.from_mapping(budget.model_dump(exclude_none=True)) == budget
-assert _config.parse("version: 1\\nframeworks: {torch: {share: 5%}}").frameworks["torch"].streams is None
+assert pickle.loads(pickle.dumps(budget)) == _budget.from_mapping(budget.model_dump(exclude_none=True)) == budget
+assert _budget.parse("version: 1\\nframeworks: {torch: {share: 5%}}").frameworks["torch"].streams is None
 try:
-    _config.parse(open(0).read(), "b.yaml")
+    _budget.parse(open(0).read(), "b.yaml")
 except ConfigError as error:
     problems = [(problem.path, problem.message, problem.fix) for problem in error.problems]
-print(json.dumps([problems, _config.json_schema()]))
+print(json.dumps([problems, _budget.json_schema()]))
 """
 
 
 def test_a_row_is_enough_for_a_framework_and_its_options(tmp_path: Path) -> None:
     shutil.copytree(
-        Path(_config.__file__).parents[1], tmp_path / "memguard", ignore=shutil.ignore_patterns("__pycache__")
+        Path(_budget.__file__).parents[1], tmp_path / "memguard", ignore=shutil.ignore_patterns("__pycache__")
     )
-    specs = tmp_path / "memguard" / "_specs.py"
+    specs = tmp_path / "memguard" / "_base/specs.py"
     specs.write_text(specs.read_text().replace("\nSPECS: ", f"{ROW}\nSPECS: "))
     twice = "did you mean 'streams'? It is there too: keep one of them"
     wrong = "toybox: {share: 1%}\ntoy: {share: 1%, lazy: yes, streams: 9, mode: close, sterams: 1, lanes: 1}\n"
@@ -453,13 +453,13 @@ def test_importing_builds_no_model_and_python_values_need_no_yaml() -> None:
 import sys
 from collections import Counter
 from collections.abc import Callable
-from memguard import _config
-models = [_config.Budget, _config.DeviceBudget, _config.FrameworkBudget, _config.MonitorConfig, _config.DoctorConfig]
+from memguard import _budget
+models = [_budget.Budget, _budget.DeviceBudget, _budget.FrameworkBudget, _budget.MonitorConfig, _budget.DoctorConfig]
 assert not any(model.__pydantic_complete__ for model in models)
-_config.from_mapping({"version": 1, "frameworks": {"torch": {"share": "50%"}}})
-assert _config.Budget.__pydantic_complete__ and "yaml" not in sys.modules
+_budget.from_mapping({"version": 1, "frameworks": {"torch": {"share": "50%"}}})
+assert _budget.Budget.__pydantic_complete__ and "yaml" not in sys.modules
 """
-    environ = {**os.environ, "PYTHONPATH": str(Path(_config.__file__).parents[2])}
+    environ = {**os.environ, "PYTHONPATH": str(Path(_budget.__file__).parents[2])}
     run = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
 
@@ -511,17 +511,17 @@ def test_building_the_models_looks_up_no_signature_for_each_field() -> None:
     """
     script = """
 import inspect
-from memguard import _config
+from memguard import _budget
 asked, before = [], inspect.Signature.from_callable.__func__
 def from_callable(cls, called, **more):
     asked.append(called)
     return before(cls, called, **more)
 inspect.Signature.from_callable = classmethod(from_callable)
-parts = {name: {"share": "10%"} for name in _config.FRAMEWORKS}
-_config.from_mapping({"version": 1, "frameworks": parts, "monitor": {}, "doctor": {"ignore": ["mig"]}})
+parts = {name: {"share": "10%"} for name in _budget.FRAMEWORKS}
+_budget.from_mapping({"version": 1, "frameworks": parts, "monitor": {}, "doctor": {"ignore": ["mig"]}})
 assert 0 < len(asked) <= 25, asked
 """
-    environ = {**os.environ, "PYTHONPATH": str(Path(_config.__file__).parents[2])}
+    environ = {**os.environ, "PYTHONPATH": str(Path(_budget.__file__).parents[2])}
     run = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
 
@@ -547,7 +547,7 @@ def resolved(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain(text: str) -> Any:
-    from memguard._config.yaml import read
+    from memguard._budget.yaml import read
 
     return read(text).data
 

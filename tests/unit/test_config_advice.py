@@ -17,13 +17,13 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from memguard._config import FRAMEWORKS, Budget, from_mapping, parse
-from memguard._config.suggestions import fitting
-from memguard._config.yaml import read
-from memguard._policy import plan
-from memguard._specs import SPECS
-from memguard._types import Device
-from memguard._units import GRANULE
+from memguard._base.specs import SPECS
+from memguard._base.types import Device
+from memguard._base.units import GRANULE
+from memguard._budget import FRAMEWORKS, Budget, from_mapping, parse
+from memguard._budget.policy import plan
+from memguard._budget.suggestions import fitting
+from memguard._budget.yaml import read
 from memguard.errors import ConfigError, PlanError, Problem
 
 # A user who follows fixes

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from budget_texts import GOOD, UUID, WATCHED, fw, problems
 
-from memguard._config import from_mapping, load, parse
+from memguard._budget import from_mapping, load, parse
 from memguard.errors import ConfigError
 
 

@@ -19,8 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memguard import _policy
-from memguard._config import from_mapping, of, parse
+from memguard._budget import from_mapping, of, parse, policy
 from memguard._devices.simulated import SimulatedHost
 from memguard.errors import ConfigError, PlanError
 
@@ -296,7 +295,7 @@ MAPPINGS = st.fixed_dictionaries(
 def test_a_mapping_is_planned_or_refused(data: dict[str, Any]) -> None:
     before = copy.deepcopy(data)
     try:
-        plan = _policy.plan(from_mapping(data), DEVICES)
+        plan = policy.plan(from_mapping(data), DEVICES)
     except (ConfigError, PlanError) as error:
         assert all(problem.message and problem.fix for problem in error.problems)
         assert str(error).replace("\n", "").isprintable()

@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from memguard._config import FRAMEWORKS, Budget, from_mapping, json_schema, parse
-from memguard._config.yaml import read
-from memguard._findings import NAMES
-from memguard._units import GIB, GRANULE, MIB
+from memguard._base.units import GIB, GRANULE, MIB
+from memguard._budget import FRAMEWORKS, Budget, from_mapping, json_schema, parse
+from memguard._budget.findings import NAMES
+from memguard._budget.yaml import read
 from memguard.errors import ConfigError
 
 SAMPLE = (Path(__file__).parents[2] / "configs" / "budget.yaml").read_text()

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from memguard import _joint, _policy
-from memguard._config import FRAMEWORKS, load
+from memguard._base.units import GIB
+from memguard._budget import FRAMEWORKS, joint, load, policy
 from memguard._devices.simulated import CATALOGUE, SimulatedHost
-from memguard._units import GIB
 from memguard.errors import PlanError
 
 ROOT = Path(__file__).parents[2]
@@ -78,11 +77,11 @@ def test_it_has_a_plan_exactly_on_the_gpus_that_its_section_names(path: Path, gp
     if gpu not in fits(section(path)):
         assert not isinstance(budget.device.limit, str) and budget.device.limit > host.devices()[0].usable
         with pytest.raises(PlanError):
-            _policy.plan(budget, host.devices())
+            policy.plan(budget, host.devices())
         return
-    (part,) = _policy.plan(budget, host.devices()).devices
+    (part,) = policy.plan(budget, host.devices()).devices
     assert list(part.caps) == list(budget.frameworks)
-    assert part.limit == part.reserve + _joint.distinct(part) + part.unallocated
+    assert part.limit == part.reserve + joint.distinct(part) + part.unallocated
 
 
 @every_file
@@ -93,7 +92,7 @@ def test_every_gpu_that_a_section_names_is_known_and_the_h200_is_one(path: Path)
 @pytest.mark.parametrize("name", ["all-six.yaml", "shared-card.yaml"])
 def test_what_a_part_comes_to_is_about_what_the_text_says(name: str) -> None:
     path = ROOT / "configs" / name
-    (part,) = _policy.plan(load(path), SimulatedHost(["h200"]).devices()).devices
+    (part,) = policy.plan(load(path), SimulatedHost(["h200"]).devices()).devices
     compared = 0
     for line, said in explained(section(path)):
         about = re.match(r" about ([\d.]+) GiB", said)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from memguard._devices import contexts, cuda_order, libcuda
-from memguard._doctor.collect import this_process
+from memguard._tools.doctor.collect import this_process
 from memguard.errors import DeviceError
 
 

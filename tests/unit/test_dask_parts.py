@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import memguard
+from memguard._base.types import DeviceSample, FrameworkSample, Pressure, Sample
+from memguard._base.undo import Undo
+from memguard._base.units import GIB, MIB
+from memguard._budget.policy import plan
 from memguard._devices.simulated import SimulatedHost
-from memguard._policy import plan
-from memguard._types import DeviceSample, FrameworkSample, Pressure, Sample
-from memguard._undo import Undo
-from memguard._units import GIB, MIB
 from memguard.integrations import dask as integration
 from memguard.integrations import tables as common
 from memguard.integrations.dask import tables

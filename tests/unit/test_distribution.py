@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from memguard import _distribution
+from memguard._base import distribution
 
 ROOT = Path(__file__).parents[2]
 URL = "https://example.org/memguard.git"
@@ -22,7 +22,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     found = tmp_path / "site-packages"
     (found / "memguard_gpu-0.1.0.dist-info").mkdir(parents=True)
     (found / "memguard_gpu-0.1.0.dist-info" / "METADATA").write_text("Name: memguard-gpu\nVersion: 0.1.0\n")
-    monkeypatch.setattr(_distribution, "_ROOT", str(found))
+    monkeypatch.setattr(distribution, "_ROOT", str(found))
     monkeypatch.setattr(sys, "path", [str(found)])
     return found
 
@@ -33,7 +33,7 @@ def came_from(site: Path, origin: object) -> None:
 
 
 def test_from_an_index_it_is_the_name(site: Path) -> None:
-    assert _distribution.requirement() == "memguard-gpu"
+    assert distribution.requirement() == "memguard-gpu"
 
 
 @pytest.mark.parametrize(
@@ -54,18 +54,18 @@ def test_from_an_index_it_is_the_name(site: Path) -> None:
 )
 def test_from_somewhere_else_it_is_that_place(site: Path, origin: object, expected: str) -> None:
     came_from(site, origin)
-    assert _distribution.requirement() == expected
+    assert distribution.requirement() == expected
 
 
 def test_a_folder_and_a_wheel_are_paths_quoted_for_a_shell(site: Path, tmp_path: Path) -> None:
     source = tmp_path / "my memguard"
     source.mkdir()
     came_from(site, {"url": source.as_uri(), "dir_info": {}})
-    assert _distribution.requirement() == f"'{source}'"
+    assert distribution.requirement() == f"'{source}'"
     wheel = tmp_path / "memguard_gpu-0.1.0-py3-none-any.whl"
     wheel.touch()
     came_from(site, {"url": wheel.as_uri(), "archive_info": {}})
-    assert _distribution.requirement() == str(wheel)
+    assert distribution.requirement() == str(wheel)
 
 
 def test_an_editable_installation_is_installed_so_again(
@@ -74,8 +74,8 @@ def test_an_editable_installation_is_installed_so_again(
     source = tmp_path / "source"
     source.mkdir()
     came_from(site, {"url": source.as_uri(), "dir_info": {"editable": True}})
-    monkeypatch.setattr(_distribution, "_ROOT", str(source))
-    assert _distribution.requirement() == f"-e {source}"
+    monkeypatch.setattr(distribution, "_ROOT", str(source))
+    assert distribution.requirement() == f"-e {source}"
 
 
 def test_another_copy_that_is_installed_does_not_count(
@@ -84,21 +84,21 @@ def test_another_copy_that_is_installed_does_not_count(
     came_from(site, {"url": URL, "vcs_info": {"vcs": "git", "commit_id": COMMIT}})
     checkout = tmp_path / "checkout"
     checkout.mkdir()
-    monkeypatch.setattr(_distribution, "_ROOT", str(checkout))
-    assert _distribution.requirement() == "memguard-gpu"
+    monkeypatch.setattr(distribution, "_ROOT", str(checkout))
+    assert distribution.requirement() == "memguard-gpu"
     (checkout / "pyproject.toml").touch()
-    assert _distribution.requirement() == str(checkout)
+    assert distribution.requirement() == str(checkout)
 
 
 def test_the_name_is_the_projects() -> None:
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert re.search(r'^name = "(.+?)"', project, re.MULTILINE)[1] == _distribution.NAME  # type: ignore[index]
+    assert re.search(r'^name = "(.+?)"', project, re.MULTILINE)[1] == distribution.NAME  # type: ignore[index]
 
 
 def test_nothing_tells_anybody_to_install_the_other_project() -> None:
     """In messages, documents and scripts; a name that only begins so is another one."""
     texts = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md"), *(ROOT / "scripts").iterdir()]
-    texts += [*Path(_distribution.__file__).parent.rglob("*.py"), *(ROOT / "examples").iterdir()]
+    texts += [*Path(distribution.__file__).parent.rglob("*.py"), *(ROOT / "examples").iterdir()]
     found = [
         f"{path}: {line}"
         for path in texts

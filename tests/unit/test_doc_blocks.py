@@ -19,7 +19,7 @@ import yaml
 from doc_blocks import FILES, ROOT, RUN, SHOWN, TYPED, Block
 
 import memguard
-from memguard import _config
+from memguard import _budget
 from memguard.cli import main
 from memguard.errors import ConfigError
 
@@ -67,7 +67,7 @@ def test_python_that_needs_a_gpu_compiles(block: Block) -> None:
 
 def errors_of(text: str) -> str:
     try:
-        _config.parse(text, "budget.yaml")
+        _budget.parse(text, "budget.yaml")
     except ConfigError as error:
         return f"{error}\n"
     return ""

@@ -20,11 +20,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 import memguard
-from memguard import _config, _findings
+from memguard import _budget
+from memguard._budget import findings
 from memguard._devices import cuda_order
-from memguard._doctor import explain
-from memguard._doctor.collect import gather
-from memguard._doctor.facts import (
+from memguard._tools.doctor import explain
+from memguard._tools.doctor.collect import gather
+from memguard._tools.doctor.facts import (
     Cuda,
     CudaDevice,
     Driver,
@@ -213,10 +214,10 @@ def test_what_is_asked_for_is_passed_on(gathered: Gathered) -> None:
     Path("train.py").write_text("import torch\n")
     doctor("budget.yaml", "--framework", "jax", "--framework", "torch", "--timeout", "5", "--script", "train.py")
     budget, asked = gathered.asked.pop()
-    assert budget == _config.load("budget.yaml")
+    assert budget == _budget.load("budget.yaml")
     assert (asked["frameworks"], asked["timeout"], asked["script"]) == (("jax", "torch"), 5.0, "train.py")
     doctor("-c", "budget.yaml")
-    assert gathered.asked.pop()[0] == _config.load("budget.yaml")
+    assert gathered.asked.pop()[0] == _budget.load("budget.yaml")
 
 
 def test_findings_are_left_out_by_name_and_by_the_budget(gathered: Gathered) -> None:
@@ -254,20 +255,20 @@ def test_facts_are_dumped_alone_and_give_the_same_findings_anywhere(gathered: Ga
 
 def test_the_list_is_that_of_the_names(gathered: Gathered) -> None:
     done = doctor("--list")
-    assert done.exit_code == 0 and tuple(done.stdout.splitlines()) == _findings.NAMES
+    assert done.exit_code == 0 and tuple(done.stdout.splitlines()) == findings.NAMES
     assert gathered.asked == []
 
 
 def test_the_list_and_a_page_as_json(gathered: Gathered) -> None:
     listed = json.loads(doctor("--list", "--json").stdout)
     assert listed["memguard_findings"] == 1
-    assert listed["findings"] == [{"name": name, "page": f"docs/doctor/{name}.md"} for name in _findings.NAMES]
+    assert listed["findings"] == [{"name": name, "page": f"docs/doctor/{name}.md"} for name in findings.NAMES]
     page = json.loads(doctor("--explain", "mig", "--json").stdout)
     assert page.pop("text") + "\n" == doctor("--explain", "mig").stdout
     assert page == {"memguard_finding": 1, "name": "mig", "page": "docs/doctor/mig.md"}
 
 
-@pytest.mark.parametrize("name", _findings.NAMES)
+@pytest.mark.parametrize("name", findings.NAMES)
 def test_a_page_is_printed(gathered: Gathered, name: str) -> None:
     done = doctor("--explain", name)
     assert (done.exit_code, done.stderr) == (0, "")
@@ -559,7 +560,7 @@ def test_a_healthy_program_is_started_without_a_word(gathered: Gathered, started
     assert (done.exit_code, done.output) == (0, "")
     assert started == [[sys.executable, "train.py"]]
     budget, asked = gathered.asked.pop()
-    assert budget == _config.load("budget.yaml")
+    assert budget == _budget.load("budget.yaml")
     assert (asked["python"], asked["script"]) == ([sys.executable], "train.py") and "this_process" not in asked
     assert asked["environ"] == dict(os.environ)
     run("-c", "budget.yaml", "--", sys.executable, "train.py")

@@ -16,12 +16,12 @@ import pytest
 from doctor_processes import TORCH, environ, write
 
 import memguard
-from memguard import _config
-from memguard._doctor.collect import answers, gather, machine, missing_libraries, script, this_process
-from memguard._doctor.collect.processes import Ended
-from memguard._doctor.examine import examine
-from memguard._doctor.facts import Cuda, CudaDevice, Driver, Facts, NvmlDevice, NvmlFacts
-from memguard._doctor.finding import Severity
+from memguard import _budget
+from memguard._tools.doctor.collect import answers, gather, machine, missing_libraries, script, this_process
+from memguard._tools.doctor.collect.processes import Ended
+from memguard._tools.doctor.examine import examine
+from memguard._tools.doctor.facts import Cuda, CudaDevice, Driver, Facts, NvmlDevice, NvmlFacts
+from memguard._tools.doctor.finding import Severity
 from memguard.errors import FactsError
 
 UUID = "GPU-11111111-1111-1111-1111-111111111111"
@@ -50,7 +50,7 @@ def site(tmp_path: Path) -> Path:
 
 def gathered(site: Path, budget: Any = None, **given: Any) -> Facts:
     asked = {"frameworks": None, "timeout": 30, "environ": environ(site), **given}
-    return gather.facts(_config.of(budget) if budget is not None else None, python=[sys.executable], **asked)
+    return gather.facts(_budget.of(budget) if budget is not None else None, python=[sys.executable], **asked)
 
 
 def test_everything_at_once(site: Path) -> None:
@@ -105,7 +105,7 @@ def test_no_budget_applies_in_the_probes(site: Path, tmp_path: Path) -> None:
     (site / "torch" / "__init__.py").write_text(
         f"import os, sys\nopen({str(note)!r}, 'w').write(repr(['memguard' in sys.modules, dict(os.environ)]))\n{TORCH}"
     )
-    activate = str(Path(memguard.__file__).parent / "_activation")
+    activate = str(Path(memguard.__file__).parent / "_runtime/activation")
     given = environ(site, MEMGUARD_RUN="/no/budget.yaml", MEMGUARD_CONFIG="/no/budget.yaml")
     given["PYTHONPATH"] = os.pathsep.join((activate, str(site)))
     found = gathered(site, frameworks=["torch"], environ=given)
@@ -118,7 +118,7 @@ def test_no_budget_applies_in_the_probes(site: Path, tmp_path: Path) -> None:
 
 
 def test_what_memguard_has_put_into_the_environment_is_taken_out_of_the_probes() -> None:
-    activate = str(Path(memguard.__file__).parent / "_activation")
+    activate = str(Path(memguard.__file__).parent / "_runtime/activation")
     assert machine.clean({"PYTHONPATH": activate, "MEMGUARD_RUN": "x", "A": "b"}) == {"A": "b", "MEMGUARD_DISABLE": "1"}
     assert machine.clean({"PYTHONPATH": f"{activate}:/mine:/y/_activation"})["PYTHONPATH"] == "/mine:/y/_activation"
 
@@ -225,14 +225,14 @@ def test_how_many_run_at_once(driver: Driver, probes: int, cpus: int, most: int)
 
 
 def test_what_a_budget_comes_to() -> None:
-    budget = _config.of({"version": 1, "device": {"limit": "40GiB"}, "frameworks": {"tensorflow": {"share": "50%"}}})
+    budget = _budget.of({"version": 1, "device": {"limit": "40GiB"}, "frameworks": {"tensorflow": {"share": "50%"}}})
     found = gather._budget(budget, h200())
     assert found is not None and found.limits == {UUID: 40 * GIB}
     assert found.frameworks == ("tensorflow",) and found.errors == ()
 
 
 def test_a_budget_that_does_not_fit_its_gpu() -> None:
-    budget = _config.of({"version": 1, "device": {"limit": "200GiB"}, "frameworks": {"torch": {"share": "50%"}}})
+    budget = _budget.of({"version": 1, "device": {"limit": "200GiB"}, "frameworks": {"torch": {"share": "50%"}}})
     found = gather._budget(budget, h200())
     assert found is not None and found.limits == {} and "200" in found.errors[0]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from memguard._doctor.collect import machine
+from memguard._tools.doctor.collect import machine
 
 NVCC = "nvcc off the PATH"
 

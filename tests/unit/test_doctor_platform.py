@@ -23,7 +23,8 @@ def test_what_only_unix_has_is_not_imported_before_that() -> None:
     """On Windows what is said must not be that a module cannot be imported."""
     code = (
         "import sys; sys.modules.update(dict.fromkeys(['fcntl', 'resource', 'pwd', 'grp', 'termios']))\n"
-        "from memguard._doctor.collect import gather; assert 'memguard._doctor.collect.processes' not in sys.modules"
+        "from memguard._tools.doctor.collect import gather; "
+        "assert 'memguard._tools.doctor.collect.processes' not in sys.modules"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr

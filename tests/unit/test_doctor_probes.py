@@ -18,12 +18,12 @@ import pytest
 from doctor_processes import TORCH, environ, run, write
 
 import memguard
-from memguard._doctor.collect import answers, processes
-from memguard._doctor.collect.processes import descendants, lines, watch
-from memguard._doctor.examine import examine
-from memguard._doctor.facts import Facts, FrameworkFacts
-from memguard._doctor.finding import Severity
-from memguard._doctor.probes import main
+from memguard._tools.doctor.collect import answers, processes
+from memguard._tools.doctor.collect.processes import descendants, lines, watch
+from memguard._tools.doctor.examine import examine
+from memguard._tools.doctor.facts import Facts, FrameworkFacts
+from memguard._tools.doctor.finding import Severity
+from memguard._tools.doctor.probes import main
 
 IMPORTED, USED = 0, 1
 
@@ -311,7 +311,7 @@ def test_another_distributions_memguard_is_found(tmp_path: Path, monkeypatch: py
         "/src/memguard",
         str(site / "memguard" / "__init__.py"),
     )
-    (site / "memguard" / "__init__.py").write_text("raise SystemExit('imported')  # memguard._api")
+    (site / "memguard" / "__init__.py").write_text("raise SystemExit('imported')  # memguard._oom.hooks")
     found = answers.installed(run(environ(site), "inventory")).namesakes
     assert found is not None and found.own
 
@@ -324,8 +324,8 @@ def test_the_memguard_that_was_installed_last_is_the_one_found(
     monkeypatch.chdir(tmp_path)
     contents = {"memguard": "def own(): ...\n", "memguard-gpu": Path(memguard.__file__).read_text()}
     site = write(tmp_path / "lib", "memguard", contents[last])
-    (site / "memguard" / "_activation").mkdir()
-    (site / "memguard" / "_activation" / "sitecustomize.py").touch()
+    (site / "memguard" / "_runtime" / "activation").mkdir(parents=True)
+    (site / "memguard" / "_runtime/activation" / "sitecustomize.py").touch()
     for name, content in contents.items():
         distribution(site, name, "0.1.0")
         digest = base64.urlsafe_b64encode(hashlib.sha256(content.encode()).digest()).rstrip(b"=").decode()

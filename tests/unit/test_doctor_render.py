@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from memguard._doctor import DoctorReport, render
-from memguard._doctor.examine import examine
-from memguard._doctor.facts import (
+from memguard._base.units import GIB
+from memguard._tools.doctor import DoctorReport, render
+from memguard._tools.doctor.examine import examine
+from memguard._tools.doctor.facts import (
     Cuda,
     CudaDevice,
     Driver,
@@ -23,8 +24,7 @@ from memguard._doctor.facts import (
     System,
     Together,
 )
-from memguard._doctor.finding import Finding, Severity
-from memguard._units import GIB
+from memguard._tools.doctor.finding import Finding, Severity
 
 UUID = "GPU-887439f1-ef81-1c16-9a75-0558dcbf6b53"
 

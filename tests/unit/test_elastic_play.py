@@ -71,9 +71,9 @@ class Simulated:
 def schedule(seed: int, monkeypatch: pytest.MonkeyPatch, lends: bool = True, wrong: int = 0) -> Any:
     """One schedule over the simulated frameworks of an elastic budget, through the runner of the real ones."""
     import memguard
-    from memguard._config import from_mapping
+    from memguard._budget import from_mapping
     from memguard._devices.simulated import Model, SimulatedHost
-    from memguard._guard import Guard
+    from memguard._guard.guard import Guard
 
     def call(take: Any, *arguments: Any) -> Any:
         try:

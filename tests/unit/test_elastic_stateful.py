@@ -16,10 +16,10 @@ from simulated_runner import SimulatedRunner
 from support import schedules as _schedules
 from support.oracle import MIB, PAGE, Entry, in_the_way, judge
 
-from memguard._reclaim.lending import Part, ask, settle
-from memguard._specs import SPECS
-from memguard._types import State
-from memguard._units import round_up
+from memguard._base.specs import SPECS
+from memguard._base.types import State
+from memguard._base.units import round_up
+from memguard._guard.lending import Part, ask, settle
 from memguard.errors import BudgetExceeded
 
 names = st.sampled_from(_schedules.FRAMEWORKS)

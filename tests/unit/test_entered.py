@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import memguard
-from memguard import _api
+from memguard import api
+from memguard._base.specs import DOORS, KERNELS, LAZY, LIBRARIES, SPECS
+from memguard._base.units import MIB
 from memguard._devices import loaded
 from memguard._devices.real import RealHost
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import SimulatedFramework
 from memguard._ledger.overhead import ANY, LINGER, Overhead
-from memguard._specs import DOORS, KERNELS, LAZY, LIBRARIES, SPECS
-from memguard._units import MIB
 
 Entries = frozenset[tuple[str, int]]
 NOTHING: Entries = frozenset((name, 0) for name in DOORS)
@@ -407,7 +407,7 @@ def test_a_glance_and_a_signal_handler_see_it_and_leave_it_to_the_next_reading(
     marks: list[bool] = []
     entries = host.entries
     monkeypatch.setattr(host, "entries", lambda mark=True: marks.append(mark) or entries(mark))
-    guard, begun = _api.current(), rows()
+    guard, begun = api.current(), rows()
     part, reader = guard.plan.devices[0], guard._reader
     clock[0] += 5
     host.enter("cusolver")
@@ -434,7 +434,7 @@ class Counting(SimulatedHost):
 def test_nothing_is_looked_at_where_nothing_grows_or_appears(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, host = [100.0], Counting(["h200"])
     monkeypatch.setattr("memguard._ledger.reader.time.monotonic", lambda: clock[0])
-    monkeypatch.setattr(_api, "_host", lambda names: host)
+    monkeypatch.setattr(api, "_host", lambda names: host)
     guard = memguard.init({"version": 1, "frameworks": {"torch": {"limit": "4GiB"}}}, simulate="h200")
     try:
         assert host.lists == host.looks == 0, "not in init"
@@ -466,7 +466,7 @@ def test_libraries_that_are_loaded_one_after_the_other_are_found_at_once_and_a_l
 ) -> None:
     clock, host = [100.0], Counting(["h200"])
     monkeypatch.setattr("memguard._ledger.reader.time.monotonic", lambda: clock[0])
-    monkeypatch.setattr(_api, "_host", lambda names: host)
+    monkeypatch.setattr(api, "_host", lambda names: host)
     guard = memguard.init({"version": 1, "frameworks": {"torch": {"limit": "4GiB"}}}, simulate="h200")
     try:
         framework = guard.frameworks["torch"]

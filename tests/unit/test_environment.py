@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from environments import PACKAGE, PTH, environ, make
 
-from memguard import _workers
-from memguard._activation import _memguard_environment as environment
-from memguard._specs import SPECS
+from memguard._base.specs import SPECS
+from memguard._runtime import workers
+from memguard._runtime.activation import _memguard_environment as environment
 
 BUDGET = "version: 1\nframeworks:\n  torch: {share: 50%}\n"
 APPLIED = """
 import sys
-found = sys.modules.get("memguard._api")
+found = sys.modules.get("memguard.api")
 guard = found and found._active and found._active.guard
 print(None if guard is None else (guard.host.simulated, sorted(guard.frameworks)))
 """
@@ -114,7 +114,7 @@ def test_a_start_file_without_the_variable_or_without_memguard_does_nothing(star
 
 
 def test_the_first_use_of_memguard_brings_the_budget(python: Path, folder: Path) -> None:
-    done = run(python, folder, f"import memguard\nfrom memguard import _api\n{APPLIED}memguard.ledger()\n{APPLIED}")
+    done = run(python, folder, f"import memguard\nfrom memguard import api\n{APPLIED}memguard.ledger()\n{APPLIED}")
     assert said(done) == ["None", "(True, ['torch'])"]
 
 
@@ -130,14 +130,14 @@ def test_without_the_variable_nothing_happens(python: Path, folder: Path) -> Non
 def test_the_budget_is_there_before_the_frameworks_code_runs_and_its_hooks_see_that_import(
     python: Path, folder: Path
 ) -> None:
-    (folder / "torch.py").write_text("from memguard import _api\nprint('torch runs', _api._active)\n")
+    (folder / "torch.py").write_text("from memguard import api\nprint('torch runs', api._active)\n")
     done = run(
         python, folder,
-        "from memguard import _api\nfrom memguard._frameworks.import_hook import ImportHook\nhook = ImportHook()\n"
+        "from memguard import api\nfrom memguard._frameworks.import_hook import ImportHook\nhook = ImportHook()\n"
         "def init(config, simulate=None):\n"
         "    hook.watch('torch', lambda: print('after torch'))\n"
-        "    _api._active = 'applied'\n"
-        "_api.init = init\nimport torch, sys\n"
+        "    api._active = 'applied'\n"
+        "api.init = init\nimport torch, sys\n"
         "print(torch.__spec__.name, type(torch.__loader__).__name__, torch.__spec__.loader is torch.__loader__,\n"
         "      [f for f in sys.meta_path if 'memguard' in str(f)])\n",
     )  # fmt: skip
@@ -174,7 +174,7 @@ def test_children_find_it_too_where_their_parent_has_the_budget_of_memguard_run(
     (folder / "own.yaml").write_text("version: 1\nframeworks:\n  cupy: {share: 50%}\n")
     (folder / "program.py").write_text(f"{APPLIED}{CHILD}")
     shown = [str(python), "program.py"]
-    env = {"MEMGUARD_RUN": str(folder / "own.yaml"), "PYTHONPATH": f"{PACKAGE / '_activation'}:{folder}"}
+    env = {"MEMGUARD_RUN": str(folder / "own.yaml"), "PYTHONPATH": f"{PACKAGE / '_runtime/activation'}:{folder}"}
     own, child, budget = said(command(shown, folder, **env))
     assert own == "(True, ['cupy'])" and budget == "(True, ['torch'])"
     assert child.startswith(f"{folder / 'budget.yaml'} ['memguard'")
@@ -214,8 +214,8 @@ def test_a_broken_budget_is_one_message_and_the_program_runs(
 
 
 def test_a_fault_of_memguards_is_one_line_too(python: Path, folder: Path) -> None:
-    code = "from memguard import _api\ndef init(*a, **k): raise KeyError('fault')\n"
-    code += "_api.init = init\nimport torch, cupy"
+    code = "from memguard import api\ndef init(*a, **k): raise KeyError('fault')\n"
+    code += "api.init = init\nimport torch, cupy"
     assert run(python, folder, code).stderr == f"{NOT_APPLIED}KeyError: 'fault'\n"
 
 
@@ -233,9 +233,9 @@ def test_each_child_says_it_once_itself(python: Path, folder: Path) -> None:
 def test_an_interrupt_leaves_the_budget_waiting(python: Path, folder: Path) -> None:
     done = run(
         python, folder,
-        "from memguard import _api\nreal = _api.init\ndef init(*a, **k): raise KeyboardInterrupt\n"
-        "_api.init = init\n"
-        f"try: import torch\nexcept KeyboardInterrupt: print('stopped')\n_api.init = real\nimport torch\n{APPLIED}",
+        "from memguard import api\nreal = api.init\ndef init(*a, **k): raise KeyboardInterrupt\n"
+        "api.init = init\n"
+        f"try: import torch\nexcept KeyboardInterrupt: print('stopped')\napi.init = real\nimport torch\n{APPLIED}",
     )  # fmt: skip
     assert said(done) == ["stopped", "(True, ['torch'])"]
 
@@ -305,7 +305,7 @@ def test_an_environment_without_memguard_says_nothing(python: Path, folder: Path
 
 
 def test_the_programs_own_init_with_that_file_is_the_same_guard(python: Path, folder: Path) -> None:
-    code = "import torch, memguard\nfrom memguard import _api\nfirst = _api.current()\n"
+    code = "import torch, memguard\nfrom memguard import api\nfirst = api.current()\n"
     assert said(run(python, folder, f"{code}print(memguard.init('budget.yaml') is first)")) == ["True"]
 
 
@@ -343,9 +343,9 @@ def test_its_init_means_them_after_a_file_that_is_missing_too(python: Path, fold
 def test_its_init_means_the_simulated_ones_unless_it_is_disabled(
     python: Path, folder: Path, config: str | None, first: str
 ) -> None:
-    code = f"{first}\nimport memguard\nfrom memguard import _api\n"
+    code = f"{first}\nimport memguard\nfrom memguard import api\n"
     code += "def host(simulate):\n    print(simulate)\n    raise SystemExit\n"
-    done = run(python, folder, f"{code}_api._host = host\nprint(memguard.init('budget.yaml').active)", config=config)
+    done = run(python, folder, f"{code}api._host = host\nprint(memguard.init('budget.yaml').active)", config=config)
     assert said(done) == (["['h200']"] if config is None else ["False"])
     assert done.stderr == (SIMULATED if config is None else "")
 
@@ -440,8 +440,8 @@ import multiprocessing, sys
 {top}
 def work(_):
     import torch, memguard
-    from memguard import _api
-    if _api._active is None:
+    from memguard import api
+    if api._active is None:
         try: memguard.ledger()
         except memguard.NotActive as error: return str(error).splitlines()[0]
     return "active"
@@ -505,8 +505,8 @@ def test_without_the_variable_the_line_looks_up_and_does_nothing_else() -> None:
 def test_what_stands_twice_is_the_same() -> None:
     """The file that waits imports nothing of memguard's, so it repeats some names."""
     assert tuple(row.hook for row in SPECS.values()) == environment.MODULES
-    assert environment.POOLS == _workers._POOLS
-    assert environment.CHILDREN == _workers.ASKED
+    assert environment.POOLS == workers._POOLS
+    assert environment.CHILDREN == workers.ASKED
 
 
 def test_an_installation_has_the_line_at_the_top_of_its_site_packages() -> None:

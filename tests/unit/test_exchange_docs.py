@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import memguard
-from memguard import _config, exchange
+from memguard import _budget, exchange
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "exchange.md"
@@ -84,7 +84,7 @@ def test_the_budgets_are_valid() -> None:
     found = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
     assert found
     for text in found:
-        _config.parse(text)
+        _budget.parse(text)
 
 
 def test_every_claim_of_folklores_comes_with_an_example_of_what_is_right() -> None:

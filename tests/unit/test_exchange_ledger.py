@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from memguard import _policy
-from memguard._config import from_mapping
+from memguard._base.types import Applied, Device, DeviceSample, Plan, Sample, Usage
+from memguard._base.units import GIB, MIB
+from memguard._budget import from_mapping, policy
 from memguard._devices import contexts
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks import second_contexts
@@ -22,11 +23,9 @@ from memguard._ledger.overhead import Overhead
 from memguard._ledger.reader import LedgerReader
 from memguard._ledger.rows import Reading, device_ledger
 from memguard._ledger.types import Ledger, Lent, Row
-from memguard._monitor.pressure import START, Settings, decide
+from memguard._runtime.pressure import START, Settings, decide
 from memguard._timeline import Writer, load_timeline
 from memguard._timeline.replay import replay_timeline
-from memguard._types import Applied, Device, DeviceSample, Plan, Sample, Usage
-from memguard._units import GIB, MIB
 
 CONTEXT, TORCH = 518 * MIB, 94 * MIB
 LOANS = "memguard.exchange.lifetimes"
@@ -72,7 +71,7 @@ class Setting:
         self.gpu = self.host.devices()[0]
         frameworks = {"torch": {"limit": "8GiB"}, "pycuda": {"limit": "1GiB"}}
         budget = from_mapping({"version": 1, "device": device, "frameworks": frameworks})
-        self.plan: Plan = _policy.plan(budget, self.host.devices())
+        self.plan: Plan = policy.plan(budget, self.host.devices())
         (self.part,) = self.plan.devices
         self.stubs = {name: Stub(self.host) for name in frameworks}
         self.warnings: list[str] = []

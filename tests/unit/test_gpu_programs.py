@@ -16,7 +16,7 @@ import gpu_programs
 import pytest
 
 import memguard
-from memguard import _policy
+from memguard._budget import policy
 from memguard._devices.simulated import SimulatedHost
 
 pytestmark = pytest.mark.long  # no version of what is installed changes what only developers run
@@ -123,7 +123,7 @@ def refused(budget: dict[str, Any]) -> list[str]:
     wrong = []
     for card in CARDS:
         try:
-            _policy.plan(memguard.Budget.from_mapping(budget), SimulatedHost((card,)).devices())
+            policy.plan(memguard.Budget.from_mapping(budget), SimulatedHost((card,)).devices())
         except memguard.MemguardError as error:
             wrong.append(f"a budget that {card} refuses: {json.dumps(budget)}: {error}")
     return wrong

@@ -13,9 +13,9 @@ import pytest
 from guards import BUDGET, TORCH, host_of, replaced, simulated, start
 
 import memguard
+from memguard._base.types import Device, Usage
+from memguard._base.units import GIB, MIB
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory, SimulatedFramework
-from memguard._types import Device, Usage
-from memguard._units import GIB, MIB
 from memguard.errors import (
     BudgetExceeded,
     DeviceError,

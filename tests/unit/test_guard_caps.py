@@ -13,12 +13,12 @@ import pytest
 from guards import BUDGET, TORCH, cap_of, host_of, imported, replaced, simulated, start
 
 import memguard
-from memguard import _api
+from memguard import api
+from memguard._base.types import Device, Event
+from memguard._base.units import GIB, MIB
 from memguard._devices import contexts
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory, SimulatedFramework
-from memguard._types import Device, Event
-from memguard._units import GIB, MIB
 from memguard.errors import (
     BudgetExceeded,
     CapNotApplied,
@@ -248,7 +248,7 @@ def drifting(monkeypatch: pytest.MonkeyPatch) -> dict[str, Drifting]:
 def enforcements() -> dict[str, str]:
     """By framework, as the ledger's rows have them, which `print(guard)` must not contradict."""
     rows = {row.name: row for row in memguard.ledger().devices[0].rows if row.kind == "framework"}
-    printed = dict(line.split()[::3] for line in str(_api.current()).splitlines() if line.startswith("  "))
+    printed = dict(line.split()[::3] for line in str(api.current()).splitlines() if line.startswith("  "))
     assert printed == {name: row.enforcement for name, row in rows.items()}
     return printed
 
@@ -291,8 +291,8 @@ def test_every_view_finds_drift_by_itself(drifting: dict[str, Drifting], caplog:
 
     views: list[Callable[[], Any]] = [
         memguard.ledger,
-        lambda: str(_api.current()),
-        lambda: _api.current().sample(),
+        lambda: str(api.current()),
+        lambda: api.current().sample(),
         lambda: memguard.require("torch", 1),
         refused,
     ]
@@ -520,7 +520,7 @@ def test_a_later_setting_that_met_the_cap_is_a_warning_a_note_and_an_event_once(
             for _ in range(3):
                 drifting["torch"]._warn(sentence)
         assert caplog.messages == [sentence] and memguard.ledger().notes.count(sentence) == 1
-        assert sentence in str(_api.current())
+        assert sentence in str(api.current())
         memguard.shutdown()
     finally:
         watch.remove()
@@ -618,7 +618,7 @@ def test_require_refuses_what_only_a_trim_could_give_while_a_graph_is_captured(
 ) -> None:
     made = capture({**BUDGET, "device": {"limit": "100%", "reserve": "2GiB"}})
     torch, pycuda = made["torch"], made["pycuda"]
-    host = _api.current().host
+    host = api.current().host
     assert isinstance(host, SimulatedHost)
     (gpu,) = host.devices()
     torch.free(torch.allocate(3 * GIB))

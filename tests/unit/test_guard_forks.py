@@ -16,10 +16,10 @@ import pytest
 from guards import BUDGET, TORCH, cap_of, hooks, simulated, start
 
 import memguard
-from memguard import _api
+from memguard import api
+from memguard._base.types import State
+from memguard._base.units import GIB
 from memguard._frameworks.simulated.adapter import SimulatedFramework
-from memguard._types import State
-from memguard._units import GIB
 from memguard.errors import (
     MemguardError,
     NotActive,
@@ -106,7 +106,7 @@ def test_locks_that_another_thread_held_at_the_fork_do_not_stop_the_child(lock: 
     held, release = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with guard._lock if lock == "guard" else _api._lock:
+        with guard._lock if lock == "guard" else api._lock:
             held.set()
             release.wait(20)
 
@@ -134,7 +134,7 @@ def test_a_child_that_was_forked_while_another_thread_noted_a_refusal_ends(tmp_p
     code = f"""
 import os, signal, sys, threading
 import memguard
-from memguard._monitor import refusals, session
+from memguard._runtime import refusals, session
 has, over = threading.Event(), threading.Event()
 def clock():
     if threading.current_thread().name == "noting":
@@ -216,11 +216,11 @@ def test_init_does_not_deadlock_with_an_import_that_imports_another_framework(tm
 import faulthandler, sys, threading, time
 sys.path.insert(0, {str(tmp_path)!r})
 import memguard
-from memguard import _api
+from memguard import api
 from memguard._devices.simulated import SimulatedHost
 class Host(SimulatedHost):
     simulated = False
-_api._host = lambda simulate: Host(["h200"])
+api._host = lambda simulate: Host(["h200"])
 def importing():
     try:
         import tensorflow

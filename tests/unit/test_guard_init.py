@@ -12,12 +12,12 @@ import pytest
 from guards import BUDGET, TORCH, cap_of, hooks, imported, replaced, simulated, start
 
 import memguard
-from memguard import _api
-from memguard._config import from_mapping
+from memguard import api
+from memguard._base.types import Device, State
+from memguard._base.units import GIB
+from memguard._budget import from_mapping
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory
-from memguard._types import Device, State
-from memguard._units import GIB
 from memguard.errors import (
     AlreadyActive,
     ConfigError,
@@ -77,9 +77,9 @@ def test_another_budget_or_other_gpus_need_replace() -> None:
     for arguments in ((TORCH, "h200"), (BUDGET, "h100"), (BUDGET, ["h200", "h200"])):
         with pytest.raises(AlreadyActive, match="replace=True"):
             start(*arguments)
-    assert guard.active and _api.current() is guard
+    assert guard.active and api.current() is guard
     other = start(TORCH, replace=True)
-    assert not guard.active and other.active and _api.current() is other
+    assert not guard.active and other.active and api.current() is other
     assert list(other.frameworks) == ["torch"] and len(hooks()) == 1
 
 
@@ -100,7 +100,7 @@ def test_without_a_gpu_the_error_names_simulated_ones(monkeypatch: pytest.Monkey
         def devices(self, *, ordinals: bool = False) -> tuple[Device, ...]:
             raise DeviceError("NVML: no driver", fix="load it")
 
-    monkeypatch.setattr(_api, "_host", lambda simulate: Bare(["h200"]))
+    monkeypatch.setattr(api, "_host", lambda simulate: Bare(["h200"]))
     with pytest.raises(DeviceError) as caught:
         start(TORCH)
     assert str(caught.value) == (
@@ -163,7 +163,7 @@ def test_a_guard_that_was_shut_down_says_so() -> None:
 
 def test_a_budget_for_a_block() -> None:
     with memguard.guard(TORCH, simulate="h200") as guard:
-        assert _api.current() is guard and guard.active
+        assert api.current() is guard and guard.active
     assert not guard.active and hooks() == []
 
 

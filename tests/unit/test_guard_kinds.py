@@ -9,8 +9,8 @@ import pytest
 from guards import TORCH
 
 import memguard
-from memguard import _workers
-from memguard._types import Plan, Room, Sample
+from memguard._base.types import Plan, Room, Sample
+from memguard._runtime import workers
 from memguard.errors import MemguardError, NotActive, Suspended
 
 WHY = "no budget is active: MEMGUARD_DISABLE is set"
@@ -59,7 +59,7 @@ def test_the_table_has_every_name() -> None:
 
 @pytest.mark.parametrize("name", sorted(NAMES))
 def test_an_idle_guard(name: str) -> None:
-    guard = _workers.IdleGuard(WHY, TORCH)
+    guard = workers.IdleGuard(WHY, TORCH)
     if name not in REFUSED["idle"]:
         asked(guard, name)
         return
@@ -79,7 +79,7 @@ def test_a_suspended_guard(name: str) -> None:
 
 
 def test_what_an_idle_guard_says() -> None:
-    guard = _workers.IdleGuard(WHY, TORCH)
+    guard = workers.IdleGuard(WHY, TORCH)
     assert guard.make_room("torch", 1 << 40) == Room({}, None, 0, {}), "no cap is in the way"
     assert guard.own_plan == guard.plan == Plan((), notes=(WHY,)) and guard.undone
     assert guard.moved() == [] and guard.last_sample() is None and guard.peaks() == {} and not guard.movable("torch")

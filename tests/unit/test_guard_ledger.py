@@ -12,15 +12,15 @@ import pytest
 from guards import BUDGET, TORCH, Absent, hooks, host_of, imported, replaced, simulated, start
 
 import memguard
-from memguard import _api
-from memguard._config import from_mapping, parse
+from memguard import api
+from memguard._base.specs import SPECS
+from memguard._base.types import Device, MemoryInfo, Usage
+from memguard._base.units import GIB, MIB, format_size
+from memguard._budget import from_mapping, parse
 from memguard._devices.simulated import CONTEXT, SimulatedHost
 from memguard._frameworks import registry
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory, SimulatedFramework
-from memguard._guard import Guard
-from memguard._specs import SPECS
-from memguard._types import Device, MemoryInfo, Usage
-from memguard._units import GIB, MIB, format_size
+from memguard._guard.guard import Guard
 from memguard.errors import (
     NotActive,
     PlanError,
@@ -365,7 +365,7 @@ def test_a_busy_card_stops_init_before_anything_is_applied(
     steps: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, others: int
 ) -> None:
     done = steps()
-    monkeypatch.setattr(_api, "_host", lambda simulate: occupied)
+    monkeypatch.setattr(api, "_host", lambda simulate: occupied)
     for rule in ("raise", "warn"):
         occupied = SimulatedHost(["t4", "t4"])
         occupied.occupy(occupied.devices()[1], 1, others)
@@ -391,12 +391,12 @@ def test_a_busy_card_stops_init_before_anything_is_applied(
 
 def test_a_busy_card_leaves_the_budget_that_was_active_before(monkeypatch: pytest.MonkeyPatch) -> None:
     host = SimulatedHost(["t4"])
-    monkeypatch.setattr(_api, "_host", lambda simulate: host)
+    monkeypatch.setattr(api, "_host", lambda simulate: host)
     start(TORCH, simulate=None)
     host.occupy(host.devices()[0], 1, 10 * GIB)
     with pytest.raises(PlanError, match="on_busy"):
         start(busy_budget("raise"), simulate=None, replace=True)
-    assert _api.current().active and memguard.ledger().devices[0].row("torch").cap == 4 * GIB
+    assert api.current().active and memguard.ledger().devices[0].row("torch").cap == 4 * GIB
 
 
 # communicators, from the reserve to the ledger

@@ -15,10 +15,10 @@ import pytest
 from guards import BUDGET, TORCH, cap_of, hooks, replaced, simulated, start
 
 import memguard
-from memguard import _api
+from memguard import api
+from memguard._base.types import Device, Usage
 from memguard._frameworks.base import Framework
 from memguard._frameworks.simulated.adapter import SimulatedFramework
-from memguard._types import Device, Usage
 from memguard.errors import CapNotApplied, MemguardError
 
 pytestmark = pytest.mark.usefixtures("nothing_stays")
@@ -57,9 +57,9 @@ def test_threads_may_call_everything_at_once() -> None:
                     with memguard.workload("w", framework="torch", needs="1GiB"):
                         time.sleep(0)
                 elif chance == 6:
-                    str(_api.current())
+                    str(api.current())
                 elif chance == 7 and seed == 0:
-                    framework = _api.current().frameworks.get("pycuda")
+                    framework = api.current().frameworks.get("pycuda")
                     if isinstance(framework, SimulatedFramework):
                         framework.allocate(1000)
                 else:
@@ -114,7 +114,7 @@ def test_an_import_that_waits_while_the_budget_is_shut_down() -> None:
 def test_an_import_does_not_wait_for_ever_for_another_threads_call_and_a_later_call_sets_the_cap(
     then: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("memguard._guard._IMPORT", 0.05)
+    monkeypatch.setattr("memguard._guard.guard._IMPORT", 0.05)
     guard = start(TORCH)
     torch, has, over = simulated(guard, "torch"), threading.Event(), threading.Event()
     calls: dict[str, Callable[[], object]] = {
@@ -153,7 +153,7 @@ def test_a_cap_that_cannot_be_set_after_the_import_is_said_and_watched(
         def apply(self, caps: Any, options: Any) -> Any:
             raise CapNotApplied("torch", "it is live already", "call memguard.init first")
 
-    monkeypatch.setattr("memguard._guard._IMPORT", 0.05)
+    monkeypatch.setattr("memguard._guard.guard._IMPORT", 0.05)
     replaced(monkeypatch, torch=Late)
     guard, has, over = start(TORCH), threading.Event(), threading.Event()
 
@@ -226,6 +226,6 @@ def test_a_call_while_another_thread_imports_the_framework_does_not_deadlock(
     stuck = one.is_alive() or other.is_alive()
     sys.modules.pop("memguard_simulated_torch", None)
     if stuck:
-        monkeypatch.setattr(_api, "_active", None)  # its lock is lost
+        monkeypatch.setattr(api, "_active", None)  # its lock is lost
         guard._hook.clear()
     assert not stuck and errors == []

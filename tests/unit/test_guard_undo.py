@@ -10,12 +10,12 @@ import pytest
 from guards import BUDGET, TORCH, Absent, Steps, cap_of, hooks, imported, replaced, simulated, start
 
 import memguard
-from memguard._config import from_mapping
+from memguard._base.types import Applied, Enforcement, State
+from memguard._base.units import GIB
+from memguard._budget import from_mapping
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import SimulatedFramework
-from memguard._guard import Guard
-from memguard._types import Applied, Enforcement, State
-from memguard._units import GIB
+from memguard._guard.guard import Guard
 from memguard.errors import (
     CapNotApplied,
     NotActive,

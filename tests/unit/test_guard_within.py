@@ -12,7 +12,7 @@ import pytest
 from interruptions import Points
 
 import memguard
-from memguard import _api
+from memguard import api
 from memguard._frameworks.simulated.adapter import SimulatedFramework
 from memguard.errors import MemguardError, NotActive
 
@@ -53,7 +53,7 @@ def test_a_block_does_not_end_a_budget_that_a_finalizer_began_within_its_begin()
         except MemguardError:  # of the block's own `init`
             memguard.shutdown()
             continue
-        current = _api._active
+        current = api._active
         if not own or own[0] is guard:  # it asked for the one that the block was beginning
             memguard.shutdown()
             continue
@@ -67,7 +67,7 @@ def test_a_block_does_not_end_a_budget_that_a_finalizer_began_within_its_begin()
 def test_a_block_within_another_call_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """One thread is in `trim` and has the guard's lock; `shutdown` of another one waits for it, and has `init`'s."""
     memguard.init(BUDGET, simulate="h200")
-    guard, refused = _api.current(), []
+    guard, refused = api.current(), []
     torch = guard.frameworks["torch"]
     assert isinstance(torch, SimulatedFramework)
     torch.allocate(1 << 20)  # so that there is something to trim

@@ -18,11 +18,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import memguard
 from memguard import Budget
+from memguard._base.types import Device, Sample, Usage
+from memguard._base.units import GIB, MIB
 from memguard._devices.simulated import Model, SimulatedHost
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory, SimulatedFramework
-from memguard._guard import Guard
-from memguard._types import Device, Sample, Usage
-from memguard._units import GIB, MIB
+from memguard._guard.guard import Guard
 from memguard.errors import BudgetExceeded, MemguardError, PlanError
 
 pytestmark = pytest.mark.usefixtures("nothing_stays")

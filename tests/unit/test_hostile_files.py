@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from timelines import START, plan_of, sample_of
 
-from memguard._simulation import trace
+from memguard._base.types import Event, FrameworkSample, Pressure
+from memguard._base.units import GIB
 from memguard._timeline import Writer, load_timeline
-from memguard._types import Event, FrameworkSample, Pressure
-from memguard._units import GIB
+from memguard._tools.simulate import trace
 from memguard.errors import TimelineError, TraceError
 
 pytestmark = pytest.mark.one_case  # no version of what is installed changes it: all of it is our own code

@@ -16,9 +16,9 @@ from types import ModuleType
 
 import pytest
 
-from memguard._activation import _memguard_environment as environment
 from memguard._frameworks import import_hook
 from memguard._frameworks.import_hook import ImportHook
+from memguard._runtime.activation import _memguard_environment as environment
 
 Write = Callable[..., str]
 

@@ -20,7 +20,7 @@ from guards import cap_of, replaced
 from interruptions import Points
 
 import memguard
-from memguard import _api
+from memguard import api
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import SimulatedFramework
 
@@ -132,7 +132,7 @@ def attempt(name: str, folder: Path, kept: dict[str, SimulatedFramework], at: in
         pass
     except BaseException as error:
         wrong.append(f"{type(error).__name__}: {error}")
-    found = _api._active
+    found = api._active
     if found is not None and found.active:  # wholly
         try:
             memguard.ledger()
@@ -145,12 +145,12 @@ def attempt(name: str, folder: Path, kept: dict[str, SimulatedFramework], at: in
             wrong.append("something stays")
     except BaseException as error:
         wrong.append(f"the next shutdown: {type(error).__name__}: {error}")
-    if _api._active is not None:
+    if api._active is not None:
         wrong.append("still active after the next shutdown")
     after = state(folder)
     wrong += [f"{what}: {after[what]} instead of {before[what]}" for what in before if before[what] != after[what]]
     wrong += [f"{one.name} has a cap" for one in kept.values() if cap_of(one) is not None]
-    if not free(_api._lock):
+    if not free(api._lock):
         wrong.append("a lock is held for ever")
     try:  # it can be used again
         memguard.init(budget(folder), simulate="h200")

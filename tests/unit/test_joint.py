@@ -12,12 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import memguard
-from memguard import _joint, _policy
-from memguard._config import from_mapping
+from memguard._base.specs import SPECS
+from memguard._base.types import DevicePlan, FrameworkSample, MemoryInfo, Usage
+from memguard._base.units import GIB, MIB
+from memguard._budget import from_mapping, joint, policy
 from memguard._devices.simulated import SimulatedHost
-from memguard._specs import SPECS
-from memguard._types import DevicePlan, FrameworkSample, MemoryInfo, Usage
-from memguard._units import GIB, MIB
 from memguard.cli import main
 from memguard.errors import ConfigError, PlanError
 
@@ -30,26 +29,26 @@ def budget(frameworks: Any = BOTH, **more: Any) -> Any:
 
 
 def plan(*args: Any, **more: Any) -> Any:
-    return _policy.plan(budget(*args, **more), SimulatedHost(["h200"]).devices())
+    return policy.plan(budget(*args, **more), SimulatedHost(["h200"]).devices())
 
 
 def test_what_can_draw_from_the_pool_shares_one_cap_and_the_rest_keep_theirs() -> None:
     (part,) = plan().devices
-    (apart,) = _policy.plan(from_mapping({"version": 1, "frameworks": BOTH}), SimulatedHost(["h200"]).devices()).devices
+    (apart,) = policy.plan(from_mapping({"version": 1, "frameworks": BOTH}), SimulatedHost(["h200"]).devices()).devices
     assert part.joined == ("torch", "cupy") and apart.joined == ()
     assert part.caps["torch"] == part.caps["cupy"] == apart.caps["torch"] + apart.caps["cupy"]
     assert part.caps["pycuda"] == apart.caps["pycuda"] == 2 * GIB
     assert part.unallocated == apart.unallocated
-    assert part.limit == part.reserve + _joint.distinct(part) + part.unallocated
+    assert part.limit == part.reserve + joint.distinct(part) + part.unallocated
 
 
 def test_a_joint_cap_cannot_be_resized_and_one_beside_it_can() -> None:
     found = plan()
     with pytest.raises(PlanError, match="torch draws from the pool of torch and cupy, whose size is fixed"):
-        _policy.resized(found, "torch", GIB)
+        policy.resized(found, "torch", GIB)
     with pytest.raises(PlanError, match="cupy draws from the pool"):
-        _policy.resized(found, "cupy", GIB)
-    assert _policy.resized(found, "pycuda", GIB).devices[0].caps == {**found.devices[0].caps, "pycuda": GIB}
+        policy.resized(found, "cupy", GIB)
+    assert policy.resized(found, "pycuda", GIB).devices[0].caps == {**found.devices[0].caps, "pycuda": GIB}
 
 
 @pytest.mark.parametrize(
@@ -103,14 +102,14 @@ def test_the_plan_says_which_caps_are_shared(tmp_path: Path) -> None:
 
 def test_with_jax_or_tensorflow_it_is_the_default_pool_which_nothing_caps() -> None:
     part = plan({name: {"limit": "1GiB"} for name in SPECS}).devices[0]
-    assert set(part.joined) == set(SPECS) and not _joint.capped(part.joined) and _joint.capped(("torch", "cupy"))
+    assert set(part.joined) == set(SPECS) and not joint.capped(part.joined) and joint.capped(("torch", "cupy"))
     assert set(part.caps.values()) == {6 * GIB}
-    said = {name: _joint.how(part, name).partition(" ")[0].rstrip(":,") for name in SPECS}
+    said = {name: joint.how(part, name).partition(" ")[0].rstrip(":,") for name in SPECS}
     assert said == {
         "torch": "watched", "tensorflow": "watched", "jax": "watched",
         "cupy": "enforced", "pycuda": "enforced", "numba": "enforced",
     }  # fmt: skip
-    assert "memguard's allocator" in _joint.how(part, "cupy")
+    assert "memguard's allocator" in joint.how(part, "cupy")
 
 
 SIZES = st.integers(0, 64).map(lambda units: units * 32 * MIB)
@@ -122,8 +121,8 @@ def test_admission_is_that_of_one_owner_of_the_whole_pool(live: list[int], cache
     cap, used = sum(live) + cache + spare, sum(live)
     memory = MemoryInfo(141 * GIB, 0, 0, 141 * GIB)
     for own in live:
-        view, usage = _joint.as_if_alone(Usage(own, own, 0), cap, used + cache, used)
-        admission = _policy.admit("torch", asked, asked, view, {"torch": usage}, memory)
+        view, usage = joint.as_if_alone(Usage(own, own, 0), cap, used + cache, used)
+        admission = policy.admit("torch", asked, asked, view, {"torch": usage}, memory)
         assert (admission.refusal is None) == (used + asked <= cap)
         if admission.refusal is None:
             assert admission.trim == ()
@@ -132,35 +131,35 @@ def test_admission_is_that_of_one_owner_of_the_whole_pool(live: list[int], cache
 @given(parts=st.dictionaries(st.sampled_from(["a", "b", "c"]), SIZES), others=SIZES, cache=SIZES)
 def test_no_byte_of_the_pool_is_counted_twice(parts: dict[str, int], others: int, cache: int) -> None:
     used = sum(parts.values()) + others
-    remainder = _joint.counted(used, parts)
+    remainder = joint.counted(used, parts)
     assert remainder == others and sum(parts.values()) + remainder + cache == used + cache
 
 
 def test_a_remainder_is_never_negative_whatever_was_freed_between_two_readings() -> None:
-    assert _joint.counted(GIB, {"cupy": 2 * GIB}) == 0
+    assert joint.counted(GIB, {"cupy": 2 * GIB}) == 0
 
 
 def test_pressure_is_that_of_what_the_others_leave() -> None:
     (part,) = plan({"torch": {"limit": "6GiB"}, "cupy": {"limit": "2GiB"}}).devices
     figures = {
         "torch": FrameworkSample(4 * GIB, 4 * GIB, 0, 8 * GIB), "cupy": FrameworkSample(3 * GIB, 3 * GIB, 0, 8 * GIB),
-        _joint.POOL: FrameworkSample(GIB, 0, None, None),
+        joint.POOL: FrameworkSample(GIB, 0, None, None),
     }  # fmt: skip
-    found = _joint.left_to(part, figures)
-    assert (found["torch"].cap, found["cupy"].cap, found[_joint.POOL].cap) == (5 * GIB, 4 * GIB, None)
+    found = joint.left_to(part, figures)
+    assert (found["torch"].cap, found["cupy"].cap, found[joint.POOL].cap) == (5 * GIB, 4 * GIB, None)
 
 
 def test_a_refusal_says_what_the_pool_is_and_what_others_have_of_it() -> None:
     (part,) = plan({"torch": {"limit": "6GiB"}, "cupy": {"limit": "2GiB"}, "pycuda": BESIDE}).devices
-    said = _policy.OverCap("torch", 5, 5, 0, GIB, Usage(0, 0, 0), _joint.shared_cap("torch", part, 3 * GIB)).advice()
+    said = policy.OverCap("torch", 5, 5, 0, GIB, Usage(0, 0, 0), joint.shared_cap("torch", part, 3 * GIB)).advice()
     assert said.reason.endswith(
         " in use; torch and cupy share one pool of 8.00 GiB, of which others have 5.00 GiB in use"
     )
-    assert _joint.shared_cap("pycuda", part, GIB) == ""
+    assert joint.shared_cap("pycuda", part, GIB) == ""
 
 
 def test_the_notes_name_the_remainder_and_the_cache() -> None:
     (part,) = plan().devices
-    notes = _joint.shared_notes(part)
-    assert set(notes) == {"torch", _joint.POOL} and "remainder" in notes["torch"]
-    assert _joint.shared_notes(None) == _joint.shared_notes(DevicePlan(part.device, 1, 1, {}, 0)) == {}
+    notes = joint.shared_notes(part)
+    assert set(notes) == {"torch", joint.POOL} and "remainder" in notes["torch"]
+    assert joint.shared_notes(None) == joint.shared_notes(DevicePlan(part.device, 1, 1, {}, 0)) == {}

@@ -22,21 +22,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import memguard
-from memguard import _api
+from memguard import api
+from memguard._base.units import GIB, MIB
 from memguard._devices import named, simulated
 from memguard._devices.simulated import CATALOGUE, Model, SimulatedHost
 from memguard._frameworks.simulated.adapter import SimulatedFramework
 from memguard._ledger.types import DeviceLedger
-from memguard._simulation.replay import host_of, simulate
-from memguard._simulation.trace import read
-from memguard._units import GIB, MIB
+from memguard._tools.simulate.replay import host_of, simulate
+from memguard._tools.simulate.trace import read
 from memguard.cli import main
 from memguard.errors import BudgetExceeded, PlanError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "doctor"))
 from doctor_facts import findings, load
 
-from memguard._doctor import DoctorReport, render
+from memguard._tools.doctor import DoctorReport, render
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def test_init_the_plan_and_what_is_printed(
     kind: Kind, start: Callable[..., dict[str, Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
     start()
-    guard = _api.current()
+    guard = api.current()
     part = guard.plan.devices[0]
     assert part.limit == 16 * GIB and part.caps["torch"] == 6 * GIB and part.limit <= part.device.usable
     assert part.device.name in str(guard)
@@ -145,7 +145,7 @@ def test_the_ledger_adds_up_and_shows_what_is_unknown(kind: Kind, start: Callabl
     for shown in (text, html):
         assert ("total by CUDA" in shown) is kind.unified
         assert "unknown" in shown or (kind.process_known and not kind.unified)
-    sample = _api.current().sample().devices[0]
+    sample = api.current().sample().devices[0]
     assert (sample.used is None) is kind.unified and (sample.process is None) is not kind.process_known
     assert sample.frameworks["torch"].held == 3 * GIB and sample.free == part.row("free").bytes
 
@@ -159,7 +159,7 @@ def test_admission_and_workloads(kind: Kind, start: Callable[..., dict[str, Any]
     with memguard.workload("step", framework="torch", needs="2GiB") as report:
         array = torch.allocate(2 * GIB)
     assert report.delta == report.peak == 2 * GIB
-    host = _api.current().host
+    host = api.current().host
     assert isinstance(host, SimulatedHost)
     device = host.devices()[0]
     host.occupy(device, 999, host.memory(device).free - GIB)  # another program, of the CPU if the memory is shared
@@ -187,7 +187,7 @@ def test_a_limit_that_is_not_free(
     host = SimulatedHost([gpu])
     device = host.devices()[0]
     host.occupy(device, 999, host.memory(device).free - 10 * GIB)
-    monkeypatch.setattr(_api, "_host", lambda names: host)
+    monkeypatch.setattr(api, "_host", lambda names: host)
     says = "the machine's memory, of which programs and the system hold the rest" if kind.unified else "other processes"
     if on_busy == "raise":
         with pytest.raises(PlanError, match=says):
@@ -206,13 +206,13 @@ def test_monitor_timeline_replay_and_pressure(
     frameworks["torch"].allocate(1900 * MIB)
     with pytest.raises(Exception, match="out of memory"), memguard.workload("step", framework="torch"):
         frameworks["torch"].allocate(GIB)
-    monitor = _api.current_session().monitor
+    monitor = api.current_session().monitor
     assert monitor is not None
     end = time.monotonic() + 60
     while "pressure critical: torch" not in caplog.text:
         assert time.monotonic() < end, caplog.text
         time.sleep(0.02)
-    host = _api.current().host
+    host = api.current().host
     assert isinstance(host, SimulatedHost)
     host.occupy(host.devices()[0], 999, host.memory(host.devices()[0]).free - GIB)
     said = "the machine's memory, which this GPU uses, is taken" if kind.unified else "hold the rest of the card"
@@ -241,7 +241,7 @@ def test_the_report_of_an_out_of_memory_error(kind: Kind, start: Callable[..., d
     report = memguard.last_oom()
     assert report is not None and report.reason == "cap" and report.requester == "torch"
     assert "cap of 6.00 GiB is reached" in str(report) and "unknown" not in report.why
-    host = _api.current().host
+    host = api.current().host
     assert isinstance(host, SimulatedHost)
     device = host.devices()[0]
     host.occupy(device, 999, host.memory(device).free - 64 * MIB)
@@ -317,8 +317,8 @@ steps = st.lists(
 def test_the_identity_holds_whatever_is_allocated(name: str, done: list[tuple[str, int]]) -> None:
     kind = KINDS[name]
     host = SimulatedHost([kind.gpu])
-    own = _api._host
-    _api._host = lambda names: host
+    own = api._host
+    api._host = lambda names: host
     names = ("torch", "cupy", "pycuda", "numba", "jax", "tensorflow")
     budget = {"version": 1, "device": {"limit": "16GiB"}, "frameworks": {name: {"share": "16%"} for name in names}}
     try:
@@ -346,4 +346,4 @@ def test_the_identity_holds_whatever_is_allocated(name: str, done: list[tuple[st
             assert sample.process == part.process and sample.free == free
     finally:
         memguard.shutdown()
-        _api._host = own
+        api._host = own

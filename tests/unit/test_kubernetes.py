@@ -15,11 +15,12 @@ import pytest
 import yaml
 from kubernetes_manifests import FILES, GPU_CONFIG, HAMI_LIMITS, PLUGIN_CONFIG
 
-from memguard import _config, _mps, _policy
+from memguard import _budget
+from memguard._base.types import DevicePlan, Plan
+from memguard._base.units import GIB, MIB
+from memguard._budget import mps, policy
 from memguard._devices.simulated import CATALOGUE, Model, SimulatedHost
-from memguard._leases import folders
-from memguard._types import DevicePlan, Plan
-from memguard._units import GIB, MIB
+from memguard._node.leases import folders
 from memguard.cli import main
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "kubernetes.md").read_text(encoding="utf-8")
@@ -34,8 +35,8 @@ def planned(name: str, gpu: Model = H100) -> DevicePlan:
 
 
 def plan_of(name: str, gpu: Model = H100) -> Plan:
-    budget = _config.parse(manifests.files_of(name)["budget.yaml"], name)
-    return _policy.plan(budget, SimulatedHost([gpu]).devices())
+    budget = _budget.parse(manifests.files_of(name)["budget.yaml"], name)
+    return policy.plan(budget, SimulatedHost([gpu]).devices())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -73,9 +74,9 @@ def test_in_hami_the_budget_is_within_what_the_pod_asks_for() -> None:
     assert 0 < limit <= asked and limit == asked - H100.reserved
     assert f"{H100.reserved // MIB} MiB on an H100" in PAGE
     assert f"`limit: 100%` is {limit // MIB:,} MiB" in " ".join(PAGE.split())
-    whole = _config.parse("version: 1\ndevice: {limit: 34GiB}\nframeworks: {torch: {share: 80%}}\n", "b")
-    with pytest.raises(_policy.PlanError, match=r"34\.00 GiB is more than"):
-        _policy.plan(whole, SimulatedHost([inside]).devices())
+    whole = _budget.parse("version: 1\ndevice: {limit: 34GiB}\nframeworks: {torch: {share: 80%}}\n", "b")
+    with pytest.raises(policy.PlanError, match=r"34\.00 GiB is more than"):
+        policy.plan(whole, SimulatedHost([inside]).devices())
 
 
 # NVIDIA's device plugin
@@ -111,7 +112,7 @@ def test_the_claims_limit_is_the_budgets() -> None:
     jsonschema.validate(gpu_config(), GPU_CONFIG)
     asked = manifests.bytes_of(gpu_config()["sharing"]["mpsConfig"]["defaultPinnedDeviceMemoryLimit"])
     plan = plan_of("dra.yaml")
-    assert _mps.limits(plan) == {part.device.uuid: asked // MIB * MIB for part in plan.devices}  # sharing.go, Megabyte
+    assert mps.limits(plan) == {part.device.uuid: asked // MIB * MIB for part in plan.devices}  # sharing.go, Megabyte
     containers = manifests.pod_spec("dra.yaml")["containers"]
     assert len(containers) * asked <= plan.devices[0].device.usable
 
@@ -129,7 +130,7 @@ def test_the_containers_of_a_claim_share_the_folder_of_their_user() -> None:
         shared.add(variable["value"])
         (claim,) = container["resources"]["claims"]
         assert claim["request"] in requests and claim["name"] == spec["resourceClaims"][0]["name"]
-    budget = _config.parse(manifests.files_of("dra.yaml")["budget.yaml"], "dra.yaml")
+    budget = _budget.parse(manifests.files_of("dra.yaml")["budget.yaml"], "dra.yaml")
     assert budget.device.lease, "nothing would be kept in that folder"
     assert len(shared) == 1 and spec["securityContext"]["runAsUser"] != 0
     assert spec["resourceClaims"][0]["resourceClaimTemplateName"] == template["metadata"]["name"]

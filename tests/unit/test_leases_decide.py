@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from memguard._leases.decide import Want, before, grantable, leased
+from memguard._node.leases.decide import Want, before, grantable, leased
 
 pytestmark = pytest.mark.one_case
 CAPACITY = {"a": 100, "b": 60}

@@ -15,17 +15,17 @@ from leasing import GPU, heard, other, until
 from test_cli import call
 
 import memguard
+from memguard._base.types import Device
+from memguard._base.units import GIB, MIB
 from memguard._devices.nvml import Nvml
+from memguard._devices.processes.identity import machine
 from memguard._devices.simulated import SimulatedHost
-from memguard._leases import listing as listings
-from memguard._leases import neighbours as leases
-from memguard._leases.lease import Lease
-from memguard._leases.listing import Listing, listing
-from memguard._leases.neighbours import Neighbour, Watch, neighbours, sentence
-from memguard._leases.types import Claim, Part, State
-from memguard._processes.identity import machine
-from memguard._types import Device
-from memguard._units import GIB, MIB
+from memguard._node.leases import listing as listings
+from memguard._node.leases import neighbours as leases
+from memguard._node.leases.lease import Lease
+from memguard._node.leases.listing import Listing, listing
+from memguard._node.leases.neighbours import Neighbour, Watch, neighbours, sentence
+from memguard._node.leases.types import Claim, Part, State
 from memguard.cli.leases import table
 from memguard.errors import DeviceError
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from leasing import lease
 
-from memguard._leases import locks
-from memguard._leases.lease import Lease
-from memguard._leases.store import Store
+from memguard._node.leases import locks
+from memguard._node.leases.lease import Lease
+from memguard._node.leases.store import Store
 from memguard.errors import LeaseRefused, MemguardError, NotActive
 
 Left = tuple[Lease, Lease]

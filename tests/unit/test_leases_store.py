@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 from leasing import GPU, OTHER, heard, lease, other, parts, told, until
 
-from memguard._leases import folders, locks, store
-from memguard._leases.lease import Lease
-from memguard._leases.store import Store
-from memguard._leases.types import Part
-from memguard._processes.identity import Process
+from memguard._devices.processes.identity import Process
+from memguard._node.leases import folders, locks, store
+from memguard._node.leases.lease import Lease
+from memguard._node.leases.store import Store
+from memguard._node.leases.types import Part
 from memguard.errors import LeaseRefused, MemguardError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -132,7 +132,7 @@ def test_the_time_to_wait_ends(folder: Path) -> None:
 
 
 def test_it_is_said_again_while_it_lasts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from memguard._leases import lease as leases
+    from memguard._node.leases import lease as leases
 
     monkeypatch.setattr(leases, "AGAIN", 0.1)
     with other(folder, 60) as child:
@@ -483,7 +483,7 @@ def test_leases_of_simulated_gpus_are_apart() -> None:
 
 
 def test_a_claim_of_another_container_has_no_pid(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from memguard._leases import lease as leases
+    from memguard._node.leases import lease as leases
 
     one = lease(60)
     one.take()

@@ -18,13 +18,13 @@ from leasing import GPU, heard, lease, told, until
 
 import memguard
 from memguard._devices import suspension
-from memguard._leases import choose, decide, returning
-from memguard._leases.decide import Want
-from memguard._leases.store import Store
-from memguard._leases.types import Claim
-from memguard._processes.identity import Process, machine, this_process
-from memguard._suspend import listener, making_room
-from memguard._suspend.making_room import MakingRoom
+from memguard._devices.processes.identity import Process, machine, this_process
+from memguard._node.leases import choose, decide, returning
+from memguard._node.leases.decide import Want
+from memguard._node.leases.store import Store
+from memguard._node.leases.types import Claim
+from memguard._node.suspend import listener, making_room
+from memguard._node.suspend.making_room import MakingRoom
 from memguard.errors import CannotResume, CannotSuspend, NotActive
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -193,7 +193,7 @@ def test_one_that_is_off_its_gpus_learns_from_its_helper_what_others_do(monkeypa
 
 
 def states() -> list[tuple[int, str]]:
-    from memguard._leases.folders import folder
+    from memguard._node.leases.folders import folder
 
     return [(one.pid, one.state) for one in Store(folder()).claims()]
 
@@ -210,10 +210,10 @@ def test_a_lease_is_for_others_while_its_process_is_off_and_is_claimed_again_aft
 
 
 def lease_of_simulated(gib: int) -> Any:
-    from memguard._leases.lease import Lease
-    from memguard._leases.types import Part
+    from memguard._node.leases.lease import Lease
+    from memguard._node.leases.types import Part
 
-    (part,) = memguard._api._active.lease.parts.values()  # type: ignore[attr-defined]
+    (part,) = memguard.api._active.lease.parts.values()  # type: ignore[attr-defined]
     return Lease({part.gpu: Part(part.gpu, gib << 30, part.total, part.number, part.name)}, "other.yaml")
 
 
@@ -239,7 +239,7 @@ def test_without_its_lease_it_stays_suspended_and_says_who_has_it(folder: Path) 
 
 
 def test_a_process_with_a_workload_does_not_leave(folder: Path) -> None:
-    from memguard._suspend import for_lease
+    from memguard._node.suspend import for_lease
 
     memguard.init(BUDGET, simulate="h200")
     with (
@@ -251,7 +251,7 @@ def test_a_process_with_a_workload_does_not_leave(folder: Path) -> None:
 
 
 def test_without_a_lease_nothing_leaves_for_one(folder: Path) -> None:
-    from memguard._suspend import for_lease
+    from memguard._node.suspend import for_lease
 
     memguard.init({**BUDGET, "device": {"limit": "100GiB"}}, simulate="h200")
     with pytest.raises(CannotSuspend, match="it holds no lease"):
@@ -262,7 +262,7 @@ def test_a_process_leaves_only_while_somebody_waits_for_its_lease(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who has asked may have gone, or been served, before the request is read. So may a stranger ask."""
-    from memguard._suspend import for_lease
+    from memguard._node.suspend import for_lease
 
     monkeypatch.setattr(for_lease, "_back", float("-inf"))
     memguard.init(BUDGET, simulate="h200")
@@ -283,7 +283,7 @@ def test_a_process_leaves_only_while_somebody_waits_for_its_lease(
 def test_a_process_does_not_leave_while_init_is_at_work_in_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may wait for a larger lease for an hour, and must then end the budget that is active."""
     memguard.init(BUDGET, simulate="h200")
-    monkeypatch.setattr(memguard._api, "_applying", True)  # type: ignore[attr-defined]
+    monkeypatch.setattr(memguard.api, "_applying", True)  # type: ignore[attr-defined]
     with pytest.raises(CannotSuspend, match=r"memguard\.init is at work in it"):
         listener._leave()
     assert suspension.now is None
@@ -292,8 +292,8 @@ def test_a_process_does_not_leave_while_init_is_at_work_in_it(folder: Path, monk
 def test_whoever_waits_for_the_lease_ends_no_suspension_that_came_later(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from memguard._leases.lease import Lease
-    from memguard._suspend import for_lease
+    from memguard._node.leases.lease import Lease
+    from memguard._node.suspend import for_lease
 
     memguard.init(BUDGET, simulate="h200")
     first = memguard.suspend()
@@ -313,7 +313,7 @@ def test_whoever_waits_for_the_lease_ends_no_suspension_that_came_later(
 
 
 def test_one_that_another_has_brought_back_claims_nothing_once_it_is_off_again(folder: Path) -> None:
-    from memguard._suspend import for_lease
+    from memguard._node.suspend import for_lease
 
     memguard.init(BUDGET, simulate="h200")
     memguard.suspend()
@@ -332,7 +332,7 @@ def test_one_that_another_has_brought_back_claims_nothing_once_it_is_off_again(f
 def test_an_interrupted_return_gives_the_lease_back_that_came_just_then(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from memguard._suspend import for_lease
+    from memguard._node.suspend import for_lease
 
     memguard.init(BUDGET, simulate="h200")
     memguard.suspend()
@@ -357,7 +357,7 @@ PROGRAM = """
     from memguard._devices import suspension
     budget = json.loads(sys.argv[1])
     memguard.init(budget, simulate="h200")
-    (torch,) = memguard._api.current().frameworks.values()
+    (torch,) = memguard.api.current().frameworks.values()
     block = torch.allocate(5 << 30)
     print("on", flush=True)
     for line in sys.stdin:
@@ -431,7 +431,7 @@ def test_one_that_does_not_allow_it_is_not_asked(folder: Path) -> None:
 
 
 def test_the_list_says_that_a_suspended_one_does_not_count() -> None:
-    from memguard._leases.listing import Listing, listing
+    from memguard._node.leases.listing import Listing, listing
     from memguard.cli.leases import table
 
     gpus, _ = listing([claim(1, 60, "off"), claim(2, 70, "held"), claim(3, 40, "waiting", since=None)], {}, machine())

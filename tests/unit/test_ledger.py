@@ -16,15 +16,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memguard import _policy
-from memguard._config import from_mapping
+from memguard._base.specs import LAZY, LIBRARIES, SPECS
+from memguard._base.types import Device, DevicePlan, MemoryInfo, Usage
+from memguard._base.units import GIB, MIB, TIB
+from memguard._budget import from_mapping, policy
 from memguard._ledger.overhead import ANY, Overhead, expected_overhead, gap_of, own_bytes
 from memguard._ledger.rows import Reading, device_ledger
 from memguard._ledger.tables import html_ledger
 from memguard._ledger.types import DeviceLedger, Ledger, Row
-from memguard._specs import LAZY, LIBRARIES, SPECS
-from memguard._types import Device, DevicePlan, MemoryInfo, Usage
-from memguard._units import GIB, MIB, TIB
 
 H200 = Device("GPU-887439f1-ef81-1c16-9a75-0558dcbf6b53", "NVIDIA H200", 0, 143_771 * MIB, 615 * MIB, "hopper", 0)
 CONTEXT = 518 * MIB
@@ -34,7 +33,7 @@ more = settings(max_examples=200, deadline=None)
 
 def part_of(device: Device = H200, **frameworks: Any) -> DevicePlan:
     budget = from_mapping({"version": 1, "frameworks": frameworks or {"torch": {"share": "50%"}}})
-    return _policy.plan(budget, [device]).devices[0]
+    return policy.plan(budget, [device]).devices[0]
 
 
 def reading(own: int = 0, others: int = 0, v2: bool = True) -> MemoryInfo:
@@ -591,11 +590,11 @@ def test_once_a_pools_least_has_risen_no_more_is_charged_than_can_be_there(
 def test_what_overhead_may_come_to() -> None:
     assert expected_overhead(frozenset()) == 0
     for names in (["torch"], ["torch", "tensorflow"], ["pycuda"], ["torch", "tensorflow", "pycuda"]):
-        assert expected_overhead(frozenset(names)) == _policy.auto_reserve("hopper", names)
-        assert expected_overhead(frozenset([*names, "context"])) == _policy.auto_reserve("hopper", names)
+        assert expected_overhead(frozenset(names)) == policy.auto_reserve("hopper", names)
+        assert expected_overhead(frozenset([*names, "context"])) == policy.auto_reserve("hopper", names)
     for count in (1, 2, 5):
         libraries = [f"nccl {number}" for number in range(1, count + 1)]
-        reserve = _policy.auto_reserve("hopper", ["torch", "jax"], count)
+        reserve = policy.auto_reserve("hopper", ["torch", "jax"], count)
         assert expected_overhead(frozenset(["torch", "jax", *libraries])) == reserve, "what is kept is what is charged"
 
 
@@ -638,7 +637,7 @@ def test_whatever_appears_and_goes_overhead_is_never_more_than_the_causes_that_w
         assert added <= max(raised, gap - before.charged if "second context" in new else 0)
         returned = exact and -added <= max((size for size, *_ in before.charges), default=0)
         assert added >= 0 or gone or returned or "context" not in appeared, "nothing shrinks where nothing went"
-        owed = before.owed + sum(_policy.workspace(name) for name in new if name.startswith("nccl"))
+        owed = before.owed + sum(policy.workspace(name) for name in new if name.startswith("nccl"))
         known = replace(before, appeared=appeared, owed=owed)
         fresh = bool(new or loaded - before.loaded or before.fresh)
         allowed = expected_overhead(appeared) - expected_overhead(appeared - new)

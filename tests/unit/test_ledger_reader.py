@@ -10,16 +10,15 @@ from typing import Any, cast
 
 import pytest
 
-from memguard import _policy
-from memguard._config import from_mapping
+from memguard._base.types import Applied, Device, DevicePlan, Enforcement, FrameworkSample, Usage
+from memguard._base.units import GIB, MIB
+from memguard._budget import from_mapping, policy
 from memguard._devices.simulated import PID, SimulatedHost
 from memguard._frameworks import driver_pages, registry
 from memguard._frameworks.base import Framework
 from memguard._frameworks.driver_pages import Slabs
 from memguard._ledger.reader import LedgerReader
 from memguard._ledger.types import DeviceLedger
-from memguard._types import Applied, Device, DevicePlan, Enforcement, FrameworkSample, Usage
-from memguard._units import GIB, MIB
 
 pytestmark = pytest.mark.one_case  # no version of what is installed changes it: all of it is our own code
 
@@ -69,7 +68,7 @@ class Setting:
             **{n: {"limit": "1GiB"} for n in names},
         }
         mapping = {"version": 1, "frameworks": frameworks, **budget}
-        self.parts = _policy.plan(from_mapping(mapping), self.host.devices()).devices
+        self.parts = policy.plan(from_mapping(mapping), self.host.devices()).devices
         self.stubs = {name: Stub(self.host) for name in frameworks}
         self.warnings: list[str] = []
         self.taken = 0  # by nobody, on the first GPU

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from html.parser import HTMLParser
 
+from memguard._base.types import Device
+from memguard._base.units import GIB, MIB
 from memguard._ledger.tables import html_ledger
 from memguard._ledger.types import DeviceLedger, Ledger, Row
-from memguard._types import Device
-from memguard._units import GIB, MIB
 
 H200 = Device("GPU-1", "NVIDIA H200", 0, 143_771 * MIB, 615 * MIB, "hopper", 0)
 ROWS = (

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memguard._reclaim.lending import Loan, Part, ask, settle
-from memguard._units import GIB, GRANULE, MIB, round_up
+from memguard._base.units import GIB, GRANULE, MIB, round_up
+from memguard._guard.lending import Loan, Part, ask, settle
 
 NAMES = ("torch", "cupy", "pycuda", "numba", "jax")
 granules = st.integers(1, 400).map(lambda count: count * GRANULE)

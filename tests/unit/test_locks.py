@@ -12,12 +12,13 @@ import pytest
 from interruptions import Points
 
 import memguard
-from memguard import _api, _locks
+from memguard import api
+from memguard._base import locks
 from memguard._frameworks.simulated.adapter import SimulatedFramework
 from memguard.errors import MemguardError
 
 
-class Counted(_locks.InterruptSafeLock):
+class Counted(locks.InterruptSafeLock):
     """Counts the waits."""
 
     waits = 0
@@ -48,8 +49,8 @@ def held() -> Iterator[Counted]:
 
 def test_a_storm_of_signals_waits_once(held: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each wait within a wait would add its seconds: what interrupts a wait is refused at once."""
-    monkeypatch.setattr(_locks, "interrupting", lambda: True)
-    monkeypatch.setattr(_locks, "_WITHIN", 0.4)
+    monkeypatch.setattr(locks, "interrupting", lambda: True)
+    monkeypatch.setattr(locks, "_WITHIN", 0.4)
     refused = 0
 
     def within(*_: object) -> None:
@@ -69,7 +70,7 @@ def test_a_storm_of_signals_waits_once(held: Counted, monkeypatch: pytest.Monkey
         signal.signal(signal.SIGALRM, before)
     assert refused >= 3
     assert Counted.waits == 8, "0.4 s in looks of 0.05 s, once"
-    assert _locks._patient == []
+    assert locks._patient == []
 
 
 class Other:
@@ -132,13 +133,13 @@ def test_a_call_within_another_one_ends_wherever_a_second_thread_takes_the_lock(
     name: str, kind: Callable[[Callable[[], None]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At each point of it at which Python may run another thread, one after the other, up to its own acquisition."""
-    monkeypatch.setattr(_locks, "_WITHIN", 0.05)
+    monkeypatch.setattr(locks, "_WITHIN", 0.05)
     usage, at, owned, outcomes = SimulatedFramework.usage, 0, 0, set()
     try:
         while owned < OWNED:
             at += 1
             guard = memguard.init({"version": 1, "frameworks": {"torch": {"limit": "4GiB"}}}, simulate="h200")
-            lock = _api._lock if name == "shutdown" else guard._lock
+            lock = api._lock if name == "shutdown" else guard._lock
             other, within = Other(lock), [False]
 
             def take(lock: Any = lock, other: Other = other) -> None:
@@ -178,9 +179,9 @@ def test_a_call_within_another_one_ends_wherever_a_second_thread_takes_the_lock(
 def test_an_interruption_leaves_the_lock_as_it_was() -> None:
     """At each point of the acquisition, also of one within another."""
     for depth in (0, 1):
-        lock = _locks.InterruptSafeLock()
+        lock = locks.InterruptSafeLock()
 
-        def enter(lock: _locks.InterruptSafeLock = lock) -> None:
+        def enter(lock: locks.InterruptSafeLock = lock) -> None:
             with lock:
                 pass
 

@@ -12,15 +12,15 @@ import memguard
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(memguard.__file__).parent
 APART = (
-    "memguard._doctor",
-    "memguard._leases",
-    "memguard._metrics",
-    "memguard._processes",
-    "memguard._report",
-    "memguard._suggest",
-    "memguard._suspend",
-    "memguard._testing",
-    "memguard._top",
+    "memguard._tools.doctor",
+    "memguard._node.leases",
+    "memguard._node.metrics",
+    "memguard._devices.processes",
+    "memguard._tools.report",
+    "memguard._tools.suggest",
+    "memguard._node.suspend",
+    "memguard._tools.testing",
+    "memguard._tools.top",
     "memguard.cli",
 )
 
@@ -73,10 +73,10 @@ def test_a_run_under_a_budget_loads_no_command_and_nothing_of_the_doctor(tmp_pat
     assert done.returncode == 0, done.stderr
     loaded = done.stdout.rpartition("LOADED ")[2].split()
     assert {
-        "memguard._config",
-        "memguard._guard",
-        "memguard._monitor.sampler",
+        "memguard._budget",
+        "memguard._guard.guard",
+        "memguard._runtime.sampler",
         "memguard._oom.report",
-        "memguard._findings",
+        "memguard._budget.findings",
     } <= set(loaded)
     assert [name for name in loaded if name.startswith(APART)] == []

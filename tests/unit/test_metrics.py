@@ -32,13 +32,8 @@ from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 import memguard
-from memguard import _api, _metrics, _ranks
-from memguard._devices import suspension
-from memguard._devices.suspension import Off
-from memguard._metrics import figures, otel, prometheus, server, source
-from memguard._metrics.figures import EVERY, KINDS, Figure, Scene
-from memguard._monitor import session
-from memguard._types import (
+from memguard import api
+from memguard._base.types import (
     Device,
     DevicePlan,
     DeviceSample,
@@ -48,8 +43,15 @@ from memguard._types import (
     Pressure,
     Sample,
 )
-from memguard._undo import Undo
-from memguard._units import GIB, MIB
+from memguard._base.undo import Undo
+from memguard._base.units import GIB, MIB
+from memguard._budget import ranks
+from memguard._devices import suspension
+from memguard._devices.suspension import Off
+from memguard._node import metrics as _metrics
+from memguard._node.metrics import figures, otel, prometheus, server, source
+from memguard._node.metrics.figures import EVERY, KINDS, Figure, Scene
+from memguard._runtime import session
 from memguard.errors import PlanError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,7 +78,7 @@ def can_listen(port: int) -> bool:
 
 @pytest.fixture(autouse=True)
 def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", *(one.local for one in _ranks._LAUNCHERS)):
+    for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", *(one.local for one in ranks._LAUNCHERS)):
         monkeypatch.delenv(name, raising=False)
     yield
     memguard.shutdown()
@@ -109,7 +111,7 @@ until = functools.partial(waiting.until, seconds=60.0)
 
 def sampled(**enough: int) -> Sample:
     """The monitor's last sample, once it has the frameworks' bytes that are given."""
-    monitor = _api.current_session().monitor
+    monitor = api.current_session().monitor
     assert monitor is not None
 
     def look() -> Sample | None:
@@ -124,7 +126,7 @@ def sampled(**enough: int) -> Sample:
 
 def again() -> None:
     """Have the monitor take a sample now, on a thread as its own."""
-    monitor = _api.current_session().monitor
+    monitor = api.current_session().monitor
     assert monitor is not None
     thread = threading.Thread(target=monitor._tick, args=(lambda: False,))
     thread.start()
@@ -260,7 +262,7 @@ def test_every_kind_of_event_is_counted_by_its_name() -> None:
     text = (Event.__doc__ or "").partition("kind:")[2]
     assert all(f"{kind} (" in text or f"{kind}," in text or f"{kind}." in text for kind in KINDS)
     running = start(budget(None, metrics={"opentelemetry": True}))
-    found = source.Source(_api.current_session(), "train")
+    found = source.Source(api.current_session(), "train")
     for kind in (*KINDS, "of a later version"):
         found._counted(Event(0.0, kind, "x"))
     scene = found.scene()
@@ -359,7 +361,7 @@ def test_counters_of_lends(port: int) -> None:
 
 def test_events_are_counted(port: int) -> None:
     start(budget(port))
-    _api.current_session().announce(Event(time.time(), "note", "a note"))
+    api.current_session().announce(Event(time.time(), "note", "a note"))
     series = read(get(port))
     assert value(series, "memguard_events_total", kind="note") == 1
     assert value(series, "memguard_events_total", kind="oom") == 0
@@ -437,7 +439,7 @@ def test_what_the_gpus_said_before_is_not_told_as_of_now(
 ) -> None:
     guard = start(budget(port))
     taken = sampled()
-    monitor = _api.current_session().monitor
+    monitor = api.current_session().monitor
     assert monitor is not None
     if why == "fails":
         monkeypatch.setattr(guard, "sample", lambda: 1 / 0)
@@ -460,7 +462,7 @@ def test_nothing_is_imported_unless_it_is_asked_for() -> None:
         import sys, memguard
         B = {"version": 1, "frameworks": {"torch": {"share": "50%"}}, "monitor": {}}
         memguard.init(B, simulate="h200")
-        names = ("prometheus_client", "opentelemetry", "memguard._metrics")
+        names = ("prometheus_client", "opentelemetry", "memguard._node.metrics")
         assert not [name for name in sys.modules if name.startswith(names)]
         memguard.init({**B, "metrics": {"opentelemetry": True}}, simulate="h200", replace=True)
         assert "prometheus_client" not in sys.modules and "opentelemetry.sdk" not in sys.modules
@@ -596,7 +598,7 @@ def test_what_fails_in_the_middle_is_undone(where: str, port: int, monkeypatch: 
 def test_interrupted_anywhere_it_is_undone(port: int) -> None:
     """A Ctrl-C at points of `of_budget` and of its undoing, which the next `run` finishes."""
     start({**budget(None), "metrics": {"opentelemetry": True}})
-    running = _api.current_session()
+    running = api.current_session()
     wanted = running.guard.budget.model_copy(
         update={"metrics": running.guard.budget.metrics.model_copy(update={"prometheus": port})}  # type: ignore[union-attr]
     )
@@ -845,7 +847,7 @@ def test_a_provider_that_the_program_sets_later_gets_them() -> None:
 
 def test_figures_are_plain(port: int) -> None:
     start(budget(port))
-    scene = source.Source(_api.current_session(), None).scene()
+    scene = source.Source(api.current_session(), None).scene()
     assert scene is not None and all(isinstance(one, Figure) for one in figures.figures(scene))
     assert isinstance(scene.levels, Mapping)
 

@@ -19,13 +19,14 @@ import pytest
 from environments import environ, make
 
 import memguard
-from memguard import _api, _workers
+from memguard import api
+from memguard._base.types import Device
 from memguard._devices import nvml, survey
 from memguard._devices.real import RealHost
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks import real_imports
-from memguard._types import Device
-from memguard._workers import IdleGuard
+from memguard._runtime import workers
+from memguard._runtime.workers import IdleGuard
 from memguard.errors import AlreadyActive, DeviceError, NotActive, PlanError
 
 BUDGET = {"version": 1, "device": {"limit": "16GiB", "reserve": "2GiB"}, "frameworks": {"torch": {"limit": "4GiB"}}}
@@ -39,7 +40,7 @@ def nothing_stays_here(monkeypatch: pytest.MonkeyPatch, nothing_stays: None) -> 
     monkeypatch.setattr(real_imports, "said", False)
     yield
     memguard.shutdown()
-    assert _api._idle is None
+    assert api._idle is None
 
 
 @pytest.fixture
@@ -53,8 +54,8 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> N
         def devices(self, *, ordinals: bool = False) -> tuple[Device, ...]:
             raise DeviceError(MISSING, missing=missing)
 
-    real = _api._host
-    monkeypatch.setattr(_api, "_host", lambda simulate: Bare() if simulate is None else real(simulate))
+    real = api._host
+    monkeypatch.setattr(api, "_host", lambda simulate: Bare() if simulate is None else real(simulate))
 
 
 def uses_everything() -> None:
@@ -103,7 +104,7 @@ def test_warn_says_it_once_and_the_script_runs_through(
     no_gpu: None, logged: bool, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(_api, "_is_heard", lambda: logged)
+    monkeypatch.setattr(api, "_is_heard", lambda: logged)
     guard = memguard.init(BUDGET, missing_gpu="warn")
     assert memguard.init(BUDGET, missing_gpu="warn") is guard
     said = "no budget is active, and nothing caps this program: NVML: no driver\n    fix: load it"
@@ -119,9 +120,9 @@ def test_warn_says_it_once_and_the_script_runs_through(
 def test_whether_a_log_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     logger = logging.getLogger("memguard")
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    assert not _api._is_heard()
+    assert not api._is_heard()
     monkeypatch.setattr(logger, "handlers", [*logger.handlers, logging.StreamHandler()])
-    assert _api._is_heard()
+    assert api._is_heard()
 
 
 def test_warn_does_not_hide_a_budget_that_is_wrong(no_gpu: None) -> None:
@@ -181,8 +182,8 @@ def test_disable_reads_nothing_and_says_so_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MEMGUARD_DISABLE", "1")
-    own = _api._host
-    monkeypatch.setattr(_api, "_host", lambda simulate: own(simulate) if simulate else pytest.fail("asked for a GPU"))
+    own = api._host
+    monkeypatch.setattr(api, "_host", lambda simulate: own(simulate) if simulate else pytest.fail("asked for a GPU"))
     caplog.set_level("INFO", "memguard")
     guard = memguard.init("no-such-file.yaml")
     uses_everything()
@@ -210,7 +211,7 @@ def test_a_simulated_gpu_that_does_not_exist_is_no_missing_gpu(
 
 
 def test_a_worker_that_imports_the_script_again_runs_through_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_workers, "reimporting", lambda modules: True)
+    monkeypatch.setattr(workers, "reimporting", lambda modules: True)
     assert not isinstance(memguard.init(BUDGET), IdleGuard)
     with pytest.raises(NotActive):
         memguard.ledger()
@@ -274,7 +275,7 @@ def test_a_budget_that_is_active_stays_and_that_is_said(
 
 def test_what_memguard_run_simulates_is_not_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMGUARD_DISABLE", "1")
-    monkeypatch.setattr(_api, "simulated_by_default", ["t4"])
+    monkeypatch.setattr(api, "simulated_by_default", ["t4"])
     assert memguard.init({"version": 1, "frameworks": {"torch": {"share": "50%"}}}).plan.devices[0].device.simulated
 
 
@@ -412,13 +413,13 @@ def test_a_stderr_that_takes_nothing_harms_no_import(
 
 PROGRAM = """
 import memguard
-from memguard import _api
+from memguard import api
 class Real(Exception): pass
-own = _api._host
+own = api._host
 def host(simulate):
     if simulate is None: raise Real
     return own(simulate)
-_api._host = host
+api._host = host
 try:
     guard = memguard.init("budget.yaml", simulate={simulate!r})
     memguard.ledger(), memguard.trim()

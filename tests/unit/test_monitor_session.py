@@ -19,14 +19,14 @@ import pytest
 import waiting
 
 import memguard
-from memguard import _api
+from memguard import api
+from memguard._base.types import Event, Pressure
+from memguard._base.units import GIB, MIB
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory, SimulatedFramework
-from memguard._guard import Guard
-from memguard._monitor import session
-from memguard._monitor.pressure import Action
-from memguard._types import Event, Pressure
-from memguard._units import GIB, MIB
+from memguard._guard.guard import Guard
+from memguard._runtime import session
+from memguard._runtime.pressure import Action
 
 BUDGET: dict[str, Any] = {
     "version": 1,
@@ -48,7 +48,7 @@ def nothing_left() -> Iterator[None]:
 
 def begin(**more: Any) -> tuple[session.Session, dict[str, SimulatedFramework]]:
     guard = memguard.init({**BUDGET, **more}, simulate="h200")
-    return _api.current_session(), {
+    return api.current_session(), {
         name: one for name, one in guard.frameworks.items() if isinstance(one, SimulatedFramework)
     }
 
@@ -57,7 +57,7 @@ until = functools.partial(waiting.until, seconds=120.0, pause=0.02)
 
 
 def event(kind: str = "pressure", framework: str | None = "torch", level: Pressure | None = Pressure.CRITICAL) -> Event:
-    uuid = _api.current().plan.devices[0].device.uuid
+    uuid = api.current().plan.devices[0].device.uuid
     return Event(time.time(), kind, f"{framework} is critical", level, uuid, framework)
 
 
@@ -94,11 +94,11 @@ def test_a_refusal_for_which_another_threads_call_left_no_time_says_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """In the log, the report and the timeline: its elastic cap would have risen."""
-    monkeypatch.setattr("memguard._shares._PATIENCE", 0.05)
+    monkeypatch.setattr("memguard._guard.shares._PATIENCE", 0.05)
     elastic = {"torch": {"min": "10%", "max": "70%"}, "cupy": {"min": "10%", "max": "70%"}}
     path = tmp_path / "{pid}.jsonl"
     _, frameworks = begin(frameworks=elastic, monitor={"interval": "10s", "timeline": str(path)})
-    guard, has, over = _api.current(), threading.Event(), threading.Event()
+    guard, has, over = api.current(), threading.Event(), threading.Event()
     frameworks["cupy"].start_importing()
 
     def hold() -> None:
@@ -134,9 +134,9 @@ def test_a_refusal_for_which_another_threads_call_left_no_time_says_so(
 
 
 def test_the_reason_of_one_refusal_is_not_that_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memguard._shares._PATIENCE", 0.05)
+    monkeypatch.setattr("memguard._guard.shares._PATIENCE", 0.05)
     _, frameworks = begin()
-    guard, has, over = _api.current(), threading.Event(), threading.Event()
+    guard, has, over = api.current(), threading.Event(), threading.Event()
     frameworks["cupy"].start_importing()
 
     def hold() -> None:
@@ -163,7 +163,7 @@ def test_a_refusal_within_another_call_on_its_thread_says_so(caplog: pytest.LogC
     """A signal handler or finalizer that allocates within, say, a trim: nobody can be asked for room then."""
     _, frameworks = begin()
     frameworks["cupy"].start_importing()
-    with caplog.at_level("WARNING", "memguard"), _api.current()._lock, pytest.raises(FrameworkOutOfMemory):
+    with caplog.at_level("WARNING", "memguard"), api.current()._lock, pytest.raises(FrameworkOutOfMemory):
         frameworks["cupy"].allocate(21 * GIB)
     report, why = memguard.last_oom(), "the request was made within another memguard call on this thread"
     assert report is not None and report.moment is not None and report.moment.no_room == why
@@ -457,7 +457,7 @@ def test_a_driver_that_hangs_under_the_monitor_blocks_no_other_thread(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from memguard._ledger import reader
-    from memguard._monitor import sampler
+    from memguard._runtime import sampler
 
     monkeypatch.setattr(reader, "_PATIENCE", 0.2)
     monkeypatch.setattr(sampler, "JOIN", 0.2)
@@ -488,7 +488,7 @@ def test_a_guard_that_is_stopped_by_itself_ends_the_monitor_and_the_hooks() -> N
 
 
 def test_a_ctrl_c_while_the_monitor_ends_leaves_nothing_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memguard._monitor.sampler import Monitor
+    from memguard._runtime.sampler import Monitor
 
     stop, calls = Monitor.stop, []
 
@@ -515,7 +515,7 @@ OTHER = {**BUDGET, "device": {"limit": "34GiB"}}
 def test_a_function_that_still_runs_for_an_old_budget_does_not_end_the_new_one(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ends: str
 ) -> None:
-    from memguard._monitor import sampler
+    from memguard._runtime import sampler
 
     monkeypatch.setattr(sampler, "JOIN", 0.1)
     began, go, done, returned = threading.Event(), threading.Event(), threading.Event(), list[Any]()
@@ -546,7 +546,7 @@ def test_a_function_that_still_runs_for_an_old_budget_does_not_end_the_new_one(
         new = memguard.init({**OTHER, "monitor": MONITOR}, replace=True, simulate="h200")
         go.set()
         assert done.wait(60)
-    assert new.active and _api.current() is new and memguard.ledger().devices[0].limit == 34 * GIB
+    assert new.active and api.current() is new and memguard.ledger().devices[0].limit == 34 * GIB
     if ends == "shutdown":
         assert returned == [[]] and "the one that came after it stays" in caplog.text
     else:
@@ -567,9 +567,9 @@ def test_a_function_may_end_its_own_budget_and_what_it_begins_itself(monkeypatch
             second = memguard.init({**OTHER, "monitor": MONITOR}, replace=True, simulate="h200")
             with pytest.raises(memguard.MemguardError, match="not today"):
                 memguard.init({**BUDGET, "device": {"limit": "35GiB"}}, replace=True, simulate="h200")
-            third = _api.current()  # what was active, applied again
+            third = api.current()  # what was active, applied again
             memguard.shutdown()
-            seen.extend((second.active, third.active, _api._active))
+            seen.extend((second.active, third.active, api._active))
             done.set()
 
     monkeypatch.setattr(Guard, "start", fails)
@@ -595,7 +595,7 @@ def test_a_timeline_has_samples_events_and_errors(tmp_path: Path, capsys: pytest
     guard = memguard.init(budget, simulate="h200")
     torch = guard.frameworks["torch"]
     assert isinstance(torch, SimulatedFramework)
-    monitor = _api.current_session().monitor
+    monitor = api.current_session().monitor
     assert monitor is not None
     torch.allocate(10 * GIB - 64 * MIB)
     until(lambda: [s for s in monitor.last(60) if s.devices[0].frameworks.get("torch")])
@@ -647,11 +647,11 @@ def test_a_timeline_that_cannot_be_begun_leaves_the_budget_before_active(
 
     monkeypatch.setattr(files, "create", not_there)
     running, frameworks = begin(monitor={**MONITOR, "timeline": str(tmp_path / "first.jsonl")})
-    guard, monitor, array = _api.current(), running.monitor, frameworks["torch"].allocate(GIB)
+    guard, monitor, array = api.current(), running.monitor, frameworks["torch"].allocate(GIB)
     with pytest.raises(memguard.errors.TimelineError, match="fix:"):
         monitored = {**OTHER, "monitor": {"timeline": str(where(tmp_path))}}
         memguard.init(monitored, replace=True, simulate="h200")
-    assert _api.current() is guard and guard.active, "not one like it: that one was never undone"
+    assert api.current() is guard and guard.active, "not one like it: that one was never undone"
     assert monitor is not None and running.monitor is monitor and monitor.alive
     frameworks["torch"].free(array)
     memguard.shutdown()
@@ -667,7 +667,7 @@ def test_a_budget_that_replaces_another_may_name_its_timeline(tmp_path: Path, li
     folder = tmp_path / ("link" if link else "runs")
     again = {**OTHER, "monitor": {**MONITOR, "timeline": str(folder / "run.jsonl")}}
     memguard.init(again, replace=True, simulate="h200")
-    monitor = _api.current_session().monitor
+    monitor = api.current_session().monitor
     assert monitor is not None
     until(lambda: monitor.last(60))
     memguard.shutdown()
@@ -681,10 +681,10 @@ def test_a_timeline_that_another_writes_is_refused_before_anything_is_undone(tmp
     from memguard._timeline import Writer
 
     begin()
-    guard = _api.current()
+    guard = api.current()
     with (
         Writer(tmp_path / "run.jsonl", guard.plan, simulated=True),
         pytest.raises(memguard.errors.TimelineError, match="is writing it"),
     ):
         memguard.init({**OTHER, "monitor": {"timeline": str(tmp_path / "run.jsonl")}}, replace=True, simulate="h200")
-    assert _api.current() is guard and guard.active
+    assert api.current() is guard and guard.active

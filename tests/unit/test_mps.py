@@ -16,11 +16,10 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memguard import _mps, _policy
-from memguard._config import from_mapping
+from memguard._base.types import Device, DevicePlan, Plan
+from memguard._base.units import GIB, MIB
+from memguard._budget import from_mapping, mps, policy
 from memguard._devices.simulated import SimulatedHost
-from memguard._types import Device, DevicePlan, Plan
-from memguard._units import GIB, MIB
 from memguard.cli import main
 from memguard.cli.support import ignored_environment
 from memguard.cli.support import mps as service
@@ -44,15 +43,15 @@ def plan_of(*sizes: int, architecture: str = "hopper") -> Plan:
 @given(st.lists(SIZES, min_size=1, max_size=2))
 def test_the_value_is_never_above_the_plan_and_less_than_a_mebibyte_below(sizes: list[int]) -> None:
     plan = plan_of(*sizes)
-    read = {entry.gpu: entry.size for entry in _mps.parse(_mps.value(_mps.limits(plan)))}
+    read = {entry.gpu: entry.size for entry in mps.parse(mps.value(mps.limits(plan)))}
     assert list(read) == [part.device.uuid for part in plan.devices]  # by UUID, and no other GPU
     assert all(0 <= part.limit - read[part.device.uuid] < MIB for part in plan.devices)
 
 
 def test_the_value_has_the_form_that_cuda_documents() -> None:
-    assert _mps.value(_mps.limits(plan_of(34 * GIB + 5, GIB // 2))) == f"{A}=34816M,{B}=512M"
+    assert mps.value(mps.limits(plan_of(34 * GIB + 5, GIB // 2))) == f"{A}=34816M,{B}=512M"
     with pytest.raises(ValueError, match="1 MiB"):
-        _mps.value({A: MIB - 1})
+        mps.value({A: MIB - 1})
 
 
 @pytest.mark.parametrize(
@@ -65,7 +64,7 @@ def test_the_value_has_the_form_that_cuda_documents() -> None:
     ],
 )
 def test_what_others_wrote_is_read(text: str, entries: list[tuple[str, int]]) -> None:
-    assert [tuple(entry) for entry in _mps.parse(text)] == entries
+    assert [tuple(entry) for entry in mps.parse(text)] == entries
 
 
 @pytest.mark.parametrize(
@@ -73,7 +72,7 @@ def test_what_others_wrote_is_read(text: str, entries: list[tuple[str, int]]) ->
 )
 def test_what_cannot_be_read_is_refused_and_not_guessed(text: str) -> None:
     with pytest.raises(ValueError, match="ordinal or UUID"):
-        _mps.parse(text)
+        mps.parse(text)
 
 
 # Met with a value that is there
@@ -88,12 +87,12 @@ def test_the_stricter_holds_and_a_looser_one_is_refused(
     keys = ("0", "1") if ordinals else (A, B)
     whole = [None if size is None else size // MIB * MIB for size in before]
     text = ",".join(f"{key}={size // MIB}M" for key, size in zip(keys, whole, strict=True) if size is not None)
-    wanted = list(_mps.limits(plan).values())
+    wanted = list(mps.limits(plan).values())
     if any(had is not None and had > want for had, want in zip(whole, wanted, strict=True)):
         with pytest.raises(ConflictingSetting, match="more than its limit"):
-            _mps.met(plan, text)
+            mps.met(plan, text)
         return
-    found = list(_mps.met(plan, text).values())
+    found = list(mps.met(plan, text).values())
     assert found == [want if had is None else min(had, want) for had, want in zip(whole, wanted, strict=True)]
 
 
@@ -108,14 +107,14 @@ def test_the_stricter_holds_and_a_looser_one_is_refused(
 )
 def test_a_value_that_cannot_stay_is_refused_with_a_fix(text: str, says: str) -> None:
     with pytest.raises(ConflictingSetting) as error:
-        _mps.met(plan_of(34 * GIB), text)
+        mps.met(plan_of(34 * GIB), text)
     assert says in str(error.value)
     assert "\n    fix: unset CUDA_MPS_PINNED_DEVICE_MEM_LIMIT: --mps sets it" in str(error.value)
-    assert error.value.setting == f"{_mps.LIMIT}={text}"
+    assert error.value.setting == f"{mps.LIMIT}={text}"
 
 
 def test_the_smaller_of_two_entries_for_a_gpu_counts() -> None:
-    assert _mps.met(plan_of(34 * GIB), f"0=20G,{A[:8]}=30G") == {A: 20 * GIB}
+    assert mps.met(plan_of(34 * GIB), f"0=20G,{A[:8]}=30G") == {A: 20 * GIB}
 
 
 # What a process warns of that finds the variable
@@ -123,30 +122,30 @@ def test_the_smaller_of_two_entries_for_a_gpu_counts() -> None:
 
 @pytest.mark.parametrize("text", [None, "", "0=34816M", "0=40G,1=40G", f"{A}=34G"])
 def test_nothing_is_said_of_a_value_that_leaves_room_for_the_budget(text: str | None) -> None:
-    assert list(_mps.shortfalls(plan_of(34 * GIB, 34 * GIB), text)) == []
+    assert list(mps.shortfalls(plan_of(34 * GIB, 34 * GIB), text)) == []
 
 
 def test_a_process_is_told_where_mps_gives_it_less_than_its_budget() -> None:
-    (said,) = _mps.shortfalls(plan_of(34 * GIB, 34 * GIB), "0=8G")
+    (said,) = mps.shortfalls(plan_of(34 * GIB, 34 * GIB), "0=8G")
     assert str(said).startswith(
         f"under MPS this process may have 8.00 GiB of NVIDIA H100 ({A}), less than its limit of 34.00 GiB"
     )
 
 
 def test_a_process_is_told_that_a_gpu_it_does_not_see_takes_all_limits_away() -> None:
-    (said,) = _mps.shortfalls(plan_of(34 * GIB), "0=8G,1=8G")
+    (said,) = mps.shortfalls(plan_of(34 * GIB), "0=8G,1=8G")
     assert "names 1, which this process does not see, and MPS drops every memory limit" in said.reason and said.fix
-    (unread,) = _mps.shortfalls(plan_of(34 * GIB), "all of it")
+    (unread,) = mps.shortfalls(plan_of(34 * GIB), "all of it")
     assert "cannot be read" in unread.reason
 
 
 def test_where_cuda_has_not_told_its_numbers_only_uuids_say_something() -> None:
     plan = plan_of(34 * GIB, 34 * GIB)
     unasked = Plan(tuple(replace(part, device=replace(part.device, ordinal=None)) for part in plan.devices))
-    assert list(_mps.shortfalls(unasked, "0=8G,5=8G")) == []
-    (short,) = _mps.shortfalls(unasked, f"{B}=8G")
+    assert list(mps.shortfalls(unasked, "0=8G,5=8G")) == []
+    (short,) = mps.shortfalls(unasked, f"{B}=8G")
     assert B in short.reason
-    (stray,) = _mps.shortfalls(unasked, "0=8G,GPU-cccc=8G")
+    (stray,) = mps.shortfalls(unasked, "0=8G,GPU-cccc=8G")
     assert "names GPU-cccc, which this process does not see" in stray.reason
 
 
@@ -160,10 +159,10 @@ class RealLooking(SimulatedHost):
 def test_init_warns_of_the_limit(
     value: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from memguard._guard import Guard
+    from memguard._guard.guard import Guard
 
     if value is not None:
-        monkeypatch.setenv(_mps.LIMIT, value)
+        monkeypatch.setenv(mps.LIMIT, value)
     budget = from_mapping({"version": 1, "device": {"limit": "34GiB"}, "frameworks": {"torch": {"share": "50%"}}})
     guard = Guard(budget, RealLooking(["h100"]))
     guard._warn_of_mps()
@@ -270,7 +269,7 @@ def test_simulated_gpus_are_told_of_and_nothing_is_set(tmp_path: Path) -> None:
     environ, said = service.environment({"A": "b"}, budget, ["h100", "l40s"])
     uuids = [device.uuid for device in SimulatedHost(["h100", "l40s"]).devices()]
     assert environ == {"A": "b"}
-    assert f"--mps would set {_mps.LIMIT}={uuids[0]}=34816M,{uuids[1]}=34816M; these GPUs are simulated" in said
+    assert f"--mps would set {mps.LIMIT}={uuids[0]}=34816M,{uuids[1]}=34816M; these GPUs are simulated" in said
 
 
 @pytest.mark.parametrize(
@@ -295,8 +294,8 @@ def test_limits_of_single_gpus_are_those_of_the_plan() -> None:
         "devices": {"1": {"limit": "8GiB"}},
         "frameworks": {"torch": {"share": "50%"}},
     }
-    plan = _policy.plan(from_mapping(given), SimulatedHost(["h100", "h100"]).devices())
-    first, second = _mps.limits(plan).values()
+    plan = policy.plan(from_mapping(given), SimulatedHost(["h100", "h100"]).devices())
+    first, second = mps.limits(plan).values()
     assert second == 8 * GIB and first == (81_559 - 551) * MIB // 2
 
 

@@ -15,22 +15,22 @@ import pytest
 from notebooks import Notebook, error, html, kernel, text
 
 from memguard import notebook
-from memguard._types import WorkloadReport
+from memguard._base.types import WorkloadReport
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
 # Arrays that are freed when nothing holds them any more, as a framework's are.
 ARRAYS = """
-from memguard import _api
+from memguard import api
 GIB = 1 << 30
 class Array:
     def __init__(self, name, size):
-        self.framework = _api.current().frameworks[name]
+        self.framework = api.current().frameworks[name]
         self.id = self.framework.allocate(size)
     def __del__(self):
         if hasattr(self, "id"):
             self.framework.free(self.id)
 def in_use(name):
-    return _api.ledger().devices[0].row(name).in_use / GIB
+    return api.ledger().devices[0].row(name).in_use / GIB
 def train(size):
     weights = Array("torch", 40 * GIB)
     return grow(weights, size)
@@ -50,14 +50,12 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
 def nb(shared: Notebook) -> Notebook:
     """With the extension and the budget, and with nothing allocated."""
     shared.run("%reset -f")  # the user's names, and what was shown
-    shared.run(ARRAYS, "import gc, memguard, sys", "%load_ext memguard", "gc.collect()", "_api.trim();")
+    shared.run(ARRAYS, "import gc, memguard, sys", "%load_ext memguard", "gc.collect()", "api.trim();")
     return shared
 
 
 def test_the_kernel_has_the_environments_budget(nb: Notebook) -> None:
-    assert (
-        nb.text("print(memguard.ledger().simulated, sorted(_api.current().frameworks))") == "True ['cupy', 'torch']\n"
-    )
+    assert nb.text("print(memguard.ledger().simulated, sorted(api.current().frameworks))") == "True ['cupy', 'torch']\n"
 
 
 def test_the_ledger_is_a_table_and_plain_text_beside_it(nb: Notebook) -> None:
@@ -126,7 +124,7 @@ def test_the_last_line_is_shown_as_in_any_cell(nb: Notebook) -> None:
 def test_a_cell_that_does_not_fit_is_refused_before_it_runs(nb: Notebook) -> None:
     outputs = nb.fails("%%memguard --framework torch --needs 90GiB", "ran = True")
     assert "BudgetExceeded: torch needs 90.00 GiB" in error(outputs)
-    assert "_guard.py" not in error(outputs)  # the way to the refusal is of no interest
+    assert "_guard/guard.py" not in error(outputs)  # the way to the refusal is of no interest
     assert nb.text("print('ran' in globals())") == "False\n"
 
 
@@ -217,7 +215,7 @@ def test_unloading_leaves_nothing_and_touches_nothing_foreign(nb: Notebook) -> N
     shown = nb.text(
         "print('memguard' in ip.magics_manager.magics['line'], 'memguard' in ip.magics_manager.magics['cell'])\n"
         "print(state() == before, theirs in events(), [c for c in events() if 'memguard' in str(c)], hooks.display)\n"
-        "print(_api.current().active)"
+        "print(api.current().active)"
     )
     assert shown == "False False\nTrue True [] None\nTrue\n"
     assert "not found" in text(nb.fails("%memguard"))

@@ -16,11 +16,11 @@ import pytest
 import waiting
 
 import memguard
-from memguard import _api
+from memguard import api
+from memguard._base.types import DeviceSample, Sample
+from memguard._base.units import GIB
 from memguard._devices import suspension
-from memguard._monitor import session, watches
-from memguard._types import DeviceSample, Sample
-from memguard._units import GIB
+from memguard._runtime import session, watches
 
 BUDGET: dict[str, Any] = {"version": 1, "frameworks": {"torch": {"limit": "4GiB"}}}
 WATCHED = {**BUDGET, "monitor": {"interval": "50ms"}}
@@ -57,7 +57,7 @@ def test_each_sample_is_given_on_the_monitors_thread_until_it_is_removed() -> No
         torch.allocate(GIB)
         watch = memguard.on_sample(lambda sample: (seen.append(sample), threads.add(threading.current_thread().name)))
         until(lambda: len(seen) > 2)
-        monitor = _api.current_session().monitor
+        monitor = api.current_session().monitor
         assert monitor is not None and {id(one) for one in seen[:2]} <= {id(one) for one in monitor.last(60)}, "as read"
         watch.remove()
         watch.remove()
@@ -112,7 +112,7 @@ def test_a_function_that_fails_is_logged_once_and_stops_nothing(caplog: pytest.L
     memguard.on_sample(seen.append)
     with caplog.at_level(logging.WARNING, "memguard"), memguard.guard(WATCHED, simulate="h200"):
         until(lambda: len(calls) > 3 and len(seen) > 3)
-        monitor = _api.current_session().monitor
+        monitor = api.current_session().monitor
         assert monitor is not None and monitor.alive
     said = [record.getMessage() for record in caplog.records if "on_sample" in record.getMessage()]
     assert len(said) == 1 and "broken" in said[0] and __file__ in said[0] and "no disk" in said[0]
@@ -144,7 +144,7 @@ def test_nothing_while_suspended_and_nothing_of_a_reading_that_failed(monkeypatc
 
     memguard.on_sample(seen.append)
     memguard.init(WATCHED, simulate="h200")
-    running = _api.current_session()
+    running = api.current_session()
     assert running.monitor is not None
     running.monitor.stop()
     seen.clear()
@@ -180,7 +180,7 @@ def test_a_forked_child_gives_no_samples() -> None:
 def test_a_function_that_forks_calls_no_other_in_the_child() -> None:
     code = (
         "import os, sys, time, memguard\n"
-        "from memguard._monitor import samples\n"
+        "from memguard._runtime import samples\n"
         "parent = os.getpid()\n"
         "memguard.on_sample(lambda sample: os.fork())\n"
         "memguard.on_sample(lambda sample: print('child' if os.getpid() != parent else 'parent'))\n"
@@ -206,7 +206,7 @@ def test_without_one_nothing_is_loaded_and_nothing_is_called() -> None:
     code = (
         "import sys, time, memguard\n"
         f"memguard.init({WATCHED!r}, simulate='h200'); time.sleep(0.2); memguard.shutdown()\n"
-        "assert not {'memguard._monitor.samples', 'memguard._monitor.watches'} & set(sys.modules)\n"
+        "assert not {'memguard._runtime.samples', 'memguard._runtime.watches'} & set(sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

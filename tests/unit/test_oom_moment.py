@@ -25,24 +25,23 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import memguard
-from memguard import _policy
-from memguard._config import from_mapping
+from memguard._base.specs import SPECS
+from memguard._base.types import Device, DeviceSample, Event, FrameworkSample, MemoryInfo, Moment, Plan, Sample, Usage
+from memguard._base.units import GIB, MIB, format_size
+from memguard._budget import from_mapping, policy
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory
-from memguard._frameworks.tensorflow import TensorFlow
+from memguard._frameworks.tensorflow.adapter import TensorFlow
 from memguard._frameworks.torch.adapter import Torch
 from memguard._ledger.overhead import Overhead
 from memguard._ledger.rows import Reading, device_ledger
 from memguard._ledger.types import DeviceLedger, Ledger
-from memguard._monitor.refusals import EVERY, Refusals
 from memguard._oom import hooks
 from memguard._oom import moment as moments
 from memguard._oom.classify import ErrorFacts, Verdict, classify
 from memguard._oom.report import Report, diagnose
-from memguard._specs import SPECS
+from memguard._runtime.refusals import EVERY, Refusals
 from memguard._timeline import load_timeline
 from memguard._timeline.replay import replay_timeline
-from memguard._types import Device, DeviceSample, Event, FrameworkSample, MemoryInfo, Moment, Plan, Sample, Usage
-from memguard._units import GIB, MIB, format_size
 from memguard.errors import PlanError
 
 ROOT = Path(memguard.__file__).parents[1]
@@ -55,7 +54,7 @@ SILENT = [name for name, row in SPECS.items() if row.refuses_silently]
 
 
 def plan_of(frameworks: dict[str, Any]) -> Plan:
-    return _policy.plan(from_mapping({"version": 1, "frameworks": frameworks}), [H200])
+    return policy.plan(from_mapping({"version": 1, "frameworks": frameworks}), [H200])
 
 
 def ledger_of(plan: Plan, usages: dict[str, Usage | None], others: int = 0) -> Ledger:
@@ -494,7 +493,7 @@ def test_followed_advice_about_the_budget_helps(
         written["frameworks"][name] = {"limit": f"{size}MiB"} if bytes_ else {"share": f"{share}%"}
     try:
         budget = from_mapping(written)
-        plan = _policy.plan(budget, [H200])
+        plan = policy.plan(budget, [H200])
     except (PlanError, memguard.errors.ConfigError):
         assume(False)
     caps = plan.devices[0].caps
@@ -512,7 +511,7 @@ def test_followed_advice_about_the_budget_helps(
         if changed is None:
             assert not remedy.bytes or not re.search(r"frameworks\.torch|device\.limit", remedy.text)
             continue
-        better = _policy.plan(from_mapping(changed), [H200]).devices[0].caps["torch"]
+        better = policy.plan(from_mapping(changed), [H200]).devices[0].caps["torch"]
         assert remedy.bytes is not None and better >= caps["torch"] + remedy.bytes, remedy.text
         assert better >= held + asked * MIB, remedy.text
 
@@ -700,7 +699,7 @@ def test_another_budget_judges_what_was_refused(guard: memguard.Guard, tmp_path:
         budget = from_mapping(
             {"version": 1, "device": {"limit": "20GiB", "reserve": "2GiB"}, "frameworks": {"torch": {"limit": limit}}}
         )
-        plan = _policy.plan(budget, guard.host.devices())
+        plan = policy.plan(budget, guard.host.devices())
         found = replay_timeline(records, plan)
         (row,) = (row for row in found.frameworks if row.framework == "torch")
         assert row.times == times and found.fits is (times == "?")

@@ -12,14 +12,13 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from memguard import _policy
-from memguard._config import from_mapping
+from memguard._base.types import Device, DeviceSample, FrameworkSample, MemoryInfo, Moment, Plan, Sample, Usage
+from memguard._base.units import GIB, MIB
+from memguard._budget import from_mapping, policy
 from memguard._ledger.overhead import Overhead
 from memguard._ledger.rows import Reading, device_ledger
 from memguard._ledger.types import Ledger, Row
 from memguard._oom.report import ErrorFacts, Report, classify, diagnose
-from memguard._types import Device, DeviceSample, FrameworkSample, MemoryInfo, Moment, Plan, Sample, Usage
-from memguard._units import GIB, MIB
 from memguard.errors import PlanError
 
 H200 = Device("GPU-887439f1-ef81-1c16-9a75-0558dcbf6b53", "NVIDIA H200", 0, 143_771 * MIB, 615 * MIB, "hopper", 0)
@@ -29,7 +28,7 @@ CUBLAS = ("builtins.RuntimeError", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when 
 
 
 def plan_of(frameworks: Mapping[str, Any] = SHARES, devices: tuple[Device, ...] = (H200,)) -> Plan:
-    return _policy.plan(from_mapping({"version": 1, "frameworks": dict(frameworks)}), list(devices))
+    return policy.plan(from_mapping({"version": 1, "frameworks": dict(frameworks)}), list(devices))
 
 
 def ledger_of(plan: Plan, usages: Mapping[str, Usage | None], others: int = 0, known: bool = True) -> Ledger:
@@ -169,7 +168,7 @@ def test_a_fixed_cap_may_grow_by_what_is_lent_but_not_at_once() -> None:
 def test_minima_that_leave_no_room_name_the_min_that_could_give_way() -> None:
     frameworks = {"torch": {"min": "40%", "max": "60%"}, "cupy": {"min": "60%", "max": "80%"}}
     budget = from_mapping({"version": 1, "frameworks": frameworks})
-    plan = _policy.plan(budget, [H200])
+    plan = policy.plan(budget, [H200])
     cap = plan.devices[0].caps["torch"]
     usages = {"torch": Usage(cap - GIB, cap - GIB, 0), "cupy": Usage(GIB, GIB, 0)}
     text = first_remedy(usages, plan, budget=budget)
@@ -182,7 +181,7 @@ def test_minima_that_leave_no_room_name_the_min_that_could_give_way() -> None:
 def test_a_min_that_cannot_move_is_raised_itself() -> None:
     frameworks = {"tensorflow": {"min": "20%", "max": "50%"}, "cupy": {"share": "10%"}}
     budget = from_mapping({"version": 1, "frameworks": frameworks})
-    plan = _policy.plan(budget, [H200])
+    plan = policy.plan(budget, [H200])
     cap = plan.devices[0].caps["tensorflow"]
     mro = ("tensorflow.python.framework.errors_impl.ResourceExhaustedError", "builtins.Exception")
     facts = ErrorFacts(
@@ -374,7 +373,7 @@ def test_a_resize_is_not_advised_where_another_holds_more_than_its_cap() -> None
     live["numba"] = Usage(held, held, 0)
     assert not any("memguard.resize" in one.text for one in report(live, facts=asked, plan=plan).remedies)
     with pytest.raises(PlanError):
-        _policy.resized(plan, "torch", int(resize) * MIB, {H200.uuid: {"numba": held}})
+        policy.resized(plan, "torch", int(resize) * MIB, {H200.uuid: {"numba": held}})
 
 
 @given(
@@ -403,7 +402,7 @@ def test_a_cap_that_is_recommended_fits_and_is_enough(shares: list[int], asked: 
         for part in better.devices:
             assert part.caps["torch"] >= cap + found.remedies[0].bytes >= size + asked * MIB
         if resize := re.search(r"resize\('torch', '(\d+)MiB'\)", text):
-            _policy.resized(plan, "torch", int(resize[1]) * MIB)
+            policy.resized(plan, "torch", int(resize[1]) * MIB)
     else:
         assert (
             found.reason != "cap" or "lower frameworks" in text or "device.limit" in text or "neither the other" in text

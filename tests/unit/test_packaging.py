@@ -115,7 +115,7 @@ def test_every_module_can_be_imported_without_a_framework() -> None:
     names = [
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
         for path in sorted(PACKAGE.rglob("*.py"))
-        if "_activation" not in path.parts and path.name != "__main__.py"
+        if "activation" not in path.parts and path.name != "__main__.py"
     ]
     done = python(
         f"import importlib, sys\nfor name in {names!r}: importlib.import_module(name.removesuffix('.__init__'))\n"
@@ -128,23 +128,24 @@ def test_every_module_can_be_imported_without_a_framework() -> None:
 
 def test_the_package_carries_what_it_needs_beside_code() -> None:
     assert (PACKAGE / "py.typed").is_file()
-    assert (PACKAGE / "_activation" / "sitecustomize.py").is_file()
+    assert (PACKAGE / "_runtime/activation" / "sitecustomize.py").is_file()
 
 
 def test_the_pages_of_the_doctor_come_with_the_package(tmp_path: Path) -> None:
-    from memguard._doctor import explain
-    from memguard._findings import NAMES
+    from memguard._budget.findings import NAMES
+    from memguard._tools.doctor import explain
 
     pages = {name: (ROOT / "docs" / "doctor" / f"{name}.md").read_text(encoding="utf-8") for name in NAMES}
     assert {name: explain.page(name) for name in NAMES} == pages
-    assert (PACKAGE / "_doctor" / "pages").is_dir()
+    assert (PACKAGE / "_tools/doctor" / "pages").is_dir()
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     forced = project.partition("[tool.hatch.build.targets.wheel.force-include]")[2].partition("\n[")[0]
     # An editable installation copies what is forced: a folder memguard in site-packages would be one without a module.
     assert [line for line in forced.splitlines() if "=" in line] == [
-        '"memguard/_activation/memguard.pth" = "memguard.pth"',
-        '"memguard/_activation/memguard.start" = "memguard.start" # in place of it from Python 3.15 on (PEP 829)',
-        '"memguard/_activation/_memguard_start.py" = "_memguard_start.py"',
+        '"memguard/_runtime/activation/memguard.pth" = "memguard.pth"',
+        '"memguard/_runtime/activation/memguard.start" = "memguard.start" '
+        "# in place of it from Python 3.15 on (PEP 829)",
+        '"memguard/_runtime/activation/_memguard_start.py" = "_memguard_start.py"',
     ]
     if importlib.util.find_spec("hatchling") is None:  # it comes with the group dev
         return
@@ -259,7 +260,7 @@ def test_the_scripts_let_interpreters_keep_what_they_compiled() -> None:
 
 
 def test_each_framework_is_installed_as_its_extra_says() -> None:
-    from memguard._specs import SPECS
+    from memguard._base.specs import SPECS
 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     first = {name: extras[name][0].partition(">=")[0] for name in SPECS}  # others are bounds for what it needs

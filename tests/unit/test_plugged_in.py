@@ -15,10 +15,10 @@ import pytest
 from guards import start
 
 import memguard
-from memguard import _api
+from memguard import api
+from memguard._base.logs import text_of
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import SimulatedFramework
-from memguard._logs import text_of
 
 pytestmark = [
     pytest.mark.usefixtures("nothing_stays"),
@@ -178,7 +178,7 @@ PLUGS: dict[str, Plug] = {
 
 @pytest.fixture
 def forgotten() -> Iterator[None]:
-    from memguard._monitor import session
+    from memguard._runtime import session
 
     yield
     session.callbacks.clear()
@@ -213,7 +213,7 @@ def test_nothing_that_is_plugged_in_ends_the_monitor(
         torch.allocate(2 << 30)
         if not before:
             PLUGS[name](patch)
-        monitor = _api.current_session().monitor
+        monitor = api.current_session().monitor
         assert monitor is not None
         nap = threading.Lock()
         nap.acquire()

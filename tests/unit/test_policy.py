@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from memguard import _policy
-from memguard._config import Budget, from_mapping, parse
+from memguard._base.specs import CONTEXT, OVERHEADS, SPECS
+from memguard._base.types import Device, DevicePlan, MemoryInfo, Usage
+from memguard._base.units import GIB, GRANULE, MIB
+from memguard._budget import Budget, from_mapping, parse, policy
+from memguard._budget.policy import SLACK, auto_reserve, busy, resized
 from memguard._devices.simulated import CATALOGUE, SimulatedHost
-from memguard._policy import SLACK, auto_reserve, busy, resized
-from memguard._specs import CONTEXT, OVERHEADS, SPECS
-from memguard._types import Device, DevicePlan, MemoryInfo, Usage
-from memguard._units import GIB, GRANULE, MIB
 from memguard.errors import PlanError
 
 pytestmark = pytest.mark.one_case  # no version of what is installed changes it: all of it is our own code
@@ -33,13 +32,13 @@ def gpu(total: int = 16 * GIB, reserved: int = 0, **more: Any) -> Device:
 
 
 def one(asked: Budget, device: Device | None = None) -> DevicePlan:
-    (part,) = _policy.plan(asked, [device or gpu()]).devices
+    (part,) = policy.plan(asked, [device or gpu()]).devices
     return part
 
 
 def problems(asked: Budget, *devices: Device) -> str:
     with pytest.raises(PlanError) as caught:
-        _policy.plan(asked, devices or [gpu()])
+        policy.plan(asked, devices or [gpu()])
     assert all(p.fix for p in caught.value.problems)
     return str(caught.value)
 
@@ -149,19 +148,19 @@ def test_communicators_of_no_torch_need_nothing() -> None:
 
 
 def test_what_lies_outside_a_cap_by_its_name() -> None:
-    assert (_policy.workspace("nccl 1"), _policy.workspace("nccl 2"), _policy.workspace("nccl 17")) == (
+    assert (policy.workspace("nccl 1"), policy.workspace("nccl 2"), policy.workspace("nccl 17")) == (
         896 * MIB, 512 * MIB, 512 * MIB,
     )  # fmt: skip
-    assert (_policy.modules("nccl 1"), _policy.modules("nccl 2"), _policy.modules("nccl 17")) == (
+    assert (policy.modules("nccl 1"), policy.modules("nccl 2"), policy.modules("nccl 17")) == (
         838 * MIB, 486 * MIB, 486 * MIB,
     )  # fmt: skip
     contexts = ("second context", "second context 2", "second context 3")
-    assert [_policy.workspace(name) for name in contexts] == [544 * MIB] * 3
-    assert [_policy.modules(name) for name in contexts] == [518 * MIB] * 3
-    assert _policy.workspace("another") == 128 * MIB and _policy.modules("another") == 0
+    assert [policy.workspace(name) for name in contexts] == [544 * MIB] * 3
+    assert [policy.modules(name) for name in contexts] == [518 * MIB] * 3
+    assert policy.workspace("another") == 128 * MIB and policy.modules("another") == 0
     for name in (*SPECS, *OVERHEADS):
-        assert _policy.modules(name) <= _policy.workspace(name), "nobody takes more than is kept for it"
-    assert _policy.modules("context") <= CONTEXT
+        assert policy.modules(name) <= policy.workspace(name), "nobody takes more than is kept for it"
+    assert policy.modules("context") <= CONTEXT
 
 
 @pytest.mark.parametrize(("architecture", "eighths"), [("turing", 6), ("ampere", 7), ("ada", 7), ("blackwell", 8)])
@@ -190,8 +189,8 @@ def test_a_uuid_is_stronger_than_an_ordinal_and_that_than_a_name(keys: list[str]
 def test_an_ordinal_may_be_written_as_torch_writes_it(key: str) -> None:
     first, second = gpu(), gpu(uuid=OTHER, index=1, ordinal=1)
     asked = budget({"torch": {"share": "50%"}}, devices={key: {"limit": "4GiB"}, "Made*": {"limit": "5GiB"}})
-    assert _policy.needs_ordinals(asked) and list(asked.devices) == ["1", "Made*"]
-    plan = _policy.plan(asked, [first, second])
+    assert policy.needs_ordinals(asked) and list(asked.devices) == ["1", "Made*"]
+    plan = policy.plan(asked, [first, second])
     assert [part.limit for part in plan.devices] == [5 * GIB, 4 * GIB] and plan.notes == ()
 
 
@@ -214,7 +213,7 @@ def test_names_are_patterns_without_case(key: str, matches: bool) -> None:
 def test_an_override_holds_for_its_own_gpu_only() -> None:
     first, second = gpu(), gpu(uuid=OTHER, index=1, ordinal=1)
     asked = budget({"torch": {"share": "50%"}}, devices={OTHER: {"limit": "4GiB"}, "0": {"limit": "5GiB"}})
-    plan = _policy.plan(asked, [first, second])
+    plan = policy.plan(asked, [first, second])
     assert [part.limit for part in plan.devices] == [5 * GIB, 4 * GIB]
     assert plan.caps("torch") == {part.device.uuid: part.caps["torch"] for part in plan.devices}
     assert plan.caps("pycuda") == {} and plan.notes == ()
@@ -222,7 +221,7 @@ def test_an_override_holds_for_its_own_gpu_only() -> None:
 
 def test_an_override_for_no_gpu_here_is_noted_and_not_an_error() -> None:
     devices = {"A100*": {"limit": "4GiB"}, OTHER: {"limit": "4GiB"}, "7": {"limit": "4GiB"}, UUID: {"limit": "4GiB"}}
-    plan = _policy.plan(budget({"torch": {"share": "50%"}}, devices=devices), [gpu()])
+    plan = policy.plan(budget({"torch": {"share": "50%"}}, devices=devices), [gpu()])
     assert len(plan.notes) == 3
     for key in ("A100*", OTHER, "7"):
         assert sum(repr(key) in note for note in plan.notes) == 1
@@ -230,8 +229,8 @@ def test_an_override_for_no_gpu_here_is_noted_and_not_an_error() -> None:
 
 def test_ordinals_need_cudas_numbering() -> None:
     asked = budget({"torch": {"share": "50%"}}, devices={"0": {"limit": "4GiB"}})
-    assert _policy.needs_ordinals(asked)
-    assert not _policy.needs_ordinals(budget({"torch": {"share": "50%"}}, devices={"A100*": {}, UUID: {}}))
+    assert policy.needs_ordinals(asked)
+    assert not policy.needs_ordinals(budget({"torch": {"share": "50%"}}, devices={"A100*": {}, UUID: {}}))
     text = problems(asked, gpu(ordinal=None))
     assert "CUDA ordinal" in text and "memguard doctor" in text and "by UUID" in text
 
@@ -301,8 +300,8 @@ def test_problems_of_a_mapping_have_no_line() -> None:
 def test_tensorflows_growth_reaches_the_plan() -> None:
     for growth in (True, False):
         asked = budget({"tensorflow": {"share": "50%", "growth": growth}, "torch": {"share": "10%"}})
-        assert _policy.plan(asked, [gpu()]).options == {"tensorflow": {"growth": growth}, "torch": {}}
-    assert _policy.plan(budget({"tensorflow": {"share": "50%"}}), [gpu()]).options["tensorflow"]["growth"] is True
+        assert policy.plan(asked, [gpu()]).options == {"tensorflow": {"growth": growth}, "torch": {}}
+    assert policy.plan(budget({"tensorflow": {"share": "50%"}}), [gpu()]).options["tensorflow"]["growth"] is True
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
@@ -315,14 +314,14 @@ def test_the_usual_budget_fits_every_simulated_gpu(name: str) -> None:
 def test_pycudas_context_reaches_the_plan() -> None:
     for context in ("primary", "own"):
         asked = budget({"pycuda": {"share": "50%", "context": context}})
-        assert _policy.plan(asked, [gpu()]).options == {"pycuda": {"context": context}}
+        assert policy.plan(asked, [gpu()]).options == {"pycuda": {"context": context}}
 
 
 # resize
 
 
 def test_a_cap_is_resized_within_what_is_unallocated() -> None:
-    plan = _policy.plan(
+    plan = policy.plan(
         budget({"torch": {"limit": "2GiB"}, "pycuda": {"limit": "1GiB"}}, {"limit": "8GiB", "reserve": "1GiB"}), [gpu()]
     )
     bigger = resized(plan, "torch", 6 * GIB)
@@ -337,7 +336,7 @@ def test_a_cap_is_resized_within_what_is_unallocated() -> None:
 
 def test_a_resize_must_fit_every_gpu() -> None:
     asked = budget({"torch": {"share": "50%"}}, {"reserve": "1GiB"})
-    plan = _policy.plan(asked, [gpu(), gpu(8 * GIB, uuid=OTHER, index=1)])
+    plan = policy.plan(asked, [gpu(), gpu(8 * GIB, uuid=OTHER, index=1)])
     with pytest.raises(PlanError) as caught:
         resized(plan, "torch", 10 * GIB)
     assert len(caught.value.problems) == 1 and OTHER in str(caught.value)
@@ -371,11 +370,11 @@ FULL = MemoryInfo(100 * GIB, 0, 99 * GIB, GIB)
 
 def admit(
     framework: str, needed: int, cap: int, usages: Mapping[str, Usage | None], memory: MemoryInfo, takes: int = 0
-) -> _policy.Admission:
-    return _policy.admit(framework, needed, takes or needed, cap, usages, memory)
+) -> policy.Admission:
+    return policy.admit(framework, needed, takes or needed, cap, usages, memory)
 
 
-def _text(refused: _policy.Admission) -> str:
+def _text(refused: policy.Admission) -> str:
     return "" if refused.refusal is None else str(refused.refusal.advice())
 
 
@@ -413,7 +412,7 @@ def test_a_cache_of_which_nobody_knows_what_can_go_back_is_no_reason_to_refuse()
     silent = {"cupy": Usage(3 * GIB, GIB, None)}
     assert admit("cupy", 7 * GIB, 8 * GIB, silent, FREE).refusal is None
     assert admit("cupy", 7 * GIB + 1, 8 * GIB, silent, FREE).available == 7 * GIB
-    assert admit("cupy", 3 * GIB, 8 * GIB, silent, FULL) == _policy.Admission(7 * GIB), "two of its own, one is free"
+    assert admit("cupy", 3 * GIB, 8 * GIB, silent, FULL) == policy.Admission(7 * GIB), "two of its own, one is free"
     full = admit("cupy", 3 * GIB + 1, 8 * GIB, silent, FULL)
     assert full.available == 3 * GIB and "the card has only 1.00 GiB free" in _text(full)
 
@@ -463,7 +462,7 @@ def test_a_full_card_is_refused_with_what_it_has() -> None:
 
 def test_its_own_cache_serves_on_a_full_card() -> None:
     usages = {"torch": Usage(3 * GIB, GIB, 2 * GIB), "pycuda": Usage(GIB, 0, GIB)}
-    assert admit("torch", 3 * GIB, 8 * GIB, usages, FULL) == _policy.Admission(7 * GIB)
+    assert admit("torch", 3 * GIB, 8 * GIB, usages, FULL) == policy.Admission(7 * GIB)
 
 
 def test_siblings_are_trimmed_only_as_far_as_it_takes_the_largest_first() -> None:
@@ -492,9 +491,9 @@ def test_siblings_are_trimmed_only_as_far_as_it_takes_the_largest_first() -> Non
 def test_what_blocks_were_rounded_up_by_serves_no_request(name: str, granted: bool) -> None:
     """1 MiB of what it holds is neither in use nor could be given back: pieces of segments, or mere rounding."""
     usage, memory = Usage(64 * MIB, 63 * MIB, 0), MemoryInfo(GIB, 0, 0, GIB)
-    at_cap = _policy.admit(name, MIB // 2, 2 * MIB, 64 * MIB, {name: usage}, memory)
+    at_cap = policy.admit(name, MIB // 2, 2 * MIB, 64 * MIB, {name: usage}, memory)
     assert (at_cap.refusal is None) == granted and at_cap.available == (MIB if granted else 0)
     full = memory._replace(free=0)
     beside = {name: usage, "jax": Usage(0, 0, 0)}
-    on_a_full_card = _policy.admit(name, MIB // 2, 2 * MIB, GIB, beside, full)
+    on_a_full_card = policy.admit(name, MIB // 2, 2 * MIB, GIB, beside, full)
     assert (on_a_full_card.refusal is None) == granted

@@ -12,12 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import memguard
-from memguard import _policy
-from memguard._config import from_mapping
+from memguard._base.types import MemoryInfo, Usage
+from memguard._base.units import GIB, GRANULE, MIB, parse_size
+from memguard._budget import from_mapping, policy
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.torch import settings as settings_of_torch
-from memguard._types import MemoryInfo, Usage
-from memguard._units import GIB, GRANULE, MIB, parse_size
 from memguard.errors import ConfigError, PlanError, Problem
 
 pytestmark = pytest.mark.one_case  # no version of what is installed changes it: all of it is our own code
@@ -67,7 +66,7 @@ BUDGETS = st.fixed_dictionaries(
 def problems_of(data: dict[str, Any], devices: Any) -> tuple[Problem, ...] | None:
     """What does not fit; None if the file itself is wrong."""
     try:
-        _policy.plan(from_mapping(data), devices)
+        policy.plan(from_mapping(data), devices)
     except PlanError as error:
         return error.problems
     except ConfigError:
@@ -98,7 +97,7 @@ def test_nobody_is_told_to_raise_a_limit_that_is_too_large_for_the_gpu() -> None
             for limit in ("40GiB", "100%"):
                 mapping = {"version": 1, "device": {"limit": limit}, "frameworks": frameworks}
                 with pytest.raises(PlanError) as raised:
-                    _policy.plan(from_mapping(mapping), SimulatedHost(gpu).devices())
+                    policy.plan(from_mapping(mapping), SimulatedHost(gpu).devices())
                 fixes = " ".join(problem.fix for problem in raised.value.problems)
                 assert ("or raise device.limit" in fixes) is (limit == "100%")
                 assert ("lower it to at most" in fixes) is (limit == "40GiB")
@@ -127,17 +126,17 @@ def test_sums_on_several_gpus_take_one_round() -> None:
 @given(st.integers(1, 300_000))
 def test_a_refused_resize_says_what_would_do(mib: int) -> None:
     budget = from_mapping({"version": 1, "frameworks": {"torch": {"limit": "4GiB"}, "jax": {"limit": "4GiB"}}})
-    plan = _policy.plan(budget, DEVICES)
+    plan = policy.plan(budget, DEVICES)
     try:
-        _policy.resized(plan, "torch", mib * MIB)
+        policy.resized(plan, "torch", mib * MIB)
     except PlanError as error:
         fix = error.problems[0].fix
         found = re.match(r"ask for at (?:most|least) (\w+)", fix)
         assert found is not None
-        _policy.resized(plan, "torch", parse_size(found[1]))
-    full = _policy.resized(plan, "torch", min(part.caps["torch"] + part.unallocated for part in plan.devices))
+        policy.resized(plan, "torch", parse_size(found[1]))
+    full = policy.resized(plan, "torch", min(part.caps["torch"] + part.unallocated for part in plan.devices))
     with pytest.raises(PlanError, match="lower another framework's cap first"):
-        _policy.resized(full, "cupy", GIB)
+        policy.resized(full, "cupy", GIB)
 
 
 @given(st.integers(1, 100), st.integers(0, 40))
@@ -145,11 +144,11 @@ def test_a_refusal_says_which_cap_would_do(asked: int, held: int) -> None:
     cap, needed = 40 * GIB, asked * GIB
     memory = MemoryInfo(total=140 * GIB, used=held * GIB, free=(140 - held) * GIB, reserved=0)
     usage = {"torch": Usage(held=held * GIB, in_use=held * GIB)}
-    refusal = _policy.admit("torch", needed, needed, cap, usage, memory).refusal
-    if isinstance(refusal, _policy.OverCap):
+    refusal = policy.admit("torch", needed, needed, cap, usage, memory).refusal
+    if isinstance(refusal, policy.OverCap):
         (mib,) = re.findall(r"raise frameworks.torch in the budget to at least (\d+)MiB", refusal.advice().fix)
         larger = int(mib) * MIB
-        again = _policy.admit("torch", needed, needed, larger, usage, memory).refusal
+        again = policy.admit("torch", needed, needed, larger, usage, memory).refusal
         assert again is None or "its cap allows it, but the card has only" in again.advice().reason
         assert larger - GRANULE < held * GIB + needed <= larger
 
@@ -166,4 +165,4 @@ def test_a_setting_that_is_looser_than_the_cap_fits_the_cap_that_is_named() -> N
     for allowed in (5 * GIB, 5 * GIB + 1, 5 * GIB + MIB - 1):
         (size,) = re.findall(r"to at least (\w+)", settings_of_torch.looser("a setting", allowed, 4 * GIB).remedy)
         budget = from_mapping({"version": 1, "frameworks": {"torch": {"limit": size}}})
-        assert _policy.plan(budget, DEVICES[:1]).devices[0].caps["torch"] >= allowed - GRANULE
+        assert policy.plan(budget, DEVICES[:1]).devices[0].caps["torch"] >= allowed - GRANULE

@@ -12,13 +12,12 @@ import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from memguard import _policy
-from memguard._config import FRAMEWORKS, from_mapping, parse
+from memguard._base.specs import NEVER_GIVE_BACK, SPECS
+from memguard._base.types import DevicePlan, MemoryInfo, Plan, Room, Usage
+from memguard._base.units import GIB, GRANULE, MIB, round_down
+from memguard._budget import FRAMEWORKS, from_mapping, parse, policy
+from memguard._budget.policy import starting_caps
 from memguard._devices.simulated import CATALOGUE, SimulatedHost
-from memguard._policy import starting_caps
-from memguard._specs import NEVER_GIVE_BACK, SPECS
-from memguard._types import DevicePlan, MemoryInfo, Plan, Room, Usage
-from memguard._units import GIB, GRANULE, MIB, round_down
 from memguard.errors import ConfigError, MemguardError, PlanError
 
 pytestmark = pytest.mark.one_case  # no version of what is installed changes it: all of it is our own code
@@ -29,14 +28,14 @@ ROOM = 1000 * GRANULE
 
 def planned(gpu: str = "h200", **frameworks: Any) -> Plan:
     budget = {"version": 1, "device": {"limit": "90%"}, "frameworks": frameworks}
-    return _policy.plan(from_mapping(budget), SimulatedHost([gpu]).devices())
+    return policy.plan(from_mapping(budget), SimulatedHost([gpu]).devices())
 
 
 def of_room(**frameworks: Any) -> DevicePlan:
     """The plan of one GPU on which the frameworks may take `ROOM`."""
     device = {"limit": 2 * GIB + ROOM, "reserve": 2 * GIB}
     budget = from_mapping({"version": 1, "device": device, "frameworks": frameworks})
-    return _policy.plan(budget, SimulatedHost(["h200"]).devices()).devices[0]
+    return policy.plan(budget, SimulatedHost(["h200"]).devices()).devices[0]
 
 
 def test_min_and_max_in_per_cent_and_bytes() -> None:
@@ -92,7 +91,7 @@ def test_frameworks_of_a_share_have_no_bounds_and_no_note() -> None:
 def test_minima_that_do_not_fit_have_a_fix_that_does() -> None:
     text = "version: 1\ndevice: {limit: 90%}\nframeworks:\n  torch: {share: 60%}\n  cupy: {min: 70GiB, max: 90GiB}\n"
     with pytest.raises(PlanError) as raised:
-        _policy.plan(parse(text, "b.yaml"), SimulatedHost(["h200"]).devices())
+        policy.plan(parse(text, "b.yaml"), SimulatedHost(["h200"]).devices())
     (problem,) = raised.value.problems
     assert problem.line == 3
     assert "lower shares, limits or minima, for example to " in problem.fix
@@ -101,20 +100,20 @@ def test_minima_that_do_not_fit_have_a_fix_that_does() -> None:
     assert set(lowered) <= {"torch", "cupy.min"}
     for name, part in lowered.items():
         text = text.replace("70GiB" if name == "cupy.min" else "60%", part)
-    _policy.plan(parse(text), SimulatedHost(["h200"]).devices())
+    policy.plan(parse(text), SimulatedHost(["h200"]).devices())
 
 
 @pytest.mark.parametrize("gpus", [["t4", "h100", "h200"], ["h200", "t4", "h100"]])
 def test_a_max_below_its_min_is_told_with_the_line_and_one_number_for_all_gpus(gpus: list[str]) -> None:
     text = "version: 1\nframeworks:\n  cupy: {min: 10%, max: 4GiB}\n"
     with pytest.raises(PlanError) as raised:
-        _policy.plan(parse(text, "b.yaml"), SimulatedHost(gpus).devices())
+        policy.plan(parse(text, "b.yaml"), SimulatedHost(gpus).devices())
     first, second = sorted(raised.value.problems, key=lambda problem: problem.message)
     assert (first.line, first.column, first.path) == (3, 25, "frameworks.cupy.max")
     assert "its max of 4.00 GiB on NVIDIA H100" in first.message and "H200" in second.message
     number = first.fix.split()[6].rstrip(",")
     assert first.fix == second.fix and number.endswith("MiB")
-    _policy.plan(parse(text.replace("4GiB", number)), SimulatedHost(gpus).devices())
+    policy.plan(parse(text.replace("4GiB", number)), SimulatedHost(gpus).devices())
 
 
 def test_a_min_too_small_for_a_granule() -> None:
@@ -130,9 +129,9 @@ def test_a_refusal_says_which_bound_to_raise(live: dict[str, int], bound: str) -
         ("cupy", f"raise frameworks.cupy.{bound} in the budget"),
         ("jax", "raise frameworks.jax in the"),
     ):
-        refusal = _policy.admit(name, GIB, GIB, part.caps[name], {name: usage}, memory).refusal
+        refusal = policy.admit(name, GIB, GIB, part.caps[name], {name: usage}, memory).refusal
         assert refusal is not None
-        assert said in str(_policy.elastic_advice(refusal, part, Room({}, None, GIB, live)))
+        assert said in str(policy.elastic_advice(refusal, part, Room({}, None, GIB, live)))
 
 
 @pytest.mark.parametrize("live", [{}, {"torch": 100 * MIB}])
@@ -147,11 +146,11 @@ def test_the_budget_that_a_refusal_asks_for_has_room_for_the_request(needed: int
     part = dataclasses.replace(part, caps={**part.caps, "cupy": 400 * MIB})
     cap = 400 * MIB if needed == 500 else 1200 * MIB  # refused by the cap of now, or by the most that it may be
     memory = MemoryInfo(100 * GIB, 0, 0, 100 * GIB)
-    plain = _policy.admit("cupy", needed * MIB, needed * MIB, cap, {"cupy": Usage(0, 0, 0)}, memory).refusal
+    plain = policy.admit("cupy", needed * MIB, needed * MIB, cap, {"cupy": Usage(0, 0, 0)}, memory).refusal
     if plain is None:  # it is not refused
         assert needed == 1100
         return
-    refusal = str(_policy.elastic_advice(plain, part, Room({}, None, GIB, live)))
+    refusal = str(policy.elastic_advice(plain, part, Room({}, None, GIB, live)))
     assert ("its cap can rise to 1.17 GiB" in refusal) == (cap == 1200 * MIB)
     assert "what others have for sure leaves 1.17 GiB" in refusal
     keys, mib = re.findall(
@@ -170,18 +169,18 @@ def test_the_budget_that_a_refusal_asks_for_has_room_for_the_request(needed: int
 
 def test_a_refusal_never_asks_for_more_than_the_budget_has() -> None:
     part = of_room(cupy={"min": "5%", "max": "100%"}, torch={"min": "5%", "max": "90%"})
-    memory, most = MemoryInfo(100 * GIB, 0, 0, 100 * GIB), _policy.beside_minima(part, "cupy")
-    plain = _policy.admit("cupy", 3 * GIB, 3 * GIB, most, {"cupy": Usage(0, 0, 0)}, memory).refusal
+    memory, most = MemoryInfo(100 * GIB, 0, 0, 100 * GIB), policy.beside_minima(part, "cupy")
+    plain = policy.admit("cupy", 3 * GIB, 3 * GIB, most, {"cupy": Usage(0, 0, 0)}, memory).refusal
     assert plain is not None
-    refusal = str(_policy.elastic_advice(plain, part, Room({}, None, GIB, {})))
+    refusal = str(policy.elastic_advice(plain, part, Room({}, None, GIB, {})))
     assert "raise frameworks" not in refusal and "use a larger GPU: the budget has 1.95 GiB of this one" in refusal
 
 
 def test_where_the_card_is_full_the_bounds_are_no_matter() -> None:
     part = of_room(cupy={"min": "5%", "max": "15%"})
-    plain = _policy.admit("cupy", MIB, MIB, GIB, {"cupy": Usage(0, 0, 0)}, MemoryInfo(GIB, 0, GIB, 0)).refusal
+    plain = policy.admit("cupy", MIB, MIB, GIB, {"cupy": Usage(0, 0, 0)}, MemoryInfo(GIB, 0, GIB, 0)).refusal
     assert plain is not None
-    assert _policy.elastic_advice(plain, part, Room({}, None, GIB, {})) == plain.advice()
+    assert policy.elastic_advice(plain, part, Room({}, None, GIB, {})) == plain.advice()
 
 
 PERCENTS = st.integers(1, 40_000).map(lambda n: f"{n / 1000:.3f}%")
@@ -198,7 +197,7 @@ MODELS = st.lists(st.sampled_from(sorted(CATALOGUE)), min_size=1, max_size=3)
 
 def outcome(asked: dict[str, Any], models: list[str]) -> Plan | MemguardError:
     try:
-        return _policy.plan(from_mapping(asked), SimulatedHost(models).devices())
+        return policy.plan(from_mapping(asked), SimulatedHost(models).devices())
     except MemguardError as error:
         assert "fix: " in str(error)
         return error
@@ -240,10 +239,10 @@ def test_gpus_are_planned_each_for_itself_in_any_order(asked: dict[str, Any], mo
     plan = outcome(asked, models)
     assume(isinstance(plan, Plan))
     assert isinstance(plan, Plan)
-    again = _policy.plan(from_mapping(asked), list(reversed(devices)))
+    again = policy.plan(from_mapping(asked), list(reversed(devices)))
     assert list(reversed(again.devices)) == list(plan.devices) and again.notes == plan.notes
     for device, part in zip(devices, plan.devices, strict=True):
-        assert _policy.plan(from_mapping(asked), [device]).devices == (part,)
+        assert policy.plan(from_mapping(asked), [device]).devices == (part,)
 
 
 @more

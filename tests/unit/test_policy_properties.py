@@ -10,11 +10,10 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from memguard import _policy
-from memguard._config import FRAMEWORKS, Budget, from_mapping
+from memguard._base.types import Device, MemoryInfo, Plan, Usage
+from memguard._base.units import GIB, GRANULE, MIB, TIB, round_down
+from memguard._budget import FRAMEWORKS, Budget, from_mapping, policy
 from memguard._devices.simulated import CATALOGUE, SimulatedHost
-from memguard._types import Device, MemoryInfo, Plan, Usage
-from memguard._units import GIB, GRANULE, MIB, TIB, round_down
 from memguard.errors import MemguardError, PlanError
 
 pytestmark = pytest.mark.one_case  # no version of what is installed changes it: all of it is our own code
@@ -43,7 +42,7 @@ MODELS = st.lists(st.sampled_from(sorted(CATALOGUE)), min_size=1, max_size=3)
 def outcome(asked: Mapping[str, Any] | Budget, models: list[str]) -> Plan | MemguardError:
     try:
         budget = asked if isinstance(asked, Budget) else from_mapping(asked)
-        return _policy.plan(budget, SimulatedHost(models).devices())
+        return policy.plan(budget, SimulatedHost(models).devices())
     except MemguardError as error:
         if "fix: " not in str(error):
             pytest.fail(f"no fix in {error}")
@@ -148,14 +147,14 @@ def test_a_resize_keeps_the_sums_or_says_what_is_possible(plan: Plan, framework:
     assume(framework in plan.devices[0].caps)
     most = min(part.unallocated + part.caps[framework] for part in plan.devices)
     if GRANULE <= round_down(size) <= most:
-        changed = _policy.resized(plan, framework, size)
+        changed = policy.resized(plan, framework, size)
         sums_hold(changed)
         for part, before in zip(changed.devices, plan.devices, strict=True):
             assert part.caps[framework] == round_down(size)
             assert all(part.caps[n] == cap for n, cap in before.caps.items() if n != framework)
     else:
         with pytest.raises(PlanError, match="is possible beside the other caps"):
-            _policy.resized(plan, framework, size)
+            policy.resized(plan, framework, size)
 
 
 BYTES = st.integers(0, 96 * GIB // MIB).map(lambda n: n * MIB) | st.integers(0, TIB)
@@ -192,7 +191,7 @@ def test_admission_never_promises_what_cannot_be_had(
     framework: str, needed: int, cap: int, found: dict[str, Usage | None], free: int
 ) -> None:
     memory = MemoryInfo(4 * TIB, 0, 4 * TIB - free, free)
-    answer = _policy.admit(framework, needed, needed, cap, found, memory)
+    answer = policy.admit(framework, needed, needed, cap, found, memory)
     own = found.get(framework) or Usage(0, 0, 0)
     others = {n: idle(u) for n, u in found.items() if n != framework and u is not None}
     assert answer.available >= 0
@@ -211,7 +210,7 @@ def test_admission_never_promises_what_cannot_be_had(
     else:
         assert needed > answer.available and answer.trim == () and "fix: " in answer.refusal
         if answer.available:
-            again = _policy.admit(framework, answer.available, answer.available, cap, found, memory)
+            again = policy.admit(framework, answer.available, answer.available, cap, found, memory)
             assert again.refusal is None or again.available < answer.available
 
 
@@ -220,7 +219,7 @@ def test_admission_never_promises_what_cannot_be_had(
 def test_busy_warns_exactly_where_the_limit_cannot_be_had(models: list[str], others: int, own: int | None) -> None:
     budget = from_mapping({"version": 1, "frameworks": {"torch": {"share": "50%"}}})
     gpu: Device = SimulatedHost(models).devices()[0]
-    (part,) = _policy.plan(budget, [gpu]).devices
+    (part,) = policy.plan(budget, [gpu]).devices
     used = min(others + (own or 0), gpu.usable)
-    warning = _policy.busy(part, MemoryInfo(gpu.total, gpu.reserved, used, gpu.usable - used), own)
+    warning = policy.busy(part, MemoryInfo(gpu.total, gpu.reserved, used, gpu.usable - used), own)
     assert (warning is None) is (gpu.usable - used + (own or 0) >= part.limit)

@@ -11,12 +11,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memguard._config import MonitorConfig
-from memguard._monitor import leaks
-from memguard._monitor.leaks import Workloads, leak
-from memguard._monitor.pressure import BLOCKS, START, Action, PressureState, Settings, decide, needed
-from memguard._types import Device, DevicePlan, DeviceSample, Event, FrameworkSample, Pressure, Sample, WorkloadReport
-from memguard._units import GIB, MIB
+from memguard._base.types import (
+    Device,
+    DevicePlan,
+    DeviceSample,
+    Event,
+    FrameworkSample,
+    Pressure,
+    Sample,
+    WorkloadReport,
+)
+from memguard._base.units import GIB, MIB
+from memguard._budget import MonitorConfig
+from memguard._runtime import leaks
+from memguard._runtime.leaks import Workloads, leak
+from memguard._runtime.pressure import BLOCKS, START, Action, PressureState, Settings, decide, needed
 
 pytestmark = pytest.mark.one_case  # no version of what is installed changes it: all of it is our own code
 

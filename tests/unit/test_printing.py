@@ -22,16 +22,16 @@ from hypothesis import strategies as st
 from timelines import START, Clock, plan_of, sample_of
 
 import memguard
-from memguard._doctor import report_on
-from memguard._doctor.facts import Facts
+from memguard._base.text import fitting, shown, visible
+from memguard._base.types import Device, Event, FrameworkSample, Pressure, WorkloadReport
+from memguard._base.units import GIB, format_size
 from memguard._ledger.tables import html_ledger
 from memguard._ledger.types import Ledger
 from memguard._oom.report import full_text
-from memguard._text import fitting, shown, visible
 from memguard._timeline.reader import Timeline
 from memguard._timeline.writer import Writer
-from memguard._types import Device, Event, FrameworkSample, Pressure, WorkloadReport
-from memguard._units import GIB, format_size
+from memguard._tools.doctor import report_on
+from memguard._tools.doctor.facts import Facts
 from memguard.cli import main
 from memguard.errors import BudgetExceeded, UnderPressure
 

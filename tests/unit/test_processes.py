@@ -25,12 +25,13 @@ from typing import Any
 import pytest
 
 import memguard
-from memguard import _api, _config, _workers
+from memguard import _budget, api
+from memguard._base.types import Applied
 from memguard._frameworks import registry
 from memguard._frameworks.import_hook import ImportHook
 from memguard._frameworks.simulated.adapter import SimulatedFramework
-from memguard._guard import Guard
-from memguard._types import Applied
+from memguard._guard.guard import Guard
+from memguard._runtime import workers
 from memguard.errors import AlreadyActive, CapNotApplied, ConfigError, MemguardError, NotActive, PlanError
 
 HOME = Path(memguard.__file__).parents[1]
@@ -166,9 +167,9 @@ def test_a_child_forked_while_the_first_init_still_runs_can_have_a_budget(tmp_pa
         """
         import os, signal, threading
         import memguard
-        from memguard import _api
+        from memguard import api
         from memguard._devices.simulated import SimulatedHost
-        from memguard._types import Device
+        from memguard._base.types import Device
         inside, go_on = threading.Event(), threading.Event()
         class Slow(SimulatedHost):
             def devices(self, **more):
@@ -176,7 +177,7 @@ def test_a_child_forked_while_the_first_init_still_runs_can_have_a_budget(tmp_pa
                     inside.set()
                     go_on.wait(20)
                 return super().devices(**more)
-        _api._host = lambda simulate: Slow(("h200",))
+        api._host = lambda simulate: Slow(("h200",))
         thread = threading.Thread(target=memguard.init, args=(BUDGET,))
         thread.start()
         inside.wait(20)
@@ -216,7 +217,7 @@ class Process:
     ],
 )
 def test_where_a_script_is_imported_again(modules: dict[str, object], expected: bool) -> None:
-    assert _workers.reimporting(modules) is expected
+    assert workers.reimporting(modules) is expected
 
 
 @pytest.mark.parametrize(
@@ -231,7 +232,7 @@ def test_where_a_script_is_imported_again(modules: dict[str, object], expected: 
     ],
 )
 def test_whether_init_is_wanted(reimporting: bool, environ: dict[str, str], expected: bool) -> None:
-    assert _workers.wanted(reimporting, environ) is expected
+    assert workers.wanted(reimporting, environ) is expected
 
 
 def test_init_imports_no_multiprocessing(tmp_path: Path) -> None:
@@ -246,7 +247,7 @@ def test_init_imports_no_multiprocessing(tmp_path: Path) -> None:
 def importing_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process looks like a worker in which multiprocessing imports the script again."""
     monkeypatch.setattr(multiprocessing.process.current_process(), "_inheriting", True, raising=False)
-    monkeypatch.delenv(_workers.ASKED, raising=False)
+    monkeypatch.delenv(workers.ASKED, raising=False)
 
 
 @pytest.mark.usefixtures("importing_again")
@@ -288,7 +289,7 @@ def test_whatever_a_guard_can_do_a_passive_one_answers_or_refuses() -> None:
 def test_a_block_under_a_passive_budget_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     with memguard.guard(BUDGET) as guard:
         assert not guard.active
-        monkeypatch.setenv(_workers.ASKED, "1")
+        monkeypatch.setenv(workers.ASKED, "1")
         assert start().active
     assert memguard.ledger().simulated, "the block ends what it began, which is nothing"
 
@@ -326,7 +327,7 @@ def why():
         return str(error)
 
 def work(_):
-    import memguard._api
+    import memguard.api
     loaded = [name for name in ("nvml", "real", "simulated") if f"memguard._devices.{name}" in sys.modules]
     before = why()
     own = memguard.init(BUDGET, simulate="h200")
@@ -405,8 +406,8 @@ def test_a_budget_that_only_the_fork_server_got_is_missed_aloud(tmp_path: Path) 
 )
 def test_whose_fork_it_is(command: list[str], parent: object, expected: bool) -> None:
     modules = {"multiprocessing.process": types.SimpleNamespace(parent_process=lambda: parent)}
-    assert _workers.from_fork_server(modules, command) is expected
-    assert _workers.from_fork_server({}, command) is False
+    assert workers.from_fork_server(modules, command) is expected
+    assert workers.from_fork_server({}, command) is False
 
 
 def test_a_program_that_a_program_starts_is_like_any_other(tmp_path: Path) -> None:
@@ -536,7 +537,7 @@ def test_threads_that_begin_the_same_budget_have_one_guard(monkeypatch: pytest.M
 
 def test_of_blocks_that_begin_at_once_the_one_that_began_the_budget_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other leaves it as it found it: active."""
-    load, begin = _config.of, Guard.start
+    load, begin = _budget.of, Guard.start
     both, inside, left = threading.Barrier(2), threading.Barrier(2), threading.Event()
     began, seen = [], []
 
@@ -554,13 +555,13 @@ def test_of_blocks_that_begin_at_once_the_one_that_began_the_budget_ends_it(monk
             inside.wait(20)
             if [threading.current_thread()] == began:
                 left.wait(20)
-                seen.append(_api._active is not None and _api._active.active)
+                seen.append(api._active is not None and api._active.active)
         left.set()
 
-    monkeypatch.setattr(_config, "of", loading)
+    monkeypatch.setattr(_budget, "of", loading)
     monkeypatch.setattr(Guard, "start", starting)
     assert together(work, work) == []
-    assert seen == [True] and _api._active is None
+    assert seen == [True] and api._active is None
 
 
 @pytest.mark.usefixtures("impatient")
@@ -643,7 +644,7 @@ def test_an_edit_whose_cap_cannot_hold_brings_the_budget_back(monkeypatch: pytes
         with pytest.raises(CapNotApplied, match="too small"):
             start(OTHER, replace=True)
         assert memguard.ledger().devices[0].row("torch").cap == 4 << 30
-        assert start() is _api.current() and hooks() == 0
+        assert start() is api.current() and hooks() == 0
     memguard.shutdown()
     with pytest.raises(CapNotApplied, match="too small"):
         start(OTHER)

@@ -103,8 +103,9 @@ def test_errors_are_bound_without_what_they_do_not_need() -> None:
     found = loaded_by("from memguard import BudgetExceeded, ConfigError, NotActive")
     assert {name for name in found if name.startswith("memguard")} == {
         "memguard",
-        "memguard._advice",
-        "memguard._text",
+        "memguard._base.advice",
+        "memguard._base",
+        "memguard._base.text",
         "memguard.errors",
     }
     assert not {name.partition(".")[0] for name in found} & set(HEAVY)

@@ -13,8 +13,8 @@ import inner_pytest
 import pytest
 
 import memguard
-from memguard import _api
-from memguard._testing import budgets
+from memguard import api
+from memguard._tools.testing import budgets
 
 pytest_plugins = ("pytester",)
 
@@ -26,22 +26,22 @@ HEAD = """
     import sys, unittest
     import pytest
     import memguard
-    from memguard import _api
+    from memguard import api
 
     BUDGET = {"version": 1, "device": {"limit": "20GiB"}, "frameworks": {"torch": {"limit": "4GiB"}}}
 
     def active():
-        return _api._active is not None and _api._active.active
+        return api._active is not None and api._active.active
 
     def test_z_none_is_left():
-        assert not active() and _api._idle is None
+        assert not active() and api._idle is None
 """
 
 
 @pytest.fixture(autouse=True, scope="module")
 def loaded() -> None:
     """What is first imported within an inner run is forgotten at its end."""
-    for name in ("_devices.real", "_devices.contexts", "_ledger.reader", "_testing.leaks"):
+    for name in ("_devices.real", "_devices.contexts", "_ledger.reader", "_tools.testing.leaks"):
         importlib.import_module(f"memguard.{name}")
     with memguard.guard({"version": 1, "frameworks": {"torch": {"limit": "1GiB"}}}, simulate="h200") as guard:
         memguard.require("torch", "512MiB")
@@ -85,7 +85,7 @@ def test_the_marker_takes_a_budget(pytester: pytest.Pytester, marker: str) -> No
 
     @pytest.mark.memguard_budget({marker})
     def test_with_the_guard(memguard_budget):
-        assert memguard_budget is _api.current() and memguard_budget.host.simulated
+        assert memguard_budget is api.current() and memguard_budget.host.simulated
     """,
     )
     done.assert_outcomes(passed=3)
@@ -164,7 +164,7 @@ def test_no_budget_is_left(pytester: pytest.Pytester, body: str, outcomes: dict[
     outcomes = {**outcomes, "passed": outcomes.get("passed", 0) + 2}
     done = run(pytester, text + "\n    test_zz_none_is_left = test_z_none_is_left\n")
     done.assert_outcomes(**outcomes)
-    assert _api._active is None
+    assert api._active is None
 
 
 def test_a_run_that_is_interrupted_leaves_no_budget(pytester: pytest.Pytester) -> None:
@@ -181,7 +181,7 @@ def test_a_run_that_is_interrupted_leaves_no_budget(pytester: pytest.Pytester) -
         pytester.makepyfile(HEAD.partition("    def test_z")[0] + body.format(marker=marker, body=line))
         done = pytester.inline_run(*ON, no_reraise_ctrlc=True)
         assert done.ret == pytest.ExitCode.INTERRUPTED
-        assert _api._active is None
+        assert api._active is None
 
 
 def test_budgets_of_wider_scopes_stay_as_long_as_those(pytester: pytest.Pytester) -> None:
@@ -219,7 +219,7 @@ def test_budgets_of_wider_scopes_stay_as_long_as_those(pytester: pytest.Pytester
     )
     done.assert_outcomes(passed=7, errors=1)
     assert "another budget is active in this process" in done.stdout.str()
-    assert _api._active is None
+    assert api._active is None
 
 
 def test_parameters(pytester: pytest.Pytester) -> None:
@@ -243,9 +243,9 @@ def test_parameters(pytester: pytest.Pytester) -> None:
 
     @pytest.mark.memguard_budget(BUDGET, simulate="h200")
     class TestNearest:
-        def test_of_the_class(self): assert _api.current().plan.devices[0].caps["torch"] == 4 << 30
+        def test_of_the_class(self): assert api.current().plan.devices[0].caps["torch"] == 4 << 30
         @pytest.mark.memguard_budget(SMALL, simulate="h200")
-        def test_of_the_function(self): assert _api.current().plan.devices[0].caps["torch"] == 1 << 30
+        def test_of_the_function(self): assert api.current().plan.devices[0].caps["torch"] == 1 << 30
     """,
     )
     done.assert_outcomes(passed=8, xfailed=1)
@@ -285,7 +285,7 @@ def test_what_is_wrong_is_said_without_a_traceback(pytester: pytest.Pytester, ma
     done.assert_outcomes(errors=1)
     text = done.stdout.str()
     assert said in text and "memguard_budget" in text
-    assert "_testing/budgets.py" not in text and "During handling" not in text
+    assert "_tools/testing/budgets.py" not in text and "During handling" not in text
 
 
 def test_no_key_of_a_budget_is_taken_for_an_option() -> None:
@@ -337,19 +337,19 @@ def test_the_report_of_a_marked_test_has_its_section(pytester: pytest.Pytester) 
 def test_the_budget_of_the_environment_comes_back(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     pytester.makeconftest(
         """
-        from memguard import _api
+        from memguard import api
         def pytest_configure(config):
             budget = {"version": 1, "frameworks": {"cupy": {"limit": "2GiB"}}}
-            _api.from_environment = _api.init(budget, simulate="h200")
+            api.from_environment = api.init(budget, simulate="h200")
         """
     )
     done = run(
         pytester,
         """
     @pytest.mark.memguard_budget(BUDGET, simulate="h200")
-    def test_a(): assert "torch" in _api.current().frameworks
+    def test_a(): assert "torch" in api.current().frameworks
     def test_b():
-        assert "cupy" in _api.current().frameworks and _api.from_environment is _api.current()
+        assert "cupy" in api.current().frameworks and api.from_environment is api.current()
     """,
         "--deselect", "test_the_budget_of_the_environment_comes_back.py::test_z_none_is_left",
     )  # fmt: skip
@@ -360,8 +360,8 @@ def test_the_budget_of_the_environment_may_begin_within_a_test_and_stays(pyteste
     done = run(
         pytester,
         """
-    def test_a(): _api.from_environment = _api.init(BUDGET, simulate="h200")
-    def test_b(): assert _api.current() is _api.from_environment
+    def test_a(): api.from_environment = api.init(BUDGET, simulate="h200")
+    def test_b(): assert api.current() is api.from_environment
     """,
     )
     done.assert_outcomes(passed=3)

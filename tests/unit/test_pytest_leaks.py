@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 import memguard
-from memguard import _api
+from memguard import api
+from memguard._base.types import DeviceSample, FrameworkSample
+from memguard._base.units import GIB, MIB
 from memguard._devices import suspension
 from memguard._ledger.reader import LedgerReader
-from memguard._testing import leaks
-from memguard._testing.leaks import Check, Leak, Reading, Watcher
-from memguard._types import DeviceSample, FrameworkSample
-from memguard._units import GIB, MIB
+from memguard._tools.testing import leaks
+from memguard._tools.testing.leaks import Check, Leak, Reading, Watcher
 
 pytest_plugins = ("pytester",)
 
@@ -58,7 +58,7 @@ LAST = """
 @pytest.fixture(autouse=True, scope="module")
 def loaded() -> None:
     """What is first imported within an inner run is forgotten at its end."""
-    for name in ("_devices.real", "_devices.contexts", "_ledger.reader", "_testing.leaks"):
+    for name in ("_devices.real", "_devices.contexts", "_ledger.reader", "_tools.testing.leaks"):
         importlib.import_module(f"memguard.{name}")
     with memguard.guard({"version": 1, "frameworks": {"torch": {"limit": "1GiB"}}}, simulate="h200") as guard:
         guard.sample()
@@ -101,7 +101,7 @@ def test_a_test_that_leaves_memory_fails_and_the_next_does_not(pytester: pytest.
     assert "torch has 32.0 MiB more in use than before (256.0 MiB before, 288.0 MiB now" in text
     assert "cupy has 64.0 MiB more" in text
     assert "@pytest.mark.memguard_leaks(tolerance='256MiB')" in text
-    assert "_testing/leaks.py" not in text and "pytest_plugin.py" not in text
+    assert "_tools/testing/leaks.py" not in text and "pytest_plugin.py" not in text
 
 
 def test_nothing_is_looked_at_without_the_option(pytester: pytest.Pytester) -> None:
@@ -260,7 +260,7 @@ def test_the_budget_of_a_marker_is_looked_at_before_it_ends(pytester: pytest.Pyt
     done = pytester.runpytest_inprocess(*ON, "--memguard-leaks")
     done.assert_outcomes(passed=2, errors=1)
     assert "ERROR at teardown of test_a" in done.stdout.str()
-    assert _api._active is None
+    assert api._active is None
 
 
 # readings of real GPUs, without one
@@ -341,9 +341,9 @@ def test_without_a_budget_it_reads_real_gpus_once_cuda_is_there(monkeypatch: pyt
 def test_work_areas_of_cupys_cached_fft_plans_are_no_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     from types import SimpleNamespace
 
+    from memguard._base.types import DevicePlan
     from memguard._devices import contexts
     from memguard._devices.simulated import SimulatedHost
-    from memguard._types import DevicePlan
 
     device = SimulatedHost(["h200"]).devices()[0]
     part = DevicePlan(device, GIB, GIB, {}, 0)
@@ -374,8 +374,8 @@ def test_work_areas_of_cupys_cached_fft_plans_are_no_arrays(monkeypatch: pytest.
 def test_what_a_framework_takes_that_counts_nothing_without_a_budget_is_seen_as_unaccounted(name: str) -> None:
     from types import SimpleNamespace
 
+    from memguard._base.types import DevicePlan
     from memguard._devices.simulated import SimulatedHost
-    from memguard._types import DevicePlan
 
     device = SimulatedHost(["h200"]).devices()[0]
     watcher, unaccounted, live = Watcher(), [0], dict[str, FrameworkSample]()

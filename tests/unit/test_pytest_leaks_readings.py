@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from test_ledger_reader import Setting
 
+from memguard._base.types import Usage
+from memguard._base.units import GIB, MIB
 from memguard._devices.simulated import SimulatedHost
 from memguard._ledger.reader import LedgerReader
-from memguard._testing import leaks
-from memguard._testing.budgets import Before
-from memguard._testing.leaks import Check, Watcher
-from memguard._types import Usage
-from memguard._units import GIB, MIB
+from memguard._tools.testing import leaks
+from memguard._tools.testing.budgets import Before
+from memguard._tools.testing.leaks import Check, Watcher
 
 
 class Host(SimulatedHost):

@@ -19,11 +19,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import memguard
-from memguard import _policy, _ranks
+from memguard._base.units import GIB, GRANULE, MIB
+from memguard._budget import policy
+from memguard._budget import ranks as _ranks
+from memguard._budget.ranks import Rank, Unclear, of, rank_of, sharing
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.cupy.adapter import CuPy
-from memguard._ranks import Rank, Unclear, of, rank_of, sharing
-from memguard._units import GIB, GRANULE, MIB
 from memguard.cli import main
 from memguard.integrations import mpi, torchrun
 from memguard.integrations import ranks as ranks_of
@@ -190,12 +191,12 @@ def test_the_ranks_of_a_gpu_never_have_more_than_the_budget(
         frameworks={"torch": torch, "cupy": {"share": "9%"}},
     )
     devices = SimulatedHost(["h200"] * gpus).devices()
-    alone = {part.device.uuid: part for part in _policy.plan(whole, devices).devices}
+    alone = {part.device.uuid: part for part in policy.plan(whole, devices).devices}
     limits, caps = Counter[str](), Counter[tuple[str, str]]()
     for local in range(ranks):
         rank = Rank("torchrun", local, ranks, local, ranks)
         try:
-            resolved = _policy.plan(whole, devices, sharing(rank, gpus, {}))
+            resolved = policy.plan(whole, devices, sharing(rank, gpus, {}))
         except memguard.PlanError:  # so small a part has no room for its context
             assert ranks > gpus
             return
@@ -212,10 +213,10 @@ def test_the_ranks_of_a_gpu_never_have_more_than_the_budget(
 
 def test_each_gpu_is_divided_among_its_own_ranks() -> None:
     devices = SimulatedHost(["h200", "h200"]).devices()
-    found = _policy.plan(budget(ranks="auto", device={"limit": "30GiB"}), devices, sharing(Rank("x", 0, 3), 2, {}))
+    found = policy.plan(budget(ranks="auto", device={"limit": "30GiB"}), devices, sharing(Rank("x", 0, 3), 2, {}))
     assert [part.limit for part in found.devices] == [15 * GIB, 30 * GIB]
     turned = [replace(devices[0], ordinal=1), replace(devices[1], ordinal=0)]  # CUDA_VISIBLE_DEVICES=1,0
-    found = _policy.plan(budget(ranks="auto", device={"limit": "30GiB"}), turned, sharing(Rank("x", 0, 3), 2, {}))
+    found = policy.plan(budget(ranks="auto", device={"limit": "30GiB"}), turned, sharing(Rank("x", 0, 3), 2, {}))
     assert [part.limit for part in found.devices] == [30 * GIB, 15 * GIB]
 
 
@@ -243,7 +244,7 @@ def test_a_process_that_is_no_rank_has_the_budget_whole(
     assert [r.levelname for r in caplog.records if "no launcher says" in r.message] == ["INFO"]
     guard = guard_of(monkeypatch, {}, ranks={"per_gpu": 2}, device={"limit": "32GiB"})
     assert guard.plan.devices[0].limit == 16 * GIB, "the file says it of each process"
-    assert _policy.plan(guard.budget, SimulatedHost().devices()).devices[0].limit == 16 * GIB
+    assert policy.plan(guard.budget, SimulatedHost().devices()).devices[0].limit == 16 * GIB
 
 
 @pytest.mark.parametrize(
@@ -262,7 +263,7 @@ def test_the_reserve_has_room_for_nccl_where_ranks_have_gpus_of_their_own(
     monkeypatch: pytest.MonkeyPatch, local: str, world: str, frameworks: dict[str, Any], more: int
 ) -> None:
     plain = {name: {**one, "nccl": 0} if name == "torch" else one for name, one in frameworks.items()}
-    bare = _policy.plan(budget(frameworks=plain), SimulatedHost().devices()).devices[0].reserve
+    bare = policy.plan(budget(frameworks=plain), SimulatedHost().devices()).devices[0].reserve
     environ = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": local, "RANK": "0", "WORLD_SIZE": world}
     guard = guard_of(monkeypatch, environ, ranks="auto", frameworks=frameworks)
     assert guard.plan.devices[0].reserve == bare + more

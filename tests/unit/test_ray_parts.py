@@ -18,12 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import memguard
-from memguard import _api
+from memguard import api
+from memguard._base.units import GIB, MIB
+from memguard._budget.policy import plan
 from memguard._devices.simulated import SimulatedHost
-from memguard._monitor import session
 from memguard._oom.classify import ErrorFacts, classify
-from memguard._policy import plan
-from memguard._units import GIB, MIB
+from memguard._runtime import session
 from memguard.integrations import ray as integration
 from memguard.integrations.ray.asked import HOOK, VARIABLE, Asked
 from memguard.integrations.ray.parts import UNITS, exact, gpus_of, part
@@ -262,7 +262,7 @@ def armed(simulate: str | list[str] | None = "h200", of: memguard.Budget | None 
 
 
 def limit() -> int | None:
-    return _api._active.guard.plan.devices[0].limit if _api._active is not None else None
+    return api._active.guard.plan.devices[0].limit if api._active is not None else None
 
 
 def test_a_worker_has_its_part_from_its_first_task_on_and_all_of_it_is_undone(ray: Ray) -> None:
@@ -278,7 +278,7 @@ def test_a_worker_has_its_part_from_its_first_task_on_and_all_of_it_is_undone(ra
 def test_a_report_is_put_into_the_error_once_and_not_into_errors_of_elsewhere(ray: Ray) -> None:
     worker = armed()
     ray.task(limit, ["0"])
-    framework = _api.current().frameworks["torch"]
+    framework = api.current().frameworks["torch"]
     with pytest.raises(RuntimeError, match="out of memory") as caught:
         framework.allocate(5 * GIB)
     text = TaskError("f", "Traceback\nError: out of memory\n", caught.value).text
@@ -365,7 +365,7 @@ def test_hooks_that_fail_or_would_be_lost_are_told_by_each_task(ray: Ray, monkey
 def test_without_a_gpu_or_rays_function_the_first_framework_applies_it(
     ray: Ray, known: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Any
 ) -> None:
-    (tmp_path / "cupy.py").write_text("from memguard import _api\nactive = _api._active is not None\n")
+    (tmp_path / "cupy.py").write_text("from memguard import api\nactive = api._active is not None\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("torch", "tensorflow", "cupy", "jax", "pycuda.driver", "numba.cuda"):
         monkeypatch.delitem(sys.modules, name, raising=False)

@@ -63,23 +63,25 @@ def test_paths_of_the_repository_that_are_named_are_there(document: str) -> None
 
 @pytest.mark.parametrize("gpu", ["t4", "rtx4090", "a100-40gb", "h200"])
 def test_the_first_budget_of_the_readme_fits_any_card(gpu: str) -> None:
-    from memguard import _config, _policy
+    from memguard import _budget
+    from memguard._budget import policy
     from memguard._devices.simulated import SimulatedHost
 
     (text,) = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
-    plan = _policy.plan(_config.parse(text), SimulatedHost([gpu]).devices())
+    plan = policy.plan(_budget.parse(text), SimulatedHost([gpu]).devices())
     caps = [plan.caps(name) for name in ("tensorflow", "torch")]
     assert all(cap > 4 * GIB for by_device in caps for cap in by_device.values())
 
 
 def test_the_recorded_trace_replays_to_what_was_recorded_within_two_percent() -> None:
-    from memguard import _config, _policy
-    from memguard._simulation import replay, trace
+    from memguard import _budget
+    from memguard._budget import policy
+    from memguard._tools.simulate import replay, trace
 
     recorded = trace.read(ROOT / "examples/traces/mixed-h200.jsonl")
     assert not recorded.header.simulated
     host = replay.host_of(recorded.header)
-    plan = _policy.plan(_config.load(ROOT / "examples/mixed.yaml"), host.devices())
+    plan = policy.plan(_budget.load(ROOT / "examples/mixed.yaml"), host.devices())
     caps = {name: plan.caps(name) for name in plan.devices[0].caps}
     outcome = replay.simulate(recorded, host, caps, plan.options)
     most = recorded.header.extra["most"]

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from guards import host_of, replaced, simulated, start
 
+from memguard._base.types import Device, Room, Shortage, Usage
+from memguard._base.units import GIB, MIB
 from memguard._frameworks.simulated.adapter import SimulatedFramework
-from memguard._reclaim.order import Offer, first, offers
-from memguard._types import Device, Room, Shortage, Usage
-from memguard._units import GIB, MIB
+from memguard._guard.order import Offer, first, offers
 
 pytestmark = pytest.mark.usefixtures("nothing_stays")
 
@@ -100,7 +100,7 @@ def test_within_a_capture_nothing_is_given_back(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_request_does_not_wait_for_a_call_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memguard._shares._PATIENCE", 0.05)
+    monkeypatch.setattr("memguard._guard.shares._PATIENCE", 0.05)
     guard = start(FOUR)
     cached(guard, "torch", 8 * GIB)
     gpu = leave(guard, GIB)

@@ -12,10 +12,10 @@ from guards import host_of, replaced, simulated, start
 from waiting import until
 
 import memguard
-from memguard import _api
+from memguard import api
+from memguard._base.types import Device, State, Usage
+from memguard._base.units import GIB
 from memguard._frameworks.simulated.adapter import SimulatedFramework
-from memguard._types import Device, State, Usage
-from memguard._units import GIB
 from memguard.errors import BudgetExceeded
 
 pytestmark = pytest.mark.usefixtures("nothing_stays")
@@ -145,7 +145,7 @@ def test_a_min_is_there_for_a_workload_though_others_wait_for_more() -> None:
         target=lambda: memguard.workload("big", framework="torch", needs=room * 6 // 10, wait=60).__enter__()
     )
     waiting.start()
-    until(lambda: _api.current()._admission.turns.settled().waiting)
+    until(lambda: api.current()._admission.turns.settled().waiting)
     with memguard.workload("small", framework="numba", needs=least - 4 * GIB):
         simulated(guard, "numba").allocate(least - 4 * GIB)
     assert waiting.is_alive(), "it was not waited for"

@@ -11,10 +11,10 @@ from test_cli import call
 from timelines import START, plan_of, sample_of
 
 import memguard
-from memguard._reclaim.figures import FrameworkReclaimable, of_sample
+from memguard._base.types import FrameworkSample, Sample
+from memguard._base.units import GIB, MIB
+from memguard._guard.figures import FrameworkReclaimable, of_sample
 from memguard._timeline.writer import Writer
-from memguard._types import FrameworkSample, Sample
-from memguard._units import GIB, MIB
 
 pytestmark = pytest.mark.usefixtures("nothing_stays")
 FIGURES = {

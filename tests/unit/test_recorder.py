@@ -18,12 +18,12 @@ from interruptions import Points
 from waiting import until
 
 import memguard
+from memguard._base.types import Device, TraceEvent, Usage
+from memguard._base.units import GIB, MIB
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory, SimulatedFramework
-from memguard._guard import Guard
-from memguard._simulation import recorder, replay, trace
-from memguard._simulation.recorder import since
-from memguard._types import Device, TraceEvent, Usage
-from memguard._units import GIB, MIB
+from memguard._guard.guard import Guard
+from memguard._tools.simulate import recorder, replay, trace
+from memguard._tools.simulate.recorder import since
 from memguard.errors import DeviceError, NotActive, TraceError
 
 BUDGET = {

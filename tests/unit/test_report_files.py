@@ -17,11 +17,11 @@ from recorded import SIX, record
 from timelines import START, Clock, plan_of, sample_of
 
 from memguard import cli
-from memguard._report import perfetto, texts
-from memguard._report.collect import collect
+from memguard._base.types import Event
 from memguard._timeline import load_timeline
 from memguard._timeline.writer import Writer
-from memguard._types import Event
+from memguard._tools.report import perfetto, texts
+from memguard._tools.report.collect import collect
 from memguard.cli.support import output
 
 

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from recorded import SIX, many, record
 from timelines import START, Clock, plan_of, sample_of
 
-from memguard._report import diagnosis, edges, figures, lanes, palette
-from memguard._report.collect import MOST_ENTRIES, MOST_SPANS, collect, points
-from memguard._report.model import MOST_POINTS, Run, Span
-from memguard._report.page import page, script_json
+from memguard._base.types import Event, FrameworkSample, Pressure
+from memguard._base.units import GIB, MIB
 from memguard._timeline import Oom, load_timeline
 from memguard._timeline.writer import Writer
-from memguard._types import Event, FrameworkSample, Pressure
-from memguard._units import GIB, MIB
+from memguard._tools.report import diagnosis, edges, figures, lanes, palette
+from memguard._tools.report.collect import MOST_ENTRIES, MOST_SPANS, collect, points
+from memguard._tools.report.model import MOST_POINTS, Run, Span
+from memguard._tools.report.page import page, script_json
 
 
 class Page(HTMLParser):
@@ -277,7 +277,7 @@ def test_plotly_is_the_version_that_was_checked() -> None:
     root = Path(__file__).parents[2]
     script = (root / "scripts" / "vendor-plotly").read_text(encoding="utf-8")
     declared = dict(re.findall(r"^(VERSION|FILE_SHA256)=(\S+)$", script, re.MULTILINE))
-    assets = Path(memguard.__file__).parent / "_report" / "assets"
+    assets = Path(memguard.__file__).parent / "_tools/report" / "assets"
     bundle = (assets / "plotly-basic.min.js").read_bytes()
     assert hashlib.sha256(bundle).hexdigest() == declared["FILE_SHA256"]
     assert f"plotly.js (basic - minified) v{declared['VERSION']}\n" in bundle[:200].decode()

@@ -12,16 +12,16 @@ from timelines import START, Clock, plan_of, sample_of
 
 import memguard
 from memguard import cli
-from memguard._monitor.refusals import Refusals
+from memguard._base.types import Event, FrameworkSample, Moment
+from memguard._base.units import GIB
 from memguard._oom import hooks
-from memguard._report import tables, texts
-from memguard._report.collect import collect
-from memguard._report.model import Run
-from memguard._report.page import page
+from memguard._runtime.refusals import Refusals
 from memguard._timeline import load_timeline
 from memguard._timeline.writer import Writer
-from memguard._types import Event, FrameworkSample, Moment
-from memguard._units import GIB
+from memguard._tools.report import tables, texts
+from memguard._tools.report.collect import collect
+from memguard._tools.report.model import Run
+from memguard._tools.report.page import page
 
 
 def refused(folder: Path, asked: int = 10 * GIB, *, times: int = 1, moment_at: float = 0.0) -> Path:
@@ -87,7 +87,7 @@ def test_a_suggestion_far_above_all_does_not_flatten_the_picture(tmp_path: Path)
     text = page([run])
     assert "cap 11.00 GiB; suggested 110.40 GiB, above the picture" in text
     assert run.gpus[0].frameworks[0].name == "torch"
-    from memguard._report import figures
+    from memguard._tools.report import figures
 
     assert figures.top_of_framework(run.gpus[0].frameworks[0]) == 11 * GIB
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memguard._report.thinning import KEPT, Thinner
+from memguard._tools.report.thinning import KEPT, Thinner
 
 VALUES = st.lists(st.none() | st.integers(-5, 40), max_size=400)
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memguard._reclaim import reservations
-from memguard._reclaim.reservations import EMPTY, Asked, Book, Entry
-from memguard._types import MemoryInfo, Usage
-from memguard._units import GIB
+from memguard._base.types import MemoryInfo, Usage
+from memguard._base.units import GIB
+from memguard._guard import reservations
+from memguard._guard.reservations import EMPTY, Asked, Book, Entry
 
 GPU = "GPU-0"
 CAPS = {"torch": 12, "cupy": 10}

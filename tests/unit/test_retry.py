@@ -19,10 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import memguard
-from memguard._retry import room, sizes
-from memguard._retry.recognised import first_sentences
-from memguard._types import Room
-from memguard._units import GIB
+from memguard._base.types import Room
+from memguard._base.units import GIB
+from memguard._runtime.retry import room, sizes
+from memguard._runtime.retry.recognised import first_sentences
 from memguard.types import Event
 
 

@@ -15,8 +15,8 @@ from guards import simulated, start
 from interruptions import Points
 
 import memguard
-from memguard import _api
-from memguard._units import GIB
+from memguard import api
+from memguard._base.units import GIB
 
 STRIDE = int(os.environ.get("MEMGUARD_TEST_STRIDE", "61"))
 """Every so many points are tried. 1 tries all."""
@@ -116,7 +116,7 @@ def interrupted(name: str, at: int | None) -> tuple[Points, list[str]]:
             wrong.append("it does not work again")
     except BaseException as error:
         wrong.append(f"again: {type(error).__name__}: {error}")
-    if memguard.shutdown() or _api._active is not None:
+    if memguard.shutdown() or api._active is not None:
         wrong.append("something stays")
     return points, wrong
 
@@ -125,7 +125,7 @@ def interrupted(name: str, at: int | None) -> tuple[Points, list[str]]:
 @pytest.mark.parametrize("name", WAYS)
 def test_an_interruption_comes_out_and_the_next_call_works(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # The guard has tests of its own, and the stand-ins free arrays in `__del__`, from where nothing comes out.
-    monkeypatch.setattr(interruptions, "_ours", lambda code: "/memguard/_retry/" in code.co_filename)
+    monkeypatch.setattr(interruptions, "_ours", lambda code: "/memguard/_runtime/retry/" in code.co_filename)
     interrupted(name, None)  # imports what is imported late
     points, wrong = interrupted(name, None)
     assert wrong == []

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import memguard
-from memguard import _ranks
-from memguard._retry import ranks
-from memguard._retry.ranks import Signs, several
+from memguard._budget import ranks as _ranks
+from memguard._runtime.retry import ranks
+from memguard._runtime.retry.ranks import Signs, several
 
 CLUSTER = json.dumps({"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}})
 
@@ -159,7 +159,7 @@ def test_the_error_comes_out_at_once_with_the_reason(nobody_else: pytest.MonkeyP
 
 def test_nothing_is_imported_to_find_out() -> None:
     code = (
-        "import sys, memguard, memguard._retry.ranks as ranks\n"
+        "import sys, memguard, memguard._runtime.retry.ranks as ranks\n"
         "before = set(sys.modules)\nprint(ranks.several(ranks.signs()), set(sys.modules) - before)"
     )
     environ = {"PATH": "/usr/bin", "PYTHONPATH": str(memguard.__path__[0]).rpartition("/")[0]}

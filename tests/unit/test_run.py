@@ -16,14 +16,14 @@ import pytest
 from click.testing import CliRunner
 
 import memguard
-from memguard._distribution import requirement
+from memguard._base.distribution import requirement
 from memguard.cli import main
 from memguard.cli.run import environment
 from memguard.cli.support import ignored_environment
 from memguard.errors import MemguardError
 
 HOME = Path(memguard.__file__).parents[1]
-ACTIVATE = HOME / "memguard" / "_activation"
+ACTIVATE = HOME / "memguard" / "_runtime/activation"
 SEEN = """
 import json, os, sys
 import memguard
@@ -90,8 +90,8 @@ def test_simulated_gpus_are_announced_as_such(folder: Path) -> None:
 def test_the_programs_own_init_means_the_simulated_gpus_too(folder: Path) -> None:
     code = """
 import memguard
-from memguard import _api
-before = _api.current()
+from memguard import api
+before = api.current()
 print(memguard.init("budget.yaml") is before, memguard.init("budget.yaml", replace=True) is before)
 for other in ({"budget": {"version": 1, "frameworks": {"torch": {"share": "20%"}}}},
               {"budget": "budget.yaml", "simulate": "h100"}):
@@ -229,7 +229,7 @@ def test_a_spawned_worker_is_passive(folder: Path) -> None:
     (folder / "spawn.py").write_text(
         "import multiprocessing, os, sys\n"
         "def work(_):\n"
-        "    return 'memguard._api' in sys.modules, any('_activation' in p for p in sys.path)\n"
+        "    return 'memguard.api' in sys.modules, any('_runtime/activation' in p for p in sys.path)\n"
         "if __name__ == '__main__':\n"
         "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
         "        print(pool.map(work, [0]))\n"
@@ -270,7 +270,7 @@ def test_a_run_that_is_disabled_says_so_and_reads_no_file(folder: Path, budget: 
 
 
 def test_a_folder_that_pythonpath_cannot_hold_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memguard.cli.run._ACTIVATE", Path("/odd:name/memguard/_activation"))
+    monkeypatch.setattr("memguard.cli.run._ACTIVATE", Path("/odd:name/memguard/_runtime/activation"))
     with pytest.raises(MemguardError, match="PYTHONPATH cannot hold"):
         environment({}, folder / "budget.yaml")
 

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import waiting
 
-from memguard._monitor import sampler as module
-from memguard._monitor.pressure import Action, Settings
-from memguard._monitor.sampler import KEPT, SLOWEST_RETRY, Monitor, SystemClock
-from memguard._types import DeviceSample, Event, FrameworkSample, Pressure, Sample
-from memguard._units import GIB
+from memguard._base.types import DeviceSample, Event, FrameworkSample, Pressure, Sample
+from memguard._base.units import GIB
+from memguard._runtime import sampler as module
+from memguard._runtime.pressure import Action, Settings
+from memguard._runtime.sampler import KEPT, SLOWEST_RETRY, Monitor, SystemClock
 
 UUID = "GPU-1"
 
@@ -236,7 +236,7 @@ def test_an_error_in_a_decision_stops_nothing(
     def fail(*args: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("memguard._monitor.pressure.decide", fail)
+    monkeypatch.setattr("memguard._runtime.pressure.decide", fail)
     world = World(ticks=4).run()
     assert len(world.recorded) == 4
     assert [record.getMessage() for record in caplog.records] == [

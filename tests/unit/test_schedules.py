@@ -17,8 +17,8 @@ from simulated_runner import SimulatedRunner
 from support import schedules as _schedules
 from support.oracle import FIXED, MIB, PAGE, Books, Entry, Refused, Terms, judge
 
-from memguard._guard import Guard
-from memguard._reclaim import lending, reclaimer
+from memguard._guard import lending, reclaimer
+from memguard._guard.guard import Guard
 
 SEEDS, AT_ONCE = 300, 50
 CONTROLS = range(10)

@@ -70,8 +70,8 @@ from types import ModuleType
 from typing import Any
 
 from memguard._frameworks.base import Framework
-from memguard._specs import SPECS
-from memguard._types import Applied, Device, Enforcement, Usage
+from memguard._base.specs import SPECS
+from memguard._base.types import Applied, Device, Enforcement, Usage
 
 
 class Toy(Framework):
@@ -138,7 +138,7 @@ frameworks:
 HELPERS = '''
 import json, sys
 import memguard
-from memguard import _api, _config, _policy
+from memguard import api, _budget; from memguard._budget import policy
 from memguard._devices.simulated import SimulatedHost
 MIB, result = 1 << 20, {}
 
@@ -169,9 +169,9 @@ def seventh(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "toy.py").write_text(TOY)
     (copy / "_frameworks" / "toy.py").write_text(ADAPTER)
-    rows = (copy / "_specs.py").read_text(encoding="utf-8")
+    rows = (copy / "_base/specs.py").read_text(encoding="utf-8")
     assert rows.count(END_OF_ROWS) == 1
-    (copy / "_specs.py").write_text(rows.replace(END_OF_ROWS, ROW + END_OF_ROWS[1:]), encoding="utf-8")
+    (copy / "_base/specs.py").write_text(rows.replace(END_OF_ROWS, ROW + END_OF_ROWS[1:]), encoding="utf-8")
     (folder / "budget.yaml").write_text(BUDGET)
     return folder
 
@@ -249,7 +249,7 @@ class Double(SimulatedHost):
     simulated = False
 host = Double(["h200"])
 (gpu,) = host.devices()
-_api._host = lambda simulate: host
+api._host = lambda simulate: host
 guard = memguard.init("budget.yaml")
 result["before"] = str(guard)
 import toy

@@ -9,6 +9,7 @@ from counted_driver import Driver
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memguard._base.units import GIB, KIB, MIB, round_up
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.driver_pages import whole_share
 from memguard._frameworks.simulated.allocators import (
@@ -22,7 +23,6 @@ from memguard._frameworks.simulated.allocators import (
     tensorflow_default_limit,
 )
 from memguard._frameworks.simulated.driver_allocators import CuPyPool, NumbaMemory
-from memguard._units import GIB, KIB, MIB, round_up
 
 pytestmark = pytest.mark.one_case  # no version of what is installed changes it: all of it is our own code
 

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memguard._base.units import GIB, MIB
 from memguard._devices import named
 from memguard._devices.host import Host
 from memguard._devices.named import model
 from memguard._devices.simulated import CATALOGUE, CONTEXT, PID, Model, SimulatedHost, SimulatedOutOfMemory
-from memguard._units import GIB, MIB
 from memguard.errors import ConfigError, DeviceError
 
 

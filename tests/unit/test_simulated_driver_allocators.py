@@ -7,10 +7,10 @@ from counted_driver import Driver
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memguard._base.units import GIB, KIB, MIB, round_up
 from memguard._frameworks.driver_pages import whole_share
 from memguard._frameworks.simulated.allocators import AllocationRefused
 from memguard._frameworks.simulated.driver_allocators import CuPyPool, NumbaMemory, Piece, SimulatedPages
-from memguard._units import GIB, KIB, MIB, round_up
 
 pytestmark = pytest.mark.one_case  # no version of what is installed changes it: all of it is our own code
 

@@ -8,12 +8,12 @@ import threading
 
 import pytest
 
+from memguard._base.types import Enforcement, State, Usage
+from memguard._base.units import GIB, MIB
 from memguard._devices.simulated import CONTEXT, SimulatedHost, SimulatedOutOfMemory
 from memguard._frameworks.base import Framework
 from memguard._frameworks.import_hook import ImportHook
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory, SimulatedFramework, oom_type
-from memguard._types import Enforcement, State, Usage
-from memguard._units import GIB, MIB
 from memguard.errors import CapNotApplied, DeviceError
 
 NAMES = ["torch", "tensorflow", "cupy", "jax", "pycuda", "numba"]

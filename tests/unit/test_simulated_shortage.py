@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
+from memguard._base.types import Device, Shortage
+from memguard._base.units import GIB, KIB, MIB
 from memguard._devices.simulated import CONTEXT, Model, SimulatedHost
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory, SimulatedFramework
-from memguard._types import Device, Shortage
-from memguard._units import GIB, KIB, MIB
 
 ASK = ["cupy", "pycuda", "numba"]
 NEVER_ASK = ["torch", "tensorflow", "jax"]

@@ -22,15 +22,16 @@ from hypothesis import strategies as st
 from timelines import START, Clock, plan_of, sample_of
 
 import memguard
-from memguard import _config, _policy, cli
+from memguard import _budget, cli
+from memguard._base.types import Event, FrameworkSample, Plan, Sample
+from memguard._base.units import GIB, GRANULE, MIB
+from memguard._budget import policy
 from memguard._devices.simulated import SimulatedHost
-from memguard._suggest import decide, text
-from memguard._suggest.evidence import PEAK, Run, observe
 from memguard._timeline import Oom, Writer
 from memguard._timeline.replay import replay_timeline, unmet_under
 from memguard._timeline.smallest import with_headroom
-from memguard._types import Event, FrameworkSample, Plan, Sample
-from memguard._units import GIB, GRANULE, MIB
+from memguard._tools.suggest import decide, text
+from memguard._tools.suggest.evidence import PEAK, Run, observe
 
 PLAN = plan_of(torch="8GiB", cupy="4GiB", jax="4GiB", tensorflow="4GiB")
 UUID = PLAN.devices[0].device.uuid
@@ -309,7 +310,7 @@ def test_a_reserve_that_was_not_measured_is_memguards_own() -> None:
     sample = torch(GIB)
     bare = Sample(START, (sample.devices[0]._replace(overhead=0, unaccounted=0),))
     found = suggested(run_of([bare]))
-    assert found.reserve.source == "auto" and found.reserve.bytes == _policy.auto_reserve("hopper", ["torch"])
+    assert found.reserve.source == "auto" and found.reserve.bytes == policy.auto_reserve("hopper", ["torch"])
     assert "was not measured" in text.as_yaml(found)
 
 
@@ -318,10 +319,10 @@ def test_options_of_the_recorded_budget_stay() -> None:
     options: dict[str, dict[str, Any]] = {"tensorflow": {"growth": False}, "pycuda": {"context": "own"}}
     written = text.as_yaml(suggested(run_of([sample], replace(PLAN, options=options))))
     assert "growth: false}" in written and "context: own}" in written
-    budget = _config.Budget.from_text(written)
+    budget = _budget.Budget.from_text(written)
     assert budget.frameworks["tensorflow"].growth is False
     hostile: Mapping[str, Any] = {"tensorflow": {"growth": "no}\nx: y"}, "pycuda": {"context": "}\n#", "nccl": 4}}
-    _config.Budget.from_text(text.as_yaml(suggested(run_of([sample], replace(PLAN, options=hostile)))))
+    _budget.Budget.from_text(text.as_yaml(suggested(run_of([sample], replace(PLAN, options=hostile)))))
 
 
 NAMES = st.sampled_from(["torch", "cupy", "jax", "tensorflow", "pycuda"])
@@ -361,7 +362,7 @@ def test_replay_has_the_same_budget_with_refusals_and_peaks_and_fits_under_it(
     found = suggested(run_of(records), headroom=NONE)
     assert smallest is not None and needs(found) == smallest.limits and found.reserve.bytes == smallest.reserve
     if smallest.problem is None:
-        plan = _policy.plan(_config.Budget.from_text(smallest.yaml()), [PLAN.devices[0].device])
+        plan = policy.plan(_budget.Budget.from_text(smallest.yaml()), [PLAN.devices[0].device])
         assert replay_timeline(records, plan, unmet=unmet_under(PLAN)).fits
     for name, size in smallest.limits.items():
         part = PLAN.devices[0]
@@ -378,8 +379,8 @@ def test_the_budget_is_valid_fits_and_the_same_run_fits_under_it(steps: Sequence
     if found.problem is not None:
         assert found.limit > PLAN.devices[0].device.usable and found.fix
         return
-    budget = _config.Budget.from_text(text.as_yaml(found))
-    plan = _policy.plan(budget, [PLAN.devices[0].device])
+    budget = _budget.Budget.from_text(text.as_yaml(found))
+    plan = policy.plan(budget, [PLAN.devices[0].device])
     assert plan.devices[0].unallocated == 0 and plan.devices[0].limit == found.limit
     assert dict(plan.devices[0].caps) == limits(found)
     outcome = replay_timeline(records, plan, unmet=unmet_under(PLAN))
@@ -432,8 +433,8 @@ def test_no_text_of_a_timeline_gets_out_of_its_comment(file: str, name: str, not
     run = replace(run_of([torch(GIB), event, oom], plan, file), notes=(note, f"{note}: {name}"))
     found = suggested(run)
     written = text.as_yaml(found)
-    budget = _config.Budget.from_text(written.encode())
-    clean = _config.Budget.from_text(text.as_yaml(suggested(run_of([torch(GIB), refused(9 * GIB)]))))
+    budget = _budget.Budget.from_text(written.encode())
+    clean = _budget.Budget.from_text(text.as_yaml(suggested(run_of([torch(GIB), refused(9 * GIB)]))))
     assert budget == clean
     assert [line for line in written.splitlines() if not line.lstrip().startswith("#")] == [
         line for line in written.split("\n") if line and not line.lstrip().startswith("#")
@@ -450,7 +451,7 @@ def test_its_own_advice_to_record_again_is_valid_and_warns_above_what_was_record
     found = suggested(run_of([sample_of(PLAN, START, **rows)]), headroom=headroom)
     written = text.as_yaml(found)
     assert written.splitlines()[-1].startswith("# monitor: ")
-    budget = _config.Budget.from_text(written.replace("# monitor: ", "monitor: "))
+    budget = _budget.Budget.from_text(written.replace("# monitor: ", "monitor: "))
     assert budget.monitor is not None
     most = max(figure.need.bytes / figure.limit for figure in found.figures)
     if most < 0.93 and (sum(figure.need.bytes for figure in found.figures) + found.reserve.bytes) / found.limit < 0.93:
@@ -502,7 +503,7 @@ def test_the_command_writes_a_budget_that_check_accepts(tmp_path: Path) -> None:
 
 
 def limits_of(written: str) -> dict[str, int]:
-    return {name: part.guaranteed for name, part in _config.Budget.from_text(written).frameworks.items()}  # type: ignore[misc]
+    return {name: part.guaranteed for name, part in _budget.Budget.from_text(written).frameworks.items()}  # type: ignore[misc]
 
 
 def test_parts_of_a_run_and_copies_of_it_are_read_once(tmp_path: Path) -> None:

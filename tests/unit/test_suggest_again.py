@@ -10,13 +10,13 @@ import pytest
 from guards import simulated, start
 
 import memguard
-from memguard import _config
+from memguard import _budget
+from memguard._base.types import Plan
+from memguard._base.units import GIB
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory
-from memguard._monitor.refusals import Refusals
-from memguard._suggest import decide, text
-from memguard._suggest.evidence import Run, observe
-from memguard._types import Plan
-from memguard._units import GIB
+from memguard._runtime.refusals import Refusals
+from memguard._tools.suggest import decide, text
+from memguard._tools.suggest.evidence import Run, observe
 
 pytestmark = pytest.mark.one_case  # no version of what is installed changes it: all of it is our own code
 
@@ -75,7 +75,7 @@ def test_under_the_budget_of_a_run_the_same_program_is_never_refused(seed: int) 
     found = decide.suggest([run], Fraction(15, 100))
     assert refused == 0 and found is not None and set(run.declared) == set(WIDE)
     assert max(figure.limit for figure in found.figures) < 8 * GIB, "much less than it had"
-    assert ran(_config.Budget.from_text(text.as_yaml(found)), seed)[2] == 0
+    assert ran(_budget.Budget.from_text(text.as_yaml(found)), seed)[2] == 0
 
 
 @pytest.mark.parametrize("seed", range(6))

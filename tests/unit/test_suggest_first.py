@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memguard import _config, _policy, cli
+from memguard import _budget, cli
+from memguard._base.specs import SPECS
+from memguard._budget import policy
 from memguard._devices.simulated import CATALOGUE, SimulatedHost
-from memguard._specs import SPECS
-from memguard._suggest import installed
-from memguard._suggest.first import first, shares
+from memguard._tools.suggest import installed
+from memguard._tools.suggest.first import first, shares
 from memguard.errors import MemguardError
 
 SETS = st.lists(st.sampled_from(list(SPECS)), min_size=1, unique=True)
@@ -37,13 +38,13 @@ def test_it_is_valid_on_every_gpu_and_no_text_gets_out_of_its_comment(
 ) -> None:
     devices = SimulatedHost([gpu, gpu]).devices()
     written = first(dict.fromkeys(names, hostile), devices, hostile or "python", named)
-    budget = _config.Budget.from_text(written.encode())
+    budget = _budget.Budget.from_text(written.encode())
     assert sorted(budget.frameworks) == sorted(names) and budget.monitor is not None
     assert written.count("2 x ") == 1
-    for part in _policy.plan(budget, devices).devices:
+    for part in policy.plan(budget, devices).devices:
         assert part.limit < part.device.usable
     plain = first(dict.fromkeys(names), devices, "python", named)
-    assert budget == _config.Budget.from_text(plain)
+    assert budget == _budget.Budget.from_text(plain)
 
 
 def test_a_gpu_that_is_too_small_is_refused_with_the_reason() -> None:
@@ -78,7 +79,7 @@ def test_the_command_without_a_timeline(tmp_path: Path, monkeypatch: pytest.Monk
     target = tmp_path / "budget.yaml"
     runner = click_runner.apart()
     assert runner.invoke(cli.main, ["suggest", "--for", "l4", "-o", str(target)]).exit_code == 0
-    budget = _config.load(target)
+    budget = _budget.load(target)
     assert list(budget.frameworks) == ["torch", "numba"]
     assert "# PyTorch 2.11.0: " in target.read_text() and "NVIDIA L4, which was asked for" in target.read_text()
     done = runner.invoke(cli.main, ["suggest", "--for", "l4", "--json"])

@@ -16,11 +16,11 @@ import pytest
 
 import memguard
 from memguard import cli
+from memguard._base.specs import SPECS
+from memguard._base.units import GIB, MIB
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import SimulatedFramework
-from memguard._specs import SPECS
-from memguard._suggest import decide, record, recorded, text
-from memguard._units import GIB, MIB
+from memguard._tools.suggest import decide, record, recorded, text
 from memguard.cli.support import recording
 from memguard.errors import TimelineError
 
@@ -182,7 +182,8 @@ def test_the_sitecustomize_of_the_environment_runs_and_children_are_armed(
     (tmp_path / "site" / "sitecustomize.py").write_text("print('mine')")
     code = (
         "import subprocess, sys\n"
-        "see = 'import sys; print(any(type(f).__module__ == \"memguard._suggest.record\" for f in sys.meta_path))'\n"
+        'see = \'import sys; print(any(type(f).__module__ == "memguard._tools.suggest.record" '
+        "for f in sys.meta_path))'\n"
         "exec(see); sys.stdout.flush(); subprocess.run([sys.executable, '-c', see])"
     )
     done = run(code)

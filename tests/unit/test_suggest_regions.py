@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from timelines import START, plan_of, sample_of
 
-from memguard._frameworks.jax import _fraction
-from memguard._suggest import decide, text
-from memguard._suggest.evidence import PEAK, Run, observe
+from memguard._base.types import Event, FrameworkSample, Plan, Sample
+from memguard._base.units import GIB, GRANULE, MIB
+from memguard._frameworks.jax.adapter import _fraction
 from memguard._timeline import Oom
-from memguard._types import Event, FrameworkSample, Plan, Sample
-from memguard._units import GIB, GRANULE, MIB
+from memguard._tools.suggest import decide, text
+from memguard._tools.suggest.evidence import PEAK, Run, observe
 
 PLAN = plan_of(jax="24GiB")
 UUID = PLAN.devices[0].device.uuid

@@ -15,16 +15,15 @@ from support import moment, oom_programs
 from support.oom_programs import PROGRAMS
 
 import memguard
-from memguard import _policy
-from memguard._config import from_mapping
+from memguard._base.specs import SPECS
+from memguard._base.types import MemoryInfo, Usage
+from memguard._budget import from_mapping, policy
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory
 from memguard._ledger.overhead import Overhead
 from memguard._ledger.rows import Reading, device_ledger
 from memguard._oom import hooks, remedies
 from memguard._oom.classify import Verdict
-from memguard._specs import SPECS
-from memguard._types import MemoryInfo, Usage
 
 pytestmark = pytest.mark.long  # no version of what is installed changes what this code does
 
@@ -333,7 +332,7 @@ def test_every_wording_that_names_a_budget_is_followed_as_it_stands() -> None:
             assert changed is not None, remedy.text
             numbers = set(re.findall(r"(?<= to )(?:[\d.]+%|\d+MiB)", remedy.text))
             assert numbers <= set(re.findall(r"[\d.]+%|\d+MiB", str(changed))), (remedy.text, changed)
-            plan = _policy.plan(memguard.Budget.from_mapping(changed), found[2])
+            plan = policy.plan(memguard.Budget.from_mapping(changed), found[2])
             assert plan.devices[0].caps[name] >= found[1] + remedy.bytes, (budget, remedy.text, changed)
     assert all(met.values()), met
 
@@ -348,7 +347,7 @@ def test_every_wording_that_names_a_call_or_a_process_is_followed_as_it_stands()
             rows = {"cupy": {"limit": "4GiB"}} | ({spec.name: {"limit": "6GiB"}} if of_the_budget else {})
             if spec.name == "cupy":
                 continue
-            plan = _policy.plan(from_mapping({"version": 1, "frameworks": rows}), [device])
+            plan = policy.plan(from_mapping({"version": 1, "frameworks": rows}), [device])
             usages = {spec.name: Usage(5 * GIB, GIB, 4 * GIB), "cupy": Usage(0, 0, 0)}
             memory = MemoryInfo(device.total, device.total - device.usable, 5 * GIB, 256 * MIB)
             state = Overhead().after(200 * MIB, frozenset({"context"}))

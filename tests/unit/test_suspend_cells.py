@@ -15,13 +15,13 @@ from IPython.core.completer import provisionalcompleter
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
-from memguard import _suspend
+from memguard._base.units import GIB
 from memguard._devices import suspension
 from memguard._devices.suspension import Off
-from memguard._suspend import cells, own
-from memguard._suspend.cells import Cells, is_magic_only
-from memguard._suspend.types import Wait
-from memguard._units import GIB
+from memguard._node import suspend
+from memguard._node.suspend import cells, own
+from memguard._node.suspend.cells import Cells, is_magic_only
+from memguard._node.suspend.types import Wait
 from memguard.errors import CannotResume
 
 WAIT = Wait("GPU-0", 4 * GIB, GIB, 2, ("alice 44.0 GiB", "bob 1.0 GiB"), 12.3)
@@ -33,7 +33,7 @@ class Process:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.resumed = 0
         self.resume: Callable[[Any], None] = lambda progress: None
-        monkeypatch.setattr(_suspend, "resume", self._resume)
+        monkeypatch.setattr(suspend, "resume", self._resume)
         monkeypatch.setattr(own, "current", lambda: object())
         monkeypatch.setattr(suspension, "now", None)
 

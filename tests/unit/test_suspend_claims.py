@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from memguard._processes.identity import this_process
-from memguard._suspend import claims
-from memguard._suspend.turn import Turn
-from memguard._suspend.working import Work
+from memguard._devices.processes.identity import this_process
+from memguard._node.suspend import claims
+from memguard._node.suspend.turn import Turn
+from memguard._node.suspend.working import Work
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 CLAIMS = {

@@ -19,17 +19,17 @@ from suspending import Doors, FakeWay, way_of
 from waiting import until
 
 import memguard
-from memguard import _api, exchange
+from memguard import api, exchange
+from memguard._base.types import Event, Pressure, Shortage
+from memguard._base.units import GIB
 from memguard._devices import contexts, pool_blocks, suspension
 from memguard._devices.nvml import Nvml
 from memguard._devices.simulated import SimulatedHost
 from memguard._devices.suspension import Off
 from memguard._frameworks.base import Framework
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory, SimulatedFramework
-from memguard._guard import Guard
+from memguard._guard.guard import Guard
 from memguard._oom import hooks
-from memguard._types import Event, Pressure, Shortage
-from memguard._units import GIB
 from memguard.errors import Suspended
 from memguard.exchange import lifetimes
 from memguard.exchange.lifetimes import Offer
@@ -188,7 +188,7 @@ def test_a_workload_in_a_loop_is_refused(guard: Guard) -> None:
 def test_the_doctor_looks_at_everything_but_the_gpus_of_this_process(
     guard: Guard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from memguard._doctor.collect import this_process
+    from memguard._tools.doctor.collect import this_process
 
     monkeypatch.setattr(contexts, "_initialised", NoLibrary(touched := []))
     monkeypatch.setattr(Nvml, "processes", lambda *_: touched.append("nvml"))
@@ -215,7 +215,7 @@ def test_the_guard_itself_answers_or_refuses(guard: Guard) -> None:
 
 
 def test_the_monitor_runs_on_and_asks_nothing(guard: Guard, doors: Doors) -> None:
-    monitor = _api.current_session().monitor
+    monitor = api.current_session().monitor
     assert monitor is not None
     with memguard.suspended():
         time.sleep(0.3)
@@ -224,7 +224,7 @@ def test_the_monitor_runs_on_and_asks_nothing(guard: Guard, doors: Doors) -> Non
 
 
 def test_trims_and_errors_that_are_due_wait(guard: Guard) -> None:
-    session = _api.current_session()
+    session = api.current_session()
     uuid = guard.plan.devices[0].device.uuid
     event = Event(time.time(), "pressure", "torch is critical", Pressure.CRITICAL, uuid, "torch")
     trimmed: list[Event] = []

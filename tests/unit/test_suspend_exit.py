@@ -13,7 +13,7 @@ BEGIN = f"""
 import atexit, sys, threading, time
 sys.path.insert(0, {HERE!r})
 import memguard
-from memguard._suspend import leaving, own, route
+from memguard._node.suspend import leaving, own, route
 from suspending import FakeGate
 
 class Gate(FakeGate):

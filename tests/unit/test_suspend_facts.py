@@ -17,11 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memguard._processes import proc
-from memguard._processes.identity import Process
-from memguard._suspend import cgroups, facts, refusals
-from memguard._suspend.facts import Child, Facts
-from memguard._units import GIB, MIB
+from memguard._base.units import GIB, MIB
+from memguard._devices.processes import proc
+from memguard._devices.processes.identity import Process
+from memguard._node.suspend import cgroups, facts, refusals
+from memguard._node.suspend.facts import Child, Facts
 from memguard.errors import DeviceError
 
 GPU = "GPU-5e9d5907-fba4-86a2-0235-9eb4761e77be"

@@ -12,16 +12,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from memguard._advice import Advice
+from memguard._base.advice import Advice
+from memguard._base.units import GIB, MIB
 from memguard._devices.checkpoint import State
+from memguard._devices.processes.identity import Process, anonymous_bytes, lives, process_of, start_of, this_process
 from memguard._devices.simulated_checkpoint import Fault, SimulatedCheckpoint, Target
-from memguard._processes.identity import Process, anonymous_bytes, lives, process_of, start_of, this_process
-from memguard._suspend import flow, measure, settling
-from memguard._suspend.door import Card, Door
-from memguard._suspend.flow import Outcome
-from memguard._suspend.simulated import Direct
-from memguard._suspend.steps import Answer, End
-from memguard._units import GIB, MIB
+from memguard._node.suspend import flow, measure, settling
+from memguard._node.suspend.door import Card, Door
+from memguard._node.suspend.flow import Outcome
+from memguard._node.suspend.simulated import Direct
+from memguard._node.suspend.steps import Answer, End
 
 A, B = "GPU-a", "GPU-b"
 ME = Process(7, 9)

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from memguard._base.units import GIB
 from memguard._devices.checkpoint import State
+from memguard._devices.processes.identity import this_process
 from memguard._devices.simulated_checkpoint import SimulatedCheckpoint, Target
-from memguard._processes.identity import this_process
-from memguard._suspend import helper
-from memguard._units import GIB
+from memguard._node.suspend import helper
 
 ME = this_process()
 

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 import memguard
 from memguard._devices import suspension
 from memguard._devices.suspension import Off
-from memguard._suspend import cells, own, when_idle
-from memguard._suspend.idle import Look, Watcher, idle_for, patience
-from memguard._suspend.when_idle import Usage, has_gpu
+from memguard._node.suspend import cells, own, when_idle
+from memguard._node.suspend.idle import Look, Watcher, idle_for, patience
+from memguard._node.suspend.when_idle import Usage, has_gpu
 from memguard.errors import CannotSuspend, DeviceError, MemguardError
 
 LOOKS = st.lists(

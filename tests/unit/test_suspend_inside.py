@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from memguard._devices import contexts, streams
-from memguard._processes.identity import Process
-from memguard._suspend import inside, refusals
-from memguard._suspend.facts import Facts
-from memguard._suspend.inside import Inside
+from memguard._devices.processes.identity import Process
+from memguard._node.suspend import inside, refusals
+from memguard._node.suspend.facts import Facts
+from memguard._node.suspend.inside import Inside
 
 HANDLE = b"\x07" * 64
 

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 from suspending import left
 
-from memguard._processes.identity import Process, process_of, this_process
-from memguard._suspend import listener, records
-from memguard._suspend.types import Suspension
-from memguard._units import GIB
+from memguard._base.units import GIB
+from memguard._devices.processes.identity import Process, process_of, this_process
+from memguard._node.suspend import listener, records
+from memguard._node.suspend.types import Suspension
 from memguard.errors import CannotSuspend, MemguardError, Suspended
 from memguard.exchange.ipc import wire
 
@@ -28,9 +28,9 @@ ROOT = Path(__file__).resolve().parents[2]
 ME = this_process()
 PROGRAM = """
     import os, sys, time
-    from memguard._suspend import listener
-    from memguard._processes.identity import this_process
-    from memguard._suspend.types import Suspension
+    from memguard._node.suspend import listener
+    from memguard._devices.processes.identity import this_process
+    from memguard._node.suspend.types import Suspension
     from memguard.errors import MemguardError
 
     def suspend():

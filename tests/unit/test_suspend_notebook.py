@@ -20,9 +20,9 @@ frameworks:
 SETUP = """
 import os, signal, threading, time
 import memguard
-from memguard import _api
+from memguard import api
 from memguard._devices import suspension
-from memguard._suspend import own, progress, when_idle
+from memguard._node.suspend import own, progress, when_idle
 ways, made = [], own.chosen_way
 def chosen():
     ways.append(made())
@@ -42,7 +42,7 @@ def once_it_waits(do):
     threading.Thread(target=lambda: (waits.wait(30), time.sleep(0.1), do()), daemon=True).start()
 def interrupt():
     os.kill(os.getpid(), signal.SIGINT)
-_api.current().frameworks["torch"].allocate(5 << 30)
+api.current().frameworks["torch"].allocate(5 << 30)
 """
 
 
@@ -157,7 +157,9 @@ def test_without_a_budget_a_kernel_is_watched_from_its_first_framework_on_and_a_
     see = "import cupy, sys; print('memguard' in sys.modules)"
     with kernel(tmp_path, MEMGUARD_WHEN_IDLE="1s") as nb:
         assert nb.text("import sys; print('memguard' in sys.modules)") == "False\n"
-        assert nb.text(see, "from memguard._suspend import when_idle", "print(when_idle.seconds())") == "True\n1.0\n"
+        assert (
+            nb.text(see, "from memguard._node.suspend import when_idle", "print(when_idle.seconds())") == "True\n1.0\n"
+        )
         time.sleep(1.5)  # without CUDA there is nothing to leave, and nothing is said
         assert nb.text("from memguard._devices import suspension; print(suspension.now)") == "None\n"
     script = subprocess.run(

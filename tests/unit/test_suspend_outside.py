@@ -17,18 +17,18 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
+from memguard._base.units import GIB, MIB
 from memguard._devices.checkpoint import State
+from memguard._devices.processes.identity import Process, process_of, this_process
+from memguard._devices.processes.place import folder
 from memguard._devices.simulated_checkpoint import Fault, SimulatedCheckpoint, Target
-from memguard._leases.registry import Budgeted
-from memguard._processes.identity import Process, process_of, this_process
-from memguard._processes.place import folder
-from memguard._suspend import facts, outside, processes, records
-from memguard._suspend.outside import NO, UNKNOWN, Stop
-from memguard._suspend.processes import Listing, Row
-from memguard._suspend.records import Record
-from memguard._suspend.simulated import Direct
-from memguard._suspend.types import Wait
-from memguard._units import GIB, MIB
+from memguard._node.leases.registry import Budgeted
+from memguard._node.suspend import facts, outside, processes, records
+from memguard._node.suspend.outside import NO, UNKNOWN, Stop
+from memguard._node.suspend.processes import Listing, Row
+from memguard._node.suspend.records import Record
+from memguard._node.suspend.simulated import Direct
+from memguard._node.suspend.types import Wait
 from memguard.cli.support import waiting
 
 A, B = "GPU-a", "GPU-b"
@@ -103,7 +103,7 @@ def test_memguards_helpers_are_no_part_of_a_tree(
 
 
 def test_a_helper_is_told_by_its_command() -> None:
-    code = "import time\ntime.sleep(60)\nfrom memguard._suspend import helper; helper.main()"
+    code = "import time\ntime.sleep(60)\nfrom memguard._node.suspend import helper; helper.main()"
     helper = subprocess.Popen([sys.executable, "-c", code])
     try:
         until = time.monotonic() + 10

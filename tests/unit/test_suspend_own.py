@@ -17,14 +17,14 @@ import pytest
 from suspending import FakeWay, way_of
 
 import memguard
-from memguard import _api
+from memguard import api
+from memguard._base.types import Event, MemoryInfo
+from memguard._base.units import GIB
 from memguard._devices import suspension
 from memguard._frameworks.simulated.adapter import SimulatedFramework
-from memguard._guard import Guard
-from memguard._suspend import for_lease, leaving, own, when_idle
-from memguard._suspend.types import Wait
-from memguard._types import Event, MemoryInfo
-from memguard._units import GIB
+from memguard._guard.guard import Guard
+from memguard._node.suspend import for_lease, leaving, own, when_idle
+from memguard._node.suspend.types import Wait
 from memguard.errors import CannotResume, CannotSuspend, MemguardError, Suspended
 
 BUDGET: dict[str, Any] = {"version": 1, "device": {"limit": "40GiB"}, "frameworks": {"torch": {"limit": "10GiB"}}}
@@ -376,7 +376,7 @@ def test_the_timeline_keeps_it_and_no_sample_comes_meanwhile(way: FakeWay, tmp_p
         {**BUDGET, "monitor": {"interval": "50ms", "timeline": str(tmp_path / "run-{pid}.jsonl")}}, simulate="h200"
     )
     try:
-        monitor = _api.current_session().monitor
+        monitor = api.current_session().monitor
         assert monitor is not None
         with memguard.suspended():
             taken = len(monitor.last(1e9))
@@ -458,7 +458,7 @@ def test_a_callback_on_the_monitors_thread_cannot_suspend(way: FakeWay, budget: 
         except MemguardError as error:
             found.append(error)
 
-    session = _api.current_session()
+    session = api.current_session()
     watch = memguard.on_event(callback)
     session.guard._reclaimer.events.append(Event(time.time(), "reclaim", "given back"))
     until = time.monotonic() + 10
@@ -476,7 +476,7 @@ def test_a_trace_that_is_recorded_refuses_it(way: FakeWay, budget: Guard, tmp_pa
 
 def test_an_init_that_is_under_way_refuses_it(way: FakeWay, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own, "QUIET", 0.2)
-    with _api._lock, pytest.raises(CannotSuspend, match=r"memguard\.init or shutdown on another thread"):
+    with api._lock, pytest.raises(CannotSuspend, match=r"memguard\.init or shutdown on another thread"):
         memguard.suspend()
     assert suspension.now is None and not way.gates
 

@@ -13,15 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
+from memguard._base.units import GIB
 from memguard._devices.checkpoint import State
-from memguard._leases.registry import Budgeted
-from memguard._processes import identity
-from memguard._processes.identity import Process, this_process
-from memguard._suspend import processes, records
-from memguard._suspend.processes import Gpu, Person, Readings, candidates, listing
-from memguard._suspend.records import Record
-from memguard._suspend.steps import Answer
-from memguard._units import GIB
+from memguard._devices.processes import identity
+from memguard._devices.processes.identity import Process, this_process
+from memguard._node.leases.registry import Budgeted
+from memguard._node.suspend import processes, records
+from memguard._node.suspend.processes import Gpu, Person, Readings, candidates, listing
+from memguard._node.suspend.records import Record
+from memguard._node.suspend.steps import Answer
 from memguard.cli.ps import table
 
 A, B = "GPU-a", "GPU-b"

@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from suspending import left
 
-from memguard._leases.registry import Budgeted
-from memguard._processes.identity import Process, this_process
-from memguard._suspend import records, working
-from memguard._suspend.records import STEPS, Record
-from memguard._suspend.working import BusyError, Work
-from memguard._units import GIB
+from memguard._base.units import GIB
+from memguard._devices.processes.identity import Process, this_process
+from memguard._node.leases.registry import Budgeted
+from memguard._node.suspend import records, working
+from memguard._node.suspend.records import STEPS, Record
+from memguard._node.suspend.working import BusyError, Work
 
 ME = this_process()
 GONE = Process(ME.pid, ME.start + 1)

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memguard._processes.identity import Process
-from memguard._suspend import refusals
-from memguard._suspend.cgroups import Limit
-from memguard._suspend.facts import Child, Facts, Gpu
-from memguard._units import GIB, MIB
+from memguard._base.units import GIB, MIB
+from memguard._devices.processes.identity import Process
+from memguard._node.suspend import refusals
+from memguard._node.suspend.cgroups import Limit
+from memguard._node.suspend.facts import Child, Facts, Gpu
 
 GPU = "GPU-5e9d5907-fba4-86a2-0235-9eb4761e77be"
 FINE = Facts(

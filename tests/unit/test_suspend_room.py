@@ -19,17 +19,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memguard._base.units import GIB, GRANULE, MIB
 from memguard._devices import libcuda
 from memguard._devices.placeholder import MARGIN, Holder, pieces
-from memguard._processes import who
-from memguard._processes.identity import this_process
-from memguard._processes.place import folder
-from memguard._suspend import room
-from memguard._suspend.door import Card
-from memguard._suspend.steps import Answer
-from memguard._suspend.turn import Turn
-from memguard._suspend.types import Wait
-from memguard._units import GIB, GRANULE, MIB
+from memguard._devices.processes import who
+from memguard._devices.processes.identity import this_process
+from memguard._devices.processes.place import folder
+from memguard._node.suspend import room
+from memguard._node.suspend.door import Card
+from memguard._node.suspend.steps import Answer
+from memguard._node.suspend.turn import Turn
+from memguard._node.suspend.types import Wait
 from memguard.errors import DeviceError, MemguardError
 
 GPU, OTHER = "GPU-a", "GPU-b"
@@ -58,7 +58,8 @@ def test_each_gpu_has_its_own_turn(tmp_path: Any) -> None:
 
 def test_who_died_is_not_waited_for(tmp_path: Any) -> None:
     code = (
-        f"import sys; from memguard._suspend.turn import Turn; t = Turn([{GPU!r}], {str(tmp_path)!r}).__enter__(); "
+        f"import sys; from memguard._node.suspend.turn import Turn; "
+        f"t = Turn([{GPU!r}], {str(tmp_path)!r}).__enter__(); "
         "print('there', flush=True); sys.stdin.read()"
     )
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -310,7 +311,7 @@ def test_who_came_first_is_waited_for(tmp_path: Any) -> None:
 def test_who_came_first_and_is_stopped_keeps_nobody_waiting(tmp_path: Any) -> None:
     """`memguard resume PID`, and Ctrl-Z while it waits for room."""
     code = (
-        f"import os, signal, sys; from memguard._suspend.turn import Turn; "
+        f"import os, signal, sys; from memguard._node.suspend.turn import Turn; "
         f"t = Turn([{GPU!r}], {str(tmp_path)!r}).__enter__(); print('there', flush=True); "
         "os.kill(os.getpid(), signal.SIGSTOP); print('goes on', flush=True); sys.stdin.read()"
     )

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from memguard._base.units import GIB
+from memguard._devices.processes.identity import this_process
+from memguard._devices.processes.place import folder
 from memguard._devices.simulated_checkpoint import SimulatedCheckpoint, Target
-from memguard._processes.identity import this_process
-from memguard._processes.place import folder
-from memguard._suspend import records
-from memguard._suspend.route import Route
-from memguard._suspend.simulated import Direct
-from memguard._suspend.waiting import Calls
-from memguard._suspend.working import Work
-from memguard._units import GIB
+from memguard._node.suspend import records
+from memguard._node.suspend.route import Route
+from memguard._node.suspend.simulated import Direct
+from memguard._node.suspend.waiting import Calls
+from memguard._node.suspend.working import Work
 from memguard.errors import CannotResume, CannotSuspend
 
 ME = this_process()

@@ -13,15 +13,15 @@ import pytest
 from suspending import FakeGate
 
 import memguard
-from memguard import _api
+from memguard import api
+from memguard._base.units import GIB
 from memguard._devices import suspension
 from memguard._devices.checkpoint import State
 from memguard._devices.simulated_checkpoint import Fault, SimulatedCheckpoint, Target
 from memguard._frameworks.simulated.adapter import SimulatedFramework
-from memguard._guard import Guard
-from memguard._suspend import own, route
-from memguard._suspend.gate import Gate
-from memguard._units import GIB
+from memguard._guard.guard import Guard
+from memguard._node.suspend import own, route
+from memguard._node.suspend.gate import Gate
 from memguard.errors import CannotResume, CannotSuspend
 
 BUDGET: dict[str, Any] = {"version": 1, "device": {"limit": "40GiB"}, "frameworks": {"torch": {"limit": "10GiB"}}}
@@ -192,7 +192,7 @@ def test_a_ledger_that_was_being_read_when_the_process_left_answers(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NVML refuses between its begin and its end; the guard then answers from the last reading."""
-    guard = _api.current()
+    guard = api.current()
     reading, begun, left = guard._reader.reading, threading.Event(), threading.Event()
 
     def read(*given: Any) -> Any:

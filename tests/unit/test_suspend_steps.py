@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memguard._advice import Advice
+from memguard._base.advice import Advice
 from memguard._devices.checkpoint import State
-from memguard._processes.identity import Process
-from memguard._suspend import said
-from memguard._suspend.steps import Answer, Course, Do, End, Goal
+from memguard._devices.processes.identity import Process
+from memguard._node.suspend import said
+from memguard._node.suspend.steps import Answer, Course, Do, End, Goal
 
 OK = Answer(0)
 RUNNING, LOCKED, OFF, FAILED = (Answer(0, state) for state in State)

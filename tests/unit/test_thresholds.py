@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from memguard._monitor import leaks, pressure
-from memguard._monitor.leaks import Workloads, leak
-from memguard._monitor.pressure import START, Action, PressureState, Settings, decide
-from memguard._types import DeviceSample, FrameworkSample, Pressure, Sample, WorkloadReport
-from memguard._units import GIB, MIB
+from memguard._base.types import DeviceSample, FrameworkSample, Pressure, Sample, WorkloadReport
+from memguard._base.units import GIB, MIB
+from memguard._runtime import leaks, pressure
+from memguard._runtime.leaks import Workloads, leak
+from memguard._runtime.pressure import START, Action, PressureState, Settings, decide
 
 pytestmark = pytest.mark.long  # no version of what is installed changes it: all of it is our own code
 

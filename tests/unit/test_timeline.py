@@ -20,11 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from timelines import START, Clock, busy, plan_of, sample_of, total
 
-from memguard._ranks import rank_of
+from memguard._base.types import DeviceSample, Event, FrameworkSample, Pressure, Sample
+from memguard._base.units import GIB, KIB, MAX_SIZE, MIB
+from memguard._budget.ranks import rank_of
 from memguard._timeline import Dropped, Oom, Writer, files, load_timeline, writer
 from memguard._timeline.format import MAX_LINE
-from memguard._types import DeviceSample, Event, FrameworkSample, Pressure, Sample
-from memguard._units import GIB, KIB, MAX_SIZE, MIB
 from memguard.errors import TimelineError
 
 PLAN = plan_of()

@@ -16,16 +16,16 @@ import pytest
 from waiting import until
 
 import memguard
-from memguard import _api
+from memguard import api
+from memguard._base.types import Event, Moment
+from memguard._base.units import GIB, MIB
 from memguard._devices import suspension
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import SimulatedFramework
-from memguard._monitor import ending
-from memguard._monitor.peaks import EVERY, PEAK, Peaks
-from memguard._monitor.refusals import Refusals
-from memguard._monitor.spans import MOST, OTHERS, Spans, _Row
-from memguard._types import Event, Moment
-from memguard._units import GIB, MIB
+from memguard._runtime import ending
+from memguard._runtime.peaks import EVERY, PEAK, Peaks
+from memguard._runtime.refusals import Refusals
+from memguard._runtime.spans import MOST, OTHERS, Spans, _Row
 
 HOME = Path(memguard.__file__).parents[1]
 BUDGET: dict[str, Any] = {"version": 1, "frameworks": {"torch": {"limit": "10GiB"}, "cupy": {"limit": "4GiB"}}}
@@ -44,7 +44,7 @@ def begin(folder: Path, interval: str = "1h") -> SimulatedFramework:
     guard = memguard.init({**BUDGET, "monitor": monitor}, simulate="h200")
     torch = guard.frameworks["torch"]
     assert isinstance(torch, SimulatedFramework)
-    running = _api.current_session().monitor
+    running = api.current_session().monitor
     assert running is not None
     until(lambda: running.last(60))
     assert running.quiet(5)
@@ -115,7 +115,7 @@ def test_a_peak_is_written_if_it_has_grown_and_at_last_in_any_case() -> None:
 def test_no_sample_is_taken_where_the_monitors_own_hangs(tmp_path: Path) -> None:
     torch = begin(tmp_path)
     torch.allocate(GIB)
-    running = _api.current_session().monitor
+    running = api.current_session().monitor
     assert running is not None
     running._ticking, thread = True, running._thread
     running._thread = threading_stand_in()
@@ -154,7 +154,7 @@ def test_nothing_is_asked_while_the_process_is_off_its_gpus(tmp_path: Path, monk
 
 def test_a_forked_child_writes_nothing_at_its_end(tmp_path: Path) -> None:
     begin(tmp_path).allocate(GIB)
-    running = _api.current_session()
+    running = api.current_session()
     beside = running._beside
     assert beside is not None
     beside._spans._rows["step", "torch"] = _Row(0.0)
@@ -204,8 +204,8 @@ def program(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
                   "monitor": {"interval": "1h", "timeline": "run.jsonl"}}
         guard = memguard.init(budget, simulate="h200")
         torch = guard.frameworks["torch"]
-        from memguard import _api
-        while not _api.current_session().monitor.last(1):
+        from memguard import api
+        while not api.current_session().monitor.last(1):
             time.sleep(0.01)  # the monitor's only sample
     """
     text = textwrap.dedent(start) + textwrap.dedent(code)
@@ -237,8 +237,8 @@ def test_a_process_of_multiprocessing_runs_no_exit_functions_and_has_it_too(tmp_
         "    budget = {'version': 1, 'frameworks': {'torch': {'limit': '10GiB'}},\n"
         "              'monitor': {'interval': '1h', 'timeline': 'run.jsonl'}}\n"
         "    guard = memguard.init(budget, simulate='h200')\n"
-        "    from memguard import _api\n"
-        "    while not _api.current_session().monitor.last(1):\n"
+        "    from memguard import api\n"
+        "    while not api.current_session().monitor.last(1):\n"
         "        time.sleep(0.01)\n"
         "    guard.frameworks['torch'].allocate(3 << 30)\n"
         "if __name__ == '__main__':\n"
@@ -256,7 +256,7 @@ def test_a_process_of_multiprocessing_runs_no_exit_functions_and_has_it_too(tmp_
 
 def test_frameworks_are_not_asked_again_by_an_exit_function(tmp_path: Path) -> None:
     torch = begin(tmp_path)
-    running = _api.current_session()
+    running = api.current_session()
     running._at_exit()
     assert len(held(tmp_path)) == 2, "where nothing was asked before, as in a Python without that"
     torch.allocate(GIB)
@@ -287,7 +287,7 @@ def test_what_is_called_at_the_end_does_not_stop_the_rest(caplog: pytest.LogCapt
 def test_replay_and_suggest_count_the_last_allocation(tmp_path: Path) -> None:
     from fractions import Fraction
 
-    from memguard._suggest import decide, recorded
+    from memguard._tools.suggest import decide, recorded
 
     torch = begin(tmp_path)
     torch.free(torch.allocate(5 * GIB))  # in no sample

@@ -18,9 +18,10 @@ from interruptions import Points
 from timelines import START, plan_of, sample_of
 
 import memguard
-from memguard import _api, _locks
+from memguard import api
+from memguard._base import locks
+from memguard._base.types import Event
 from memguard._timeline import Writer, files, load_timeline, writer
-from memguard._types import Event
 from memguard.errors import MemguardError, TimelineError
 
 STRIDE = int(os.environ.get("MEMGUARD_TEST_STRIDE", "7"))
@@ -170,7 +171,7 @@ def test_a_budget_stays_if_its_replacement_comes_within_its_own_write(
 
     disk = Disk(monkeypatch, handler)
     disk.goes_on.set()
-    _api.current_session()._announce(ONE)
+    api.current_session()._announce(ONE)
     assert "this thread is just writing it" in said[0] and "    fix: call it once the other call" in said[0]
     assert guard.active and memguard.ledger()
 
@@ -194,7 +195,7 @@ def test_a_budget_begins_while_finalizers_within_the_last_ones_write_ask_for_the
 
     over, disk = threading.Event(), Disk(monkeypatch, finalizers)
     disk.goes_on.set()
-    thread = begun(_api.current_session()._announce, ONE)
+    thread = begun(api.current_session()._announce, ONE)
     assert disk.reached.wait(20)
     memguard.shutdown()
     begun(lambda: (time.sleep(0.1), over.set()))
@@ -203,4 +204,4 @@ def test_a_budget_begins_while_finalizers_within_the_last_ones_write_ask_for_the
     assert time.monotonic() - began < 10, "each waits for 2 s: 16 s"
     thread.join(20)
     assert len(refused) == 8 and all("this call could deadlock" in text for text in refused)
-    assert guard.active and memguard.ledger() and _locks._awaited == []
+    assert guard.active and memguard.ledger() and locks._awaited == []

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from timelines import START, plan_of, sample_of
 
+from memguard._base.types import FrameworkSample, Sample
+from memguard._base.units import GIB
 from memguard._timeline import Writer, load_timeline
 from memguard._timeline.writer import MIN_LIMIT
-from memguard._types import FrameworkSample, Sample
-from memguard._units import GIB
 
 PLAN = plan_of()
 _TIME = re.compile(rb'^\{"t":([0-9.]+),"sample":', re.MULTILINE)

@@ -15,12 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from timelines import START, Clock, busy, plan_of, sample_of
 
-from memguard import _config, _policy
+from memguard import _budget
+from memguard._base.types import Event, FrameworkSample, Plan, Sample
+from memguard._base.units import GIB, MIB
+from memguard._budget import policy
 from memguard._devices.simulated import SimulatedHost
 from memguard._timeline import Oom, Writer, load_timeline
 from memguard._timeline.replay import Above, TimelineOutcome, replay_timeline
-from memguard._types import Event, FrameworkSample, Plan, Sample
-from memguard._units import GIB, MIB
 from memguard.cli.check import check
 from memguard.cli.replay import replay as command
 from memguard.errors import ConfigError, PlanError, TimelineError
@@ -120,7 +121,7 @@ def elastic_plan(**bounds: tuple[int, int]) -> Plan:
     """Elastic shares of 10 GiB in all: min and max in GiB."""
     frameworks = {name: {"min": f"{least}GiB", "max": f"{most}GiB"} for name, (least, most) in bounds.items()}
     budget = {"version": 1, "device": {"limit": "12GiB", "reserve": "2GiB"}, "frameworks": frameworks}
-    return _policy.plan(_config.from_mapping(budget), SimulatedHost(["h200"]).devices())
+    return policy.plan(_budget.from_mapping(budget), SimulatedHost(["h200"]).devices())
 
 
 def test_an_elastic_share_is_compared_with_the_most_that_it_could_have() -> None:
@@ -235,7 +236,7 @@ def test_the_smallest_budget_fits_and_a_page_less_does_not(samples: list[Sample]
         assert all(not usage.held and not usage.in_use for s in samples for usage in s.devices[0].frameworks.values())
         return
     gpu = PLAN.devices[0].device
-    plan = _policy.plan(_config.parse(smallest.yaml()), [gpu])
+    plan = policy.plan(_budget.parse(smallest.yaml()), [gpu])
     outcome = replay_timeline(samples, plan)
     assert outcome.fits and not any(row.overhead.times for row in outcome.devices)
     assert not any(row.cap is None for row in outcome.frameworks if row.peak_held or row.peak_in_use)
@@ -244,7 +245,7 @@ def test_the_smallest_budget_fits_and_a_page_less_does_not(samples: list[Sample]
             entry = f"  {name}: {{limit: {limit // MIB}MiB}}"
             assert entry in smallest.yaml()
             less = smallest.yaml().replace(entry, f"  {name}: {{limit: {limit // MIB - 2}MiB}}")
-            assert not replay_timeline(samples, _policy.plan(_config.parse(less), [gpu])).fits
+            assert not replay_timeline(samples, policy.plan(_budget.parse(less), [gpu])).fits
 
 
 def recorded(folder: Path, samples: list[Sample]) -> Path:
@@ -296,7 +297,7 @@ def test_the_smallest_budget_is_one_that_check_accepts(files: tuple[str, str], t
     assert run.exit_code == 0 and "refused once" not in run.output
     run = CliRunner().invoke(command, [files[0], "--smallest", "--json"])
     assert json.loads(run.output)["version"] == 1
-    assert _config.parse(run.output) == _config.parse(smallest.read_text())
+    assert _budget.parse(run.output) == _budget.parse(smallest.read_text())
 
 
 def test_the_command_with_wrong_input(files: tuple[str, str], tmp_path: Path) -> None:

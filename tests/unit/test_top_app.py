@@ -21,11 +21,11 @@ from textual.pilot import Pilot
 from textual.widgets import Input
 from top_screens import FOLLOWED, SHARE, TARGET, attached
 
-from memguard._top.app import Top
-from memguard._top.dialogs import Ask, AskCap, Help
-from memguard._top.snapshot import Part, Snapshot
-from memguard._top.sources import followed
-from memguard._units import GIB
+from memguard._base.units import GIB
+from memguard._node.top.snapshot import Part, Snapshot
+from memguard._tools.top.app import Top
+from memguard._tools.top.dialogs import Ask, AskCap, Help
+from memguard._tools.top.sources import followed
 from memguard.errors import MemguardError
 
 SVGS = Path(__file__).parent / "top_svgs"

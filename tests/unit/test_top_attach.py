@@ -20,14 +20,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import memguard
-from memguard._guard import Guard
-from memguard._processes.identity import Process, process_of, this_process
-from memguard._suspend import sockets
-from memguard._suspend.listener import SilentError
-from memguard._top import client, requests, server
-from memguard._top.snapshot import Target
-from memguard._types import Event, Pressure
-from memguard._units import GIB, MIB
+from memguard._base.types import Event, Pressure
+from memguard._base.units import GIB, MIB
+from memguard._devices.processes.identity import Process, process_of, this_process
+from memguard._guard.guard import Guard
+from memguard._node.suspend import sockets
+from memguard._node.suspend.listener import SilentError
+from memguard._node.top import requests, server
+from memguard._node.top.snapshot import Target
+from memguard._tools.top import client
 from memguard.errors import MemguardError
 from memguard.exchange.ipc import wire
 
@@ -277,7 +278,7 @@ def test_a_snapshot_that_was_changed_is_read_or_refused(data: st.DataObject) -> 
     """Any value replaced by any other: never another error, never a figure that is none."""
     from top_screens import GPU, TARGET
 
-    from memguard._top.snapshot import Request
+    from memguard._node.top.snapshot import Request
 
     target = replace(TARGET, requests=(Request(1, "trim", "done"),))
     said: Any = json.loads(json.dumps({"target": target.__dict__, "gpus": [GPU.__dict__]}, default=vars))
@@ -315,7 +316,7 @@ def test_a_figure_that_is_none_is_refused(key: str, value: object) -> None:
 
 PROGRAM = """
     import sys, memguard
-    from memguard._top import server
+    from memguard._node.top import server
     guard = memguard.init({"version": 1, "frameworks": {"torch": {"limit": "4GiB"}}}, simulate="h200")
     served = server.serve(guard)
     print("ready", flush=True)

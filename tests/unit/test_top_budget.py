@@ -20,17 +20,18 @@ from guards import BUDGET, simulated, start
 from interruptions import Points
 
 import memguard
-from memguard import _api
-from memguard._guard import Guard
-from memguard._monitor import session
-from memguard._monitor.pressure import Action
-from memguard._processes.identity import this_process
-from memguard._suspend import sockets
-from memguard._suspend.listener import SilentError
-from memguard._top import client, server
-from memguard._types import Event
-from memguard._undo import Undo
-from memguard._units import GIB, MIB
+from memguard import api
+from memguard._base.types import Event
+from memguard._base.undo import Undo
+from memguard._base.units import GIB, MIB
+from memguard._devices.processes.identity import this_process
+from memguard._guard.guard import Guard
+from memguard._node.suspend import sockets
+from memguard._node.suspend.listener import SilentError
+from memguard._node.top import server
+from memguard._runtime import session
+from memguard._runtime.pressure import Action
+from memguard._tools.top import client
 
 ROOT = Path(__file__).resolve().parents[2]
 ME = this_process()
@@ -184,7 +185,8 @@ def test_while_it_is_suspended_no_call_of_the_driver_is_made(monkeypatch: pytest
 def test_a_budget_that_does_not_ask_opens_nothing_and_loads_nothing(folder: Path, monitor: Any) -> None:
     budget = {**BUDGET, "monitor": {"interval": "1h", **monitor}} if monitor is not None else BUDGET
     code = f"import sys, memguard\nmemguard.init({budget!r}, simulate='h200')\nmemguard.checkpoint()\n" + (
-        "print([name for name in sys.modules if name.startswith(('memguard._top', 'memguard._suspend.sock'))])"
+        "print([name for name in sys.modules if name.startswith(("
+        "'memguard._tools.top', 'memguard._node.top', 'memguard._node.suspend.sock'))])"
     )
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60)
     assert done.stdout == "[]\n", done.stderr
@@ -193,7 +195,7 @@ def test_a_budget_that_does_not_ask_opens_nothing_and_loads_nothing(folder: Path
 
 def test_a_request_is_not_lost_among_the_trims_that_are_due() -> None:
     guard = start(WATCHED)
-    running = _api.current_session()
+    running = api.current_session()
     client.resize(ME, "torch", 3 * GIB)
     for _ in range(70):
         running._act(Action("trim", Event(1.0, "pressure", "", framework="torch")))
@@ -220,7 +222,7 @@ def test_an_interrupted_checkpoint_leaves_the_rest_to_the_next(monkeypatch: pyte
     assert [(one.state, one.answer) for one in requests] == [
         ("failed", "interrupted"), ("done", "its cap is 3.00 GiB"),
     ]  # fmt: skip
-    assert not _api.current_session()._due
+    assert not api.current_session()._due
 
 
 def test_the_next_budget_is_watched_in_its_place() -> None:
@@ -238,11 +240,11 @@ def test_a_start_that_fails_leaves_nothing(tmp_path: Path, folder: Path) -> None
         late = tmp_path / "run.jsonl"
         late.mkdir()
         start({**WATCHED, "monitor": {"top": True, "timeline": str(late / "no" / "run.jsonl")}}, replace=True)
-    assert _api.current() is before and left(folder) == NOTHING
+    assert api.current() is before and left(folder) == NOTHING
 
 
 def test_a_monitor_that_cannot_begin_ends_the_socket_too(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    from memguard._monitor.sampler import Monitor
+    from memguard._runtime.sampler import Monitor
 
     seen: list[str] = []
 
@@ -253,7 +255,7 @@ def test_a_monitor_that_cannot_begin_ends_the_socket_too(monkeypatch: pytest.Mon
     monkeypatch.setattr(Monitor, "start", fails)
     with pytest.raises(RuntimeError):
         start(WATCHED)
-    assert seen == ["live"] and _api._active is None and left(folder) == NOTHING
+    assert seen == ["live"] and api._active is None and left(folder) == NOTHING
 
 
 @pytest.mark.parametrize("wrong", ["folder", "socket"])
@@ -313,6 +315,6 @@ def test_a_forked_child_is_not_watched_and_its_parent_is() -> None:
     start(WATCHED)
     child = os.fork()
     if child == 0:
-        os._exit(0 if not session.callbacks and _api._active is None else 1)
+        os._exit(0 if not session.callbacks and api._active is None else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert client.snapshot(ME)[0].pid == os.getpid()

@@ -173,8 +173,8 @@ def test_the_version_of_the_message_is_that_of_the_extra() -> None:
 def test_the_screen_in_the_documents_is_that_of_the_timeline_in_the_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from memguard._top.sources import Timelines
-    from memguard._top.view import plain, view
+    from memguard._tools.top.sources import Timelines
+    from memguard._tools.top.view import plain, view
 
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()

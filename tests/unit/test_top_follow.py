@@ -12,14 +12,14 @@ import pytest
 from timelines import START, Clock, busy, plan_of
 from top_screens import GPU, TARGET, run, write
 
+from memguard._base.types import Event, Pressure
+from memguard._base.units import GIB
+from memguard._node.top.snapshot import Snapshot
 from memguard._timeline import Writer
 from memguard._timeline.writer import MIN_LIMIT
-from memguard._top.follow import SILENT, Follower
-from memguard._top.snapshot import Snapshot
-from memguard._top.sources import Timelines, merged
-from memguard._top.view import plain, view
-from memguard._types import Event, Pressure
-from memguard._units import GIB
+from memguard._tools.top.follow import SILENT, Follower
+from memguard._tools.top.sources import Timelines, merged
+from memguard._tools.top.view import plain, view
 from memguard.errors import MemguardError
 
 

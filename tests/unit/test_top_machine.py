@@ -11,13 +11,14 @@ from guards import start
 from timelines import Clock
 
 import memguard
-from memguard._processes.identity import this_process
-from memguard._suspend import processes
-from memguard._suspend.processes import Gpu, Listing, Person, Row
-from memguard._top import client, machine, server
-from memguard._top.machine import Machine
-from memguard._top.view import plain, view
-from memguard._units import GIB
+from memguard._base.units import GIB
+from memguard._devices.processes.identity import this_process
+from memguard._node.suspend import processes
+from memguard._node.suspend.processes import Gpu, Listing, Person, Row
+from memguard._node.top import server
+from memguard._tools.top import client, machine
+from memguard._tools.top.machine import Machine
+from memguard._tools.top.view import plain, view
 from memguard.errors import DeviceError, MemguardError
 
 ME = this_process()

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from top_screens import EVENTS, FOLLOWED, GPU, SHARE, SIX, TARGET, UUID, attached
 
-from memguard._top import styles
-from memguard._top.bars import ASCII, BLOCKS, card_bar, cells, framework_bar
-from memguard._top.snapshot import Part, Request, Said, Snapshot
-from memguard._top.texts import cell_width, cut, gib, left, right
-from memguard._top.view import Key, help_lines, plain, view
-from memguard._units import GIB, MIB
+from memguard._base.units import GIB, MIB
+from memguard._node.top.snapshot import Part, Request, Said, Snapshot
+from memguard._tools.top import styles
+from memguard._tools.top.bars import ASCII, BLOCKS, card_bar, cells, framework_bar
+from memguard._tools.top.texts import cell_width, cut, gib, left, right
+from memguard._tools.top.view import Key, help_lines, plain, view
 
 SIZES = st.integers(0, 1 << 44)
 MAYBE = st.none() | SIZES

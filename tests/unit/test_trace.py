@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memguard._simulation.trace import MAX_LINE, Trace, TraceDevice, TraceHeader, read, write
-from memguard._types import TraceEvent
-from memguard._units import MAX_SIZE
+from memguard._base.types import TraceEvent
+from memguard._base.units import MAX_SIZE
+from memguard._tools.simulate.trace import MAX_LINE, Trace, TraceDevice, TraceHeader, read, write
 from memguard.errors import TraceError
 
 HEAD: dict[str, Any] = {

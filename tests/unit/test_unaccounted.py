@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 
 import memguard
-from memguard import _api
+from memguard import api
+from memguard._base.specs import LAZY, LIBRARIES, SPECS
+from memguard._base.types import Device, DeviceSample, Event, FrameworkSample, Sample
+from memguard._base.units import GIB, MIB
 from memguard._devices import loaded
 from memguard._devices.real import RealHost
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import SimulatedFramework
-from memguard._guard import Guard
+from memguard._guard.guard import Guard
 from memguard._ledger.overhead import ANY, Overhead
-from memguard._monitor import session
-from memguard._monitor.pressure import LEAKED, START, Action, PressureState, Settings, decide
-from memguard._specs import LAZY, LIBRARIES, SPECS
-from memguard._types import Device, DeviceSample, Event, FrameworkSample, Sample
-from memguard._units import GIB, MIB
+from memguard._runtime import session
+from memguard._runtime.pressure import LEAKED, START, Action, PressureState, Settings, decide
 
 pytestmark = pytest.mark.one_case  # no version of what is installed changes it: all of it is our own code
 
@@ -158,7 +158,7 @@ def test_the_monitor_says_it_at_its_default_interval_within_10_s() -> None:
         assert isinstance(framework, SimulatedFramework)
         framework.allocate(MIB)
     memguard.ledger()
-    assert _api.current_session().monitor is not None and isinstance(guard.host, SimulatedHost)
+    assert api.current_session().monitor is not None and isinstance(guard.host, SimulatedHost)
     begun = time.monotonic()
     leaked = 0
     while not seen and time.monotonic() - begun < 10:
@@ -337,7 +337,7 @@ class Listing(SimulatedHost):
 
 @pytest.mark.usefixtures("simulated_time")
 def test_the_libraries_are_looked_up_only_where_one_may_be_behind_the_growth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_api, "_host", lambda names: host)
+    monkeypatch.setattr(api, "_host", lambda names: host)
     host = Listing(["h200"])
     guard = memguard.init({"version": 1, "frameworks": {"torch": {"limit": "4GiB"}}}, simulate="h200")
     framework = guard.frameworks["torch"]

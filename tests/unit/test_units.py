@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memguard._units import (
+from memguard._base.units import (
     GIB,
     GRANULE,
     KIB,

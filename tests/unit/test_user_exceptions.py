@@ -284,7 +284,7 @@ def test_the_users_exception_goes_on_as_it_is(block: Callable[[BaseException], N
     tried = 0
     for (name, make), base in itertools.product(CLASSES.items(), BASES):
         error = make(base)
-        if not memguard._api._active:
+        if not memguard.api._active:
             memguard.init(BUDGET, simulate="h200")
         before = {field: get.__get__(error) for field, get in FIELDS.items()}, own(error)
         try:

@@ -17,7 +17,7 @@ from timelines import START, Clock, plan_of, sample_of
 from waiting import until
 
 import memguard
-from memguard import _api
+from memguard import api
 from memguard._timeline.writer import Writer
 from memguard.cli.support import printing, working
 
@@ -124,8 +124,8 @@ def command_on_a_terminal(
 def test_suggest_and_report_say_what_they_read_and_write(
     quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from memguard._report import page
-    from memguard._suggest import recorded
+    from memguard._tools.report import page
+    from memguard._tools.suggest import recorded
 
     with memguard.guard(
         {
@@ -137,7 +137,7 @@ def test_suggest_and_report_say_what_they_read_and_write(
     ) as guard:
         torch = guard.frameworks["torch"]
         torch.allocate(1 << 30)  # type: ignore[attr-defined]
-        monitor = _api.current_session().monitor
+        monitor = api.current_session().monitor
         assert monitor is not None
         until(lambda: len(monitor.last(60)) > 1)
     (timeline,) = map(str, tmp_path.glob("run*.jsonl"))

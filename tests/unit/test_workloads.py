@@ -23,12 +23,12 @@ from guards import BUDGET, host_of, simulated, start
 from interruptions import Points
 
 import memguard
-from memguard import _admission, _api
+from memguard import api
+from memguard._base.types import WorkloadReport
+from memguard._base.units import GIB, MIB
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory
-from memguard._reclaim import reservations, turns
-from memguard._reclaim.reservations import EMPTY
-from memguard._types import WorkloadReport
-from memguard._units import GIB, MIB
+from memguard._guard import admission, reservations, turns
+from memguard._guard.reservations import EMPTY
 from memguard.errors import BudgetExceeded, MemguardError, NotActive
 
 pytestmark = pytest.mark.usefixtures("nothing_stays")
@@ -42,7 +42,7 @@ SMALL = {
 
 
 def book() -> reservations.Book:
-    return _api.current()._admission.turns.settled()
+    return api.current()._admission.turns.settled()
 
 
 until = functools.partial(waiting.until, pause=0.002)
@@ -185,8 +185,8 @@ def test_wrong_arguments() -> None:
 @pytest.fixture
 def woken_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever waits does not look by itself."""
-    monkeypatch.setattr(_admission, "_FIRST", 60.0)
-    monkeypatch.setattr(_admission, "_LAST", 60.0)
+    monkeypatch.setattr(admission, "_FIRST", 60.0)
+    monkeypatch.setattr(admission, "_LAST", 60.0)
 
 
 @pytest.mark.usefixtures("woken_only")
@@ -695,7 +695,7 @@ def test_an_async_generator_is_one_block_for_its_body() -> None:
 def test_a_guard_s_block_goes_around_bodies_too() -> None:
     @memguard.guard(BUDGET, simulate="h200")
     def numbers() -> Iterator[bool]:
-        yield _api.current().active
+        yield api.current().active
 
     assert list(numbers()) == [True]
     with pytest.raises(NotActive):
@@ -775,7 +775,7 @@ def test_a_workload_waits_for_what_is_lent() -> None:
 
 def test_one_that_others_forestall_at_each_look_is_refused_at_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is room at each look, and each time the reservations change before its own is made."""
-    monkeypatch.setattr(_admission, "_TRIES", 20, raising=False)
+    monkeypatch.setattr(admission, "_TRIES", 20, raising=False)
     guard = start(SMALL)
     torch, looks, standing = type(simulated(guard, "torch")), 0, [block("1MiB", "other", "cupy")]
     usage = torch.usage

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from memguard import _config, _policy
+from memguard import _budget
+from memguard._base.types import DeviceSample, FrameworkSample, Plan, Sample
+from memguard._base.units import GIB, MIB
+from memguard._budget import policy
 from memguard._devices.simulated import SimulatedHost
-from memguard._types import DeviceSample, FrameworkSample, Plan, Sample
-from memguard._units import GIB, MIB
 
 START = 1763737200.0
 
@@ -16,9 +17,9 @@ START = 1763737200.0
 def plan_of(*gpus: str, **limits: str) -> Plan:
     """A plan of 40 GiB of each GPU, in equal shares or with these limits."""
     frameworks = {name: {"limit": size} for name, size in limits.items()}
-    equal = {name: {"share": "16%"} for name in _config.FRAMEWORKS}
+    equal = {name: {"share": "16%"} for name in _budget.FRAMEWORKS}
     budget = {"version": 1, "device": {"limit": "40GiB", "reserve": "2GiB"}, "frameworks": frameworks or equal}
-    return _policy.plan(_config.from_mapping(budget), SimulatedHost(list(gpus) or ["h200"]).devices())
+    return policy.plan(_budget.from_mapping(budget), SimulatedHost(list(gpus) or ["h200"]).devices())
 
 
 def sample_of(plan: Plan, time: float, gpu: int = 0, **frameworks: FrameworkSample) -> Sample:

@@ -9,10 +9,10 @@ from typing import Any
 
 from timelines import START, Clock, busy, plan_of
 
+from memguard._base.types import Event, Plan, Pressure
+from memguard._base.units import GIB, MIB
+from memguard._node.top.snapshot import Forecast, Gpu, Listed, Part, Request, Said, Share, Snapshot, Target
 from memguard._timeline import Writer
-from memguard._top.snapshot import Forecast, Gpu, Listed, Part, Request, Said, Share, Snapshot, Target
-from memguard._types import Event, Plan, Pressure
-from memguard._units import GIB, MIB
 
 UUID = "GPU-00000000-0000-4000-8000-000000000000"
 SIX = (

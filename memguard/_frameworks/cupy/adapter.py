@@ -30,8 +30,10 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
+from memguard._base.specs import SPECS
+from memguard._base.types import Applied, Device, Enforcement, Moment, Shortage, Usage, usage_of
+from memguard._base.units import GRANULE, round_up
 from memguard._devices import contexts
-from memguard._frameworks import rmm
 from memguard._frameworks.base import with_size
 from memguard._frameworks.cupy import blocks
 from memguard._frameworks.cupy.collector import Collector
@@ -39,9 +41,7 @@ from memguard._frameworks.cupy.limits import Limits, limit_of, limit_to
 from memguard._frameworks.driver_pages import SMALL, TINY, UNIT, slabs, whole_share
 from memguard._frameworks.driver_pools import returned_by_trim
 from memguard._frameworks.replacements import Replacements
-from memguard._specs import SPECS
-from memguard._types import Applied, Device, Enforcement, Moment, Shortage, Usage, usage_of
-from memguard._units import GRANULE, round_up
+from memguard._frameworks.rmm import resource
 from memguard.errors import CapNotApplied, ConflictingSetting, DeviceError
 
 _MOST_SIZES = 4096
@@ -66,7 +66,7 @@ class CuPy(Limits):
         self._plain: dict[Callable[[int], Any], Callable[[int], Any]] = {}  # the user's allocator by the capped one
         self._raw_set: Callable[..., None] | None = None
         self._drifted: list[str] = []
-        self._rmm: rmm.Limit | None = None
+        self._rmm: resource.Limit | None = None
         self._watched = False
 
     def _live(self, module: ModuleType) -> bool:
@@ -83,10 +83,10 @@ class CuPy(Limits):
             self._watched = True
             note = "cupy: watched, not capped: the limit of its async pool is a threshold of a pool that all share"
             return Applied(Enforcement.WATCHED, lambda: None, notes=(note,))
-        if rmm.is_cupys(allocator):
+        if resource.is_cupys(allocator):
             initialised = contexts.initialised()  # if not, asking CuPy would initialise CUDA
-            ordinals = self._by_uuid() if initialised else rmm.ordinals(self.name, self.host)
-            self._rmm, applied = rmm.apply(self.name, caps, ordinals, self.changes)
+            ordinals = self._by_uuid() if initialised else resource.ordinals(self.name, self.host)
+            self._rmm, applied = resource.apply(self.name, caps, ordinals, self.changes)
             return self._told_at_once(cupy, applied)
         if not isinstance(pool, cupy.cuda.MemoryPool):
             raise ConflictingSetting(
@@ -244,7 +244,7 @@ class CuPy(Limits):
     def unseen(self) -> str | None:
         if self._watched:
             return "its async pool tells nobody of a refused request"
-        return rmm.UNSEEN if self._rmm is not None else None
+        return resource.UNSEEN if self._rmm is not None else None
 
     def drift(self) -> list[str]:
         cupy = _imported()
@@ -578,7 +578,7 @@ class CuPy(Limits):
         if self._allocate is not None:
             swapped = now is not self._allocate
         else:
-            swapped = self._rmm is not None and bool(self._rmm.standing) and not rmm.is_cupys(now)
+            swapped = self._rmm is not None and bool(self._rmm.standing) and not resource.is_cupys(now)
         return _named(now) if swapped else None
 
     def _set_allocator(self, allocator: Callable[[int], Any]) -> None:

@@ -19,10 +19,10 @@ from operator import attrgetter, itemgetter
 from types import SimpleNamespace
 from typing import Any
 
+from memguard._base.locks import Turn
+from memguard._base.logs import log as _log
+from memguard._base.units import GRANULE, round_up
 from memguard._frameworks.driver_pages import SMALL, UNIT
-from memguard._locks import Turn
-from memguard._logs import log as _log
-from memguard._units import GRANULE, round_up
 
 MOST = 4096
 """With more idle blocks than this the answer is None: a reading of so many takes 1.3 ms (measured, CuPy 14.2)."""

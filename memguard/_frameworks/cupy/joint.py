@@ -16,15 +16,15 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from memguard._base.types import Applied, Device, Enforcement, Usage
+from memguard._base.units import format_size
 from memguard._devices import contexts, suspension
-from memguard._frameworks import rmm
 from memguard._frameworks.cupy.adapter import CuPy, _imported, _named
 from memguard._frameworks.cupy.limits import LIMIT
 from memguard._frameworks.joint_base import MOST_TIMES, UNIT, JointCapped
 from memguard._frameworks.joint_pool import JointPool
 from memguard._frameworks.replacements import Replacements
-from memguard._types import Applied, Device, Enforcement, Usage
-from memguard._units import format_size
+from memguard._frameworks.rmm import resource
 from memguard.errors import CapNotApplied, ConflictingSetting
 
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
@@ -46,7 +46,7 @@ class JointCuPy(JointCapped, CuPy):
         pool = getattr(before, "__self__", None)
         if os.environ.get(LIMIT, "").strip():
             raise self._refused_setting(LIMIT, "is a limit of CuPy's own pool, and holds in no other", "unset it")
-        if rmm.is_cupys(before) or not isinstance(pool, (cupy.cuda.MemoryPool, cupy.cuda.MemoryAsyncPool)):
+        if resource.is_cupys(before) or not isinstance(pool, (cupy.cuda.MemoryPool, cupy.cuda.MemoryAsyncPool)):
             setting = f"cupy.cuda.set_allocator({_named(before)})"
             raise self._refused_setting(setting, "allocates past the shared pool", "remove that call")
         if isinstance(pool, cupy.cuda.MemoryPool):

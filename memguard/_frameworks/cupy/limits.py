@@ -9,11 +9,11 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from memguard._base.units import MIB, format_size
 from memguard._devices import contexts
 from memguard._frameworks.base import Framework
 from memguard._frameworks.cupy.pieces import Pieces
 from memguard._frameworks.driver_pages import SMALL, slabs
-from memguard._units import MIB, format_size
 from memguard.errors import CapNotApplied, ConflictingSetting
 
 LIMIT = "CUPY_GPU_MEMORY_LIMIT"

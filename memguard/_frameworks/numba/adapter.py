@@ -23,16 +23,16 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from memguard._base.logs import log as _log
+from memguard._base.specs import SPECS
+from memguard._base.types import Applied, Device, Enforcement, Moment, State, Usage, usage_of
+from memguard._base.units import round_up
 from memguard._devices import contexts
-from memguard._frameworks import rmm
 from memguard._frameworks.base import Framework
 from memguard._frameworks.numba.places import ARRAYS, DRIVER, managers_on, numba_contexts, uuid_of
 from memguard._frameworks.replacements import Replacements
+from memguard._frameworks.rmm import resource
 from memguard._frameworks.shortages import shortage_of
-from memguard._logs import log as _log
-from memguard._specs import SPECS
-from memguard._types import Applied, Device, Enforcement, Moment, State, Usage, usage_of
-from memguard._units import round_up
 from memguard.errors import CapNotApplied, ConflictingSetting
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Numba(Framework):
         self.caps: dict[str, int] = {}
         self._manager: Any = None
         self._asked: Any = None  # the memory manager that the user wants
-        self._rmm: rmm.Limit | None = None
+        self._rmm: resource.Limit | None = None
 
     def why_absent(self) -> str | None:
         """Not installed, or kept off the GPU by NUMBA_DISABLE_CUDA or NUMBA_ENABLE_CUDASIM."""
@@ -204,7 +204,7 @@ class Numba(Framework):
         return round_up(size)
 
     def unseen(self) -> str | None:
-        return rmm.UNSEEN if self._rmm is not None else None
+        return resource.UNSEEN if self._rmm is not None else None
 
     def uncounted(self) -> str | None:
         if not hasattr(sys.modules.get(ARRAYS), "_to_strided_memory_view"):  # in numba-cuda 0.30.4, which was read
@@ -244,7 +244,7 @@ class Numba(Framework):
 
     def _apply_rmm(self, caps: Mapping[str, int]) -> Applied:
         try:
-            self._rmm, applied = rmm.apply(self.name, caps, rmm.ordinals(self.name, self.host), self.changes)
+            self._rmm, applied = resource.apply(self.name, caps, resource.ordinals(self.name, self.host), self.changes)
         except ImportError as error:
             raise CapNotApplied(
                 self.name, f"it is set to allocate through RMM, but {error}", "unset NUMBA_CUDA_MEMORY_MANAGER"

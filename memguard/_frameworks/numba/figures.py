@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+from memguard._base.units import round_up
 from memguard._frameworks.driver_pages import DriverPages, slabs
 from memguard._frameworks.numba.pool import PENDING, USED, Block, Taker
-from memguard._units import round_up
 
 
 class Figures:

@@ -11,14 +11,14 @@ import weakref
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from memguard._base.types import Applied, Device, Enforcement
+from memguard._base.units import GRANULE
 from memguard._devices import contexts, pool_blocks
 from memguard._devices.pool_blocks import Held
 from memguard._frameworks.joint_blocks import JointBlocks
 from memguard._frameworks.numba.adapter import Numba
 from memguard._frameworks.numba.places import DRIVER, handle_of, numba_contexts
 from memguard._frameworks.replacements import Replacements
-from memguard._types import Applied, Device, Enforcement
-from memguard._units import GRANULE
 from memguard.errors import CapNotApplied, ConflictingSetting
 
 

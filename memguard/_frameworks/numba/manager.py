@@ -15,6 +15,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
+from memguard._base.units import format_size, round_up
 from memguard._devices import contexts, streams, suspension
 from memguard._frameworks.driver_pages import whole
 from memguard._frameworks.least import addresses
@@ -25,7 +26,6 @@ from memguard._frameworks.numba.places import current_uuid, handle_of, numba_con
 from memguard._frameworks.numba.pool import BACK, NEW, PENDING, Block, Mark, Pool, Taker
 from memguard._frameworks.numba.watch import default_alone, ended
 from memguard._frameworks.shortages import TRIES, short_of, within
-from memguard._units import format_size, round_up
 from memguard.errors import DeviceError, Suspended
 
 _OUT_OF_MEMORY = 2

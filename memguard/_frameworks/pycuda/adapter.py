@@ -23,6 +23,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
+from memguard._base.specs import SPECS
+from memguard._base.types import Applied, Device, Enforcement, Moment, TraceEvent, Usage, usage_of
+from memguard._base.units import GRANULE, format_size, round_up
 from memguard._devices import contexts
 from memguard._frameworks.base import Framework
 from memguard._frameworks.driver_pages import DriverPages, slabs
@@ -32,9 +35,6 @@ from memguard._frameworks.pycuda.pitched import Pitched
 from memguard._frameworks.pycuda.pool import Pool, RawPool
 from memguard._frameworks.replacements import Replacements
 from memguard._frameworks.shortages import TRIES, short_of, shortage_of, within
-from memguard._specs import SPECS
-from memguard._types import Applied, Device, Enforcement, Moment, TraceEvent, Usage, usage_of
-from memguard._units import GRANULE, format_size, round_up
 from memguard.errors import CapNotApplied
 
 _Taken = TypeVar("_Taken")

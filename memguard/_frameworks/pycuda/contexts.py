@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from memguard._base.logs import log as _log
 from memguard._frameworks.replacements import Replacements
-from memguard._logs import log as _log
 
 _AUTOINIT = ("pycuda.autoinit", "pycuda.gl.autoinit")
 

@@ -10,13 +10,13 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from memguard._base.types import Applied, Device, Enforcement, TraceEvent
 from memguard._devices.pool_blocks import Held
 from memguard._frameworks.joint_blocks import JointBlocks
 from memguard._frameworks.pycuda import streams
 from memguard._frameworks.pycuda.adapter import PyCUDA, _swap_defaults
 from memguard._frameworks.pycuda.contexts import current_context, serve_by_primary
 from memguard._frameworks.replacements import Replacements
-from memguard._types import Applied, Device, Enforcement, TraceEvent
 from memguard.errors import CapNotApplied
 
 _PITCH = 512

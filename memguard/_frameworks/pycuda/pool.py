@@ -12,11 +12,11 @@ from operator import index
 from typing import Any
 from weakref import ref
 
+from memguard._base.logs import log as _log
+from memguard._base.units import GRANULE, round_up
 from memguard._devices import contexts
 from memguard._frameworks.driver_pages import DriverPages
 from memguard._frameworks.pycuda.aside import Aside
-from memguard._logs import log as _log
-from memguard._units import GRANULE, round_up
 
 _MOST_TIMES = 8
 _NEVER = sys.maxsize

@@ -15,6 +15,9 @@ from itertools import count
 from types import ModuleType
 from typing import Any
 
+from memguard._base.specs import SPECS, FrameworkSpec
+from memguard._base.types import Applied, Device, Enforcement, Moment, Shortage, State, TraceEvent, Usage
+from memguard._base.units import MIB, format_size, round_up
 from memguard._devices.simulated import CONTEXT, SimulatedHost, SimulatedOutOfMemory
 from memguard._frameworks.base import Framework
 from memguard._frameworks.driver_pages import whole_share
@@ -22,9 +25,6 @@ from memguard._frameworks.import_hook import enter, leave
 from memguard._frameworks.simulated.allocators import AllocationRefused, Allocator, PyCUDAPool, TorchCachingAllocator
 from memguard._frameworks.simulated.driver_allocators import CuPyPool, NumbaMemory
 from memguard._frameworks.simulated.starts import Start, bfc, bfc_footprint, pool_footprint, torch_footprint, xla
-from memguard._specs import SPECS, FrameworkSpec
-from memguard._types import Applied, Device, Enforcement, Moment, Shortage, State, TraceEvent, Usage
-from memguard._units import MIB, format_size, round_up
 from memguard.errors import CapNotApplied, DeviceError
 
 _MOST_ASKED = 2

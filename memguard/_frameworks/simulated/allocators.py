@@ -12,10 +12,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from itertools import count
 
+from memguard._base.units import GIB, KIB, MIB, format_size, round_down, round_up
 from memguard._devices.simulated import SimulatedOutOfMemory
 from memguard._frameworks.driver_pages import SMALL
 from memguard._frameworks.simulated.arena import Arena, Chunk
-from memguard._units import GIB, KIB, MIB, format_size, round_down, round_up
 
 
 class AllocationRefused(Exception):

@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from memguard._base.units import GRANULE, round_up
 from memguard._frameworks.driver_pages import SMALL, whole, whole_share
 from memguard._frameworks.simulated.allocators import Allocator, serving
 from memguard._frameworks.simulated.arena import Arena, Chunk
-from memguard._units import GRANULE, round_up
 
 UNIT = 512
 """CuPy rounds requests up to this, and the driver does so with the pieces of a slab."""

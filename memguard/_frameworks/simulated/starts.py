@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from memguard._base.types import Device
+from memguard._base.units import MIB, round_up
 from memguard._frameworks.simulated.allocators import (
     Allocator,
     BFCAllocator,
@@ -13,8 +15,6 @@ from memguard._frameworks.simulated.allocators import (
     jax_default_limit,
     tensorflow_default_limit,
 )
-from memguard._types import Device
-from memguard._units import MIB, round_up
 
 
 class Start(NamedTuple):

@@ -28,15 +28,15 @@ from contextlib import ExitStack
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from memguard._frameworks import rmm
+from memguard._base.logs import log as _log
+from memguard._base.specs import SPECS
+from memguard._base.types import Applied, Device, Enforcement, Moment, State, TraceEvent, Usage, usage_of
+from memguard._base.units import GRANULE, MIB, format_size, round_up
 from memguard._frameworks.base import Framework
 from memguard._frameworks.driver_pools import PIECE, returned_by_trim
 from memguard._frameworks.replacements import Replacements
+from memguard._frameworks.rmm import resource
 from memguard._frameworks.torch import settings
-from memguard._logs import log as _log
-from memguard._specs import SPECS
-from memguard._types import Applied, Device, Enforcement, Moment, State, TraceEvent, Usage, usage_of
-from memguard._units import GRANULE, MIB, format_size, round_up
 from memguard.errors import CapNotApplied, ConflictingSetting, DeviceError
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Torch(Framework):
         self._uuids: dict[str, int] | None = None
         self._set: dict[int, float] = {}  # as torch reads them back
         self._expandable: bool | None = None  # as it was when the caps were set
-        self._rmm: rmm.Limit | None = None
+        self._rmm: resource.Limit | None = None
         self._lost: list[str] = []
         self._most: dict[int, tuple[float, float]] = {}  # the cap as a fraction: as it is set, and as torch reads it
         self._replaced = Replacements()
@@ -254,7 +254,7 @@ class Torch(Framework):
 
     def unseen(self) -> str | None:
         if self._rmm is not None:
-            return rmm.UNSEEN
+            return resource.UNSEEN
         return self._unseen
 
     def capturing(self) -> bool:
@@ -341,7 +341,7 @@ class Torch(Framework):
     def _allocator_asked(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def change_allocator(allocator: Any) -> None:
             torch = self._torch()
-            if self._caps and not self._live(torch) and not rmm.is_loaded_for("torch"):
+            if self._caps and not self._live(torch) and not resource.is_loaded_for("torch"):
                 raise self._unlimited()
             original(allocator)  # live, torch refuses it by itself; RMM's is limited when torch becomes live
             self._changed()
@@ -508,10 +508,10 @@ class Torch(Framework):
 
     def _apply_pluggable(self, caps: Mapping[str, int]) -> Applied:
         """The allocator was replaced (`change_current_allocator`): RMM's can be limited, others cannot."""
-        if not rmm.is_loaded_for("torch"):
+        if not resource.is_loaded_for("torch"):
             raise self._unlimited()
-        ordinals = rmm.ordinals(self.name, self.host)  # asking torch for its numbering would initialise it
-        self._rmm, applied = rmm.apply(self.name, caps, ordinals, self.changes)
+        ordinals = resource.ordinals(self.name, self.host)  # asking torch for its numbering would initialise it
+        self._rmm, applied = resource.apply(self.name, caps, ordinals, self.changes)
         return applied
 
     def _put_pool_under(self, uuid: str, ordinal: int, allowed: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from memguard._types import TraceEvent
+from memguard._base.types import TraceEvent
 
 ENTRIES = 200_000
 """Entries kept while recording, because PyTorch's own default is unbounded."""

@@ -13,12 +13,12 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from memguard._base.types import Applied, Device, Enforcement, Usage
+from memguard._base.undo import Undo
+from memguard._base.units import round_up
 from memguard._frameworks.joint_pool import JointPool
 from memguard._frameworks.torch import settings
 from memguard._frameworks.torch.adapter import Torch
-from memguard._types import Applied, Device, Enforcement, Usage
-from memguard._undo import Undo
-from memguard._units import round_up
 from memguard.errors import CapNotApplied, ConflictingSetting
 
 _BACKEND = "cudaMallocAsync"

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from memguard._types import Device
-from memguard._units import MIB, format_size
+from memguard._base.types import Device
+from memguard._base.units import MIB, format_size
 from memguard.errors import ConflictingSetting
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from memguard.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from memguard._config import Budget
+    from memguard._budget import Budget
 
 STDIN = "-"
 
@@ -21,13 +21,13 @@ def name(path: str) -> str:
 
 def load(path: str) -> Budget:
     """The budget in a file, or for `-` on standard input. Raises ConfigError."""
-    from memguard import _config
+    from memguard import _budget
 
-    return _config.parse(_standard_input(), name(path)) if path == STDIN else _config.load(path)
+    return _budget.parse(_standard_input(), name(path)) if path == STDIN else _budget.load(path)
 
 
 def _standard_input() -> bytes:
-    from memguard._config.yaml import MAX_BYTES
+    from memguard._budget.yaml import MAX_BYTES
 
     try:
         if sys.stdin is None:

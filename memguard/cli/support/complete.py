@@ -35,14 +35,14 @@ def gpus(context: click.Context, parameter: click.Parameter, word: str) -> list[
 
 def findings(context: click.Context, parameter: click.Parameter, word: str) -> list[CompletionItem]:
     """The names of the doctor's findings."""
-    from memguard._findings import NAMES
+    from memguard._budget.findings import NAMES
 
     return _items(((name, None) for name in NAMES), word)
 
 
 def frameworks(context: click.Context, parameter: click.Parameter, word: str) -> list[CompletionItem]:
     """The frameworks that a budget can name."""
-    from memguard._specs import SPECS
+    from memguard._base.specs import SPECS
 
     return _items(((name, None) for name in SPECS), word)
 

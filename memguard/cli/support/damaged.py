@@ -11,7 +11,7 @@ def explains(error: ImportError) -> bool:
 def text(error: ImportError) -> str:
     """The cause, and the commands that install this package again."""
     try:
-        from memguard._distribution import requirement
+        from memguard._base.distribution import requirement
 
         again = requirement()
     except (ImportError, OSError):

@@ -10,16 +10,17 @@ import stat
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from memguard import _mps, _ranks
-from memguard._units import format_size
+from memguard._base.units import format_size
+from memguard._budget import mps
+from memguard._budget import ranks as _ranks
 from memguard.errors import DeviceError, MemguardError
 
 if TYPE_CHECKING:
-    from memguard._config import Budget
-    from memguard._types import Plan
+    from memguard._base.types import Plan
+    from memguard._budget import Budget
 
 PIPES = "CUDA_MPS_PIPE_DIRECTORY"
-READ = frozenset({_mps.LIMIT, PIPES, "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"})
+READ = frozenset({mps.LIMIT, PIPES, "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"})
 """What the program must not be given otherwise after memguard has looked: MPS would drop the limit, or not be met."""
 _FOLDER = "/tmp/nvidia-mps"
 _ROOTS = "/run/nvidia-mps"
@@ -40,7 +41,7 @@ def environment(environ: Mapping[str, str], budget: Budget, gpus: Sequence[str])
     Raises MemguardError, with a fix, if MPS would not hold the limit here.
     """
     plan = _plan(environ, budget, gpus)
-    old = _mps.too_old(plan)
+    old = mps.too_old(plan)
     if old is not None:
         raise DeviceError(
             f"{old.device.name} ({old.device.uuid}) is older than Volta, and MPS limits no memory there",
@@ -48,13 +49,13 @@ def environment(environ: Mapping[str, str], budget: Budget, gpus: Sequence[str])
         )
     ranks = _of_ranks(budget, environ)
     if gpus:
-        text = _mps.value(_mps.limits(plan))
-        return dict(environ), f"--mps would set {_mps.LIMIT}={text}; these GPUs are simulated, so it is not set{ranks}"
-    sizes = _mps.met(plan, environ.get(_mps.LIMIT))
-    text = _mps.value(sizes)
+        text = mps.value(mps.limits(plan))
+        return dict(environ), f"--mps would set {mps.LIMIT}={text}; these GPUs are simulated, so it is not set{ranks}"
+    sizes = mps.met(plan, environ.get(mps.LIMIT))
+    text = mps.value(sizes)
     each = ", ".join(f"{format_size(sizes[part.device.uuid])} of {part.device.name}" for part in plan.devices)
-    said = f"MPS lets each process have {each}, its CUDA context included: {_mps.LIMIT}={text}{ranks}"
-    return {**environ, _mps.LIMIT: text}, said
+    said = f"MPS lets each process have {each}, its CUDA context included: {mps.LIMIT}={text}{ranks}"
+    return {**environ, mps.LIMIT: text}, said
 
 
 def _of_ranks(budget: Budget, environ: Mapping[str, str]) -> str:
@@ -69,13 +70,13 @@ def _of_ranks(budget: Budget, environ: Mapping[str, str]) -> str:
 
 def _plan(environ: Mapping[str, str], budget: Budget, gpus: Sequence[str]) -> Plan:
     """What this process would have by the budget: as a rank, its part."""
-    from memguard import _policy
+    from memguard._budget import policy
 
     if gpus:
         from memguard._devices.simulated import SimulatedHost
 
         shown = SimulatedHost(gpus).devices()
-        return _policy.plan(budget, shown, _ranks.of_budget(budget, len(shown), environ, simulated=True))
+        return policy.plan(budget, shown, _ranks.of_budget(budget, len(shown), environ, simulated=True))
     from memguard._devices.real import RealHost
 
     host = RealHost()  # raises where there is no Linux
@@ -89,7 +90,7 @@ def _plan(environ: Mapping[str, str], budget: Budget, gpus: Sequence[str]) -> Pl
             "CUDA could not be asked which GPUs the program sees; if an entry names another, MPS drops every limit",
             fix="run `memguard doctor` to see why CUDA does not start",
         )
-    return _policy.plan(budget, devices, _ranks.of_budget(budget, len(devices), environ, simulated=False))
+    return policy.plan(budget, devices, _ranks.of_budget(budget, len(devices), environ, simulated=False))
 
 
 def require_daemon(environ: Mapping[str, str]) -> None:

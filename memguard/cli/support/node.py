@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from memguard._types import Device, DevicePlan, Plan
+from memguard._base.types import Device, DevicePlan, Plan
 
 if TYPE_CHECKING:
-    from memguard._config import Budget
+    from memguard._budget import Budget
 
 
 class Node(NamedTuple):
@@ -29,15 +29,16 @@ class Node(NamedTuple):
 
 def of(budget: Budget, devices: Sequence[Device], count: int) -> Node:
     """The plan of a node with so many ranks, as its launcher would start them. Raises PlanError."""
-    from memguard import _policy, _ranks
-    from memguard._config.parts import without_nccl
+    from memguard._budget import policy
+    from memguard._budget import ranks as _ranks
+    from memguard._budget.parts import without_nccl
 
     rank = _ranks.Rank("a launcher", 0, count, 0, count)
     found = None
     if budget.ranks is not None:
         auto = budget.ranks == "auto"
         found = _ranks.sharing(rank, len(devices), {}) if auto else _ranks.declared(int(budget.ranks), rank)
-    resolved = _policy.plan(budget, devices, found)
+    resolved = policy.plan(budget, devices, found)
     ranks = {}
     for position, device in enumerate(devices):
         ordinal = position if device.ordinal is None else device.ordinal
@@ -48,7 +49,7 @@ def of(budget: Budget, devices: Sequence[Device], count: int) -> Node:
 
 def notes(node: Node, budget: Budget) -> Iterator[str]:
     """Those of the plan, and what is wrong with so many ranks."""
-    from memguard._units import format_size
+    from memguard._base.units import format_size
 
     yield from node.plan.notes
     for part in node.plan.devices:
@@ -68,7 +69,7 @@ def tables(node: Node) -> list[object]:
     from rich import box
     from rich.table import Table
 
-    from memguard._units import format_size
+    from memguard._base.units import format_size
 
     found: list[object] = []
     for part in node.plan.devices:

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from memguard._text import fitting, visible
+from memguard._base.text import fitting, visible
 
 if TYPE_CHECKING:
     from rich.console import Console

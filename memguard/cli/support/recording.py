@@ -11,10 +11,10 @@ from pathlib import Path
 
 import click
 
-from memguard._text import visible
+from memguard._base.text import visible
 from memguard.errors import MemguardError, TimelineError
 
-_STARTUP = Path(__file__).resolve().parents[2] / "_suggest" / "startup"
+_STARTUP = Path(__file__).resolve().parents[2] / "_tools" / "suggest" / "startup"
 
 
 def check(command: Sequence[str]) -> None:

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from memguard._suspend.types import Progress, Wait
-from memguard._text import visible
-from memguard._units import format_size
+from memguard._base.text import visible
+from memguard._base.units import format_size
+from memguard._node.suspend.types import Progress, Wait
 
 if TYPE_CHECKING:
-    from memguard._suspend.outside import Stop
+    from memguard._node.suspend.outside import Stop
 
 T = TypeVar("T")
 _LOOK = 0.1

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
-from memguard._text import visible
+from memguard._base.text import visible
 from memguard.cli.support import printing
 
 T = TypeVar("T")

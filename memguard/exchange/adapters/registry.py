@@ -8,7 +8,7 @@ import importlib
 import sys
 from typing import Any
 
-from memguard._specs import SPECS
+from memguard._base.specs import SPECS
 from memguard.errors import CannotShare
 from memguard.exchange.adapters.base import Arrays
 

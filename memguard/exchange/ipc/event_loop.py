@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from memguard._logs import log as _log
+from memguard._base.logs import log as _log
 
 LINGER = 0.2
 """Seconds that the thread stays when it has nothing left to do: exports often follow each other."""

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from memguard._logs import log as _log
+from memguard._base.logs import log as _log
 from memguard.exchange import lifetimes
 from memguard.exchange.ipc import wire
 from memguard.exchange.ipc.event_loop import EventLoop

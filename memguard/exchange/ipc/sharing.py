@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from memguard._base.units import MIB, format_size
 from memguard._devices import shared_memory, streams, suspension
 from memguard._devices.shared_memory import Allocation, Mapping
-from memguard._units import MIB, format_size
 from memguard.errors import CannotShare
 from memguard.exchange import arguments, lifetimes, transfer
 from memguard.exchange.adapters import registry
@@ -37,7 +37,7 @@ from memguard.exchange.lifetimes import Offer
 from memguard.exchange.view import DTYPES, View, row_major
 
 if TYPE_CHECKING:
-    from memguard._specs import ArraysName
+    from memguard._base.specs import ArraysName
 
 ANSWER_TIMEOUT = 10.0
 """Seconds in which an exporter must answer."""

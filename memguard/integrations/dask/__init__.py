@@ -30,7 +30,7 @@ else:
     _missing = None
 
 if TYPE_CHECKING:
-    from memguard._api import BudgetLike, MissingGpu
+    from memguard.api import BudgetLike, MissingGpu
     from memguard.integrations.dask.attach import Attached
 
 __all__ = ["Ledgers", "MemguardPlugin", "ledgers"]
@@ -67,11 +67,11 @@ class MemguardPlugin(WorkerPlugin):  # type: ignore[misc] # distributed is optio
             raise ImportError(
                 f"memguard.integrations.dask needs dask.distributed ({_missing})\n    fix: pip install distributed"
             )
-        from memguard import _config
+        from memguard import _budget
 
-        whole = _config.of(budget)
+        whole = _budget.of(budget)
         if whole.monitor is None:
-            whole = whole.model_copy(update={"monitor": _config.MonitorConfig()})
+            whole = whole.model_copy(update={"monitor": _budget.MonitorConfig()})
         self.budget, self._workers = part_of_worker(whole, workers_per_gpu), workers_per_gpu
         self.pause, self.simulate, self.missing_gpu = pause, simulate, missing_gpu
         self._attached: dict[int, Attached] = {}  # several, if workers are threads of one process

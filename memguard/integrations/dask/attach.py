@@ -8,21 +8,21 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import memguard
-from memguard import _api
-from memguard._blocks import Block
+from memguard import api
+from memguard._base.blocks import Block
+from memguard._base.types import Event, Pressure, Sample
+from memguard._base.undo import Undo
 from memguard._devices import suspension
-from memguard._types import Event, Pressure, Sample
-from memguard._undo import Undo
 from memguard.errors import NotActive
 from memguard.integrations import tables as common
 from memguard.integrations.dask import tables, task_errors
 from memguard.integrations.dask.pause import Pause
 
 if TYPE_CHECKING:
-    from memguard._api import MissingGpu
-    from memguard._config import Budget
-    from memguard._guard import Guard
+    from memguard._budget import Budget
+    from memguard._guard.guard import Guard
     from memguard._oom.report import Report
+    from memguard.api import MissingGpu
 
 TOPIC = "memguard"
 """Of the scheduler's events: `client.get_events("memguard")`."""
@@ -89,7 +89,7 @@ class Attached:
     # the monitor's thread, and those of tasks
 
     def _on_sample(self, sample: Sample) -> None:
-        monitor = _api.current_session().monitor
+        monitor = api.current_session().monitor
         if monitor is None:
             return
         state, self._sample = monitor.state, sample

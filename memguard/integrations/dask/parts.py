@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from memguard._config import Budget
-from memguard._config.parts import part_of, refuse_ranks, said_of_a_part
+from memguard._budget import Budget
+from memguard._budget.parts import part_of, refuse_ranks, said_of_a_part
 from memguard.errors import PlanError
 
 

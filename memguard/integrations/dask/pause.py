@@ -15,8 +15,8 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from memguard._logs import log as _log
-from memguard._undo import Undo
+from memguard._base.logs import log as _log
+from memguard._base.undo import Undo
 
 _DECIDE = "_maybe_pause_or_unpause"
 """The method of distributed's WorkerMemoryManager that pauses and resumes; private, since 2022."""

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from memguard._text import shown
-from memguard._units import format_size
+from memguard._base.text import shown
+from memguard._base.units import format_size
 from memguard.integrations import tables
 
 METRIC = "memguard"

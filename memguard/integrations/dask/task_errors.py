@@ -13,10 +13,10 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from memguard._logs import log as _log
-from memguard._logs import text_of
+from memguard._base.logs import log as _log
+from memguard._base.logs import text_of
+from memguard._base.undo import Undo
 from memguard._oom import hooks
-from memguard._undo import Undo
 
 if TYPE_CHECKING:
     from memguard._oom.report import Report

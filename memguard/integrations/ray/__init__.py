@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from memguard._api import BudgetLike
-    from memguard._types import Device
+    from memguard._base.types import Device
+    from memguard.api import BudgetLike
     from memguard.integrations.ray.worker import Worker
 
 __all__ = ["node_resources", "options", "runtime_env", "setup"]
@@ -66,10 +66,10 @@ def options(
     Raises ConfigError; PlanError for a budget from which no part follows, or that does not fit the GPU; ValueError for
     what cannot be merged, and another `num_gpus`.
     """
-    from memguard import _config
+    from memguard import _budget
     from memguard.integrations.ray import parts
 
-    whole = _config.of(budget)
+    whole = _budget.of(budget)
     devices = _devices(gpu) if gpu is not None else ()
     own = whole
     if num_gpus is None:
@@ -91,11 +91,11 @@ def node_resources(simulate: str | Sequence[str] | None = None) -> dict[str, int
 
     Raises DeviceError.
     """
-    from memguard import _api
-    from memguard._units import MIB
+    from memguard import api
+    from memguard._base.units import MIB
     from memguard.integrations.ray.parts import UNITS
 
-    host = _api._host(simulate)
+    host = api._host(simulate)
     try:
         return {UNITS: sum(one.usable for one in host.devices()) // MIB}
     finally:
@@ -122,8 +122,8 @@ def _environment(
     budget: BudgetLike, whole: bool, simulate: str | Sequence[str] | None, more: Mapping[str, Any]
 ) -> dict[str, Any]:
     """`more` with the budget and the hook in its `env_vars`."""
-    from memguard import _config
-    from memguard._config.parts import refuse_ranks
+    from memguard import _budget
+    from memguard._budget.parts import refuse_ranks
     from memguard.integrations.ray.asked import HOOK, VARIABLE, Asked
 
     if not isinstance(more, Mapping):
@@ -144,7 +144,7 @@ def _environment(
             f"env_vars has {VARIABLE}, which memguard sets itself\n"
             "    fix: leave it out: one runtime_env has one budget"
         )
-    loaded = _config.of(budget)
+    loaded = _budget.of(budget)
     refuse_ranks(loaded, "Ray's", "as num_gpus says what part of a GPU a worker has")
     asked = Asked.of(loaded, whole=whole, simulate=simulate, setup=None if setup == HOOK else setup)
     variables[VARIABLE] = asked.text()
@@ -164,7 +164,7 @@ def _hook_variable() -> str | None:
         ) from None
     found: str | None = getattr(ray_constants, _CONSTANT, None)
     if found is None:
-        from memguard._logs import log
+        from memguard._base.logs import log
 
         log.warning(
             "this version of Ray has no %s: a budget holds in the runtime_env of ray.init alone, and not in that of a "

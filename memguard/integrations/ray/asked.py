@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from memguard import _config
-from memguard._config import Budget, MonitorConfig
+from memguard import _budget
+from memguard._budget import Budget, MonitorConfig
 
 VARIABLE = "MEMGUARD_RAY"
 """The environment variable. It holds the budget itself: a worker's machine need not have the file."""
@@ -51,7 +51,7 @@ class Asked:
         try:
             found = json.loads(environ[VARIABLE])
             budget, simulate = found.pop("budget"), tuple(found.pop("simulate"))
-            return cls(_config.received(budget, found["source"]), simulate=simulate, **found)
+            return cls(_budget.received(budget, found["source"]), simulate=simulate, **found)
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(
                 f"{VARIABLE} is not what memguard.integrations.ray.runtime_env writes: {error}\n"

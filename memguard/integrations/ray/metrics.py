@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from memguard._metrics.figures import EVERY, figures
-from memguard._metrics.source import Source, script
-from memguard._types import Sample
+from memguard._base.types import Sample
+from memguard._node.metrics.figures import EVERY, figures
+from memguard._node.metrics.source import Source, script
 
 if TYPE_CHECKING:
-    from memguard._monitor.session import Session
+    from memguard._runtime.session import Session
 
 _NAN = float("nan")
 _gauges: dict[tuple[str, tuple[str, ...]], Any] = {}

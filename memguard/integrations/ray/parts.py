@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from fractions import Fraction
 from math import ceil
 
-from memguard._config import Budget
-from memguard._config.parts import multiplied
-from memguard._policy import plan
-from memguard._types import Device
-from memguard._units import MIB, format_size
+from memguard._base.types import Device
+from memguard._base.units import MIB, format_size
+from memguard._budget import Budget
+from memguard._budget.parts import multiplied
+from memguard._budget.policy import plan
 from memguard.errors import PlanError
 
 UNITS = "gpu_memory_mib"

@@ -11,12 +11,12 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from memguard._logs import log as _log
-from memguard._logs import text_of
+from memguard._base.logs import log as _log
+from memguard._base.logs import text_of
 from memguard._oom import hooks
 
 if TYPE_CHECKING:
-    from memguard._undo import Undo
+    from memguard._base.undo import Undo
 
 _FIRST = ["self", "function_name", "traceback_str", "cause"]
 

@@ -19,12 +19,12 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import memguard
-from memguard import _api
-from memguard._activation import _memguard_environment as environment
-from memguard._blocks import Block
-from memguard._config.parts import said_of_a_part
-from memguard._logs import log as _log
-from memguard._undo import Undo
+from memguard import api
+from memguard._base.blocks import Block
+from memguard._base.logs import log as _log
+from memguard._base.undo import Undo
+from memguard._budget.parts import said_of_a_part
+from memguard._runtime.activation import _memguard_environment as environment
 from memguard.errors import DeviceError, PlanError
 from memguard.integrations.ray import reports
 from memguard.integrations.ray.asked import HOOK, Asked
@@ -32,7 +32,7 @@ from memguard.integrations.ray.metrics import Metrics
 from memguard.integrations.ray.parts import exact, part
 
 if TYPE_CHECKING:
-    from memguard._guard import Guard
+    from memguard._guard.guard import Guard
 
 _ASSIGN = "set_visible_accelerator_ids"
 """Of `ray._private.utils`: called before each task, and before an actor is made."""
@@ -162,7 +162,7 @@ class Worker:
     def _enter(self, block: Block[Guard], job: str) -> None:
         if not block.__enter__().active:  # switched off: the log says why
             return
-        session = _api.current_session()
+        session = api.current_session()
         metrics = Metrics(session, job)
         session._undo.add("the figures in Ray's metrics", metrics.end)  # also where the program ends the budget
         watch = memguard.on_sample(metrics.tell)

@@ -115,7 +115,7 @@ def pushed(ordinal):
 
 
 def ordinals():
-    from memguard._units import gpu_uuid
+    from memguard._base.units import gpu_uuid
 
     return {gpu_uuid(gpu.uuid): number for number, gpu in enumerate(gpus)} if initialised else {}
 

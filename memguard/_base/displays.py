@@ -1,0 +1,99 @@
+"""How a plan and an event look, as text and in a notebook; and tables in HTML. Pure.
+
+The HTML has inline styles, as notebooks remove style sheets from what they show.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from memguard._base.text import visible
+from memguard._base.units import format_size
+
+if TYPE_CHECKING:
+    from memguard._base.types import DevicePlan, Event, Plan
+
+_LEFT, _RIGHT = "text-align: left", "text-align: right"
+_RULE = "border-top: 1px solid #888"
+_LEVELS = {"warn": "color: #a65f00", "critical": "color: #b3001b"}
+
+
+def html(text: str) -> str:
+    """The text as HTML: nothing in it is a tag, and nothing that it has is invisible."""
+    from html import escape
+
+    return escape(visible(text))
+
+
+def table(caption: str, head: Sequence[str], groups: Sequence[Sequence[Sequence[str]]], numbers: Container[str]) -> str:
+    """Rows of cells below a caption (HTML), with a rule between the groups. Columns in `numbers` are to the right."""
+    sides = [_RIGHT if name in numbers else _LEFT for name in head]
+    styles = ["", *[f' style="{_RULE}"'] * len(groups)]
+    bodies = (
+        f"<tbody{style}>{''.join(_row('td', row, sides) for row in group)}</tbody>"
+        for style, group in zip(styles, groups, strict=False)
+        if group
+    )
+    top = f'<caption style="{_LEFT}; caption-side: top">{caption}</caption>'
+    return "\n".join(["<table>", top, f"<thead>{_row('th', head, sides)}</thead>", *bodies, "</table>"])
+
+
+def _row(tag: str, row: Sequence[str], sides: Sequence[str]) -> str:
+    written = (f'<{tag} style="{side}">{html(cell)}</{tag}>' for side, cell in zip(sides, row, strict=True))
+    return f"<tr>{''.join(written)}</tr>"
+
+
+def plan_text(plan: Plan, holds: Mapping[str, str] | None, notes: Iterable[str] = ()) -> str:
+    """Each GPU's plan in lines. `holds` says how each framework's cap holds now; one that is left out is shut down.
+
+    None: how they hold is not known.
+    """
+    lines = []
+    for part in plan.devices:
+        lines.append(f"{_name(part)} {part.device.uuid}: {_about(part)}")
+        lines += [f"  {name:<11}{cap:>12}  {how}".rstrip() for name, cap, how in _caps(part, holds)]
+    return "\n".join([*lines, *(f"note: {note}" for note in notes)])
+
+
+def plan_html(plan: Plan, holds: Mapping[str, str] | None, notes: Iterable[str] = ()) -> str:
+    """The same for notebooks."""
+    tables = [
+        table(
+            f"<b>{html(_name(part))}</b> {html(part.device.uuid)}<br>{html(_about(part))}",
+            ("framework", "cap", "" if holds is None else "cap is"),
+            [list(_caps(part, holds))],
+            ("cap",),
+        )
+        for part in plan.devices
+    ]
+    return "\n".join([*tables, *(f"<div>note: {html(note)}</div>" for note in notes)])
+
+
+def _name(part: DevicePlan) -> str:
+    return part.device.name + (" (simulated)" if part.device.simulated else "")
+
+
+def _about(part: DevicePlan) -> str:
+    return (
+        f"limit {format_size(part.limit)}, reserve {format_size(part.reserve)} ({part.reserve_source}), "
+        f"unallocated {format_size(part.unallocated)}"
+    )
+
+
+def _caps(part: DevicePlan, holds: Mapping[str, str] | None) -> Iterator[tuple[str, str, str]]:
+    for name, cap in part.caps.items():
+        how = [] if holds is None else [holds.get(name, "shut down")]
+        if name in part.elastic:
+            least, most = part.elastic[name]
+            how.append(f"min {format_size(least)}, max {format_size(most)}")
+        yield name, format_size(cap), ", ".join(how)
+
+
+def event_html(event: Event) -> str:
+    """Its time of day, level, kind and text in one line."""
+    at, level = time.strftime("%H:%M:%S", time.localtime(event.time)), str(event.level or "")
+    style = _LEVELS.get(level, "")
+    marked = f'<b style="{style}">{html(level)}</b> ' if level else ""
+    return f"<div><code>{at}</code> {marked}{html(event.kind)}: {html(event.text)}</div>"

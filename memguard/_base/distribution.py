@@ -1,0 +1,63 @@
+"""Where this copy of memguard was installed from, as an argument for `pip install`.
+
+On PyPI `memguard` is another project: no message may tell anybody to install that name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from importlib import metadata
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+NAME = "memguard-gpu"
+_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
+def requirement() -> str:
+    """What installs this copy again, quoted for a shell: a folder, a wheel, a URL, else `memguard-gpu`.
+
+    Read from the installation's `direct_url.json` (PEP 610). The root of a checkout that is not installed is a folder
+    too.
+    """
+    for found in metadata.distributions(name=NAME, path=[_ROOT, *sys.path]):
+        try:
+            origin = json.loads(found.read_text("direct_url.json") or "{}")
+            if _is_this_copy(found, origin):
+                return _argument(origin)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # a damaged file is no reason to fail
+            continue
+    return shlex.quote(_ROOT) if os.path.isfile(os.path.join(_ROOT, "pyproject.toml")) else NAME
+
+
+def _is_this_copy(found: metadata.Distribution, origin: dict[str, Any]) -> bool:
+    """An installed memguard-gpu may be another copy than the one that runs, for example from PYTHONPATH."""
+    places = [str(found.locate_file(""))]
+    if "dir_info" in origin:  # an editable installation runs from the folder that it was installed from
+        places.append(_path(origin["url"]) or "")
+    return os.path.realpath(_ROOT) in map(os.path.realpath, places)
+
+
+def _argument(origin: dict[str, Any]) -> str:
+    if "url" not in origin:
+        return NAME
+    url = origin["url"]
+    path = _path(url)
+    if "vcs_info" in origin:
+        vcs = origin["vcs_info"]
+        folder = f"#subdirectory={origin['subdirectory']}" if "subdirectory" in origin else ""
+        return shlex.quote(f"{NAME} @ {vcs['vcs']}+{url}@{vcs['commit_id']}{folder}")
+    if path is None:
+        return shlex.quote(f"{NAME} @ {url}")
+    if not os.path.exists(path):  # the wheel was deleted since
+        return NAME
+    return ("-e " if origin.get("dir_info", {}).get("editable") else "") + shlex.quote(path)
+
+
+def _path(url: str) -> str | None:
+    """The path of a `file:` URL; None for any other."""
+    parts = urlsplit(url)
+    return unquote(parts.path) if parts.scheme == "file" else None

@@ -1,0 +1,364 @@
+"""memguard's data, as frozen dataclasses and tuples. All sizes are bytes; None means unknown, never 0.
+
+What each word means is in `docs/words.md`. Python writes and compiles six methods for a frozen dataclass when it is
+imported, 0.4 ms for each class; a NamedTuple takes 0.06. So what only memguard itself makes and reads is a NamedTuple.
+"""
+
+# Without `from __future__ import annotations`, which makes typing compile the annotation of each field of a NamedTuple.
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+from memguard._base.text import shown, visible
+from memguard._base.units import format_size
+
+
+class State(Enum):
+    """How far a framework has come in this process."""
+
+    ABSENT = "absent"
+    IMPORTABLE = "importable"
+    IMPORTED = "imported"
+    LIVE = "live"
+
+
+class Enforcement(Enum):
+    """How a cap holds."""
+
+    ENFORCED = "enforced"  # the framework's own allocator refuses
+    PENDING = "pending"  # enforced as soon as the framework is imported or initialises CUDA
+    WATCHED = "watched"  # only observed: nothing refuses, or what refused was changed since
+    ABSENT = "absent"  # not installed, or a build without CUDA
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU. `index` is NVML's; `ordinal` is CUDA's in this process, None until CUDA was asked.
+
+    `total` is NVML's total; `reserved` the part of it that the driver keeps (NVML v2; None on older
+    drivers). `usable` is what CUDA reports as total: measured equal to total − reserved on an H200.
+
+    `unified`: the GPU has no memory of its own and allocates from the machine's (DGX Spark's GB10, Jetson), so that
+    NVML has no figures of it. `total` is then CUDA's (`cuDeviceTotalMem`), and `reserved` None.
+    """
+
+    uuid: str
+    name: str
+    index: int
+    total: int
+    reserved: int | None
+    architecture: str
+    ordinal: int | None = None
+    simulated: bool = False
+    unified: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("uuid", "name", "architecture"):  # from a driver or a file, and on their way to a terminal
+            object.__setattr__(self, name, visible(getattr(self, name), keep=""))
+
+    @property
+    def usable(self) -> int:
+        return self.total - (self.reserved or 0)
+
+
+class MemoryInfo(NamedTuple):
+    """NVML's memory figures of one device. With v2, total = reserved + used + free to the byte.
+
+    Where `reserved` is None (NVML v1), `used` contains the driver's reserve.
+
+    Of a GPU with unified memory NVML knows nothing: `used` is None, `total` is CUDA's, and `free` what the machine can
+    give out, at most `total`. It is the larger of the kernel's `MemAvailable` and of `cuda_free`, CUDA's own figure
+    (`cuMemGetInfo`), which leaves out the file cache that the kernel would give up; None before this process has a
+    context. Nothing adds up to `total` there.
+    """
+
+    total: int
+    reserved: int | None
+    used: int | None
+    free: int
+    cuda_free: int | None = None
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """One device's part of a plan: limit = reserve + Σ caps + unallocated.
+
+    The caps of elastic frameworks are those of now: the rest are what they are for good. Those of `joined` frameworks
+    are one and the same, which they share: it counts once in the sum.
+    """
+
+    device: Device
+    limit: int
+    reserve: int
+    caps: Mapping[str, int]
+    unallocated: int
+    reserve_source: str = "auto"
+    elastic: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """The least and the most of each elastic framework, in bytes: its cap moves between them."""
+    joined: tuple[str, ...] = ()
+    """The frameworks that draw from one driver pool (`strategy: pool`)."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The budget resolved against devices. `options` holds what a framework needs beside its caps."""
+
+    devices: tuple[DevicePlan, ...]
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def caps(self, framework: str) -> dict[str, int]:
+        """The framework's cap on every device, by UUID."""
+        return {d.device.uuid: d.caps[framework] for d in self.devices if framework in d.caps}
+
+
+class Usage(NamedTuple):
+    """What a framework holds on one device. A tuple, as the monitor makes them many times a second.
+
+    held         bytes it has taken from the driver; None if it does not report them
+    in_use       bytes that live arrays occupy
+    reclaimable  the part of held − in_use that a trim would really return; None if not known
+    held_at_least, held_at_most   bounds if `held` is None
+    """
+
+    held: int | None
+    in_use: int | None
+    reclaimable: int | None = None
+    held_at_least: int | None = None
+    held_at_most: int | None = None
+    peak: int | None = None
+
+
+usage_of: Callable[[tuple[int | None, int | None, int | None, int | None, int | None, int | None]], Usage]
+usage_of = partial(tuple.__new__, Usage)
+"""A Usage from all its fields, in half the time that the class takes: each reading makes one for each framework. The
+others below that end in `_of` are the same."""
+memory_info_of: Callable[[tuple[int, int | None, int | None, int, int | None]], MemoryInfo]
+memory_info_of = partial(tuple.__new__, MemoryInfo)
+
+
+class Moment(NamedTuple):
+    """What was known when one request for GPU memory was refused. Sizes are bytes; None if not known.
+
+    source: refusal (memguard's own allocator refused it), observer (the framework's allocator told), text (of the
+    error), peak (the most that the framework ever had in use) or sample (the monitor's last one). `held`, `in_use` and
+    `reclaimable` are of the framework, as in `Usage`; `free` is of the GPU. `thread` is 0 if not known. `pooled` is the
+    part of `in_use` that idles in private pools: readings of another time do not count it. `id` names the record of
+    the refusal, process and number, as `memguard_refusal` on its exception; None without a record. `no_room` is why
+    memguard could not try to make room for it (`another thread held memguard's lock for 2 s`).
+    """
+
+    framework: str
+    source: Literal["refusal", "observer", "text", "peak", "sample"]
+    time: float
+    uuid: str | None = None
+    requested: int | None = None
+    held: int | None = None
+    in_use: int | None = None
+    reclaimable: int | None = None
+    cap: int | None = None
+    free: int | None = None
+    thread: int = 0
+    pooled: int | None = None
+    id: str | None = None
+    no_room: str | None = None
+
+    @property
+    def cached(self) -> int | None:
+        return None if self.held is None or self.in_use is None else max(self.held - self.in_use, 0)
+
+
+class Shortage(NamedTuple):
+    """A request that an allocator cannot serve, before it is refused for good. Sizes are bytes.
+
+    `asked` is what the program asked for, `needed` the most that the allocator would take from the driver for it.
+    `full`: the driver refused, as the GPU has not so much left; else the cap forbids it.
+    """
+
+    framework: str
+    uuid: str
+    asked: int
+    needed: int
+    full: bool
+
+
+class Room(NamedTuple):
+    """What was done so that one request may be served, in bytes.
+
+    `returned` is what each sibling gave back, as NVML says. `cap` is the requester's before and after; None if it did
+    not move. `missing` is what still lacks; 0 if the request fits now. `live` is what siblings hold in live arrays
+    above what is theirs for good (their min): only the program can free it.
+    """
+
+    returned: Mapping[str, int]
+    cap: tuple[int, int] | None
+    missing: int
+    live: Mapping[str, int]
+
+
+class Applied(NamedTuple):
+    """The result of applying a cap: how it holds, how to undo it, or why it cannot be undone.
+
+    Exactly one of `undo` and `permanent` is set.
+    """
+
+    enforcement: Enforcement
+    undo: Callable[[], None] | None = None
+    permanent: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+class TraceEvent(NamedTuple):
+    """One line of an allocation trace (`docs/trace.md`).
+
+    `op` is `alloc` and `free` (with `id`), `in_use` (a framework that reports only its level), `trim`,
+    or `mark` (what was really held and in use at that moment: for comparing, not for replaying).
+    `time` is seconds; `device` the position in the trace header's device list.
+    """
+
+    time: float
+    framework: str
+    op: str
+    id: int | None = None
+    bytes: int | None = None
+    held: int | None = None
+    in_use: int | None = None
+    device: int = 0
+
+
+@dataclass
+class WorkloadReport:
+    """What a `workload` block did, in bytes in use. Filled in when the block ends; None if unknown.
+
+    `peak` is also None if the process had been higher before the block: frameworks keep only one peak. `reserved` is
+    what it asked for with `needs`; `waited` the seconds that it waited its turn for that.
+    """
+
+    name: str
+    framework: str
+    before: int | None = None
+    after: int | None = None
+    peak: int | None = None
+    reserved: int | None = None
+    waited: float = 0.0
+
+    @property
+    def delta(self) -> int | None:
+        """What the block left allocated."""
+        return None if self.after is None or self.before is None else self.after - self.before
+
+    def __str__(self) -> str:
+        peak = "no higher than it had been" if self.peak is None else format_size(self.peak)
+        left = "what it left is unknown"
+        if self.delta is not None:
+            left = f"{format_size(abs(self.delta))} {'more' if self.delta >= 0 else 'less'} in use than before"
+        waited = f", after it waited {self.waited:.1f} s" if self.waited else ""
+        return shown(f"{visible(self.name, keep='')}: {self.framework} peak {peak}, {left}{waited}")
+
+    def __repr__(self) -> str:
+        return f"<WorkloadReport {self}>"
+
+
+class Pressure(StrEnum):
+    """How close a framework is to its cap, or the process to its limit on a GPU. Equal to its name as text."""
+
+    OK = "ok"
+    WARN = "warn"
+    CRITICAL = "critical"
+
+    @property
+    def rank(self) -> int:
+        return list(Pressure).index(self)
+
+
+class FrameworkSample(NamedTuple):
+    """One framework on one GPU at one moment, in bytes; None if unknown."""
+
+    held: int | None
+    in_use: int | None
+    reclaimable: int | None
+    cap: int | None
+
+
+class DeviceSample(NamedTuple):
+    """One GPU at one moment, in bytes. `process` is what this process holds by NVML; None if unknown.
+
+    `used` is NVML's; None on a GPU with unified memory, where `free` is what the machine can give out.
+    """
+
+    uuid: str
+    total: int
+    used: int | None
+    free: int
+    process: int | None
+    limit: int | None
+    overhead: int
+    unaccounted: int | None
+    frameworks: Mapping[str, FrameworkSample]
+
+
+class Sample(NamedTuple):
+    """The ledger's figures without its rows, as the monitor reads them. `time` is as `time.time()`."""
+
+    time: float
+    devices: tuple[DeviceSample, ...]
+
+
+framework_sample_of: Callable[[tuple[int | None, int | None, int | None, int | None]], FrameworkSample]
+framework_sample_of = partial(tuple.__new__, FrameworkSample)
+device_sample_of: Callable[
+    [tuple[str, int, int | None, int, int | None, int | None, int, int | None, Mapping[str, FrameworkSample]]],
+    DeviceSample,
+] = partial(tuple.__new__, DeviceSample)
+sample_of: Callable[[tuple[float, tuple[DeviceSample, ...]]], Sample] = partial(tuple.__new__, Sample)
+
+
+class Event(NamedTuple):
+    """Something that the monitor or the guard noticed, or that was done.
+
+    kind: pressure (its level changed), forecast (cap or limit is reached in `seconds`), leak (a workload leaves more
+    behind each time; without a framework: unaccounted memory goes on growing), probe (a probe failed, or works again),
+    trim, oom, note (a cap no longer holds, or holds again; a setting made later met it), refused (only in timelines:
+    an allocator refused `times` requests, whether or not the program catches the errors), peak (only in timelines: an
+    allocator says that it had `bytes` in use at most so far), workload (only in timelines: one has ended, after
+    `seconds`, or `times` of them in a row; `bytes` is the peak), reclaim (siblings gave back
+    `bytes` for `framework`, or its elastic cap moved), retry (a function is run again, after `bytes` came back),
+    suspended (the process left its GPUs with `bytes`, within `seconds`: no sample follows until the next), resumed,
+    lease (another process uses `bytes` of a GPU, more than its lease or without one; or this one's lease is gone).
+
+    Of a refused request `bytes` is what was asked for. `held`, `in_use`, `reclaimable` and `cap` are the framework's at
+    that moment, and `free` is the GPU's, all in bytes.
+    """
+
+    time: float
+    kind: str
+    text: str
+    level: Pressure | None = None
+    uuid: str | None = None
+    framework: str | None = None
+    seconds: float | None = None
+    bytes: int | None = None
+    times: int | None = None
+    held: int | None = None
+    in_use: int | None = None
+    reclaimable: int | None = None
+    cap: int | None = None
+    free: int | None = None
+
+    def __str__(self) -> str:
+        """`critical pressure: torch: ...`, without the time."""
+        return shown(f"{f'{self.level} ' if self.level is not None else ''}{self.kind}: {self.text}")
+
+    def __repr__(self) -> str:
+        """The fields that it has."""
+        known = ((name, getattr(self, name)) for name in self._fields)
+        said = (f"{name}={(str(value) if name == 'level' else value)!r}" for name, value in known if value is not None)
+        return shown(f"<Event {' '.join(said)}>")
+
+    def _repr_html_(self) -> str:
+        from memguard._base.displays import event_html
+
+        return event_html(self)

@@ -1,0 +1,671 @@
+"""The decisions: budget and devices in, a plan out. Pure: no clock, thread, environment or GPU.
+
+`plan` returns a Plan or raises PlanError with every problem. Shares are divided by largest remainder in whole
+granules of 2 MiB, so caps never add up to more than was declared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from fractions import Fraction
+from math import ceil
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+from memguard._base.advice import Advice
+from memguard._base.specs import (
+    CONTEXT,
+    NEVER_GIVE_BACK,
+    OVERHEADS,
+    SECOND_CONTEXT,
+    SLACK,
+    SPECS,
+    FrameworkSpec,
+    Outside,
+)
+from memguard._base.types import Device, DevicePlan, MemoryInfo, Plan, Room, Usage
+from memguard._base.units import GRANULE, MIB, format_size, round_down
+from memguard._budget.joint import joined, members
+from memguard.errors import PlanError, Problem
+
+if TYPE_CHECKING:
+    from memguard._budget import Budget
+    from memguard._budget.ranks import Sharing
+
+T = TypeVar("T")
+
+SMALLER = {"turing": Fraction(3, 4), "ampere": Fraction(7, 8), "ada": Fraction(7, 8)}
+"""A context grows with the number of multiprocessors, so less is kept on older architectures. Not measured by us."""
+
+
+def auto_reserve(
+    architecture: str, frameworks: Sequence[str], communicators: int = 0, second_context: bool = False
+) -> int:
+    """`reserve: auto` in bytes, from the architecture and what the budget *declares*: import order changes no cap."""
+    libraries = [f"nccl {number}" for number in range(1, communicators + 1)] + [SECOND_CONTEXT] * second_context
+    needed = CONTEXT + sum(workspace(name) for name in (*frameworks, *libraries)) + SLACK
+    return round_down(int(needed * SMALLER.get(architecture, Fraction(1))))
+
+
+def workspace(name: str) -> int:
+    """What the reserve keeps for a framework, or for a library that `Framework.libraries` names, in bytes."""
+    found = _outside(name)
+    return found.workspace if found is not None else 128 * MIB
+
+
+def modules(name: str) -> int:
+    """The most that was measured of a framework or library outside every cap, in bytes; 0 if nothing was measured."""
+    found = _outside(name)
+    return found.modules if found is not None else 0
+
+
+def _outside(name: str) -> FrameworkSpec | Outside | None:
+    return SPECS.get(name) or OVERHEADS.get(name) or OVERHEADS.get(name.rpartition(" ")[0])
+
+
+def needs_ordinals(budget: Budget) -> bool:
+    """Whether the budget names a GPU by CUDA ordinal, so that CUDA must be asked for its numbering."""
+    return any(_is_ordinal(key) for key in budget.devices)
+
+
+class _Rule(Generic[T]):
+    """A value that the budget sets for one device, and the entry that sets it."""
+
+    def __init__(self, value: T, at: tuple[str, ...]) -> None:
+        self.value, self.at = value, at
+
+
+def plan(budget: Budget, devices: Sequence[Device], sharing: Sharing | None = None) -> Plan:
+    """Resolve the budget against the devices. Raises PlanError if it does not fit one of them.
+
+    `sharing` says how many ranks share each of them: the plan is that of one rank, whose limits are its part of the
+    budget's, in whole granules, so that together they are never more. Without it, as `ranks: {per_gpu: 2}` says.
+    """
+    whole = _resolved(budget, devices)
+    if sharing is None and isinstance(budget.ranks, int):
+        from memguard._budget import ranks  # few budgets are for ranks
+
+        sharing = ranks.declared(budget.ranks, None)
+    if sharing is None:
+        return whole
+    from memguard._budget.parts import part_of, with_nccl  # a budget that is for one process needs nothing of it
+
+    among = {device.uuid: sharing.on(device.ordinal) for device in devices}
+    if sharing.nccl:
+        budget = with_nccl(budget)
+    parts: dict[str, DevicePlan] = {}
+    for sharers in {*among.values()}:
+        own = [device for device in devices if among[device.uuid] == sharers]
+        resolved = _resolved(part_of(budget, sharers), own, sharers)
+        parts.update((part.device.uuid, part) for part in resolved.devices)
+    return replace(whole, devices=tuple(parts[device.uuid] for device in devices))
+
+
+def _resolved(budget: Budget, devices: Sequence[Device], sharers: int = 1) -> Plan:
+    """The budget, or its part for one of `sharers` ranks, on these devices."""
+    problems: list[Problem] = []
+    plans = []
+    matched: set[str] = set()
+    if needs_ordinals(budget) and any(device.ordinal is None for device in devices):
+        problems.append(
+            budget.problem(
+                ("devices",),
+                "GPUs are named by CUDA ordinal, but CUDA's numbering cannot be read here",
+                "name the GPUs by UUID (`nvidia-smi -L`), or run `memguard doctor` to see why CUDA does not start",
+            )
+        )
+    tight = _Tight(sharers)
+    for device in devices:
+        limit: _Rule[Fraction | int] = _Rule(budget.device.limit, ("device",))
+        reserve: _Rule[int | str] = _Rule(budget.device.reserve, ("device",))
+        keys = [str(key) for key in budget.devices if _matches(str(key), device)]
+        matched.update(keys)
+        overrides = {str(key): value for key, value in budget.devices.items()}
+        for key in sorted(keys, key=_precedence, reverse=True):  # the strongest is applied last
+            override = overrides[key]
+            limit = limit if override.limit is None else _Rule(override.limit, ("devices", key))
+            reserve = reserve if override.reserve is None else _Rule(override.reserve, ("devices", key))
+        resolved = _device_plan(budget, device, limit, reserve, tight, sharers)
+        if resolved is not None:
+            plans.append(resolved)
+    problems += tight.problems(budget)
+    if problems:
+        raise PlanError(problems, budget.source or "plan")
+    options = {
+        name: {option.name: getattr(framework, option.name) for option in SPECS[name].options if option.applied}
+        for name, framework in budget.frameworks.items()
+    }
+    idle = [str(key) for key in budget.devices if str(key) not in matched]
+    notes = [f"devices: {key!r} names none of the GPUs that this process sees" for key in idle]
+    return Plan(tuple(plans), options, (*notes, *_fixed(budget)))
+
+
+def _fixed(budget: Budget) -> Iterator[str]:
+    """The elastic shares of frameworks whose caps cannot move."""
+    from memguard._budget.values import text
+
+    for name, framework in budget.frameworks.items():
+        if framework.min is not None and name in NEVER_GIVE_BACK:
+            yield (
+                f"{name}: its limit cannot change while it runs, and its pool gives nothing back, so of min "
+                f"{text(framework.min)} and max {text(framework.max)} it gets its min; raise that if it needs more"
+            )
+
+
+class _Tight:
+    """What does not fit, on all devices: one number in a fix has to do for each of them.
+
+    `found` holds a place, what is wrong there on one device, and what to do (None: lower the parts to fit each room).
+    `most` is the least that CUDA can give of the GPUs that a limit is set for, `least` the most that one of them needs.
+    With several `sharers` the budget is the part of one of them.
+    """
+
+    def __init__(self, sharers: int = 1) -> None:
+        self.sharers = sharers
+        self.found: list[tuple[tuple[str, ...], str, str | None]] = []
+        self.rooms: list[int] = []
+        self.most: dict[tuple[str, ...], int] = {}
+        self.least: dict[tuple[str, ...], int] = {}
+
+    def problems(self, budget: Budget) -> list[Problem]:
+        if self.sharers > 1:
+            return [
+                budget.problem(loc, f"{message}: one of {self.sharers} ranks that share it", self._for_all(loc))
+                for loc, message, _ in self.found
+            ]
+        return [budget.problem(loc, message, fix or self._fix(budget, loc)) for loc, message, fix in self.found]
+
+    def _for_all(self, loc: tuple[str, ...]) -> str:
+        """What to do where it fits one process and not several: the limit in the file is that of all of them."""
+        fewer = "start fewer ranks on a GPU"
+        if loc in self.least and loc[-1] != "max":
+            needed = -(-self.least[loc] * self.sharers // MIB)
+            return f"{fewer}, raise {'.'.join(loc)}.limit to {needed}MiB, or lower its reserve"
+        return f"{fewer}, raise device.limit, or write shares instead of bytes"
+
+    def _fix(self, budget: Budget, loc: tuple[str, ...]) -> str:
+        from memguard._budget import suggestions
+
+        if loc[-1] == "limit" and loc in self.most:
+            return f"lower it to at most {self.most[loc] // MIB}MiB or write a percentage"
+        if loc[-1] == "max":
+            return f"raise its max to at least {-(-self.least[loc] // MIB)}MiB, or lower its min"
+        if loc in self.least:
+            entry = ".".join(loc)
+            return f"raise {entry}.limit to {-(-self.least[loc] // MIB)}MiB, or lower {entry}.reserve"
+        shares, limits = _parts(budget)
+        elastic = [name for name, part in budget.frameworks.items() if part.min is not None]
+        lowered = suggestions.as_text(suggestions.fitting(shares, limits, min(self.rooms)), elastic)
+        raised = "" if self.most else ", or raise device.limit"  # that is said to be too large for a GPU already
+        if not lowered:
+            return f"not even the smallest caps fit: name fewer frameworks{raised}"
+        parts = "shares, limits or minima" if elastic else "shares or limits"
+        return f"lower {parts}, for example to {lowered}{raised}"
+
+
+def _parts(budget: Budget) -> tuple[dict[str, Fraction], dict[str, int]]:
+    """What the budget's frameworks get in any case: shares, and bytes."""
+    parts = {name: framework.guaranteed for name, framework in budget.frameworks.items()}
+    shares = {name: part for name, part in parts.items() if isinstance(part, Fraction)}
+    return shares, {name: round_down(part) for name, part in parts.items() if isinstance(part, int)}
+
+
+def _device_plan(
+    budget: Budget,
+    device: Device,
+    limit_rule: _Rule[Fraction | int],
+    reserve_rule: _Rule[int | str],
+    tight: _Tight,
+    sharers: int,
+) -> DevicePlan | None:
+    """The plan of one device; None if something does not fit it, which is in `tight` then."""
+    label = f"{device.name} ({device.uuid})"
+    share = limit_rule.value
+    limit = int(share * device.usable) if isinstance(share, Fraction) else share
+    limit = round_down(limit) if sharers > 1 else limit
+    fits = limit <= device.usable
+    if not fits:
+        message = f"the limit of {format_size(limit)} is more than {label} has ({format_size(device.usable)})"
+        at = (*limit_rule.at, "limit")
+        tight.found.append((at, message, None))
+        tight.most[at] = min(device.usable, tight.most.get(at, device.usable))
+        limit = device.usable // MIB * MIB  # what does not fit into the rest either is said at once
+    auto = reserve_rule.value == "auto"
+    reserve = (
+        auto_reserve(device.architecture, list(budget.frameworks), communicators(budget), own_context(budget))
+        if isinstance(reserve_rule.value, str)
+        else reserve_rule.value
+    )
+    room = limit - reserve
+    shares, fixed = _parts(budget)
+    total = sum(shares.values(), Fraction(0))
+    if room < GRANULE:
+        message = f"nothing is left on {label}: limit {format_size(limit)}, reserve {format_size(reserve)}"
+        at = limit_rule.at if reserve_rule.at == ("device",) else reserve_rule.at
+        # Room for what is in bytes, and for the smallest cap of each share.
+        least = sum(fixed.values()) / (1 - total) if fixed and total < 1 else 0
+        least = reserve + int(max(least, *(GRANULE / part for part in shares.values()), GRANULE)) + 1
+        fix = None if least <= device.usable and fits else _smaller_reserve(auto, device.usable - (least - reserve))
+        tight.found.append((at, message, fix))
+        tight.least[at] = max(least, tight.least.get(at, 0))
+        return None
+    wanted = total * room + sum(fixed.values())
+    if wanted > room:
+        message = (
+            f"the frameworks ask for {format_size(int(wanted))} on {label}, "
+            f"but limit − reserve is {format_size(room)} ({format_size(limit)} − {format_size(reserve)})"
+        )
+        tight.found.append((("frameworks",), message, None))
+        tight.rooms.append(room)
+        return None
+    divided = {**fixed, **_divide(room, shares)}
+    for name in (name for name, cap in divided.items() if cap < GRANULE):
+        message = f"its cap on {label} would be less than {format_size(GRANULE)}, the smallest cap"
+        least_share = Fraction(-(-GRANULE * 100_000 // room), 1000)
+        key = "share" if budget.frameworks[name].min is None else "min"
+        tight.found.append((("frameworks", name), message, f"raise its {key} to at least {float(least_share):g}%"))
+        fits = False
+    maxima = _maxima(budget, room, label, tight)
+    if not fits or maxima is None:
+        return None
+    elastic = {name: (divided[name], max(divided[name], most)) for name, most in maxima.items()}
+    caps = starting_caps(room, {name: divided[name] for name in budget.frameworks}, elastic)
+    source = "auto" if auto else "declared"
+    part = DevicePlan(device, limit, reserve, caps, room - sum(caps.values()), source, elastic)
+    return joined(part, members(budget))
+
+
+def _maxima(budget: Budget, room: int, label: str, tight: _Tight) -> dict[str, int] | None:
+    """The max of each framework whose cap can move, on one device; None if one is below its min (see `tight`)."""
+    found, fits = {}, True
+    for name, framework in budget.frameworks.items():
+        if framework.min is None or framework.max is None:
+            continue
+        least, most = (part * room if isinstance(part, Fraction) else part for part in (framework.min, framework.max))
+        if most < least:
+            at, low, high = ("frameworks", name, "max"), format_size(int(least)), format_size(int(most))
+            tight.found.append((at, f"its max of {high} on {label} is less than its min of {low}", None))
+            tight.least[at] = max(ceil(least), tight.least.get(at, 0))
+            fits = False
+        elif name not in NEVER_GIVE_BACK:
+            found[name] = round_down(min(int(most), room))
+    return found if fits else None
+
+
+def starting_caps(room: int, caps: Mapping[str, int], elastic: Mapping[str, tuple[int, int]]) -> dict[str, int]:
+    """The caps to begin with, in bytes: `caps`, which are the minima of elastic ones, and what is spare lent to those.
+
+    First to those whose allocator is not memguard's: it cannot ask for a higher cap within a request that would fail.
+    What they do not use is called back at once. The others ask, and get in file order what is left. Σ caps ≤ `room`,
+    and each elastic cap is within its bounds.
+    """
+    found, spare = dict(caps), round_down(max(room - sum(caps.values()), 0))
+    for name in sorted(elastic, key=lambda name: SPECS[name].asks):
+        least, most = elastic[name]
+        lent = min(max(most - least, 0), spare)
+        found[name], spare = least + lent, spare - lent
+    return found
+
+
+def _smaller_reserve(auto: bool, most: int) -> str:
+    if auto or most < GRANULE:
+        return "this GPU is too small for it: name fewer frameworks, or leave this GPU out with CUDA_VISIBLE_DEVICES"
+    return f"lower device.reserve to at most {most // MIB}MiB for it"
+
+
+def communicators(budget: Budget) -> int:
+    """How many NCCL communicators this process will keep on each GPU, as the budget says."""
+    return int(_setting(budget, "nccl") or 0)
+
+
+def own_context(budget: Budget) -> bool:
+    """Whether a framework of the budget works in a CUDA context of its own."""
+    return bool(_setting(budget, "context") == "own")
+
+
+def _setting(budget: Budget, option: str) -> Any:
+    """The option's value in the one framework that has it; None if the budget does not name that framework."""
+    owners = (name for name in budget.frameworks if any(own.name == option for own in SPECS[name].options))
+    return next((getattr(budget.frameworks[name], option) for name in owners), None)
+
+
+def _divide(room: int, shares: Mapping[str, Fraction]) -> dict[str, int]:
+    """Largest remainder, in granules; the sum is that of the exact shares, rounded down. Ties: file order."""
+    exact = {name: share * room / GRANULE for name, share in shares.items()}
+    units = {name: int(value) for name, value in exact.items()}
+    left = int(sum(exact.values(), Fraction(0))) - sum(units.values())
+    for name in sorted(exact, key=lambda n: units[n] - exact[n])[:left]:
+        units[name] += 1
+    return {name: count * GRANULE for name, count in units.items()}
+
+
+def _is_ordinal(key: object) -> bool:
+    text = str(key)
+    return text.isascii() and text.isdecimal()  # int() takes the digits of other alphabets too
+
+
+def _precedence(key: str) -> int:
+    return 0 if key.startswith("GPU-") else 1 if _is_ordinal(key) else 2
+
+
+def _matches(key: str, device: Device) -> bool:
+    if key.upper().startswith("GPU-"):
+        return key.lower() == device.uuid.lower()
+    if _is_ordinal(key):
+        return device.ordinal == int(key)
+    return fnmatchcase(device.name.lower(), key.lower())
+
+
+def room_left(room: int, others: Iterable[tuple[int, int]]) -> int:
+    """What may be given away of `room` bytes beside the others, each with its cap and what it holds; below 0 if they
+    have more than that.
+
+    A cap that was lowered below live arrays frees none of them. So each counts as its cap, or as what it holds if that
+    is more: what it holds above its cap can be given to nobody until it is freed.
+    """
+    return room - sum(max(cap, held) for cap, held in others)
+
+
+def left_beside(part: DevicePlan, framework: str, held: Mapping[str, int] = {}) -> int:
+    """The most that the cap of `framework` may be there: the room that the others leave. `held` is by framework."""
+    pool, rest = part.joined, [name for name in part.caps if name not in part.joined]
+    one_each = [(part.caps[name], held.get(name, 0)) for name in rest if name != framework]
+    if pool and framework not in pool:  # they have one cap together
+        one_each.append((part.caps[pool[0]], sum(held.get(name, 0) for name in pool)))
+    return room_left(part.limit - part.reserve, one_each)
+
+
+def known_held(usage: Usage | None) -> int:
+    """What a framework holds, in bytes; the least that it must hold if it does not say that."""
+    if usage is None:
+        return 0
+    return usage.held if usage.held is not None else max(usage.held_at_least or 0, usage.in_use or 0)
+
+
+def resized(
+    current: Plan,
+    framework: str,
+    size: int,
+    held: Mapping[str, Mapping[str, int]] = {},
+    short: Mapping[str, Room] = {},
+) -> Plan:
+    """The plan with the framework's cap changed to `size` bytes on every device. PlanError if it does not fit.
+
+    `held` is by UUID and framework, in bytes. What elastic frameworks have beyond their min and what others cache above
+    their caps is called back before; `short` says by UUID where that is not enough.
+    """
+    if shared := next((part.joined for part in current.devices if framework in part.joined), ()):
+        message = f"{framework} draws from the pool of {' and '.join(shared)}, whose size is fixed"
+        raise PlanError([Problem(message, "change the budget file and restart the process")], "resize")
+    cap = round_down(size)
+    frees: dict[str, int] = {}
+    over: dict[str, dict[str, int]] = {}
+    for part in current.devices:
+        uuid = part.device.uuid
+        beside = cap - short[uuid].missing if uuid in short else left_beside(part, framework, held.get(uuid, {}))
+        frees[uuid] = max(beside, part.caps.get(framework, 0))  # a lower cap than now takes nothing from anybody
+        over[uuid] = _above(part, framework, held.get(uuid, {}))
+    most = round_down(min(frees.values(), default=0))
+    live = dict.fromkeys(name for sizes in (*(room.live for room in short.values()), *over.values()) for name in sizes)
+    fix = f"free arrays of {' or '.join(live)}" if live else "lower another framework's cap first"
+    if any(over.values()):
+        fix += " and call memguard.trim() first"
+    fix = f"ask for at most {most // MIB}MiB, or {fix}" if GRANULE <= most < cap else fix
+    fix = f"ask for at least {GRANULE // MIB}MiB" if cap < GRANULE else fix
+    problems = []
+    devices = []
+    for part in current.devices:
+        free, room = frees[part.device.uuid], short.get(part.device.uuid)
+        if cap > free or cap < GRANULE:
+            above = over[part.device.uuid]
+            lent = {} if room is None else {name: live for name, live in room.live.items() if name not in above}
+            problems.append(
+                Problem(
+                    f"{format_size(size)} for {framework} does not fit {part.device.name} ({part.device.uuid}): "
+                    f"between {format_size(GRANULE)} and {format_size(free)} is possible beside the other caps"
+                    + _who(lent, above),
+                    fix,
+                )
+            )
+        own = part.caps.get(framework, 0)
+        devices.append(replace(part, caps={**part.caps, framework: cap}, unallocated=part.unallocated + own - cap))
+    if problems:
+        raise PlanError(problems, "resize")
+    return replace(current, devices=tuple(devices))
+
+
+def with_cap(current: Plan, uuid: str, framework: str, cap: int) -> Plan:
+    """The plan with one cap changed on one GPU, as `lending` has decided."""
+    devices = [
+        replace(
+            part,
+            caps={**part.caps, framework: cap},
+            unallocated=part.unallocated + part.caps[framework] - cap,
+        )
+        if part.device.uuid == uuid
+        else part
+        for part in current.devices
+    ]
+    return replace(current, devices=tuple(devices))
+
+
+def beside_minima(part: DevicePlan, framework: str) -> int:
+    """What the minima of elastic frameworks and the caps of the others leave of the room, in bytes."""
+    others = (part.elastic.get(name, (cap, cap))[0] for name, cap in part.caps.items() if name != framework)
+    return part.limit - part.reserve - sum(others)
+
+
+def elastic_advice(refusal: Refusal, part: DevicePlan, room: Room) -> Advice:
+    """What to say of a refusal. Of an elastic framework that its cap refused also its bounds, what others leave of
+    them, who holds in live arrays what it might borrow, and which bounds to change."""
+    framework = refusal.framework
+    if framework not in part.elastic or not isinstance(refusal, OverCap):
+        return refusal.advice()
+    (least, most), beside = part.elastic[framework], beside_minima(part, framework)
+    first = f"{framework} is elastic: min {format_size(least)}, max {format_size(most)}"
+    if beside < most:
+        first += f", of which what others have for sure leaves {format_size(beside)}"
+    lent = {name: size for name, size in room.live.items() if name in part.elastic}
+    first += _who(lent, {name: size for name, size in room.live.items() if name not in lent})
+    highest = format_size(min(most, beside))
+    rises = part.caps[framework] < min(most, beside) and format_size(refusal.cap) == highest
+    said = refusal.advice("can rise to" if rises else "is", _bounds(part, framework, refusal.wanted, bool(room.live)))
+    return replace(said, reason=f"{said.reason}\n    {first}")
+
+
+def _bounds(part: DevicePlan, framework: str, mib: int, live: bool) -> str:
+    """What to change in the budget so that the cap of an elastic framework may be so many MiB."""
+    most, beside, room = part.elastic[framework][1], beside_minima(part, framework), part.limit - part.reserve
+    if mib * MIB > room:
+        return f"use a larger GPU: the budget has {format_size(room)} of this one for all frameworks"
+    # Within its max only a higher min is sure to be had: others use what is spare.
+    within = live or beside < most
+    keys = ("min and max" if mib * MIB > most else "min") if within else "max"
+    text = f"raise frameworks.{framework}.{keys} in the budget to at least {mib}MiB"
+    if (short := mib * MIB - beside) <= 0:
+        return text
+    others = " or ".join(name for name in part.caps if name != framework)
+    return f"{text}, and lower what {others} has for sure (min, share or limit) by {-(-short // MIB)}MiB"
+
+
+def _above(part: DevicePlan, framework: str, held: Mapping[str, int]) -> dict[str, int]:
+    """What others than `framework` hold above their caps there, in bytes."""
+    alone = {name: cap for name, cap in part.caps.items() if name != framework and name not in part.joined}
+    return {name: held[name] - cap for name, cap in alone.items() if held.get(name, 0) > cap}
+
+
+def _who(lent: Mapping[str, int], over: Mapping[str, int]) -> str:
+    """Who has in live arrays what was lent to it, and what is above its cap, most first."""
+    text = ""
+    for what, sizes in (("lent to others, in live arrays", lent), ("held above their caps", over)):
+        if sizes:
+            most_first = sorted(sizes.items(), key=lambda item: -item[1])
+            text += f"; {what}: " + ", ".join(f"{name} {format_size(size)}" for name, size in most_first)
+    return text
+
+
+def busy(part: DevicePlan, memory: MemoryInfo, own: int | None) -> str | None:
+    """A warning if the limit cannot be reached now, because others hold part of the GPU; else None.
+
+    `own` is what this process holds, in bytes; None if NVML does not tell it from other processes.
+    """
+    available = memory.free + (own or 0)
+    if part.limit <= available:
+        return None
+    left = (
+        f"{part.device.name} ({part.device.uuid}) has {format_size(available)} left for this process, less than its "
+        f"limit of {format_size(part.limit)}"
+    )
+    if memory.used is None:  # unified memory
+        return f"{left}: it uses the machine's memory, of which programs and the system hold the rest"
+    who = "this process and others" if own is None else "other processes"
+    return f"{left}: {who} hold {format_size(memory.used - (own or 0))}"
+
+
+def card(memory: MemoryInfo) -> str:
+    """What sentences call the place that is full."""
+    return "the card" if memory.used is not None else "the machine, whose memory this GPU uses,"
+
+
+def _who_holds(memory: MemoryInfo) -> str:
+    if memory.used is not None:
+        return "`memguard.ledger()` shows who holds the card; free memory there, or use another GPU"
+    return "`free -h` and `top` show which programs hold the machine's memory; end some, or ask for less"
+
+
+@dataclass(frozen=True)
+class OverCap:
+    """Memory that the cap does not allow; bytes. `pool` says whose cap it is where several frameworks share one."""
+
+    framework: str
+    needed: int
+    footprint: int
+    available: int
+    cap: int
+    own: Usage
+    pool: str = ""
+
+    @property
+    def wanted(self) -> int:
+        """The cap that would do, in MiB."""
+        return -(-(self.cap + self.footprint - self.available) // MIB)
+
+    def advice(self, cap_is: str = "is", change: str = "") -> Advice:
+        """`change`: what to change in the budget, if that is not the framework's own cap."""
+        own, needed = self.own, format_size(self.needed)
+        least = "" if own.held is not None else "at least "
+        held = own.held if own.held is not None else own.held_at_least
+        takes = format_size(self.footprint)
+        change = change or f"raise frameworks.{self.framework} in the budget to at least {self.wanted}MiB"
+        return Advice(
+            f"{self.framework} needs {needed}{f' (its allocator takes {takes} for it)' if takes != needed else ''} but "
+            f"can get {format_size(self.available)}: its cap {cap_is} {format_size(self.cap)} and it holds "
+            f"{least}{format_size(held)}, of which {format_size(own.in_use)} in use{self.pool}",
+            f"free arrays, make the batch smaller, or {change}",
+        )
+
+
+@dataclass(frozen=True)
+class NoneFree:
+    """Memory that the cap allows and the GPU does not have; bytes. `idle`: caches of other frameworks."""
+
+    framework: str
+    needed: int
+    memory: MemoryInfo
+    idle: int
+    pool: str = ""
+
+    def advice(self) -> Advice:
+        return Advice(
+            f"{self.framework} needs {format_size(self.needed)} and its cap allows it, but {card(self.memory)} has "
+            f"only {format_size(self.memory.free)} free; caches of other frameworks in this process add "
+            f"{format_size(self.idle)}{self.pool}",
+            _who_holds(self.memory),
+        )
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """Memory that other workloads have reserved; bytes."""
+
+    framework: str
+    needed: int
+    available: int
+
+    def advice(self) -> Advice:
+        return Advice(
+            f"{self.framework} needs {format_size(self.needed)}, and beside what is reserved it can get "
+            f"{format_size(self.available)}"
+        )
+
+
+Refusal = OverCap | NoneFree | Reserved
+
+
+class Admission(NamedTuple):
+    """Whether memory is available: `trim` names the frameworks to trim first, `refusal` says why it is not.
+
+    `available` is in bytes.
+    """
+
+    available: int
+    trim: tuple[str, ...] = ()
+    refusal: Refusal | None = None
+
+
+def admit(
+    framework: str, needed: int, footprint: int, cap: int, usages: Mapping[str, Usage | None], memory: MemoryInfo
+) -> Admission:
+    """Whether `framework` can get `needed` bytes more on one device, within its cap and what the GPU has free.
+
+    `footprint` is what its allocator would take from the driver for them, in bytes. Only a request that is sure to
+    fail is refused. So the framework's own cache counts as room: its allocator gives back the reclaimable part by
+    itself, and the rest may serve the request. If held is unknown (TensorFlow with growth), live arrays count instead.
+    """
+    own = usages.get(framework) or Usage(held=0, in_use=0)
+    idle = cached(own)
+    if own.held is None:
+        taken, stuck = own.in_use or 0, max((own.held_at_least or 0) - (own.in_use or 0), 0)
+    else:
+        taken = own.held - idle
+        stuck = max(taken - (own.in_use if own.in_use is not None else taken), 0)
+    room = max(cap - taken, 0)
+    if (footprint > room or needed <= stuck) and framework in SPECS and SPECS[framework].pads:
+        stuck = 0  # it is what blocks were rounded up by: no other request is served from it
+    if footprint > room and needed > stuck:
+        return Admission(max(room, stuck), refusal=OverCap(framework, needed, footprint, max(room, stuck), cap, own))
+    short = 0 if needed <= stuck else footprint - idle - memory.free
+    if short <= 0:
+        return Admission(max(room, stuck))
+    trim, found = [], 0
+    siblings = {n: size for n, u in usages.items() if n != framework and u is not None and (size := cached(u))}
+    # First those that know how much a trim returns.
+    for name in sorted(siblings, key=lambda n: (_unsure(usages[n]), -siblings[n])):
+        if found >= short:
+            break
+        trim.append(name)
+        found += siblings[name]
+    if found >= short:
+        return Admission(room, tuple(trim))
+    return Admission(
+        max(stuck, min(room, memory.free + found + idle)),
+        refusal=NoneFree(framework, needed, memory, found),
+    )
+
+
+def in_use(usage: Usage | None) -> int | None:
+    """What live arrays occupy: 0 where the framework is not live."""
+    return 0 if usage is None else usage.in_use
+
+
+def cached(usage: Usage) -> int:
+    """What trimming the framework may return: all of its cache, if it does not say which part is fragmented."""
+    if usage.reclaimable is not None:
+        return usage.reclaimable
+    known = usage.held is not None and usage.in_use is not None
+    return max((usage.held or 0) - (usage.in_use or 0), 0) if known else 0  # two readings, at two moments
+
+
+def _unsure(usage: Usage | None) -> bool:
+    return usage is not None and usage.reclaimable is None

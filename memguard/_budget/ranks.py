@@ -1,0 +1,340 @@
+"""The ranks of a job: what a launcher says of this process in its environment, and which GPU each rank uses. Pure.
+
+What the launchers write, by their own documentation:
+
+- torchrun: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables. DeepSpeed's launcher writes
+  LOCAL_SIZE in the place of LOCAL_WORLD_SIZE.
+- Open MPI: https://docs.open-mpi.org/en/main/launching-apps/runtime-env-vars.html (its page on "Environment variables
+  set for MPI applications").
+- MPICH and Intel MPI: MPI_LOCALRANKID and MPI_LOCALNRANKS, of their common launcher Hydra.
+- Slurm: srun(1), "OUTPUT ENVIRONMENT VARIABLES". `2(x3),1` stands for three nodes with two tasks and one with one.
+
+The one that is nearest to the program counts, as launchers nest: mpirun starts its daemons with srun, and those give
+their own SLURM_LOCALID to every rank; a script of Slurm starts torchrun.
+"""
+
+# Without `from __future__ import annotations`, which makes typing compile the annotation of each field of a NamedTuple.
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from memguard._base.text import visible as printable
+from memguard.errors import PlanError
+
+if TYPE_CHECKING:
+    from memguard._budget import Budget
+
+MOST = 1024
+"""Ranks on one node, or on one GPU: more are a typing mistake."""
+
+
+class Unclear(ValueError):
+    """The environment does not say what has to be known. `fix` says what to do."""
+
+    def __init__(self, message: str, fix: str) -> None:
+        super().__init__(message)
+        self.fix = fix
+
+
+class _Launcher(NamedTuple):
+    """The variables of one launcher: a rank's number on its node, how many are there, its number in all, and of all."""
+
+    title: str
+    local: str
+    counts: tuple[str, ...]
+    rank: str
+    world: str
+
+
+_SRUN = _Launcher("srun", "SLURM_LOCALID", ("SLURM_STEP_TASKS_PER_NODE",), "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+_LAUNCHERS = (
+    _Launcher("torchrun", "LOCAL_RANK", ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"), "RANK", "WORLD_SIZE"),
+    _Launcher(
+        "Open MPI's mpirun",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+    ),
+    _Launcher("MPICH's or Intel MPI's mpirun", "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",), "PMI_RANK", "PMI_SIZE"),
+    _SRUN,
+)
+_SIZES = {
+    "WORLD_SIZE": "torchrun, accelerate or DeepSpeed",
+    "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
+    "PMI_SIZE": "MPICH's or Intel MPI's mpirun",
+    "MV2_COMM_WORLD_SIZE": "MVAPICH2's mpirun",
+    "HOROVOD_SIZE": "horovodrun",
+    "SLURM_STEP_NUM_TASKS": "srun",
+}
+"""What a launcher writes into the environment of each rank: how many there are. Slurm's SLURM_NTASKS is no sign by
+itself, as the batch script has it too, which runs once."""
+
+
+class Rank(NamedTuple):
+    """This process among the ranks of its job: its number on this node of so many, and in all if that is known."""
+
+    launcher: str
+    local: int
+    size: int
+    rank: int | None = None
+    world: int | None = None
+
+
+class Sharing(NamedTuple):
+    """How many ranks use each GPU that this process sees.
+
+    `counts` has one number for each, by CUDA ordinal; a single number holds for all of them. `own` is the ordinal of
+    the GPU that this rank uses, None if that is not known. `nccl`: a communicator of NCCL is to be expected.
+    """
+
+    counts: tuple[int, ...]
+    own: int | None = None
+    nccl: bool = False
+    note: str = ""
+
+    @property
+    def even(self) -> bool:
+        """Whether it is the same on each GPU, so that CUDA's numbering does not matter."""
+        return len({*self.counts}) == 1
+
+    def on(self, ordinal: int | None) -> int:
+        """The ranks among which this GPU's limit is divided."""
+        return self.counts[0] if self.even or ordinal is None else self.counts[ordinal]
+
+
+# who this process is
+
+
+def of(environ: Mapping[str, str]) -> Rank | None:
+    """This process's place among the ranks; None if no launcher says that it is one.
+
+    Raises Unclear where one says so, but not among how many, or with a value that is none.
+    """
+    unknown: _Launcher | None = None
+    for launcher in _LAUNCHERS:
+        if not (text := environ.get(launcher.local, "").strip()):
+            continue
+        if (local := whole(text)) is None:
+            raise Unclear(
+                f"{launcher.local}={printable(text[:40], keep='')!r} is no local rank",
+                "set it to a whole number from 0 on, or remove it",
+            )
+        if launcher is _SRUN and unknown is None and _is_batch_script(environ):
+            return None
+        count = _count(launcher, environ)
+        if count is None:
+            unknown = unknown or launcher
+            continue
+        if unknown is not None:  # a script copies the number of the launcher below it, as many do for LOCAL_RANK
+            known = whole(environ[unknown.local])
+            if known != local:
+                raise Unclear(
+                    f"{unknown.local}={known}, but {launcher.local}={local}, and {unknown.counts[0]} is not set",
+                    _count_fix(unknown),
+                )
+        if local >= count:
+            raise Unclear(
+                f"{launcher.local}={local}, but there are {count} ranks on this node by {_named(launcher, environ)}",
+                "let the launcher set both, or remove them",
+            )
+        world = whole(environ.get(launcher.world))
+        return Rank(launcher.title, local, count, whole(environ.get(launcher.rank)), world)
+    if unknown is not None:
+        raise Unclear(
+            f"{unknown.local}={environ[unknown.local].strip()} says that this process is a rank, but "
+            f"{unknown.counts[0]}, which says how many there are on this node, is not set",
+            _count_fix(unknown),
+        )
+    return None
+
+
+def rank_of(environ: Mapping[str, str]) -> int | None:
+    """This process's number in its whole job, or None."""
+    for launcher in _LAUNCHERS:
+        if (number := whole(environ.get(launcher.rank))) is not None:
+            return number
+    return None
+
+
+def local_numbers(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """The variables that have this process's number on its node, with their texts; the nearest launcher's first."""
+    for launcher in _LAUNCHERS:
+        if text := environ.get(launcher.local, "").strip():
+            yield launcher.local, text
+
+
+def several(environ: Mapping[str, str]) -> str | None:
+    """Why there is more than one rank, as the end of a sentence; None if nothing says so."""
+    for name, launcher in _SIZES.items():
+        if (whole(environ.get(name)) or 0) > 1:
+            return f"{launcher} started {environ[name].strip()} ranks ({name})"
+    if (whole(environ.get("SLURM_NTASKS")) or 0) > 1 and (whole(environ.get(_SRUN.rank)) or 0) > 0:
+        return f"srun started {environ['SLURM_NTASKS'].strip()} ranks (SLURM_NTASKS, {_SRUN.rank})"
+    if (size := _cluster(environ.get("TF_CONFIG"))) > 1:
+        return f"TensorFlow's cluster has {size} tasks (TF_CONFIG)"
+    return None
+
+
+def whole(text: str | None) -> int | None:
+    """The whole number from 0 on that a variable has; None for anything else."""
+    text = (text or "").strip()
+    return int(text) if re.fullmatch("[0-9]{1,9}", text, re.ASCII) else None
+
+
+def _count(launcher: _Launcher, environ: Mapping[str, str]) -> int | None:
+    """The ranks on this node by the launcher; None if it does not say."""
+    if launcher is _SRUN:
+        return _tasks(environ)
+    for name in launcher.counts:
+        if text := environ.get(name, "").strip():
+            if not (count := whole(text)) or count > MOST:
+                raise Unclear(
+                    f"{name}={printable(text[:40], keep='')!r} is no number of ranks on one node",
+                    f"set it to a whole number from 1 to {MOST}, or remove it",
+                )
+            return count
+    return None
+
+
+def _is_batch_script(environ: Mapping[str, str]) -> bool:
+    """Whether this is Slurm's batch script and not a task of srun: it has SLURM_LOCALID=0 and SLURM_PROCID=0 too, and
+    the job's SLURM_TASKS_PER_NODE, but nothing of a step."""
+    numbers = (whole(environ.get(name)) for name in (_SRUN.local, _SRUN.rank))
+    return not environ.get(_SRUN.counts[0], "").strip() and not any(numbers)
+
+
+def _tasks(environ: Mapping[str, str]) -> int | None:
+    """The tasks on this node: of the step, else of the job."""
+    for name in (_SRUN.counts[0], "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"):
+        if not (text := environ.get(name, "").strip()):
+            continue
+        runs = list(_runs(text))
+        if not runs:
+            raise Unclear(
+                f"{name}={printable(text[:40], keep='')!r} is no list of tasks on nodes, such as '2(x3),1'",
+                "let srun set it, or remove it",
+            )
+        if len({count for count, _ in runs}) == 1:
+            return runs[0][0]
+        node = whole(environ.get("SLURM_NODEID"))
+        for count, nodes in runs if node is not None else ():
+            if node < nodes:  # type: ignore[operator] # it is no None here
+                return count
+            node -= nodes  # type: ignore[operator]
+        raise Unclear(
+            f"{name}={printable(text[:40], keep='')} has other numbers of tasks for other nodes, and SLURM_NODEID does "
+            "not say which node this is",
+            "let srun set both, or write how many ranks share a GPU: 'ranks: {per_gpu: 1}'",
+        )
+    return None
+
+
+def _runs(text: str) -> Iterator[tuple[int, int]]:
+    """Of `2(x3),1`: two tasks on three nodes, then one on one. Nothing if the text is not like that."""
+    found = [re.fullmatch(r"\s*([0-9]{1,4})\s*(?:\(x([0-9]{1,6})\))?\s*", one, re.ASCII) for one in text.split(",")]
+    if all(found):
+        yield from ((int(one[1]), int(one[2] or 1)) for one in found if one is not None)
+
+
+def _named(launcher: _Launcher, environ: Mapping[str, str]) -> str:
+    names = (*launcher.counts, "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
+    return next(name for name in names if environ.get(name, "").strip())
+
+
+def _count_fix(launcher: _Launcher) -> str:
+    return (
+        f"export {launcher.counts[0]} with the number of ranks on this node, or write how many ranks share a GPU: "
+        "'ranks: {per_gpu: 1}'"
+    )
+
+
+def _cluster(text: str | None) -> int:
+    """How many tasks TensorFlow's cluster has."""
+    if not text:
+        return 0
+    import json  # few have it
+
+    try:
+        cluster = json.loads(text).get("cluster", {})
+        return sum(len(tasks) for tasks in cluster.values() if isinstance(tasks, (list, dict)))
+    except (ValueError, AttributeError):
+        return 0
+
+
+# which GPU each rank uses
+
+
+def sharing(rank: Rank | None, visible: int, environ: Mapping[str, str]) -> Sharing:
+    """How the ranks of this node use the GPUs, of which this process sees so many. Raises Unclear.
+
+    Several GPUs: local rank r uses `cuda:{r % count}`, as programs do. One GPU: all ranks share it, unless the launcher
+    says that each has one of its own. Of simulated GPUs `environ` is empty: no launcher gives those out.
+    """
+    if rank is None:
+        return Sharing((1,), note="ranks: no launcher says that this process is a rank, so it has the budget whole")
+    per_gpu = 1 if rank.size == 1 else _slurm(rank, visible, environ)
+    if per_gpu is not None:
+        return _said(rank, (per_gpu,), 0 if visible == 1 else None)
+    if visible == 1 and environ.get("CUDA_VISIBLE_DEVICES", "").strip():
+        raise Unclear(
+            f"{rank.launcher} started {rank.size} ranks on this node, and CUDA_VISIBLE_DEVICES shows this one one GPU: "
+            "whether the others have the same one cannot be seen from here",
+            "write 'ranks: {per_gpu: 1}' if each rank has a GPU of its own, or "
+            f"'ranks: {{per_gpu: {rank.size}}}' if all of them share this one",
+        )
+    counts = tuple(max(len(range(ordinal, rank.size, visible)), 1) for ordinal in range(visible))
+    return _said(rank, counts, rank.local % visible)
+
+
+def of_budget(budget: "Budget", visible: int, environ: Mapping[str, str], simulated: bool) -> Sharing | None:
+    """How the ranks of this node use so many GPUs; None for a budget that is for one process. Raises PlanError."""
+    if budget.ranks is None:
+        return None
+    try:
+        if budget.ranks == "auto":
+            return _with_nccl_said(budget, sharing(of(environ), visible, {} if simulated else environ))
+        try:
+            return _with_nccl_said(budget, declared(int(budget.ranks), of(environ)))
+        except Unclear:  # the budget says what the environment does not
+            return declared(int(budget.ranks), None)
+    except Unclear as error:
+        raise PlanError([budget.problem(("ranks",), str(error), error.fix)], budget.source or "init") from None
+
+
+def _with_nccl_said(budget: "Budget", found: Sharing) -> Sharing:
+    if not found.nccl or budget.device.reserve != "auto":
+        return found
+    from memguard._budget.parts import without_nccl
+
+    room = "; reserve: auto has room for one NCCL communicator" if without_nccl(budget) else ""
+    return found._replace(note=found.note + room)
+
+
+def declared(per_gpu: int, rank: Rank | None) -> Sharing:
+    """As the budget says: so many processes share each GPU, whoever starts them."""
+    several = rank is not None and (rank.world or rank.size) > 1
+    who = "each rank has its GPU for itself" if per_gpu == 1 else f"{per_gpu} ranks share each GPU"
+    return Sharing((per_gpu,), None, several and per_gpu == 1, f"ranks: {who}, as per_gpu says")
+
+
+def _slurm(rank: Rank, visible: int, environ: Mapping[str, str]) -> int | None:
+    """The tasks that use one GPU, where srun bound them to GPUs and says how; else None."""
+    if rank.launcher != _SRUN.title:
+        return None
+    if (tasks := whole(environ.get("SLURM_NTASKS_PER_GPU"))) and visible == 1:
+        return min(tasks, rank.size)
+    gpus = re.fullmatch(r"(?:[\w.-]+:)?([0-9]{1,4})", environ.get("SLURM_GPUS_PER_TASK", "").strip(), re.ASCII)
+    on_node = whole(environ.get("SLURM_GPUS_ON_NODE"))
+    if gpus is not None and int(gpus[1]) == visible and (on_node is None or visible * rank.size <= on_node):
+        return 1
+    return rank.size if visible == on_node == 1 else None
+
+
+def _said(rank: Rank, counts: tuple[int, ...], own: int | None) -> Sharing:
+    found = Sharing(counts, own, (rank.world or rank.size) > 1 and max(counts) == 1)
+    mine, where = found.on(own), "its GPU" if own is None else f"cuda:{own}"
+    what = f"{where} is its own" if mine == 1 else f"it has 1/{mine} of {where}, which {mine} ranks share"
+    note = f"ranks: {rank.launcher} started this process as local rank {rank.local} of {rank.size}: {what}"
+    return found._replace(note=note)

@@ -1,0 +1,482 @@
+"""What must hold between the values of a budget.
+
+The values are those of the checked budget. If some value is wrong there is none: then the rules read what they can of
+the document and skip the rest, so that their problems are reported together with those of single values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+
+from memguard._base.specs import CONTEXT, OVERHEADS, SECOND_CONTEXT, SLACK, SPECS
+from memguard._base.units import MIB
+from memguard._budget import values
+from memguard._budget.source_map import Loc
+from memguard._budget.values import percent_text, size_text
+
+if TYPE_CHECKING:
+    from memguard._budget.schema import Budget, FrameworkBudget
+
+T = TypeVar("T")
+
+SIZES = ("share", "limit", "min", "max")
+"""The keys that say how much a framework gets."""
+_SIZES, _SHARE, _LIMIT, _BOUNDS = {*SIZES}, {"share"}, {"limit"}, {"min", "max"}
+
+
+class Part(NamedTuple):
+    """How much a framework gets, as far as it can be read. What is not written is None."""
+
+    share: Fraction | None = None
+    limit: int | None = None
+    min: Fraction | int | None = None
+    max: Fraction | int | None = None
+
+
+class Scope(NamedTuple):
+    """Limit and reserve of every GPU, or of those that an entry of `devices` names; None if that cannot be read.
+
+    `written` has the keys at `loc`; what is not written there is as in `device`.
+    """
+
+    loc: Loc
+    written: Mapping[str, Any]
+    limit: Fraction | int | None
+    reserve: int | Literal["auto"] | None
+
+
+class Asked(NamedTuple):
+    """What the frameworks ask for in any case, in file order: parts of (limit − reserve), and bytes.
+
+    For those in `elastic` it is their min.
+    """
+
+    shares: Mapping[str, Fraction]
+    limits: Mapping[str, int]
+    elastic: tuple[str, ...]
+
+
+class Violation(NamedTuple):
+    """A problem that has not been given its line yet.
+
+    `at_key` marks the key rather than the value; `alone` drops every other violation at or below its place, and at or
+    below those in `instead`, which it explains too.
+    """
+
+    loc: Loc
+    message: str
+    fix: str
+    at_key: bool = False
+    alone: bool = False
+    instead: tuple[Loc, ...] = ()
+
+
+def check(data: Mapping[str, Any], budget: Budget | None) -> list[Violation]:
+    """Every violation in plain data, and in the budget that it was read to; None if some value is wrong.
+
+    Frameworks that memguard does not know are left out.
+    """
+    written = _mapping(data.get("frameworks"))
+    frameworks = {name: entry for name, entry in written.items() if name in SPECS and isinstance(entry, Mapping)}
+    device, devices, monitor = _mapping(data.get("device")), _mapping(data.get("devices")), data.get("monitor")
+    if budget is not None and len(budget.devices) < len(devices):
+        budget = None  # two keys name one GPU: it has one of their entries
+    parts: Mapping[str, Part | FrameworkBudget]
+    if budget is not None:
+        parts, scopes = budget.frameworks, _scopes(device, devices, budget)
+    else:
+        parts = {name: _part(entry) for name, entry in frameworks.items()}
+        scopes = _readable_scopes(device, devices)
+    violations: list[Violation] = []
+    for name, entry in frameworks.items():
+        given = entry.keys() & _SIZES
+        if given == _BOUNDS:
+            violations += _bounds(name, parts[name])
+        elif given != _SHARE and given != _LIMIT:
+            violations += _not_one(name, entry, data)
+    violations += _amounts(frameworks, parts, scopes)
+    if data.get("strategy") == "pool":
+        violations += _pool(frameworks)
+    if budget is None:  # what no budget can have
+        violations += _of_others(frameworks)
+        violations += _misplaced(data)
+        violations += _same_device(devices)
+    if isinstance(monitor, Mapping):
+        violations += _levels(monitor, budget)
+    if (pressure := data.get("on_pressure")) and isinstance(pressure, list):
+        if "monitor" not in data:
+            message = "nothing watches the pressure: on_pressure needs a monitor"
+            violations.append(Violation(("on_pressure",), message, "add 'monitor: {}', which takes the defaults", True))
+        violations += _repeated(("on_pressure",), pressure)
+    if isinstance(doctor := data.get("doctor"), Mapping) and isinstance(ignored := doctor.get("ignore"), list):
+        violations += _repeated(("doctor", "ignore"), ignored)
+    if isinstance(metrics := data.get("metrics"), Mapping):
+        violations += _metrics(metrics)
+    if device:
+        violations += _lease(device)
+    return violations
+
+
+def _part(entry: Mapping[str, Any]) -> Part:
+    share, limit = _read(values.share, entry.get("share")), _read(values.limit, entry.get("limit"))
+    return Part(share, limit, _read(values.least, entry.get("min")), _read(values.most, entry.get("max")))
+
+
+def _scopes(device: Mapping[str, Any], devices: Mapping[str, Any], budget: Budget) -> list[Scope]:
+    every = budget.device
+    scopes = [Scope(("device",), device, every.limit, every.reserve)]
+    for key, own in zip(devices, budget.devices.values(), strict=True):  # `cuda:0` is `0` in the budget
+        limit = every.limit if own.limit is None else own.limit
+        reserve = every.reserve if own.reserve is None else own.reserve
+        scopes.append(Scope(("devices", key), devices[key], limit, reserve))
+    return scopes
+
+
+def _readable_scopes(device: Mapping[str, Any], devices: Mapping[str, Any]) -> list[Scope]:
+    scopes = []
+    for loc, own in [(("device",), device), *((("devices", key), _mapping(own)) for key, own in devices.items())]:
+        limit = _read(values.device_limit, own.get("limit", device.get("limit")))
+        reserve = _read(values.reserve, own.get("reserve", device.get("reserve")))
+        scopes.append(Scope(loc, own, limit, reserve))
+    return scopes
+
+
+def _amounts(
+    frameworks: Mapping[str, Mapping[str, Any]], parts: Mapping[str, Part | FrameworkBudget], scopes: list[Scope]
+) -> Iterator[Violation]:
+    """What the frameworks ask for against what there is."""
+    asked = _asked(frameworks, parts)
+    in_bytes = [scope for scope in scopes if isinstance(scope.limit, int)]
+    least = min(map(_declared_room, in_bytes), default=None)
+    left, needed = 1 - sum(asked.shares.values(), Fraction(0)), sum(asked.limits.values())
+    if (left > 0 or (left == 0 and not needed)) and (least is None or (least > 0 and needed <= left * least)):
+        return  # all fits; what follows finds what does not, and numbers that would
+    auto = _auto_reserve(frameworks) if in_bytes else 0
+    rooms = [room for scope in in_bytes if (room := _room(scope, auto)) > 0]
+    yield from _shares(asked, rooms)
+    for scope in in_bytes:
+        yield from _fits(scope, asked, rooms, auto)
+
+
+def _asked(frameworks: Mapping[str, Mapping[str, Any]], parts: Mapping[str, Part | FrameworkBudget]) -> Asked:
+    shares: dict[str, Fraction] = {}
+    limits: dict[str, int] = {}
+    elastic = []
+    for name, entry in frameworks.items():
+        part = parts[name]
+        if part.share:
+            shares[name] = part.share
+        if part.limit:
+            limits[name] = part.limit
+        if part.min and "share" not in entry and "limit" not in entry:
+            elastic.append(name)
+            if isinstance(part.min, Fraction):
+                shares[name] = part.min
+            else:
+                limits[name] = part.min
+    return Asked(shares, limits, tuple(elastic))
+
+
+def _of_others(frameworks: Mapping[str, Mapping[str, Any]]) -> Iterator[Violation]:
+    """Settings of other frameworks."""
+    for name, entry in frameworks.items():
+        own = {option.name for option in SPECS[name].options}
+        for owner, option in ((owner, option) for owner, spec in SPECS.items() for option in spec.options):
+            if option.name in entry and option.name not in own:
+                message = f"{option.name} is a setting of {owner}; {option.elsewhere.format(name=name)}"
+                yield Violation(("frameworks", name, option.name), message, option.fix, True, True)
+
+
+def _bounds(name: str, part: Part | FrameworkBudget) -> Iterator[Violation]:
+    """The two bounds of an elastic share. A percentage and bytes are compared by the plan, on each GPU."""
+    least, most = part.min, part.max
+    if least is not None and most is not None and type(least) is type(most) and most < least:
+        low, high = values.text(least), values.text(most)
+        yield Violation(
+            ("frameworks", name, "max"), f"the max of {high} is less than the min of {low}", f"write '{low}' or more"
+        )
+
+
+def _not_one(name: str, entry: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[Violation]:
+    """Not exactly one of share, limit, and min with max."""
+    from memguard._budget import suggestions
+
+    loc: Loc = ("frameworks", name)
+    fixed, bounds = [key for key in entry if key in SIZES[:2]], [key for key in entry if key in SIZES[2:]]
+    options = {option.name for spec in SPECS.values() for option in spec.options}
+    known = set(entry) <= options | set(SIZES)  # an unknown key may be a misspelt one, and is explained by itself
+    kept = suggestions.flow(
+        {key: value for key, value in entry.items() if key in {o.name for o in SPECS[name].options}}
+    )
+    rest = f", {kept[1:-1]}" if 2 < len(kept) < 60 else ""
+    if len(fixed) == 2:
+        both = " or ".join(f"'{key}: {suggestions.flow(entry[key])}'" for key in SIZES[:2])
+        fix = f"remove one of them{f': {both}' if len(both) < 60 else ''}"
+        yield Violation((*loc, fixed[1]), "has both share and limit: exactly one is allowed", fix, True)
+    elif fixed and len(bounds) == 2:
+        message = f"has {fixed[0]} beside min and max: exactly one is allowed"
+        yield Violation((*loc, fixed[0]), message, "remove it, or remove min and max", True)
+    elif fixed and bounds:
+        message = f"has {bounds[0]} beside {fixed[0]}: share, or limit, or min with max is allowed"
+        if other := _other_bound(entry, bounds[0], fixed[0]):
+            yield Violation((*loc, fixed[0]), message, f"did you mean '{other}'?", True, True)
+        else:
+            yield Violation((*loc, bounds[0]), message, "remove it", True, True)
+    elif bounds == ["max"] and known:
+        line = suggestions.sized(entry["max"], "GiB", "framework") or "limit: 4GiB"
+        fix = f"write '{line}' for a cap that stays, or add a min, for example 'min: 5%'"
+        yield Violation((*loc, "max"), "has max without min: an elastic share has both", fix, True, True)
+    elif bounds and known:
+        least = suggestions.quantity(entry["min"], "%") or "5%"
+        fix = f"write '{name}: {{min: {least}, max: 100%{rest}}}', or another max"
+        yield Violation(loc, "has min without max: an elastic share has both", fix, True, True)
+    elif not bounds and known:
+        message, left = (
+            "has neither share nor limit, nor min and max: exactly one is needed",
+            suggestions.share_left(data),
+        )
+        yield Violation(
+            loc, message, f"write '{name}: {{share: {left}{rest}}}' or '{name}: {{limit: 4GiB{rest}}}'", True
+        )
+
+
+def _other_bound(entry: Mapping[str, Any], bound: str, fixed: str) -> str:
+    """The bound that share or limit stands for beside the other one; "" if it cannot, as it is on its wrong side."""
+    here, there = _read(values.least, entry[bound]), _read(values.least, entry[fixed])
+    if here is None or there is None:
+        return ""
+    if type(here) is type(there) and (here > there if bound == "min" else here < there):
+        return ""
+    return "max" if bound == "min" else "min"
+
+
+def _shares(asked: Asked, rooms: list[int]) -> Iterator[Violation]:
+    shares, limits, elastic = asked
+    total = sum(shares.values(), Fraction(0))
+    if total < 1:
+        return
+    from memguard._budget import suggestions  # suggests numbers: a budget that fits needs none
+
+    numbers = suggestions.as_text(_lowered(shares, limits, rooms), elastic)
+    if total > 1:
+        what = "shares and minima" if set(shares) & set(elastic) else "shares"
+        message = f"the {what} add up to {percent_text(total)} ({_sum(shares, elastic)}); at most 100% can be given out"
+        fix = f"lower them by {percent_text(total - 1)} together, for example to {numbers}"
+        yield Violation(_place(list(shares)[-1], "share", elastic), message, fix)
+    elif total == 1 and limits:
+        size, names = size_text(sum(limits.values())), [suggestions.label(name, elastic) for name in shares]
+        message = f"the shares take 100%, so nothing is left for the {size} of {' and '.join(limits)}"
+        fix = f"lower the share of {' and '.join(names)}, for example to {numbers}"
+        yield Violation(_place(list(limits)[-1], "limit", elastic), message, fix)
+
+
+def _place(name: str, key: str, elastic: Collection[str]) -> Loc:
+    return ("frameworks", name, "min" if name in elastic else key)
+
+
+def _lowered(shares: Mapping[str, Fraction], limits: Mapping[str, int], rooms: list[int]) -> dict[str, Fraction | int]:
+    """What to lower shares to that are too large by themselves: they have to be, even if a limit has to be raised."""
+    from memguard._budget import suggestions
+
+    return suggestions.fitting(shares, limits, min(rooms, default=None)) or suggestions.fitting(shares, limits, None)
+
+
+def _declared_room(scope: Scope) -> int:
+    """Limit − reserve in bytes. A reserve of `auto` counts as nothing: it depends on the GPU."""
+    assert isinstance(scope.limit, int)
+    return scope.limit - (scope.reserve if isinstance(scope.reserve, int) else 0)
+
+
+def _room(scope: Scope, auto: int) -> int:
+    """What numbers that are suggested may use. A reserve of `auto` counts unless it takes the whole limit."""
+    room = _declared_room(scope)
+    return room - auto if not isinstance(scope.reserve, int) and room > auto else room
+
+
+def _auto_reserve(frameworks: Mapping[str, Mapping[str, Any]]) -> int:
+    """No less than `reserve: auto` on any GPU, for suggested numbers. `_budget.policy` decides it for one GPU."""
+    communicators = max([n for e in frameworks.values() if type(n := e.get("nccl")) is int and 0 < n < 100], default=0)
+    size = CONTEXT + SLACK + sum(SPECS[name].workspace for name in frameworks)
+    if communicators:
+        size += OVERHEADS["nccl 1"].workspace + (communicators - 1) * OVERHEADS["nccl"].workspace
+    if any(entry.get("context") == "own" for entry in frameworks.values()):
+        size += OVERHEADS[SECOND_CONTEXT].workspace
+    return -(-size // (128 * MIB)) * 128 * MIB
+
+
+def _fits(scope: Scope, asked: Asked, rooms: list[int], auto: int) -> Iterator[Violation]:
+    """Bytes against bytes. The plan finds what fits only on some GPUs."""
+    loc, own, limit, written_reserve = scope
+    at = next((key for key in ("limit", "reserve") if key in own), None)
+    if at is None or not isinstance(limit, int):
+        return
+    shares, limits, elastic = asked
+    declared = written_reserve if isinstance(written_reserve, int) else None  # `auto` depends on the GPU
+    reserve, keep = declared or 0, auto if declared is None else declared
+    total = sum(shares.values(), Fraction(0))
+    needed, left = sum(limits.values()), 1 - total
+    # Shares that are too large by themselves have to be lowered in any case.
+    after = {**shares, **limits, **(_lowered(shares, limits, rooms) if total >= 1 else {})}
+    spare = 1 - sum((after[name] for name in shares), Fraction(0))
+    wanted = math.ceil(sum(after[name] for name in limits) / spare) if spare > 0 else 0
+    if reserve >= limit:
+        message = f"the reserve of {size_text(reserve)} leaves nothing of the limit of {size_text(limit)}"
+        fix = f"lower the reserve or raise the limit to {_about(max(wanted, reserve) + reserve)}"
+        yield Violation((*loc, "reserve" if "reserve" in own else at), message, fix)
+        return
+    if total >= 1:  # what is said of the shares fits this limit too, unless no cap of the smallest size does
+        if limit - reserve < wanted:
+            message = f"this limit of {size_text(limit)} leaves no room for {_sum(limits, elastic)} beside shares"
+            yield Violation((*loc, at), message, f"raise the limit to {_about(wanted + keep)}")
+        return
+    over = math.ceil(needed - left * (limit - reserve))
+    if over > 0:
+        from memguard._budget import suggestions
+
+        kept = f" − reserve {size_text(reserve)}" if reserve else ""
+        message = (
+            f"{_sum({**limits, **shares}, elastic)} is {_about(over)} more than this limit of {size_text(limit)}{kept}"
+        )
+        fix = f"raise the limit to {_about(math.ceil(needed / left) + keep)}"
+        fix += ", with room for the reserve" if declared is None else ""
+        numbers = suggestions.as_text(suggestions.fitting(shares, limits, min(rooms, default=None)), elastic)
+        if limit > keep and numbers:
+            over = math.ceil(needed - left * (limit - keep))
+            fix += f", or lower the frameworks by {_about(over)}, for example to {numbers}"
+        yield Violation((*loc, at), message, fix)
+
+
+def _pool(frameworks: Mapping[str, Mapping[str, Any]]) -> Iterator[Violation]:
+    """What is wrong with the frameworks of a budget whose strategy is the pool."""
+    for name, entry in frameworks.items():
+        for key in ("min", "max"):
+            if key in entry and _joins(name, entry):
+                message = (
+                    f"{key} has no meaning under 'strategy: pool': the pool is shared already, and each may use all"
+                )
+                fix = "write one share or limit, or 'strategy: caps'"
+                yield Violation(("frameworks", name, key), message, fix, True, True)
+                break
+    if frameworks and not any(_joins(name, entry) for name, entry in frameworks.items()):
+        able = " or ".join(name for name, spec in SPECS.items() if spec.joint)
+        message = f"no framework of this budget can draw from one pool: {', '.join(frameworks)}"
+        yield Violation(("strategy",), message, f"name {able}, or write 'strategy: caps'")
+
+
+def _joins(name: str, entry: Mapping[str, Any]) -> bool:
+    """Whether the framework draws from the shared pool. Not with a CUDA context of its own."""
+    return bool(SPECS[name].joint) and entry.get("context") != "own"
+
+
+def _misplaced(data: Mapping[str, Any]) -> Iterator[Violation]:
+    """`device` for `devices` and the other way round: what is below them tells."""
+    device, devices = data.get("device"), data.get("devices")
+    own = {"limit", "reserve"}
+    if isinstance(devices, Mapping) and (keys := own & set(devices)):
+        message = "names single GPUs, by UUID, number or name"
+        if keys == set(devices) and "device" not in data:
+            yield Violation(
+                ("devices",), f"{message}; what holds for all is in device", "did you mean 'device'?", True, True
+            )
+        else:
+            for key in sorted(keys, key=list(devices).index):
+                yield Violation(("devices", key), f"{key} is no GPU", "move it below 'device:'", True, True)
+    if isinstance(device, Mapping) and device and not own & set(device) and "devices" not in data:
+        gpus = all(isinstance(entry, Mapping) and set(entry) <= own for entry in device.values())
+        if gpus and all(_read(values.device_key, key) is not None for key in device):
+            message = "holds for all GPUs; what differs on single ones is in devices"
+            yield Violation(("device",), message, "did you mean 'devices'?", True, True)
+
+
+def _same_device(devices: Mapping[str, Any]) -> Iterator[Violation]:
+    seen: dict[str, object] = {}
+    for key in devices:
+        same = _read(values.device_key, key)
+        if same is not None and same in seen:
+            message = f"the same GPU as {values.found(seen[same])} above"
+            yield Violation(("devices", key), message, "keep one of them", True)
+        elif same is not None:
+            seen[same] = key
+
+
+def _levels(monitor: Mapping[str, Any], budget: Budget | None) -> Iterator[Violation]:
+    if budget is not None and budget.monitor is not None:
+        levels: tuple[Fraction | None, Fraction | None] = budget.monitor.warn, budget.monitor.critical
+    else:
+        written = (monitor.get("warn", values.WARN), monitor.get("critical", values.CRITICAL))
+        levels = _read(values.percent, written[0]), _read(values.percent, written[1])
+    warn, critical = levels
+    if warn is None or critical is None or warn < critical:
+        return
+    at = [key for key in monitor if key in ("warn", "critical")][-1]
+    first, second = (
+        f"{name} at {percent_text(part)}{'' if name in monitor else ' by default'}"
+        for name, part in (("warn", warn), ("critical", critical))
+    )
+    lower = Fraction(85, 100) if critical > Fraction(85, 100) else critical * 9 / 10
+    higher = Fraction(95, 100) if warn < Fraction(95, 100) else (warn + 1) / 2
+    if at == "warn" or warn == 1:
+        fix = f"write a warn below {percent_text(critical)}, for example 'warn: {percent_text(lower)}'"
+    else:
+        fix = f"raise critical, or lower warn, for example 'critical: {percent_text(higher)}'"
+    yield Violation(("monitor", at), f"{first} must come before {second}", fix)
+
+
+def _metrics(metrics: Mapping[str, Any]) -> Iterator[Violation]:
+    """Somebody has to get them. An unknown key may be a misspelt one, and is explained by itself."""
+    told = {key: value for key, value in metrics.items() if key != "opentelemetry" or value is not False}
+    if set(told) <= {"job"}:
+        from memguard._budget import suggestions
+
+        both = {"prometheus": 9477, **told}
+        fix = f"write 'metrics: {suggestions.flow(both)}' or 'metrics: {{opentelemetry: true}}'"
+        yield Violation(("metrics",), "nobody gets them: it names neither prometheus nor opentelemetry", fix, True)
+
+
+def _lease(device: Mapping[str, Any]) -> Iterator[Violation]:
+    """There must be something to wait for. An unknown key may be a misspelt `lease`, and is explained by itself."""
+    waits = [key for key in ("wait", "on_wait") if key in device and device[key] != "wait"]
+    if not waits or not set(device) <= {"limit", "reserve", "lease", "wait", "on_wait"}:
+        return
+    more: dict[str, Any]
+    if device.get("lease", False) is False:
+        text, more = f"{waits[0]} is for a lease, and this budget asks for none", {"lease": True}
+    elif "on_wait" in waits and "wait" not in device:
+        text, more = "nobody is suspended for a lease that is not waited for", {"wait": "10min"}
+    else:
+        return
+    from memguard._budget import suggestions
+
+    fix = f"write 'device: {suggestions.flow({**device, **more})}', or remove {' and '.join(waits)}"
+    yield Violation(("device",), text, fix, True)
+
+
+def _repeated(loc: Loc, names: list[object]) -> Iterator[Violation]:
+    for index, name in enumerate(names):
+        if isinstance(name, str) and name in names[:index]:
+            yield Violation((*loc, index), f"{values.found(name)} is named twice", "keep one of them")
+
+
+def _sum(parts: Mapping[str, Fraction | int], elastic: Collection[str]) -> str:
+    from memguard._budget import suggestions
+
+    return suggestions.as_text(parts, elastic, " + ")
+
+
+def _about(size: int) -> str:
+    exact = size_text(size)
+    return exact if exact.endswith(("MiB", "GiB", "TiB")) else f"{-(-size // 2**20)}MiB"
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _read(read: Callable[[Any], T], value: object) -> T | None:
+    try:
+        return None if value is None else read(value)
+    except ValueError:  # pydantic's own errors are ValueErrors
+        return None

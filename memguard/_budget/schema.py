@@ -1,0 +1,460 @@
+"""The budget file: text to a checked `Budget`, or every problem at once with line, column and fix.
+
+Pure: `Budget.load` reads one file and nothing else. Make budgets with `Budget.load`, `from_text` or `from_mapping`:
+each raises ConfigError and nothing else. What the keys mean is in `docs/budget.md`. pydantic builds a model when it is
+first used (`defer_build`): importing this builds none.
+"""
+
+# Without `from __future__ import annotations`, which makes pydantic compile the annotations again for each model.
+
+import os
+import stat
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    PrivateAttr,
+    ValidationError,
+    create_model,
+)
+from pydantic_core import core_schema
+
+from memguard._base.advice import InvalidValue
+from memguard._base.specs import SPECS, Option
+from memguard._base.units import short
+from memguard._budget import rules, values
+from memguard._budget.findings import NAMES, Name
+from memguard._budget.source_map import Document, Origin, in_order, of_mapping
+from memguard._budget.values import WRITTEN, Frozen, frozen
+from memguard.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from memguard._budget.problems import Fields
+
+FRAMEWORKS = tuple(SPECS)
+"""The frameworks that a budget may name."""
+
+_UNIQUE: dict[str, Any] = {"uniqueItems": True}
+
+
+def _key(description: str, default: Any = None, **more: Any) -> Any:
+    """A key that may be left out. Its default is written as in a file."""
+    return Field(default=default, validate_default=default is not None, description=description, **more)
+
+
+class _Model(BaseModel):
+    # `model_dump(exclude_none=True)` gives what a file would say, so `from_mapping` reads it back.
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+
+
+class DeviceBudget(_Model):
+    """What this process may take of each GPU. `wait` is in seconds; None: `init` does not wait for a lease."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "allOf": [
+                {
+                    "if": {"required": ["wait"]},
+                    "then": {"required": ["lease"], "properties": {"lease": {"const": True}}},
+                },
+                {
+                    "if": {"required": ["on_wait"], "properties": {"on_wait": {"const": "suspend-idle"}}},
+                    "then": {"required": ["lease", "wait"], "properties": {"lease": {"const": True}}},
+                },
+            ]
+        }
+    )
+
+    limit: values.DeviceLimit = _key("A percentage of what CUDA can give, or bytes.", "90%", examples=["90%", "40GiB"])
+    reserve: values.Reserve = _key(
+        "Kept for what lies outside every cap: auto, or bytes.", "auto", examples=["auto", "2GiB"]
+    )
+    lease: bool = _key(
+        "Whether init claims the limit of each GPU among the processes of this user, which together claim no more than "
+        "there is: memguard leases.",
+        False,
+        strict=True,
+    )
+    wait: values.LeaseWait = _key(
+        "With lease: how long init waits until others give back enough, first come, first served. From 1s to 7 days; "
+        "0: not at all.",
+        examples=["10min"],
+    )
+    on_wait: Literal["wait", "suspend-idle"] = _key(
+        "With lease, what is done while it waits. suspend-idle: those that hold one, have nothing to do and allow it "
+        "(suspend: {on_demand: 10s}) are suspended until there is room for them again.",
+        "wait",
+    )
+
+
+class DeviceOverride(_Model):
+    """What differs on some GPUs: a key that is left out is as in `device`, and None here."""
+
+    limit: values.OwnLimit = _key("As in device.", examples=["90%", "40GiB"])
+    reserve: values.OwnReserve = _key("As in device.", examples=["auto", "2GiB"])
+
+
+class FrameworkBudget(_Model):
+    """One framework's part: share, or limit, or min with max. Its options are attributes too, those of others None."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [{"required": ["share"]}, {"required": ["limit"]}, {"required": ["min", "max"]}],
+            "dependentRequired": {"min": ["max"], "max": ["min"]},
+        }
+    )
+
+    share: values.Share = _key("A part of (limit − reserve).", examples=["50%"])
+    limit: values.Limit = _key(
+        "The same on every GPU: 512MiB, 1.5GiB (base 1024) or bytes; at least 2MiB.", examples=["4GiB", "512MiB"]
+    )
+    min: values.Least = _key(
+        "With max, an elastic share: what it can have at any time. A part of (limit − reserve), or bytes.",
+        examples=["5%", "1GiB"],
+    )
+    max: values.Most = _key(
+        "With min: what its cap may rise to while others leave room. A part of (limit − reserve), or bytes.",
+        examples=["15%", "4GiB"],
+    )
+
+    @property
+    def guaranteed(self) -> Fraction | int:
+        """What it can have whatever others do: its share, limit or min; a part of (limit − reserve), or bytes."""
+        part = self.share if self.share is not None else self.limit if self.limit is not None else self.min
+        assert part is not None
+        return part
+
+    def __getattr__(self, name: str) -> Any:
+        if any(name == option.name for spec in SPECS.values() for option in spec.options):
+            return None
+        raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
+
+
+def _option(option: Option) -> Any:
+    about: dict[str, Any] = {"default": option.default, "description": option.description}
+    if option.kind == "word":
+        return Literal[option.words], Field(**about)
+    if option.kind == "flag":
+        return bool, Field(strict=True, **about)
+    # Written as it is: in a budget for ranks that says nothing of it, it is None, see `_unsaid`.
+    return Annotated[int, values.AS_IT_IS], Field(strict=True, ge=0, le=option.most, **about)
+
+
+MODELS: dict[str, type[FrameworkBudget]] = {
+    name: create_model(
+        name,
+        __base__=FrameworkBudget,
+        __module__=__name__,
+        __doc__=f"What {spec.title} may take of each GPU: share, or limit, or min with max.",
+        **{option.name: _option(option) for option in spec.options},
+    )
+    for name, spec in SPECS.items()
+}
+"""The model of each framework's part: share, limit, min and max, and the options of its row in `SPECS`."""
+globals().update(MODELS)  # where pickle looks for them
+
+
+class _ByFramework:
+    """Makes pydantic check each entry with the model of its framework, and keep the order of the file."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        schemas = {name: handler.generate_schema(model) for name, model in MODELS.items()}
+        fields = {name: core_schema.typed_dict_field(one, required=False) for name, one in schemas.items()}
+        entries = core_schema.typed_dict_schema(fields, extra_behavior="forbid")
+        return core_schema.no_info_wrap_validator_function(cls._in_file_order, entries)
+
+    @staticmethod
+    def _in_file_order(written: Any, check: core_schema.ValidatorFunctionWrapHandler) -> Frozen[FrameworkBudget]:
+        if not (entries := check(written)):
+            raise InvalidValue("names no framework", "add a line such as '  torch: {share: 50%}'")
+        return Frozen({name: entries[name] for name in written})
+
+
+class MonitorConfig(_Model):
+    """What watches the process while it runs.
+
+    Durations are seconds, levels fractions, sizes bytes. `timeline` is absolute if the budget was read from a file.
+    """
+
+    interval: values.Interval = _key("How often the GPUs are sampled: from 50ms to 1h.", "500ms")
+    warn: values.Percent = _key("The part of a cap or a GPU's limit above which a warning is logged.", values.WARN)
+    critical: values.Percent = _key("The part above which the pressure is critical; above warn.", values.CRITICAL)
+    forecast: values.Forecast = _key("How long before a cap is reached a warning is logged; 0: never.", "20s")
+    timeline: values.Timeline = _key(
+        "A file for every sample and event, relative to the folder of this file. {pid} and {rank} are filled in.",
+        examples=["memguard.jsonl"],
+    )
+    timeline_size: values.TimelineSize = _key("The most that the timeline may take on disk; at least 1MiB.", "64MiB")
+    top: bool = _key(
+        "Whether memguard top of the same user may watch this process, and ask it to trim or to change a cap.",
+        False,
+        strict=True,
+    )
+
+
+class SuspendConfig(_Model):
+    """When this process may leave its GPUs. `when_idle` and `on_demand` are in seconds; None: never."""
+
+    when_idle: values.WhenIdle = _key(
+        "In a notebook: without work for so long, it leaves its GPUs until the next cell. From 1s to 7 days.",
+        examples=["10min"],
+    )
+    by_others: bool = _key(
+        "Whether other processes of the user may suspend it: memguard suspend PID.", False, strict=True
+    )
+    on_demand: values.WhenIdle = _key(
+        "Without work for so long, it leaves its GPUs for another process that waits for its lease (device: {on_wait: "
+        "suspend-idle}), and comes back when there is room. From 1s to 7 days.",
+        examples=["10s"],
+    )
+    host_memory: Literal["check", "ignore"] = _key(
+        "check: not if host memory is too small for it. ignore: for a machine whose memory grows.", "check"
+    )
+
+
+class MetricsConfig(_Model):
+    """What is told to whom about the memory, from the monitor's samples. `prometheus` is a port, None without one."""
+
+    model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": ["prometheus"]}, {
+        "required": ["opentelemetry"], "properties": {"opentelemetry": {"const": True}},
+    }]})  # fmt: skip
+
+    prometheus: values.Port = _key(
+        "A port of 127.0.0.1 at which Prometheus finds the metrics: from 1024 to 65535. LOCAL_RANK is added to it.",
+        examples=[9477],
+    )
+    opentelemetry: bool = _key(
+        "Whether the program's own OpenTelemetry MeterProvider gets the metrics.", False, strict=True
+    )
+    job: values.Job = _key("What the metrics call this program; without it the name of its script.", examples=["train"])
+
+
+class DoctorConfig(_Model):
+    """What `memguard doctor` reads of the budget; nothing else uses it."""
+
+    # Sorted, so that budgets that mean the same are equal.
+    ignore: Annotated[
+        tuple[Name, ...], AfterValidator(lambda names: tuple(sorted(names, key=NAMES.index))), values.LISTED
+    ] = _key("Findings that it leaves out, by name: docs/doctor has a page for each.", (), json_schema_extra=_UNIQUE)
+
+
+class Budget(_Model):
+    """How much memory of each GPU one process may take, and which framework gets which part of it.
+
+    A budget cannot be changed. Two are equal if they mean the same, however they were written. `devices` has a whole
+    UUID (`GPU-` and lower case), a CUDA ordinal in digits, or a name pattern as key. `ranks` is "auto" or the number of
+    ranks on each GPU. It, `monitor`, `metrics`, `suspend` and `doctor` are None if nothing is asked of them.
+    """
+
+    model_config = ConfigDict(
+        title="memguard budget",
+        json_schema_extra={
+            "if": {"required": ["on_pressure"], "properties": {"on_pressure": {"minItems": 1}}},
+            "then": {"required": ["monitor"]},
+        },
+    )
+
+    version: values.Version = Field(description="The version of this format.", examples=[1])
+    device: DeviceBudget = Field(default_factory=DeviceBudget, description="What this process may take of each GPU.")
+    devices: Annotated[
+        Mapping[Annotated[str, AfterValidator(values.device_key)], DeviceOverride],
+        AfterValidator(frozen),
+    ] = Field(
+        default_factory=lambda: Frozen({}),
+        description="Other values for single GPUs: by UUID, CUDA ordinal (0 or cuda:0), or pattern of the name.",
+        json_schema_extra={"propertyNames": {"anyOf": values.DEVICE_KEYS}},
+    )
+    frameworks: Annotated[Mapping[str, FrameworkBudget], _ByFramework] = Field(
+        description="The frameworks this process may use the GPU with. One that is not named gets no cap.",
+        json_schema_extra={"minProperties": 1},
+    )
+    strategy: Literal["caps", "pool"] = _key(
+        "caps: each framework has a cap of its own. pool: those that can draw from one driver pool, whose size is the "
+        "sum of their parts.",
+        "caps",
+    )
+    on_busy: Literal["warn", "raise"] = _key(
+        "What init does if others hold so much of a GPU that the limit cannot be had: log a warning, or raise.", "warn"
+    )
+    ranks: values.Ranks = _key(
+        "For the ranks of torchrun, mpirun and srun. auto: those that use the same GPU divide its limit. {per_gpu: 2}: "
+        "two processes share each GPU. Without this key each process has the budget whole.",
+        examples=["auto"],
+    )
+    monitor: Annotated[MonitorConfig | None, WRITTEN] = _key(
+        "A thread that samples who holds what. Without this key there is none; {} takes the defaults."
+    )
+    on_pressure: Annotated[tuple[Literal["trim", "raise"], ...], values.LISTED] = _key(
+        "trim: give back idle caches at critical pressure. raise: in the next workload or require. Needs monitor.",
+        (),
+        examples=[["trim"]],
+        json_schema_extra=_UNIQUE,
+    )
+    metrics: Annotated[
+        MetricsConfig | None,
+        WRITTEN,
+        AfterValidator(lambda metrics: metrics if metrics.prometheus or metrics.opentelemetry else None),
+    ] = _key("Figures for Prometheus and OpenTelemetry, which starts the monitor too. Without this key there are none.")
+    suspend: Annotated[
+        SuspendConfig | None,
+        WRITTEN,
+        AfterValidator(lambda suspend: suspend if suspend != SuspendConfig() else None),
+    ] = _key("When this process may leave its GPUs. Without this key only when it asks for it itself.")
+    doctor: Annotated[
+        DoctorConfig | None, WRITTEN, AfterValidator(lambda doctor: doctor if doctor.ignore else None)
+    ] = _key("What `memguard doctor` reads of the budget; nothing else uses it.")
+    _origin: Origin = PrivateAttr(default_factory=Origin)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Budget":
+        """The budget in a file. Raises ConfigError, also if the file cannot be read."""
+        from memguard._budget.yaml import MAX_BYTES
+
+        source = short(path)
+        try:
+            source = os.fsdecode(path)
+            # O_NONBLOCK: opening a FIFO that nobody writes must fail below and not wait for ever.
+            with open(source, "rb", opener=lambda at, flags: os.open(at, flags | getattr(os, "O_NONBLOCK", 0))) as file:
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    raise OSError(0, "it is not a regular file")
+                raw = file.read(MAX_BYTES + 1)
+        except (OSError, TypeError, ValueError) as error:
+            raise ConfigError([_unreadable(error)], _printable(source)) from None
+        return _in_folder(cls.from_text(raw, source), os.path.dirname(os.path.abspath(source)))
+
+    @classmethod
+    def from_text(cls, text: str | bytes, source: str = "budget") -> "Budget":
+        """The budget in a text, or in bytes of UTF-8. `source` names it in messages. Raises ConfigError."""
+        from memguard._budget.yaml import read  # imports yaml, which a budget of Python values does not need
+
+        return _budget(read(text), _printable(source))
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> "Budget":
+        """The budget in plain Python values, as `yaml.safe_load` would give them. Raises ConfigError, without lines."""
+        return _budget(of_mapping(mapping), "budget")
+
+    @property
+    def source(self) -> str:
+        """The file that it was read from, as messages name it; "" if it was made of plain Python values."""
+        return self._origin.source
+
+    def problem(self, loc: tuple[str, ...], message: str, fix: str) -> Problem:
+        """A problem found later with what is written at `loc`, with its line and column if known."""
+        return self._origin.problem(loc, message, fix)
+
+
+def _in_folder(budget: Budget, folder: str) -> Budget:
+    """A relative path in a file starts at its folder: the same wherever the program is started."""
+    monitor = budget.monitor
+    if monitor is None or monitor.timeline is None:
+        return budget
+    whole = monitor.model_copy(update={"timeline": os.path.join(folder, monitor.timeline)})
+    return budget.model_copy(update={"monitor": whole})
+
+
+def of(budget: Budget | str | os.PathLike[str] | Mapping[str, Any]) -> Budget:
+    """The budget, however it is given: itself, a file, or plain Python values. Raises ConfigError."""
+    if isinstance(budget, Budget):
+        return budget
+    return Budget.from_mapping(budget) if isinstance(budget, Mapping) else Budget.load(budget)
+
+
+def received(mapping: Mapping[str, Any], source: str) -> Budget:
+    """A budget that another process read from that file, and sent. Raises ConfigError."""
+    budget = Budget.from_mapping(mapping)
+    budget._origin = Origin(source)
+    return budget
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema 2020-12 of the file, for editors. Only memguard itself checks the sums of shares and sizes."""
+    from pydantic.json_schema import GenerateJsonSchema
+
+    class Generate(GenerateJsonSchema):
+        def field_title_should_be_set(self, schema: Any) -> bool:
+            return False
+
+        def nullable_schema(self, schema: Any) -> dict[str, Any]:
+            return self.generate_inner(schema["schema"])  # a key is left out, never null
+
+        def default_schema(self, schema: Any) -> dict[str, Any]:
+            written = super().default_schema(schema)
+            return {key: value for key, value in written.items() if key != "default" or value is not None}
+
+    schema = Budget.model_json_schema(schema_generator=Generate)
+    for model in (schema, *schema["$defs"].values()):
+        model["description"] = model["description"].partition("\n\n")[0]  # the rest of a docstring is for Python
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def _budget(document: Document, source: str) -> Budget:
+    if () in document.bad or not isinstance(document.data, dict):
+        wrong = [] if () in document.bad else [_not_a_mapping(document)]
+        raise ConfigError(in_order([*document.problems, *wrong]), source)
+    budget, errors = None, []
+    try:
+        budget = Budget.model_validate(document.data)
+    except ValidationError as error:
+        errors = error.errors()
+    violations = rules.check(document.data, budget)
+    if budget is None or violations or document.problems:
+        from memguard._budget.problems import problems  # explains: a budget that is right needs nothing of it
+
+        raise ConfigError(problems(errors, violations, document, _fields()), source)
+    if budget.metrics is not None and budget.monitor is None:  # whose figures they are
+        budget = budget.model_copy(update={"monitor": MonitorConfig()})
+    if budget.ranks is not None:
+        budget = _unsaid(budget)
+    if document.text is not None:
+        budget._origin = Origin(source, document.text)
+    return budget
+
+
+def _unsaid(budget: Budget) -> Budget:
+    """With None for each count that the file does not say, as `nccl`: in a rank its default depends on the others."""
+    found = {}
+    for name, one in budget.frameworks.items():
+        counts = {option.name for option in SPECS[name].options if option.kind == "count"} - one.model_fields_set
+        found[name] = one.model_copy(update=dict.fromkeys(counts)) if counts else one
+    return budget.model_copy(update={"frameworks": Frozen(found)})
+
+
+def _fields() -> "Fields":
+    """The fields of each level by key."""
+    models: dict[str, type[_Model]] = {"": Budget, "device": DeviceBudget, "monitor": MonitorConfig, **MODELS}
+    models |= {"metrics": MetricsConfig, "suspend": SuspendConfig, "doctor": DoctorConfig}
+    return {"frameworks": MODELS, **{level: model.model_fields for level, model in models.items()}}
+
+
+def _not_a_mapping(document: Document) -> Problem:
+    found = f"holds {values.found(document.data)}, not the keys of a budget"
+    fix = "start with 'version: 1' and 'frameworks:'; `memguard schema` prints every key"
+    return Problem("is empty" if document.data is None else found, fix, *(document.values.get(()) or ()))
+
+
+_UNREADABLE = {
+    FileNotFoundError: Problem(
+        "there is no such file", "check the path, and the folder that the program is started in"
+    ),
+    IsADirectoryError: Problem("is a folder", "name the file in it, for example budget.yaml"),
+    PermissionError: Problem("may not be read by this user", "check the permissions of the file and its folders"),
+}
+
+
+def _unreadable(error: OSError | TypeError | ValueError) -> Problem:
+    if not isinstance(error, OSError):  # ValueError: a NUL in the path
+        return Problem("is not a path", "give the path of the budget file")
+    other = Problem(f"cannot be read: {error.strerror or type(error).__name__}", "check the path")
+    return _UNREADABLE.get(type(error), other)
+
+
+def _printable(source: str) -> str:
+    return source if source.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in source)

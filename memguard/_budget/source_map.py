@@ -1,0 +1,214 @@
+"""A budget as plain values (mappings, lists, text, whole numbers, true, false, nothing), and where each was written.
+
+Places are looked up when an error needs them: a budget that is right never does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from fractions import Fraction
+from functools import cached_property
+
+from memguard._base.units import short
+from memguard._budget.values import device_key
+from memguard.errors import Problem
+
+MAX_DEPTH = 16
+MAX_NODES = 10_000
+MAX_TEXT = 4096
+"""Characters in one key or value: no path, name or number of a budget needs more."""
+MAX_BITS = 1 << 17
+"""Bits in a whole number from Python: a longer one takes long to show."""
+
+Mark = tuple[int, int]
+"""Line and column, both from 1."""
+Loc = tuple[str | int, ...]
+"""The keys and indexes that lead to a value."""
+Places = tuple[dict[Loc, Mark | None], dict[Loc, Mark | None]]
+"""The marks of the keys, and those of the values, in file order. A mark is None if there is no file."""
+
+
+class Document:
+    """One document as plain values, and its problems of form.
+
+    `text` is None if it was made of Python values. What lies at or below a place in `bad` was reported already.
+    """
+
+    def __init__(
+        self, text: str | None = None, problems: list[Problem] | None = None, bad: set[Loc] | None = None
+    ) -> None:
+        self.data: object = None
+        self.text = text
+        self.nodes = 0
+        self.problems = [] if problems is None else problems
+        self.bad = set() if bad is None else bad
+        self.find: Callable[[], Places] = self._without_marks
+
+    @cached_property
+    def _places(self) -> Places:
+        return self.find()
+
+    @property
+    def keys(self) -> dict[Loc, Mark | None]:
+        """The mark of each key."""
+        return self._places[0]
+
+    @property
+    def values(self) -> dict[Loc, Mark | None]:
+        """The mark of each value."""
+        return self._places[1]
+
+    def _without_marks(self) -> Places:
+        keys: dict[Loc, Mark | None] = {}
+        values: dict[Loc, Mark | None] = {}
+
+        def walk(value: object, loc: Loc) -> None:
+            values[loc] = None
+            if isinstance(value, dict):
+                keys.update(((*loc, key), None) for key in value)
+            children = value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ())
+            for part, child in children:
+                walk(child, (*loc, part))
+
+        walk(self.data, ())
+        return keys, values
+
+
+class Opaque:
+    """Stands for a Python object that no budget can hold, and shows only its type."""
+
+    def __init__(self, value: object) -> None:
+        self._shown = f"<{type(value).__name__[:40]}>"
+
+    def __repr__(self) -> str:
+        return self._shown
+
+
+def of_mapping(mapping: object) -> Document:
+    """A Python mapping as a document without lines. Raises nothing, whatever the mapping holds."""
+    document = Document()
+    try:
+        document.data = _plain(mapping, (), document)
+        if document.nodes > MAX_NODES:
+            raise OverflowError
+        return document
+    except Exception as error:  # foreign mappings run foreign code
+        problem = Problem(f"the mapping cannot be read ({type(error).__name__})", "give plain dicts, text and numbers")
+        return Document(problems=[problem], bad={()})
+
+
+def _plain(value: object, path: Loc, document: Document) -> object:
+    document.nodes += 1
+    if document.nodes > MAX_NODES or len(path) > MAX_DEPTH:
+        raise OverflowError
+    if isinstance(value, Mapping):
+        found: dict[str, object] = {}
+        for number, (key, child) in enumerate(value.items()):
+            if number > MAX_NODES:
+                raise OverflowError
+            if isinstance(key, str) and len(key) > MAX_TEXT:
+                document.problems.append(too_long(key, "key"))
+                continue
+            name = key if type(key) is str and key.isascii() else _key(key)
+            if name is None or name in found:
+                message = f"{short(key)} is given twice" if name else f"a key must be text, found {short(key)}"
+                document.problems.append(Problem(message, "keep one of them" if name else "write the key as text"))
+            elif type(child) is str and child.isascii() and len(child) <= MAX_TEXT:
+                document.nodes += 1  # as most values are
+                found[name] = child
+            else:
+                found[name] = _plain(child, (*path, name), document)
+        return found
+    if isinstance(value, (list, tuple)):
+        return [_plain(child, (*path, index), document) for index, child in enumerate(value)]
+    if isinstance(value, str):
+        text = str.__str__(value)
+        if len(text) > MAX_TEXT:
+            document.problems.append(too_long(text, "value"))
+            document.bad.add(path)
+            return Opaque(value)
+        return text if text.isascii() or encodable(text) else Opaque(value)
+    if value is None or isinstance(value, (bool, float)):
+        return value
+    if isinstance(value, (int, Fraction)):
+        large = max(int.bit_length(int(value.numerator)), int.bit_length(int(value.denominator))) > MAX_BITS
+        return Opaque(value) if large else value
+    return Opaque(value)
+
+
+def too_long(text: str, what: str, line: int | None = None, column: int | None = None) -> Problem:
+    """The problem of a key or value that is longer than any budget's."""
+    message = f"this {what} has {len(text):,} characters; {MAX_TEXT:,} are the most: {short(text[:60])}"
+    return Problem(message, "shorten it; check that this is the file you mean", line, column)
+
+
+def _key(key: object) -> str | None:
+    if isinstance(key, int) and not isinstance(key, bool) and 0 <= key < MAX_NODES:
+        return str(int(key))
+    return str.__str__(key) if isinstance(key, str) and encodable(key) else None
+
+
+def encodable(text: str) -> bool:
+    """Whether text can be written as UTF-8: half characters (surrogates) cannot."""
+    return text.isascii() or not re.search("[\ud800-\udfff]", text)
+
+
+class Origin:
+    """Where a budget was written, for problems that are found later.
+
+    All origins are equal, so that equal budgets may come from different files. `source` names the text in messages, and
+    is "" if the budget was made of plain Python values.
+    """
+
+    def __init__(self, source: str = "", text: str | None = None) -> None:
+        self.source, self._text = source, text
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Origin)
+
+    def __hash__(self) -> int:
+        return hash(Origin)
+
+    def problem(self, loc: Loc, message: str, fix: str) -> Problem:
+        """A problem with what is at `loc`. If nothing is written there, its line is that of the nearest key above."""
+        marks = self._marks()
+        line, column = marks.get(nearest(loc, marks)) or (None, None)
+        return Problem(message, fix, line, column, path(loc))
+
+    def _marks(self) -> dict[Loc, Mark]:
+        """By place in the checked budget: a mapping at its key, a value where it stands itself."""
+        if self._text is None:
+            return {}
+        from memguard._budget.yaml import read
+
+        document = read(self._text)
+        parents = {loc[:-1] for loc in document.values}
+        marks = document.values | {loc: mark for loc, mark in document.keys.items() if loc in parents}
+        return {_canonical(loc): mark for loc, mark in marks.items() if loc and mark}
+
+
+def _canonical(loc: Loc) -> Loc:
+    """As the checked budget has it: `cuda:0` is `0` there."""
+    return ("devices", device_key(str(loc[1])), *loc[2:]) if len(loc) > 1 and loc[0] == "devices" else loc
+
+
+def in_order(unordered: Iterable[Problem]) -> list[Problem]:
+    """By line and column; in their old order if there is no file."""
+    return sorted(unordered, key=lambda problem: (problem.line or 0, problem.column or 0))
+
+
+def nearest(loc: Loc, marks: Mapping[Loc, object]) -> Loc:
+    """The place itself, or the nearest one above it that has a mark."""
+    while loc and loc not in marks:
+        loc = loc[:-1]
+    return loc
+
+
+def path(loc: Loc) -> str:
+    """A place as a message names it: `frameworks.torch.share`."""
+    text = ""
+    for part in loc:
+        plain = isinstance(part, str) and re.fullmatch(r"[^\W\d]\w{0,39}", part)
+        text += (f".{part}" if text else str(part)) if plain else f"[{short(part)}]"
+    return text

@@ -1,0 +1,519 @@
+"""The single values of a budget: text and numbers in, exact values out, and the JSON Schema of each.
+
+A parser raises InvalidValue, with what to write instead if that depends on the value. If not, `problems.py` says it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from collections.abc import Callable, Mapping
+from decimal import Decimal, localcontext
+from fractions import Fraction
+from functools import partial
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import PydanticKnownError, core_schema
+
+from memguard._base.advice import InvalidValue
+from memguard._base.units import GIB, GRANULE, KIB, MAX_SIZE, MIB, TIB, parse_duration, parse_percent, parse_size, short
+
+T = TypeVar("T")
+V = TypeVar("V")
+
+INTERVAL, FORECAST = (0.05, 3600.0), (1.0, 3600.0)
+"""The least and the most seconds between two samples, and that the monitor may look ahead (0 turns that off)."""
+IDLE = (1.0, 604800.0)
+"""The least and the most seconds without work before a process is suspended."""
+WAIT = (1.0, 604800.0)
+"""The least and the most seconds that `init` waits for a lease (0: it does not wait)."""
+WARN, CRITICAL = "85%", "95%"
+"""The monitor's levels by default."""
+PORTS = 1024, 65535
+"""The least and the highest port that an unprivileged program may listen at."""
+MAX_RANKS = 1024
+"""Ranks that share a GPU: more are a typing mistake."""
+MAX_PATH = 1024
+MAX_JOB = 64
+"""Characters in the name of a job."""
+MAX_KEY = 100
+"""Characters in the key of a GPU: NVML's names have at most 95 (`NVML_DEVICE_NAME_V2_BUFFER_SIZE`)."""
+JOB = "[A-Za-z0-9][A-Za-z0-9._/:@-]{0,63}"
+_UUID = "[Gg][Pp][Uu]-[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}"
+_OCTAL = re.compile(r"\s*0[0-9]+\s*")
+_ORDINAL = "([Cc][Uu][Dd][Aa]:)?(0|[1-9][0-9]{0,3})"
+
+
+def found(value: object) -> str:
+    """A value as a message shows it: short and in one line."""
+    kinds = {type(None): "nothing", list: "a list", dict: "a mapping"}
+    return kinds.get(type(value)) or short(value)
+
+
+# Values as text
+
+
+def size_text(size: int) -> str:
+    """A size exactly, in the largest unit that is whole: `40GiB`, `1536MiB`, `2097153B`."""
+    for unit, scale in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if size and size % scale == 0:
+            return f"{size // scale}{unit}"
+    return f"{size}B"
+
+
+def percent_text(fraction: Fraction) -> str:
+    """A percentage exactly, as a budget file takes it: `12.5%`."""
+    with localcontext() as context:
+        context.prec = 40
+        percent = Decimal(fraction.numerator) * 100 / Decimal(fraction.denominator)
+        return f"{percent.normalize():f}%"
+
+
+def duration_text(seconds: float) -> str:
+    """A duration exactly, as a budget file takes it: `500ms`, `20s`, `10min`."""
+    if seconds == int(seconds):
+        size, unit = next(
+            (one for one in ((3600, "h"), (60, "min")) if seconds >= one[0] and seconds % one[0] == 0), (1, "s")
+        )
+        return f"{int(seconds) // size}{unit}"
+    milliseconds = round(seconds * 1000)
+    return f"{milliseconds}ms" if milliseconds / 1000 == seconds else f"{seconds!r}s"
+
+
+def text(value: Fraction | int | str | None) -> str | None:
+    """A size, a percentage or a word as a budget file takes it."""
+    if value is None or isinstance(value, str):
+        return value
+    return percent_text(value) if isinstance(value, Fraction) else size_text(value)
+
+
+# Text as values. Each parser first reads the value; only a wrong one is looked at again, for what to say of it.
+
+
+def percent(value: object) -> Fraction:
+    """A part above 0 and at most 1, of text such as `50%` or of a Fraction."""
+    if isinstance(value, Fraction) and 0 < value <= 1:
+        if len(percent_text(value)) > 20:  # a third, for example: a budget must be the same when its own text is read
+            raise InvalidValue(f"{value} has no exact percentage", f"write '{float(value * 100):.6g}%'")
+        return value
+    try:
+        return parse_percent(value)
+    except InvalidValue as error:
+        raise _with_meant(error, value, "%", lambda text: "%" in text) from None
+
+
+def size(value: object, least: int = GRANULE) -> int:
+    """Bytes; a number that is too small lacks its unit."""
+    if isinstance(value, str) and _OCTAL.fullmatch(value):
+        raise InvalidValue(f"{found(value)} starts with 0: octal to some programs", "write it without the leading 0")
+    try:
+        size = parse_size(value)
+    except InvalidValue as error:
+        raise _with_meant(error, value, "MiB", lambda text: "%" not in text) from None
+    if size < least:
+        why = ", the smallest piece that CUDA hands out" if least == GRANULE else ""
+        unit = _unit_missing(value, size < MIB and size * MIB >= least, "MiB")
+        raise InvalidValue(f"{found(value)} is less than {size_text(least)}{why}", unit)
+    return size
+
+
+def share(value: object) -> Fraction:
+    """A part of (limit − reserve)."""
+    with contextlib.suppress(ValueError):
+        return parse_percent(value)
+    text = value if isinstance(value, str) and "%" not in value else ""
+    if text and (size := _meant(text, "%")) and not size.endswith("%"):
+        raise InvalidValue(f"a share is a percentage, found the size {found(value)}", f"write 'limit: {size}'")
+    return percent(value)  # a Fraction; of anything else it says what is wrong
+
+
+def limit(value: object) -> int:
+    """The bytes of one framework."""
+    try:
+        return size(value)
+    except ValueError:
+        if not _is_part(value):
+            raise
+        part = _meant(value, "%")
+        instead = f"'share: {part}', or " if part else ""
+        fix = f"write {instead}a size such as '4GiB'"
+        raise InvalidValue(f"a framework's limit is bytes, found {found(value)}", fix) from None
+
+
+def device_limit(value: object) -> Fraction | int:
+    """A part of what CUDA can give, or bytes."""
+    try:
+        return _part_or_bytes(value, "40GiB")
+    except ValueError:
+        if not _is_all(value):
+            raise
+        raise InvalidValue(f"{found(value)} is no limit", "write '100%' for all that CUDA can give") from None
+
+
+def least(value: object) -> Fraction | int:
+    """What an elastic framework can have at any time: a part of (limit − reserve), or bytes."""
+    try:
+        return _part_or_bytes(value, "4GiB")
+    except ValueError:
+        if not re.fullmatch(r"0+(\.0*)?\s*(%|[a-z]{1,3})?", found(value).strip("' ").lower()):
+            raise
+        fix = f"write '{size_text(GRANULE)}', the smallest cap"
+        raise InvalidValue(f"a min of {found(value)} guarantees nothing", fix) from None
+
+
+def most(value: object) -> Fraction | int:
+    """What the cap of an elastic framework may rise to: a part of (limit − reserve), or bytes."""
+    try:
+        return _part_or_bytes(value, "4GiB")
+    except ValueError:
+        if not _is_all(value):
+            raise
+        raise InvalidValue(f"{found(value)} is no max", "write '100%' for all that others leave") from None
+
+
+def _part_or_bytes(value: object, example: str) -> Fraction | int:
+    if isinstance(value, Fraction) or (isinstance(value, str) and "%" in value):
+        return percent(value)
+    try:
+        return size(value)
+    except ValueError:
+        if _is_part(value):
+            return percent(value)  # which says how to write it
+        bare = found(value).strip("' ")
+        if not re.fullmatch("100|[1-9][0-9]?", bare):
+            raise
+        fix = f"write '{bare}%', or a size such as '{example}'"
+        raise InvalidValue(f"{found(value)} has no unit", fix) from None
+
+
+def _is_part(value: object) -> bool:
+    """Whether a value is a percentage, or means one: `50%`, `0.5`, `50 percent`."""
+    if isinstance(value, str):
+        if "%" in value:
+            return True
+        with contextlib.suppress(ValueError):
+            parse_size(value)
+            return False
+    return isinstance(value, (str, float)) and (_meant(value, "MiB") or "").endswith("%")
+
+
+def _is_all(value: object) -> bool:
+    return isinstance(value, str) and value.strip().lower() in ("all", "max", "none", "unlimited", "full")
+
+
+def _meant(value: object, bare: str) -> str | None:
+    """As `suggestions.quantity`. What is written right needs nothing of that module."""
+    from memguard._budget import suggestions
+
+    return suggestions.quantity(value, bare)
+
+
+def _with_meant(error: InvalidValue, value: object, bare: str, fits: Callable[[str], bool]) -> InvalidValue:
+    """The error, with what was most likely meant as its fix, if that can be told."""
+    text = _meant(value, bare)
+    said = f"write '{text}'", f"write for example '{text}'"
+    if text is None or not fits(text) or error.advice.fix.startswith(said):
+        return error
+    return InvalidValue(error.advice.reason, said[0])
+
+
+def reserve(value: object) -> int | Literal["auto"]:
+    """Bytes, or `auto`: as the table of measured overheads says."""
+    if value == "auto":
+        return "auto"
+    if isinstance(value, str) and "%" in value:
+        raise InvalidValue(f"a reserve is 'auto' or bytes, found {found(value)}")
+    if value == 0 and not isinstance(value, bool):
+        raise InvalidValue("a reserve of 0 cannot hold: every CUDA context takes memory", "write 'auto'")
+    if isinstance(value, str) and value.strip().lower() in ("auto", "none", "off", "no", "default", "automatic"):
+        raise InvalidValue(f"{found(value)} is not a size", "write 'auto', or a size such as '2GiB'")
+    return size(value)
+
+
+def duration(value: object, least: float, most: float, or_none: str = "") -> float:
+    """Seconds within the bounds; 0 too if `or_none` says so in the message."""
+    seconds = parse_duration(value)
+    if least <= seconds <= most or (or_none and seconds == 0):
+        return seconds
+    span = f"between {duration_text(least)} and {duration_text(most)}{or_none}"
+    raise InvalidValue(f"{found(value)} is not {span}", _unit_missing(value, least <= seconds / 1000 <= most, "ms"))
+
+
+def lease_wait(value: object) -> float | None:
+    """Seconds; None for 0, which is not waiting at all."""
+    return duration(value, *WAIT, ", or 0 for none") or None
+
+
+def version(value: object) -> int:
+    """The version of the format."""
+    if isinstance(value, bool) or value != 1 or not isinstance(value, int):
+        newer = re.fullmatch(r"'?v?([0-9]{1,9})(\.[0-9]+)*'?", found(value))
+        if newer and int(newer[1]) > 1 and not isinstance(value, bool):
+            reads = f"this memguard reads version 1, found {found(value)}: the file was written for a newer memguard"
+            raise InvalidValue(reads, "update memguard, or use a budget of version 1")
+        quotes = " without quotes" if value == "1" else ""
+        raise InvalidValue(f"this memguard reads version 1, found {found(value)}", f"write 'version: 1'{quotes}")
+    return value
+
+
+def timeline(value: object) -> str:
+    """The path of a file as it is written. Only {pid} and {rank} are filled in, and only when the file is opened."""
+    if not isinstance(value, str) or not value.strip() or re.search(r"(^|/)\.{0,2}\Z", value):
+        none = ", which names none" if isinstance(value, str) else ""
+        raise InvalidValue(f"timeline is the path of a file, found {found(value)}{none}")
+    if not value.isprintable() or len(value) > MAX_PATH:
+        what = f"longer than {MAX_PATH} characters" if value.isprintable() else "not printable"
+        raise InvalidValue(f"the path {found(value)} is {what}")
+    if value.startswith("~") or "$" in value:
+        raise InvalidValue(f"memguard expands neither '~' nor '$' in {found(value)}", "write the path as it is")
+    if unknown := set(re.findall(r"[{}][^{}]*[{}]?", value)) - {"{pid}", "{rank}"}:
+        name = found(min(unknown))
+        raise InvalidValue(f"memguard does not fill in {name} in a path", "write '{pid}' or '{rank}'")
+    return value
+
+
+def port(value: object) -> int:
+    """A port of this machine that any user may listen at."""
+    text = value.strip() if isinstance(value, str) else ""
+    if isinstance(value, bool) or not isinstance(value, int) or not PORTS[0] <= value <= PORTS[1]:
+        own = f"write '{int(text)}' without quotes" if re.fullmatch("[1-9][0-9]{3,4}", text) else ""
+        raise InvalidValue(f"{found(value)} is not a port from {PORTS[0]} to {PORTS[1]}", own)
+    return value
+
+
+def job(value: object) -> str:
+    """The name of a job: plain characters, so that it is the same in every query."""
+    if not isinstance(value, str) or not re.fullmatch(JOB, value):
+        raise InvalidValue(
+            f"{found(value)} is not the name of a job: at most {MAX_JOB} letters, digits and . _ / : @ -, "
+            "the first a letter or digit"
+        )
+    return value
+
+
+def ranks(value: object) -> int | Literal["auto"]:
+    """`auto`, or how many ranks share each GPU: written as `{per_gpu: 2}`."""
+    if value == "auto":
+        return "auto"
+    if isinstance(value, Mapping) and set(value) == {"per_gpu"}:
+        count = value["per_gpu"]
+        if isinstance(count, int) and not isinstance(count, bool) and 1 <= count <= MAX_RANKS:
+            return count
+        text = count.strip() if isinstance(count, str) else ""
+        own = f"'{int(text)}' without quotes" if re.fullmatch("[1-9][0-9]{0,2}", text, re.ASCII) else "'{per_gpu: 2}'"
+        raise InvalidValue(
+            f"per_gpu is how many ranks share a GPU, from 1 to {MAX_RANKS}, found {found(count)}", f"write {own}"
+        )
+    if isinstance(value, Mapping) and (odd := [key for key in value if key != "per_gpu"]):
+        raise InvalidValue(
+            f"ranks is 'auto' or '{{per_gpu: 2}}', found a mapping with {found(odd[0])}", "write '{per_gpu: 2}'"
+        )
+    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_RANKS:
+        raise InvalidValue(
+            f"ranks is no number, found {value}", f"write '{{per_gpu: {value}}}' if so many share each GPU"
+        )
+    raise InvalidValue(f"ranks is 'auto' or '{{per_gpu: 2}}', found {found(value)}", "write 'auto'")
+
+
+def ranks_text(value: object) -> object:
+    return {"per_gpu": value} if isinstance(value, int) else value
+
+
+def device_key(value: str) -> str:
+    """A GPU by UUID, CUDA ordinal or name pattern, in one spelling each."""
+    name = value.strip(" \t") if len(value) <= MAX_KEY else value
+    if name.isascii() and re.fullmatch(_UUID, name):
+        return "GPU-" + name[4:].lower()
+    if name.isascii() and (ordinal := re.fullmatch(_ORDINAL, name)):
+        return ordinal[2]
+    from memguard._budget import suggestions
+
+    shown = found(value)
+    if len(value) > MAX_KEY:
+        raise InvalidValue(f"{shown} is longer than {MAX_KEY} characters", _NAME_A_GPU)
+    if odd := next((c for c in name if not " " <= c <= "~"), ""):
+        # A digit of another alphabet would be taken for an ordinal, and a letter that looks alike fits no GPU's name.
+        import unicodedata
+
+        what = f"U+{ord(odd):04X} ({unicodedata.name(odd, 'a control character')})"
+        instead = suggestions.device_key(value)
+        fix = f"name the GPU '{instead}'" if instead else _NAME_A_GPU
+        raise InvalidValue(f"{shown} has {what} in it; GPUs' names and numbers are plain ASCII", fix)
+    if re.fullmatch(_UUID, name.replace(" ", "")):
+        raise InvalidValue(f"{shown} has a space in it", f"name the GPU '{name.replace(' ', '')}'")
+    if name.upper().startswith("GPU-") and not re.fullmatch("[Gg][Pp][Uu]-[0-9]{1,4}", name):
+        raise InvalidValue(f"{shown} is not a GPU's whole UUID", "copy the one that `nvidia-smi -L` prints")
+    if name.upper().startswith("MIG-"):
+        raise InvalidValue(f"{shown} is a MIG instance, which this version does not support", "remove this entry")
+    instead = suggestions.device_key(name)
+    if instead == name:
+        return name
+    if instead == "*":
+        raise InvalidValue(
+            f"{shown} names no GPU", "name the GPU '*', which is every GPU, or put its keys below 'device:'"
+        )
+    if instead.isdecimal():
+        raise InvalidValue(f"{shown} names no GPU", f"name the GPU '{instead}': a CUDA ordinal such as 0")
+    if not instead or re.fullmatch("[-+.0-9_]*", name) or name.lower().startswith("cuda:"):
+        raise InvalidValue(f"{shown} names no GPU", _NAME_A_GPU)
+    raise InvalidValue(
+        f"{shown} is no GPU's whole name, such as 'NVIDIA H200'", f"name the GPU '{instead}', with the quotes"
+    )
+
+
+_NAME_A_GPU = "write a UUID from `nvidia-smi -L`, a CUDA ordinal such as 0, or a name such as 'NVIDIA A100*'"
+
+
+def _unit_missing(value: object, likely: bool, unit: str) -> str:
+    number = re.sub(r"\.0*$", "", found(value).strip("' "))
+    return f"write '{number}{unit}' if you mean that" if likely and re.fullmatch("[0-9]+", number) else ""
+
+
+# Mappings
+
+
+class Frozen(dict[str, V]):
+    """A dict in file order that nothing may change, so that it has a hash."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Frozen, (dict(self),)  # pickle would set its entries one by one
+
+    def _refuse(self, *args: object, **more: object) -> Any:
+        raise TypeError("a budget cannot be changed")
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+
+def frozen(entries: dict[str, V]) -> Frozen[V]:
+    return Frozen(entries)  # pydantic takes a millisecond to find out how the class itself is called
+
+
+# Types, each with its part of the JSON Schema
+
+
+class Value:
+    """In `Annotated`: `parse` makes the value, `shown` is its text in a file, and `schema` its JSON Schema.
+
+    What PlainValidator, PlainSerializer and WithJsonSchema do together, without what they look up for each field:
+    signatures, return types and the schema of a type that `parse` answers for. That was half of building the models.
+    A type with None is that of a key that may be left out: `parse` refuses None, so a key that is written has a value.
+    """
+
+    def __init__(
+        self, parse: Callable[[object], object], shown: Callable[[Any], object] | None, *schemas: dict[str, Any]
+    ) -> None:
+        self._schema = schemas[0] if len(schemas) == 1 else {"anyOf": list(schemas)}
+        ways = core_schema.plain_serializer_function_ser_schema(shown, when_used="unless-none") if shown else None
+        self._core = core_schema.no_info_plain_validator_function(parse, serialization=ways)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return self._core.copy()
+
+    def __get_pydantic_json_schema__(
+        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return copy.deepcopy(self._schema)  # pydantic writes defaults into it
+
+
+class _Written:
+    """In `Annotated`, for a mapping that may be left out, which gives None: if it is written, it has a value."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_before_validator_function(_not_none, handler(source))
+
+
+WRITTEN = _Written()
+
+
+class _Shown:
+    """In `Annotated`: how the value is written."""
+
+    def __init__(self, shown: Callable[[Any], object]) -> None:
+        self._shown = shown
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return {**handler(source), "serialization": core_schema.plain_serializer_function_ser_schema(self._shown)}
+
+
+LISTED = _Shown(list)
+"""For a tuple, which is written as a list."""
+AS_IT_IS = _Shown(lambda value: value)
+"""For a value that may become None later, whatever its type says."""
+
+
+def _not_none(value: object) -> object:
+    if value is None:
+        raise PydanticKnownError("none_required")
+    return value
+
+
+def _sizes(least: int) -> list[dict[str, Any]]:
+    pattern = r"^\s*([0-9]{1,40}(\.[0-9]{1,20})?\s*([Bb]|[KkMmGgTt][Ii][Bb])|[1-9][0-9]{6,15})\s*$"
+    return [{"type": "string", "pattern": pattern}, {"type": "integer", "minimum": least, "maximum": MAX_SIZE}]
+
+
+def _seconds(least: float, most: float) -> list[dict[str, Any]]:
+    pattern = r"^\s*[0-9]{1,9}(\.[0-9]{1,20})?\s*([Mm][Ss]|[Ss]|[Mm][Ii][Nn]|[Hh])?\s*$"
+    return [{"type": "string", "pattern": pattern}, {"type": "number", "minimum": least, "maximum": most}]
+
+
+_PART = r"^\s*0*(?!0*(\.0*)?\s*%)(100(\.0{1,20})?|[0-9]{1,2}(\.[0-9]{1,20})?)\s*%\s*$"
+_PERCENT: dict[str, Any] = {"type": "string", "pattern": _PART}
+_NAMES = r"^(?!~)(?!\s*$)([^$\x00-\x1f{}]|\{(pid|rank)\})*$"
+_FOLDER = {"pattern": r"(^|/)\.{0,2}$"}
+_PATH: dict[str, Any] = {"type": "string", "maxLength": MAX_PATH, "pattern": _NAMES, "not": _FOLDER}
+_NO_NAME = {"pattern": r"^\s*([Gg][Pp][Uu]-|[Mm][Ii][Gg]-|[Cc][Uu][Dd][Aa]:)"}
+DEVICE_KEYS: list[Any] = [
+    {"pattern": rf"^[ \t]*({_UUID}|{_ORDINAL})[ \t]*$"},
+    {"pattern": r"^[ \t]*[ -~]*([*?\[]|[A-Za-z0-9][^A-Za-z0-9])[ -~]*[ \t]*$", "maxLength": MAX_KEY, "not": _NO_NAME},
+]
+"""The JSON Schema of what may name a GPU below `devices`: any of these."""
+
+_DEVICE_LIMIT = Value(device_limit, text, _PERCENT, *_sizes(GRANULE))
+_RESERVE = Value(reserve, text, {"const": "auto"}, *_sizes(GRANULE))
+_FORECAST = partial(duration, least=FORECAST[0], most=FORECAST[1], or_none=", or 0 for none")
+
+Version = Annotated[int, Value(version, None, {"const": 1})]
+DeviceLimit = Annotated[Fraction | int, _DEVICE_LIMIT]
+Reserve = Annotated[int | Literal["auto"], _RESERVE]
+Percent = Annotated[Fraction, Value(percent, text, _PERCENT)]
+Interval = Annotated[
+    float, Value(partial(duration, least=INTERVAL[0], most=INTERVAL[1]), duration_text, *_seconds(*INTERVAL))
+]
+Forecast = Annotated[float, Value(_FORECAST, duration_text, *_seconds(*FORECAST), {"const": 0})]
+TimelineSize = Annotated[int, Value(partial(size, least=MIB), text, *_sizes(MIB))]
+
+# Of keys that may be left out
+
+LeaseWait = Annotated[float | None, Value(lease_wait, duration_text, *_seconds(*WAIT), {"const": 0})]
+OwnLimit = Annotated[Fraction | int | None, _DEVICE_LIMIT]
+OwnReserve = Annotated[int | Literal["auto"] | None, _RESERVE]
+Share = Annotated[Fraction | None, Value(share, text, _PERCENT)]
+Limit = Annotated[int | None, Value(limit, text, *_sizes(GRANULE))]
+Least = Annotated[Fraction | int | None, Value(least, text, _PERCENT, *_sizes(GRANULE))]
+Most = Annotated[Fraction | int | None, Value(most, text, _PERCENT, *_sizes(GRANULE))]
+Ranks = Annotated[
+    int | Literal["auto"] | None,
+    Value(
+        ranks,
+        ranks_text,
+        {"const": "auto"},
+        {
+            "type": "object",
+            "properties": {"per_gpu": {"type": "integer", "minimum": 1, "maximum": MAX_RANKS}},
+            "required": ["per_gpu"],
+            "additionalProperties": False,
+        },
+    ),
+]
+WhenIdle = Annotated[
+    float | None, Value(partial(duration, least=IDLE[0], most=IDLE[1]), duration_text, *_seconds(*IDLE))
+]
+Port = Annotated[int | None, Value(port, None, {"type": "integer", "minimum": PORTS[0], "maximum": PORTS[1]})]
+Job = Annotated[str | None, Value(job, None, {"type": "string", "pattern": f"^{JOB}$"})]
+Timeline = Annotated[str | None, Value(timeline, None, _PATH)]

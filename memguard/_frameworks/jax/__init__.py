@@ -1,0 +1,1 @@
+"""JAX: its adapter, its gates, and its part in the shared pool."""

@@ -1,0 +1,366 @@
+"""JAX: capped by `memory_fraction`, one of the client options that its GPU backend starts with; preallocation is off.
+
+Measured: the fraction is of what CUDA can give. JAX reads it once, when the backend starts; nothing changes or shrinks
+the pool afterwards. For a cap of 4 GiB on an H200 the limit was 4,294,967,296 bytes. The client options win over the
+environment. If both XLA_CLIENT_MEM_FRACTION and XLA_PYTHON_CLIENT_MEM_FRACTION are set, the GPU backend does not load
+and JAX silently uses the CPU. The allocators `cuda_async` and `platform` have no limit, `vmm` has one and reports
+nothing (the row of `_base/specs.py`). An out-of-memory error takes 10 s to appear.
+
+Outside the cap: context and modules, cuBLAS and cuSOLVER workspaces, NCCL and collective memory.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import struct
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from memguard._base.specs import SPECS
+from memguard._base.types import Applied, Device, Enforcement, State, Usage, usage_of
+from memguard._base.units import MIB, format_size, round_up
+from memguard._frameworks.base import Framework, accept_standing, weakly
+from memguard._frameworks.replacements import Replacements
+from memguard.errors import CapNotApplied, ConflictingSetting
+
+_BRIDGE = "jax._src.xla_bridge"
+_OPTIONS = "jax_pjrt_client_create_options"
+_FRACTION, _DEPRECATED = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+_PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
+_ALLOCATORS = SPECS["jax"].allocators
+_NOWHERE: tuple[Callable[[], object], int] = (lambda: None, 0)
+_standing: dict[str, int] = {}
+"""The caps that JAX went live with, by device UUID. They stay until the process ends."""
+
+
+class JAX(Framework):
+    """JAX's BFC allocator (from XLA), capped by the `memory_fraction` of its client."""
+
+    spec = SPECS["jax"]
+    resizable = False
+    _allocator = "bfc"
+
+    def __init__(self, host: Any) -> None:
+        super().__init__(host)
+        self._caps: dict[str, int] = {}
+        self._by_ordinal: dict[int, str] | None = None
+        self._options: dict[str, Any] = {}
+        self._lost: list[str] = []  # the drift that was found
+        self._settled: weakref.ref[Any] | None = None  # the started backend of which that was found, and is final
+        self._asked: Any = None  # the options that the user wants
+        self._places: dict[str, tuple[Callable[[], object], int]] = {}  # by UUID: backend, and the GPU's place in it
+
+    def why_absent(self) -> str | None:
+        """Not installed, no CUDA plugin, or JAX_PLATFORMS excludes the GPU. Imports nothing."""
+        missing = super().why_absent()
+        if missing:
+            return missing
+        asked = getattr(getattr(sys.modules.get("jax"), "config", None), "jax_platforms", None)
+        platforms = (os.environ.get("JAX_PLATFORMS", "") if asked is None else asked).lower().split(",")
+        named = [name.strip() for name in platforms if name.strip()]
+        if named and not {"cuda", "gpu"} & set(named):
+            return f"JAX_PLATFORMS={','.join(named)} keeps jax off the GPU"
+        if not _has_plugin():
+            return "this jax has no CUDA plugin; fix: pip install 'jax[cuda13]' or 'jax[cuda12]'"
+        return None
+
+    def state(self) -> State:
+        found = super().state()
+        return State.ABSENT if found is State.IMPORTED and self.why_absent() else found
+
+    def _live(self, module: ModuleType) -> bool:
+        return _client() is not None
+
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+        jax: Any = sys.modules["jax"]
+        if _client() is not None:
+            standing = {uuid: (cap, cap) for uuid, cap in _standing.items()}
+            applied = accept_standing(self.name, "JAX", "pool", standing, caps)
+            self._caps, self._settled = dict(caps), None
+            return applied
+        if not hasattr(jax.config, _OPTIONS):
+            raise CapNotApplied(
+                self.name, f"jax {jax.__version__} has no option {_OPTIONS}", "install jax 0.5 or newer"
+            )
+        before = getattr(jax.config, _OPTIONS)
+        own = as_mapping(before)
+        self._refuse_conflicts(own)
+        usable = {device.uuid: device.usable for device in self.host.devices() if device.uuid in caps}
+        if not usable:
+            raise CapNotApplied(self.name, "no GPU of the budget is visible", "check CUDA_VISIBLE_DEVICES")
+        fraction = min(_fraction(caps[uuid], total) for uuid, total in usable.items())
+        if len({_fraction(caps[uuid], total) for uuid, total in usable.items()}) > 1:
+            self._say("jax: it has one fraction for all GPUs, so its smallest cap applies to every GPU")
+        fraction = self._stricter(fraction, own, usable, caps)
+        wanted = {**own, "memory_fraction": fraction, "preallocate": self._preallocate(own)}
+        wanted.setdefault("allocator", self._allocator)  # over XLA_PYTHON_CLIENT_ALLOCATOR, which may be set later
+        replaced = Replacements()
+        self._options, self._asked = wanted, before
+
+        def undo() -> None:
+            replaced.undo()
+            if _client() is not None:
+                _standing.update(self._caps)
+                raise CapNotApplied(self.name, "its backend has started; its limit stays", "restart the process")
+            if getattr(jax.config, _OPTIONS) == self._options:
+                jax.config.update(_OPTIONS, self._asked)
+            self._caps = {}
+
+        self.changes.add(self.name, undo)
+        jax.config.update(_OPTIONS, wanted)
+        found = getattr(jax.config, _OPTIONS)
+        if found != wanted:
+            jax.config.update(_OPTIONS, before)
+            raise CapNotApplied(
+                self.name,
+                f"the options read back as {found!r}",
+                "report this with the version; until then leave jax out of the budget",
+            )
+        self._caps, self._settled = dict(caps), None
+
+        try:
+            replaced.put(type(jax.config), "update", lambda original: self._held(original, wanted, usable))
+        except BaseException:
+            undo()
+            raise
+        return Applied(Enforcement.ENFORCED, undo)
+
+    def usage(self, device: Device) -> Usage | None:
+        """From `memory_stats()` of the live backend (1.4 µs); `pool_bytes` is what it holds."""
+        backends = getattr(sys.modules.get(_BRIDGE), "_backends", None)  # as `_client`
+        client = backends.get("cuda") if isinstance(backends, dict) else None
+        if client is None:
+            return None
+        # JAX's devices allow no weak reference, and a strong one would keep their backend alive: so by place.
+        backend, place = self._places.get(device.uuid, _NOWHERE)
+        known = backend() is client
+        if known:
+            found = client.local_devices()[place]
+        else:
+            found, unknown = self._found(client, device.uuid)
+            if found is None:
+                return Usage(None, None) if unknown else None
+        stats = found.memory_stats()
+        if not stats or "pool_bytes" not in stats:  # not BFC: another has no pool
+            return Usage(None, (stats or {}).get("bytes_in_use"))
+        return usage_of((stats["pool_bytes"], stats["bytes_in_use"], 0, None, None, stats["peak_bytes_in_use"]))
+
+    def _found(self, client: Any, wanted: str) -> tuple[Any, bool]:
+        """The client's device with that UUID; if there is none, whether the UUID of one of them is unknown."""
+        known, unknown = self._numbering(), False
+        for position, local in enumerate(client.local_devices()):
+            uuid = known.get(_ordinal(local), "")
+            if uuid == wanted:
+                if (reference := weakly(client)) is not None:
+                    self._places[wanted] = reference, position
+                return local, False
+            unknown = unknown or not uuid
+        return None, unknown
+
+    def trim(self, device: Device) -> None:
+        """Does nothing: XLA's pool cannot be shrunk from outside."""
+
+    def resize(self, caps: Mapping[str, int]) -> None:
+        raise CapNotApplied(
+            self.name,
+            "JAX's memory_fraction is fixed once its backend has started",
+            "change the budget file and restart the process",
+        )
+
+    def footprint(self, size: int) -> int:
+        return round_up(size, 256)
+
+    def drift(self) -> list[str]:
+        if not self._caps:
+            return []
+        client = _client()
+        if client is None:
+            now = as_mapping(getattr(getattr(sys.modules.get("jax"), "config", None), _OPTIONS, None))
+            lost = any(now.get(key) != self._options.get(key) for key in ("memory_fraction", "allocator"))
+            return [f"jax: its {_OPTIONS} were changed after memguard.init: the cap will not hold"] if lost else []
+        if self._settled is None or self._settled() is not client:  # a limit never changes once the backend has it
+            self._lost = [
+                f"jax: its backend started {f'with a limit of {format_size(limit)}' if limit else 'without a limit'} "
+                f"on cuda:{ordinal}, but its cap is {format_size(cap)}"
+                for ordinal, (limit, cap) in self._limits().items()
+                if not 0 < limit <= cap
+            ]
+            self._settled = weakly(client)
+        return self._lost
+
+    def forked(self) -> None:
+        self._caps = {}  # what the child sets is its own
+
+    def about(self) -> dict[str, str]:
+        if _client() is None:
+            return {}
+        return {"allocator": str(as_mapping(self._options).get("allocator", "bfc"))}
+
+    def _refuse_conflicts(self, own: Mapping[str, Any]) -> None:
+        fractions = [name for name in (_FRACTION, _DEPRECATED) if os.environ.get(name)]
+        if len(fractions) == 2:
+            raise ConflictingSetting(
+                self.name,
+                " and ".join(fractions),
+                "are both set: JAX then loads no GPU backend and silently uses the CPU",
+                f"unset {_DEPRECATED}, the deprecated one",
+            )
+        for setting, value in (
+            (_ALLOCATORS.variable, os.environ.get(_ALLOCATORS.variable, "")),
+            (f"{_OPTIONS} allocator", str(own.get("allocator", ""))),
+        ):
+            why = self._why_not(value)
+            if why is not None:
+                raise ConflictingSetting(
+                    self.name, f"{setting}={value}", why, f"unset it, so that JAX uses its allocator {self._allocator}"
+                )
+
+    def _why_not(self, allocator: str) -> str | None:
+        """Why the allocator of this name cannot be used; None if it can."""
+        return _ALLOCATORS.why_uncapped(allocator)
+
+    def _held(
+        self, original: Callable[..., Any], cap: Mapping[str, Any], usable: Mapping[str, int]
+    ) -> Callable[..., Any]:
+        """`jax.config.update` that keeps the client's options within the cap, until the backend has read them."""
+
+        def update(config: Any, name: str, val: Any) -> Any:
+            if name != _OPTIONS or not self._caps or _client() is not None:
+                return original(config, name, val)
+            original(config, name, val)  # JAX's own error, for what it does not accept
+            theirs, lost = as_mapping(val), []
+            held = {**theirs, "memory_fraction": cap["memory_fraction"], "allocator": cap["allocator"]}
+            held.setdefault("preallocate", cap["preallocate"])
+            fraction = theirs.get("memory_fraction")
+            try:
+                number = math.nan if fraction is None else float(fraction)
+            except (TypeError, ValueError):
+                number = math.inf
+            if 0 < number <= cap["memory_fraction"]:
+                held["memory_fraction"] = fraction
+            elif fraction is not None:
+                lost.append(f"memory_fraction={fraction}")
+            allocator = theirs.get("allocator")
+            if allocator is not None and self._why_not(str(allocator)) is None:
+                held["allocator"] = allocator
+            elif allocator is not None:
+                lost.append(f"allocator={allocator}")
+            self._asked, self._options = val, held
+            original(config, name, held)
+            if lost:
+                size = min(self._caps[uuid] for uuid in usable)
+                self._warn(
+                    f"jax: {_OPTIONS} asks for {' and '.join(lost)}, past its cap of {format_size(size)}: the cap holds"
+                )
+            return None
+
+        return update
+
+    def _stricter(
+        self, fraction: float, own: Mapping[str, Any], usable: Mapping[str, int], caps: Mapping[str, int]
+    ) -> float:
+        """The stricter of the cap's fraction and the user's; ConflictingSetting if the user's is looser."""
+        name = next((n for n in (_FRACTION, _DEPRECATED) if os.environ.get(n)), "")
+        given = [(f"{_OPTIONS} memory_fraction", own.get("memory_fraction")), (name, os.environ.get(name))]
+        for setting, value in given:
+            if value is None or value == "":
+                continue
+            try:
+                theirs = float(value)
+                if not 0 < theirs < math.inf:
+                    raise ValueError(value)
+            except (TypeError, ValueError):
+                raise ConflictingSetting(
+                    self.name, f"{setting}={value}", "cannot be read", "unset it, or write a number such as 0.25"
+                ) from None
+            if any(int(theirs * total) > caps[uuid] + MIB for uuid, total in usable.items()):
+                most = int(theirs * max(usable.values()))
+                raise ConflictingSetting(
+                    self.name,
+                    f"{setting}={value}",
+                    f"is looser than the cap of {format_size(min(caps[uuid] for uuid in usable))}",
+                    f"unset it, lower it, or raise frameworks.jax in the budget to at least {-(-most // MIB)}MiB",
+                )
+            if theirs < fraction:
+                self._say(f"jax: its own {setting}={value} is stricter than the cap and stays")
+                fraction = theirs
+        return fraction
+
+    def _preallocate(self, own: Mapping[str, Any]) -> bool:
+        """False, unless the user asked for it: JAX then takes its whole cap when its backend starts."""
+        asked = own.get("preallocate", os.environ.get(_PREALLOCATE) or None)
+        if asked is None or str(asked) in ("false", "False", "0"):
+            return False
+        setting = f"{_OPTIONS} preallocate" if "preallocate" in own else _PREALLOCATE
+        self._say(f"jax: {setting} stays, so JAX takes its whole cap when its backend starts")
+        return True
+
+    def _locals(self) -> list[tuple[Any, str]]:
+        """The devices of a live backend, each with its UUID, or "" if unknown. JAX numbers devices as CUDA does."""
+        client = _client()
+        if client is None:
+            return []
+        known = self._numbering()
+        return [(found, known.get(_ordinal(found), "")) for found in client.local_devices()]
+
+    def _numbering(self) -> dict[int, str]:
+        """The UUIDs by JAX's number, which is CUDA's."""
+        if self._by_ordinal is None:
+            known = self.host.devices(ordinals=True)
+            self._by_ordinal = {d.ordinal: d.uuid for d in known if d.ordinal is not None}
+            if len(known) == 1:
+                self._by_ordinal = self._by_ordinal or {0: known[0].uuid}
+        return self._by_ordinal
+
+    def _limits(self) -> dict[int, tuple[int, int]]:
+        """By ordinal: the limit that the live backend has, and its cap, in bytes."""
+        return {
+            _ordinal(found): ((found.memory_stats() or {}).get("bytes_limit", 0), self._caps[uuid])
+            for found, uuid in self._locals()
+            if uuid in self._caps
+        }
+
+
+def _ordinal(local: Any) -> int:
+    ordinal = getattr(local, "local_hardware_id", None)
+    return int(local.id if ordinal is None else ordinal)
+
+
+def _client() -> Any:
+    """JAX's CUDA backend if it has started, else None. Never starts one."""
+    bridge = sys.modules.get(_BRIDGE)
+    backends = getattr(bridge, "_backends", None)
+    return backends.get("cuda") if isinstance(backends, dict) else None
+
+
+def _has_plugin() -> bool:
+    """Whether a CUDA plugin of JAX is installed. Imports nothing: `jax_plugins` is a namespace package."""
+    try:
+        spec = importlib.util.find_spec("jax_plugins")
+    except (ImportError, ValueError):
+        return False
+    folders = (spec.submodule_search_locations if spec is not None else None) or ()
+    return any(path.name.startswith("xla_cuda") for folder in folders for path in Path(folder).glob("*"))
+
+
+def as_mapping(options: Any) -> dict[str, Any]:
+    """`jax_pjrt_client_create_options` as a mapping. JAX accepts a mapping or `key:value;key:value`."""
+    if isinstance(options, str):
+        pairs = (part.split(":", 1) for part in options.split(";") if ":" in part)
+        return dict(pairs)
+    return dict(options or {})
+
+
+def _fraction(cap: int, total: int) -> float:
+    """The largest fraction that stays within the cap, in single precision, as the client takes it."""
+    fraction = struct.unpack("f", struct.pack("f", cap / total))[0]
+    while int(fraction * total) > cap:
+        bits = struct.unpack("I", struct.pack("f", fraction))[0] - 1
+        fraction = struct.unpack("f", struct.pack("I", bits))[0]
+    return float(fraction)

@@ -1,0 +1,43 @@
+"""JAX in the pool that several frameworks share: its allocator `cuda_async`, on the device's default pool. Watched.
+
+Measured on an H200: JAX takes from the default pool whichever is current, its fraction is no cap there, and it sets
+that pool's release threshold to 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from memguard._base.types import Applied
+from memguard._frameworks.jax import adapter
+from memguard._frameworks.jax.adapter import JAX
+from memguard._frameworks.joint_base import JointWatched
+from memguard.errors import CapNotApplied
+
+
+class JointJAX(JointWatched, JAX):
+    """JAX's `cuda_async` allocator over the device's default pool."""
+
+    _allocator = "cuda_async"
+
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+        if adapter._client() is not None:
+            raise CapNotApplied(
+                self.name,
+                "its backend has started with an allocator, which cannot change",
+                "call memguard.init() before JAX's first operation, or write 'strategy: caps'",
+            )
+        before = dict(adapter._standing)
+        applied = super().apply(caps, options)
+        note = "jax: watched, not capped: it draws from the device's default pool, where its fraction is no limit"
+        stays = "its backend has started and stays on the default pool"
+        return self._watched(applied, adapter._standing, before, stays, note)
+
+    def _why_not(self, allocator: str) -> str | None:
+        if allocator.strip().lower() in ("", self._allocator):
+            return None
+        return "does not draw from the default pool, which 'strategy: pool' shares"
+
+    def _preallocate(self, own: Mapping[str, Any]) -> bool:
+        return False  # it would take its part of the pool from the others at once

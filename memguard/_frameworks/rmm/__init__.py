@@ -1,0 +1,1 @@
+"""RMM: a limit around its memory resource."""

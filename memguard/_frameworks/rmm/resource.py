@@ -1,0 +1,142 @@
+"""RMM as the allocator of a framework: a limit around its resource if possible, else only watched.
+
+`LimitingResourceAdaptor` counts live allocations. Over a resource that caches nothing (`CudaMemoryResource`) that is
+what is held, and the cap holds. Over a pool it is not, so such a framework is `watched`. It counts the bytes asked for;
+the driver's pages may be more. At its limit RMM raises the built-in MemoryError (measured). RMM has one resource per
+device for all frameworks: the first framework limits it, and a second one shares that limit.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from memguard._base.types import Applied, Enforcement, Usage
+from memguard._base.undo import Undo
+from memguard._devices.host import Host
+from memguard.errors import CapNotApplied
+
+UNSEEN = "RMM tells nobody of a refused request"
+
+_limits: dict[int, tuple[str, Any]] = {}
+"""By ordinal: the framework whose cap holds, and the adaptor."""
+
+
+class Limit:
+    """RMM's limit for one framework: the adaptors around the devices' resources, by UUID."""
+
+    def __init__(self, adaptors: Mapping[str, Any], ordinals: Mapping[str, int]) -> None:
+        self._adaptors = dict(adaptors)
+        self.standing = {ordinals[uuid]: adaptor for uuid, adaptor in adaptors.items()}
+        """The adaptors by ordinal, until the limit is undone; empty if RMM is only watched."""
+
+    def usage(self, uuid: str) -> Usage | None:
+        """Live bytes since the limit was set; None without a limit on that device, unknown if RMM is only watched."""
+        adaptor = self._adaptors.get(uuid)
+        if adaptor is None:
+            return Usage(None, None) if not self._adaptors else None
+        size = int(adaptor.get_allocated_bytes())
+        return Usage(size, size, 0)
+
+    def drift(self, framework: str) -> list[str]:
+        """A sentence for each GPU whose resource no longer goes through the limit (`rmm.reinitialize`)."""
+        rmm: Any = sys.modules.get("rmm")
+        now = {n: rmm.mr.get_per_device_resource(n) for n in list(self.standing)} if rmm is not None else {}
+        return [
+            f"{framework}: RMM's resource on cuda:{ordinal} was replaced after memguard.init "
+            f"({type(resource).__name__}): its cap does not hold"
+            for ordinal, resource in now.items()
+            if not _goes_through(resource, self.standing.get(ordinal))
+        ]
+
+
+def is_cupys(allocator: Any) -> bool:
+    """Whether CuPy's allocator is RMM's."""
+    return str(getattr(allocator, "__module__", "")).startswith("rmm.")
+
+
+def is_loaded_for(framework: str) -> bool:
+    """Whether RMM's allocator for the framework was imported: a replaced allocator is then most likely RMM's."""
+    return f"rmm.allocators.{framework}" in sys.modules
+
+
+def ordinals(framework: str, host: Host) -> dict[str, int]:
+    """CUDA's ordinals by UUID, without initialising CUDA. NVML may number the GPUs differently."""
+    devices = host.devices(ordinals=True)
+    found = {device.uuid: device.ordinal for device in devices if device.ordinal is not None}
+    if len(found) == len(devices):
+        return found
+    if len(devices) == 1:
+        return {devices[0].uuid: 0}
+    why = "CUDA's numbering of the GPUs could not be read"
+    raise CapNotApplied(framework, why, "run `memguard doctor` to see why CUDA does not start")
+
+
+def apply(framework: str, caps: Mapping[str, int], ordinals: Mapping[str, int], changes: Undo) -> tuple[Limit, Applied]:
+    """Limit RMM's resource on every device that has a cap, or say in a note why it is only watched.
+
+    `changes` receives the undo before the first change, so that an interruption leaves no device limited.
+    """
+    import rmm
+
+    for uuid, ordinal in ordinals.items():
+        if uuid not in caps:
+            continue
+        base = rmm.mr.get_per_device_resource(ordinal)
+        if ordinal in _limits:
+            why = f"it shares RMM with {_limits[ordinal][0]}, whose cap holds for both together"
+        elif not isinstance(base, rmm.mr.CudaMemoryResource):
+            why = f"it allocates through RMM's {type(base).__name__}, which may hold more than is in use"
+        else:
+            continue
+        note = f"{framework}: watched: it has no cap of its own: {why}"
+        return Limit({}, {}), Applied(Enforcement.WATCHED, lambda: None, notes=(note,))
+    capped = {ordinal: uuid for uuid, ordinal in ordinals.items() if uuid in caps}
+    before = {ordinal: rmm.mr.get_per_device_resource(ordinal) for ordinal in capped}
+    adaptors = {
+        uuid: rmm.mr.LimitingResourceAdaptor(before[ordinal], allocation_limit=caps[uuid])
+        for ordinal, uuid in capped.items()
+    }
+    limit, stays = Limit(adaptors, ordinals), list[str]()
+
+    def undo() -> None:
+        """Restore each device's resource; a second call continues where an interruption stopped the first."""
+        limit.standing.clear()
+        for ordinal, uuid in capped.items():
+            if ordinal not in _limits or _limits[ordinal][1] is not adaptors[uuid]:
+                continue  # never limited, or restored by an interrupted call
+            now = rmm.mr.get_per_device_resource(ordinal)
+            if now is adaptors[uuid]:
+                rmm.mr.set_per_device_resource(ordinal, before[ordinal])
+            elif now is not before[ordinal] and f"cuda:{ordinal}" not in stays:
+                stays.append(f"cuda:{ordinal}")
+            _limits.pop(ordinal, None)  # last, so that an interruption repeats this device
+        if stays:
+            why = f"RMM's resource was wrapped again after memguard.init, so its limit stays on {' and '.join(stays)}"
+            stays.clear()
+            raise CapNotApplied(framework, why, "undo what wraps it, or restart the process")
+
+    changes.add(framework, undo)
+    try:
+        for ordinal, uuid in capped.items():
+            _limits[ordinal] = (framework, adaptors[uuid])
+            rmm.mr.set_per_device_resource(ordinal, adaptors[uuid])
+    except BaseException:
+        undo()
+        raise
+
+    note = f"{framework}: capped through RMM, which is its allocator; what it held before is not counted"
+    return limit, Applied(Enforcement.ENFORCED, undo, notes=(note,))
+
+
+def _goes_through(resource: Any, adaptor: Any) -> bool:
+    """Whether allocations from the resource reach the adaptor: it is that, or wraps it. True without an adaptor."""
+    for _ in range(100):
+        if adaptor is None or resource is adaptor:
+            return True
+        upstream = getattr(resource, "get_upstream", None)
+        if upstream is None:
+            return False
+        resource = upstream()
+    return False

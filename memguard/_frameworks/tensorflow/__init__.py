@@ -1,0 +1,1 @@
+"""TensorFlow: its adapter, its gates, and its part in the shared pool."""

@@ -1,0 +1,503 @@
+"""TensorFlow: a logical device with `memory_limit` on every visible GPU, and growth through the environment.
+
+Measured: the limit must be set before TensorFlow builds its allocator, at its first operation. Growth set on the device
+is silently lost beside a limit, so `TF_FORCE_GPU_ALLOW_GROWTH` is used. TensorFlow takes the whole of a GPU without a
+limit. `cuda_malloc_async` ignores the limit, so it is refused. Nothing shrinks the pool afterwards. With growth
+TensorFlow does not say how much it holds.
+
+A later `set_logical_device_configuration` and the `config` of a TF1 session are held to the cap in the calls behind all
+their names: `Context.set_logical_device_configuration` and `BaseSession.__init__`. A session with a `config` of its own
+would not look at the logical devices at all.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+from memguard._base.logs import log as _log
+from memguard._base.specs import SPECS
+from memguard._base.types import Applied, Device, Enforcement, Usage, usage_of
+from memguard._base.units import MIB, format_size, round_up
+from memguard._frameworks.base import Framework, accept_standing, weakly
+from memguard._frameworks.replacements import Replacements
+from memguard.errors import CapNotApplied, ConflictingSetting, DeviceError
+
+_standing: dict[str, tuple[int, int, bool]] = {}
+"""Cap, limit and growth that TensorFlow went live with, by device UUID. They stay until the process ends."""
+_EAGER = "tensorflow.python.eager.context"
+_GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
+_ALLOCATORS = SPECS["tensorflow"].allocators
+_ALLOCATOR = _ALLOCATORS.variable
+
+
+class TensorFlow(Framework):
+    """TensorFlow's BFC allocator, capped by `LogicalDeviceConfiguration(memory_limit)`."""
+
+    spec = SPECS["tensorflow"]
+    resizable = False
+
+    def __init__(self, host: Any) -> None:
+        super().__init__(host)
+        self._caps: dict[str, int] = {}
+        self._growth = True
+        self._limits: dict[str, int] = {}  # what holds: the cap, or the user's own stricter limit
+        self._logical: dict[str, int] = {}
+        self._seen: dict[str, range] | None = None  # its numbers for each GPU, if live without caps
+        self._unmatched = False  # whether it has GPUs then of which the UUID is unknown
+        self._gpus: dict[Any, str] = {}  # UUID by TensorFlow's device
+        self._asked: dict[Any, list[Any]] = {}  # what the user asked for since, by TensorFlow's device
+        self._spans: dict[str, range] = {}  # its numbers for each GPU, once the user has configured one
+        self._undo_allocator: Callable[[], None] = lambda: None
+        self._lost: list[str] = []  # the drift that was found
+        self._settled: weakref.ref[Any] | None = None  # the live context under which that was found, and is final
+        self._session = False  # a TF1 session has made the allocators, without the eager context
+
+    def _live(self, module: ModuleType) -> bool:
+        safe = getattr(sys.modules.get(_EAGER), "context_safe", None)  # as `_context`
+        return safe is not None and getattr(safe(), "_context_handle", None) is not None
+
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+        tf: Any = sys.modules["tensorflow"]
+        self._refuse_unlimited()
+        if self._live(tf):
+            return self._accept_standing(caps)
+        gpus = tf.config.list_physical_devices("GPU")
+        if not gpus:
+            why = "" if tf.test.is_built_with_cuda() else ": this TensorFlow is built without CUDA"
+            note = f"tensorflow sees no GPU{why}; its share stays free"
+            _log.warning("%s", note)
+            return Applied(Enforcement.ABSENT, lambda: None, notes=(note,))
+        self._caps, self._growth, self._settled = dict(caps), bool(options.get("growth", True)), None
+        undo: list[Callable[[], None]] = []
+        notes = list(self.notes)
+        try:
+            by_gpu = self._match(gpus)
+            wanted, own = ("true" if self._growth else "false"), os.environ.get(_GROWTH, "").strip().lower()
+            if own not in ("", wanted):
+                self._say(f"tensorflow: {_GROWTH}={own} was set, but the budget's growth: {wanted} holds")
+            undo.append(_as_it_is(_GROWTH))
+            self.changes.add(self.name, undo[0])
+            os.environ[_GROWTH] = wanted
+            for gpu, uuid in by_gpu:
+                limit, step = self._limit(tf, gpu, caps[uuid])
+                self._limits[uuid] = limit
+                undo.append(step)
+            self._logical = {uuid: position for position, (_, uuid) in enumerate(by_gpu)}
+            self._gpus = dict(by_gpu)
+            replaced = Replacements()
+            self.changes.add(self.name, replaced.undo)
+            undo.append(replaced.undo)
+            self._replace(replaced)
+        except BaseException:
+            self._caps, self._limits, self.notes = {}, {}, notes
+            for step in reversed(undo):
+                step()
+            raise
+
+        def undo_all() -> None:
+            undo[0]()  # the environment variable, which children would inherit
+            undo[-1]()
+            self._undo_allocator()
+            if self._live(tf) or self._session:
+                _standing.update({u: (self._caps[u], self._limits[u], self._growth) for u in self._logical})
+                raise CapNotApplied(self.name, "its allocator exists; its limit stays", "restart the process")
+            for step in reversed(undo[1:]):
+                step()
+            self._logical, self._limits, self._gpus, self._asked, self._spans = {}, {}, {}, {}, {}
+
+        return Applied(Enforcement.ENFORCED, undo_all)
+
+    def _accept_standing(self, caps: Mapping[str, int]) -> Applied:
+        standing = {uuid: (cap, limit) for uuid, (cap, limit, _) in _standing.items()}
+        applied = accept_standing(self.name, "TensorFlow", "allocator", standing, caps)
+        self._caps, self._settled = dict(caps), None
+        for position, (uuid, (_, limit, self._growth)) in enumerate(_standing.items()):
+            self._limits[uuid], self._logical[uuid] = limit, position
+            self._say_stricter(f"GPU:{position}", limit, caps[uuid])
+        return applied
+
+    def usage(self, device: Device) -> Usage | None:
+        """From `get_memory_info` (2.3 µs), called only once TensorFlow is live, because it would initialise TensorFlow.
+
+        With growth it tells what is in use, not what the pool holds: then held is None, with bounds. The lower one is
+        its peak, which is too high after its allocator gave back idle regions, as it does before it refuses a request.
+        Of the sessions of a TF1 program without the eager context it tells nothing, nor of an allocator without
+        statistics, nor where its GPUs cannot be told apart: both are None then.
+        """
+        tf: Any = sys.modules.get("tensorflow")
+        if tf is None:
+            return None
+        uuid = device.uuid
+        if not self._live(tf):
+            if not self._session or uuid not in self._logical:
+                return None
+            return self._untold(uuid)
+        in_use = peak = 0
+        try:
+            number = self._logical.get(uuid)
+            numbers = (number,) if number is not None and not self._spans else self._numbers(tf, device)
+            if numbers is None:
+                return Usage(None, None, 0)
+            for number in numbers:
+                info = tf.config.experimental.get_memory_info(f"GPU:{number}")
+                in_use, peak = in_use + info["current"], peak + info["peak"]
+        except (ValueError, RuntimeError, AttributeError):
+            return self._untold(uuid) if _has(tf, number or 0) else None
+        if not numbers:
+            return None
+        limit = self._limits.get(uuid) if uuid in self._logical else None
+        if limit is not None and not self._growth:
+            return usage_of((limit, in_use, 0, None, None, peak))
+        return usage_of((None, in_use, 0, peak, limit, peak))
+
+    def _untold(self, uuid: str) -> Usage:
+        """What is known of its pool on a GPU where it tells nothing: without growth the pool is its limit."""
+        limit = self._limits.get(uuid) if uuid in self._logical else None
+        return Usage(None, None, 0, held_at_most=limit) if self._growth or limit is None else Usage(limit, None, 0)
+
+    def trim(self, device: Device) -> None:
+        """Does nothing: TensorFlow's pool cannot be shrunk from outside."""
+
+    def resize(self, caps: Mapping[str, int]) -> None:
+        raise CapNotApplied(
+            self.name,
+            "TensorFlow's memory_limit is fixed once it is set",
+            "change the budget file and restart the process",
+        )
+
+    def footprint(self, size: int) -> int:
+        return round_up(size, 256)
+
+    def drift(self) -> list[str]:
+        """Limits that were removed or raised before TensorFlow went live; afterwards they cannot change."""
+        tf: Any = sys.modules.get("tensorflow")
+        if tf is None or not self._logical:
+            return []
+        context = _context()
+        if getattr(context, "_context_handle", None) is None:  # not live, or None
+            context = None
+        elif self._settled is not None and self._settled() is context:
+            return self._lost
+        gpus = zip(tf.config.list_physical_devices("GPU"), self._logical, strict=False)  # both in TensorFlow's order
+        lost = [gpu.name for gpu, uuid in gpus if not _limited(tf, gpu, self._caps[uuid])]
+        self._lost = [f"tensorflow: the limit of {name} was removed or raised after memguard.init" for name in lost]
+        self._settled = weakly(context) if context is not None else None
+        return self._lost
+
+    def forked(self) -> None:
+        self._gpus = {}  # what the child configures is its own
+
+    def _refuse_unlimited(self) -> None:
+        value = os.environ.get(_ALLOCATOR, "").strip().lower()
+        why = _ALLOCATORS.why_uncapped(value)
+        if why is not None:
+            raise ConflictingSetting(
+                self.name,
+                f"{_ALLOCATOR}={value}",
+                why,
+                f"unset {_ALLOCATOR}, so that TensorFlow uses its BFC allocator",
+            )
+
+    def _match(self, gpus: list[Any]) -> list[tuple[Any, str]]:
+        """Each of TensorFlow's GPUs with its UUID. TensorFlow numbers GPUs as CUDA does."""
+        devices = self.host.devices(ordinals=True)
+        matched = []
+        for gpu in gpus:
+            uuid = _uuid(gpu, gpus, devices)
+            if uuid is None or uuid not in self._caps:
+                raise CapNotApplied(
+                    self.name,
+                    f"TensorFlow's {gpu.name} cannot be matched with a GPU of the budget",
+                    "run `memguard doctor` to see why CUDA does not start",
+                )
+            matched.append((gpu, uuid))
+        return matched
+
+    def _numbers(self, tf: Any, device: Device) -> Sequence[int] | None:
+        """The numbers of the GPU's logical devices; empty if TensorFlow has none there, None if that is unknown."""
+        if self._spans:
+            return self._spans.get(device.uuid, ())
+        if self._logical:
+            number = self._logical.get(device.uuid)
+            return () if number is None else (number,)
+        if self._seen is None:
+            self._seen = self._look(tf)
+        return self._seen.get(device.uuid, None if self._unmatched else ())
+
+    def _count(self) -> dict[str, range]:
+        """The numbers for all GPUs, of which the user may have split some into several logical devices."""
+        found, first = {}, 0
+        for gpu, uuid in self._gpus.items():
+            count = len(self._asked.get(gpu) or "1")
+            found[uuid] = range(first, first + count)
+            first += count
+        return found
+
+    def _look(self, tf: Any) -> dict[str, range]:
+        """The numbers for all GPUs. CUDA is initialised by now, so reading its numbering starts no child process."""
+        gpus = tf.config.get_visible_devices("GPU")
+        try:
+            devices = self.host.devices(ordinals=True) if gpus else ()
+        except DeviceError as error:
+            _log.debug("tensorflow: its GPUs cannot be told apart: %s", error)
+            devices = ()
+        found, first = {}, 0
+        for gpu in gpus:
+            count = len(tf.config.get_logical_device_configuration(gpu) or "1")
+            uuid = _uuid(gpu, gpus, devices)
+            if uuid is not None:
+                found[uuid] = range(first, first + count)
+            self._unmatched = self._unmatched or uuid is None
+            first += count
+        return found
+
+    def _limit(self, tf: Any, gpu: Any, cap: int) -> tuple[int, Callable[[], None]]:
+        """Limit a GPU. Returns what then holds, in bytes, and the undo. If it raises, the device table is as before."""
+        own = tf.config.get_logical_device_configuration(gpu)
+
+        def undo() -> None:
+            table = getattr(_context(), "_virtual_device_map", None)
+            if not isinstance(table, dict):
+                raise CapNotApplied(
+                    self.name, "this TensorFlow keeps its device table elsewhere", "restart the process"
+                )
+            if gpu in self._asked:
+                table[gpu] = self._asked[gpu]
+            elif not own:
+                table.pop(gpu, None)
+
+        if own:
+            return self._keep(gpu, [c.memory_limit for c in own], cap), undo
+        wanted = tf.config.LogicalDeviceConfiguration(memory_limit=cap // MIB)
+        tf.config.set_logical_device_configuration(gpu, [wanted])
+        try:
+            back = tf.config.get_logical_device_configuration(gpu)
+            if not back or back[0].memory_limit != cap // MIB:
+                raise CapNotApplied(self.name, f"memory_limit reads back as {back!r}", "report this with its version")
+        except BaseException:
+            undo()
+            raise
+        return cap // MIB * MIB, undo
+
+    def _replace(self, replaced: Replacements) -> None:
+        """Hold what the user configures from now on."""
+        context: Any = sys.modules.get("tensorflow.python.eager.context")
+        session: Any = sys.modules.get("tensorflow.python.client.session")
+        cls = getattr(context, "Context", None)
+        if cls is not None:
+            replaced.put(cls, "set_logical_device_configuration", self._configured)
+            replaced.put(cls, "set_memory_growth", self._growing)
+            replaced.put(cls, "_compute_gpu_options", self._starting)
+        if hasattr(session, "BaseSession"):
+            replaced.put(session.BaseSession, "__init__", self._in_session)
+
+    def _configured(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def set_logical_device_configuration(context: Any, dev: Any, virtual_devices: Any) -> Any:
+            uuid = self._gpus.get(dev)
+            if uuid is None or any(entry.memory_limit is None for entry in virtual_devices):
+                return original(context, dev, virtual_devices)  # TensorFlow's own error, for the limit that is missing
+            cap = self._caps[uuid] // MIB
+            limits = _within([entry.memory_limit for entry in virtual_devices], cap)
+            entries = list(virtual_devices) or [_module("LogicalDeviceConfiguration")()]
+            held = [entry._replace(memory_limit=limit) for entry, limit in zip(entries, limits, strict=True)]
+            fits = held == entries
+            answer = original(context, dev, virtual_devices if fits else held)
+            self._asked[dev], self._limits[uuid] = virtual_devices, int(sum(limits)) * MIB
+            self._spans = self._count()
+            if not fits:
+                asked = int(sum(entry.memory_limit or 0 for entry in entries)) * MIB
+                self._say_larger(
+                    f"set_logical_device_configuration ({format_size(asked) if asked else 'no limit'})",
+                    _short(dev),
+                    cap * MIB,
+                )
+            return answer
+
+        return set_logical_device_configuration
+
+    def _growing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def set_memory_growth(context: Any, dev: Any, enable: bool) -> Any:
+            """As without a budget: what TensorFlow refuses beside logical devices is a limit of the user's own."""
+            table = getattr(context, "_virtual_device_map", None)
+            if dev not in self._gpus or dev in self._asked or not isinstance(table, dict) or dev not in table:
+                return original(context, dev, enable)
+            ours = table[dev]
+            try:
+                del table[dev]
+                answer = original(context, dev, enable)
+            finally:
+                table[dev] = ours
+            if bool(enable) != self._growth:
+                self._say(
+                    f"tensorflow: set_memory_growth({enable}) changes nothing: the budget's growth: "
+                    f"{str(self._growth).lower()} holds"
+                )
+            return answer
+
+        return set_memory_growth
+
+    def _starting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def _compute_gpu_options(context: Any) -> Any:
+            self._limited_allocator()
+            return original(context)
+
+        return _compute_gpu_options
+
+    def _limited_allocator(self) -> None:
+        """TensorFlow is about to read which allocator to build: one without a limit, chosen since, is not built."""
+        value = os.environ.get(_ALLOCATOR, "")
+        why = _ALLOCATORS.why_uncapped(value)
+        if self._gpus and why is not None and not self._started():
+            self._undo_allocator = _as_it_is(_ALLOCATOR)
+            os.environ.pop(_ALLOCATOR, None)
+            self._warn(
+                f"tensorflow: {_ALLOCATOR}={value} was set after memguard.init, and it {why}: it is unset, so that "
+                "the cap holds"
+            )
+
+    def _started(self) -> bool:
+        return self._session or self._live(sys.modules["tensorflow"])
+
+    def _in_session(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def __init__(session: Any, target: Any = "", graph: Any = None, config: Any = None) -> None:  # noqa: N807
+            self._limited_allocator()
+            here = not target and (config is None or hasattr(config, "gpu_options"))  # not a server's, nor an error
+            original(session, target, graph, self._in_proto(config) if here and config is not None else config)
+            self._session = self._session or (here and _uses_gpus(config))
+
+        return __init__
+
+    def _in_proto(self, config: Any) -> Any:
+        """A session's ConfigProto with every GPU within its cap: the same object if it is so already."""
+        options = config.gpu_options
+        uuids = list(self._gpus.values())
+        listed = [int(n) for n in options.visible_device_list.split(",") if n.strip().isdigit()]
+        chosen = [uuids[n] for n in listed if n < len(uuids)] if listed else uuids
+        if not chosen or not _uses_gpus(config):
+            return config
+        own = [list(entry.memory_limit_mb) for entry in options.experimental.virtual_devices]
+        fraction = options.per_process_gpu_memory_fraction
+        usable = {device.uuid: device.usable for device in self.host.devices()}
+        caps = [self._limits[uuid] // MIB for uuid in chosen]
+        asked: list[list[float]] = own or [
+            [int(fraction * usable.get(uuid, 0)) // MIB] if fraction else [] for uuid in chosen
+        ]
+        wanted = [_within(limits, cap) for limits, cap in zip(asked, caps, strict=False)]
+        if wanted == asked and len(asked) == len(caps):
+            return config
+        held = type(config)()
+        held.CopyFrom(config)
+        held.gpu_options.ClearField("per_process_gpu_memory_fraction")  # TensorFlow allows it only without a limit
+        devices = held.gpu_options.experimental.virtual_devices
+        if not own:
+            for limits in wanted:
+                devices.add().memory_limit_mb.extend(limits)
+        else:
+            for entry, limits in zip(devices, wanted, strict=False):
+                del entry.memory_limit_mb[:]
+                entry.memory_limit_mb.extend(limits)
+        given = [sum(limits) * MIB if limits else None for limits in asked]
+        if fraction or own:
+            shown = f"per_process_gpu_memory_fraction={fraction:.4g}" if fraction else "virtual_devices"
+            largest = max((size for size in given if size is not None), default=0)
+            setting = f"the config of a session ({shown}, {format_size(int(largest))})"
+            self._say_larger(setting, f"GPU:{listed[0] if listed else 0}", caps[0] * MIB)
+        else:
+            self._say("tensorflow: a session has a config without a limit: the cap holds in it")
+        return held
+
+    def _say_larger(self, setting: str, where: str, cap: int) -> None:
+        self._warn(f"tensorflow: {setting} asks for more than the cap of {format_size(cap)} on {where}: the cap holds")
+
+    def _keep(self, gpu: Any, limits: list[int | None], cap: int) -> int:
+        """The user's own limit in bytes, which stays unless it is looser than the cap."""
+        only = limits[0] if len(limits) == 1 else None
+        if only is not None and only * MIB <= cap:
+            self._say_stricter(_short(gpu), only * MIB, cap)
+            return only * MIB
+        setting = f"set_logical_device_configuration of {gpu.name} ({', '.join(str(limit) for limit in limits)} MiB)"
+        if len(limits) > 1:
+            raise ConflictingSetting(
+                self.name,
+                setting,
+                f"splits the GPU into {len(limits)} logical devices, which memguard cannot cap as one",
+                "configure it as one logical device, or leave tensorflow out of the budget",
+            )
+        larger = "" if only is None else f", or raise frameworks.tensorflow in the budget to at least {only}MiB"
+        raise ConflictingSetting(
+            self.name, setting, f"is looser than the cap of {format_size(cap)}", f"remove that call{larger}"
+        )
+
+    def _say_stricter(self, name: str, limit: int, cap: int) -> None:
+        if limit < cap // MIB * MIB:
+            self._say(
+                f"tensorflow: its own memory_limit of {format_size(limit)} on {name} is stricter than the cap of "
+                f"{format_size(cap)} and stays"
+            )
+
+
+def _uuid(gpu: Any, gpus: Sequence[Any], devices: Sequence[Device]) -> str | None:
+    """The UUID of one of TensorFlow's GPUs, by CUDA's ordinal. If both sides have only one GPU, no number is needed."""
+    ordinal = int(gpu.name.rsplit(":", 1)[1])
+    alone = devices[0].uuid if len(devices) == len(gpus) == 1 else None
+    return next((device.uuid for device in devices if device.ordinal == ordinal), alone)
+
+
+def _within(limits: Sequence[float], cap: int) -> list[float]:
+    """Limits of logical devices of one GPU, in MiB, scaled down so that all together they fit the cap."""
+    total = sum(limits)
+    if not limits:
+        return [cap]
+    return list(limits) if total <= cap else [max(int(limit * cap / total), 1) for limit in limits]
+
+
+def _uses_gpus(config: Any) -> bool:
+    """Whether a session with this ConfigProto, or with none, may use a GPU."""
+    return config is None or "GPU" not in config.device_count or config.device_count["GPU"] > 0
+
+
+def _short(gpu: Any) -> str:
+    """`GPU:0`."""
+    return str(gpu.name).rsplit("physical_device:", 1)[-1]
+
+
+def _module(name: str) -> Any:
+    return getattr(sys.modules["tensorflow.python.eager.context"], name)
+
+
+def _limited(tf: Any, gpu: Any, cap: int) -> bool:
+    limits = [entry.memory_limit for entry in tf.config.get_logical_device_configuration(gpu) or []]
+    return bool(limits) and None not in limits and sum(limits) * MIB <= cap
+
+
+def _has(tf: Any, number: int) -> bool:
+    """Whether the live TensorFlow has a logical GPU of that number, as far as it says."""
+    try:
+        return number < len(tf.config.list_logical_devices("GPU"))
+    except (ValueError, RuntimeError, AttributeError):
+        return True
+
+
+def _context() -> Any:
+    """TensorFlow's eager context if it exists; `context_safe` creates none."""
+    module = sys.modules.get(_EAGER)
+    safe = getattr(module, "context_safe", None)
+    return safe() if safe is not None else None
+
+
+def _as_it_is(name: str) -> Callable[[], None]:
+    """What sets the environment variable back to what it is now."""
+    before = os.environ.get(name)
+
+    def undo() -> None:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
+
+    return undo

@@ -1,0 +1,67 @@
+"""TensorFlow in the pool that several frameworks share: `cuda_malloc_async`, on the device's default pool. Watched.
+
+Measured on an H200: TensorFlow takes from the default pool whichever is current, its `memory_limit` is no cap there
+(11,274 MiB were allocated under one of 4,096), and it sets that pool's release threshold to it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from memguard._base.types import Applied, Enforcement
+from memguard._frameworks.joint_base import JointWatched
+from memguard._frameworks.tensorflow import adapter
+from memguard._frameworks.tensorflow.adapter import TensorFlow
+from memguard.errors import CapNotApplied, ConflictingSetting
+
+_WANTED = "cuda_malloc_async"
+_VARIABLE = adapter._ALLOCATOR
+
+
+class JointTensorFlow(JointWatched, TensorFlow):
+    """TensorFlow's `cuda_malloc_async` allocator over the device's default pool."""
+
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+        if self._live(sys.modules["tensorflow"]):
+            raise CapNotApplied(
+                self.name,
+                "its allocator exists and cannot change",
+                "call memguard.init() before TensorFlow's first operation, or write 'strategy: caps'",
+            )
+        self._refuse_unlimited()
+        before, restore = dict(adapter._standing), adapter._as_it_is(_VARIABLE)
+        self.changes.add(self.name, restore)
+        os.environ[_VARIABLE] = _WANTED
+        try:
+            applied = super().apply(caps, options)
+        except BaseException:
+            restore()
+            raise
+        if applied.enforcement is Enforcement.ABSENT:
+            restore()
+            return applied
+        note = "tensorflow: watched, not capped: it draws from the device's default pool, where its limit is none"
+        stays = "its allocator exists and stays on the default pool"
+        return self._watched(applied, adapter._standing, before, stays, note, restore)
+
+    def _refuse_unlimited(self) -> None:
+        value = os.environ.get(_VARIABLE, "").strip().lower()
+        if value not in ("", _WANTED):
+            raise ConflictingSetting(
+                self.name,
+                f"{_VARIABLE}={value}",
+                "does not draw from the default pool, which 'strategy: pool' shares",
+                f"unset {_VARIABLE}, or write 'strategy: caps'",
+            )
+
+    def _limited_allocator(self) -> None:
+        """TensorFlow is about to read which allocator to build."""
+        value = os.environ.get(_VARIABLE, "")
+        if self._gpus and value.strip().lower() != _WANTED and not self._started():
+            os.environ[_VARIABLE] = _WANTED
+            self._warn(
+                f"tensorflow: {_VARIABLE}={value} was set after memguard.init: the shared pool's allocator stays"
+            )

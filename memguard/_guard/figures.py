@@ -1,0 +1,141 @@
+"""What each framework could give back, as figures: `memguard.reclaimable()` and `memguard reclaim --dry-run`. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from memguard._base.specs import SPECS
+from memguard._base.text import shown, visible
+from memguard._base.types import FrameworkSample, Plan, Sample
+from memguard._base.units import format_size
+from memguard._budget.joint import POOL
+
+How = Literal["memguard.trim", "own thread", "own call", "never"]
+_HEAD = ("framework", "held", "cached", "reclaimable", "how")
+
+
+@dataclass(frozen=True)
+class FrameworkReclaimable:
+    """What one framework could give back of one GPU, in bytes; None if it is not known.
+
+    `reclaimable` is the part of `cached` that a trim would really return. `how`: "memguard.trim" on any thread; "own
+    thread": `memguard.trim` on the thread in whose CUDA context it works; "own call": the budget does not name it, so
+    only the framework itself can be asked; "never": its pool returns nothing while the process lives.
+    """
+
+    framework: str
+    held: int | None
+    cached: int | None
+    reclaimable: int | None
+    how: How
+
+
+@dataclass(frozen=True)
+class DeviceReclaimable:
+    """The frameworks that work on one GPU."""
+
+    uuid: str
+    name: str
+    frameworks: tuple[FrameworkReclaimable, ...]
+
+    @property
+    def reclaimable(self) -> int:
+        """What is known to come back, in bytes."""
+        return sum(one.reclaimable or 0 for one in self.frameworks)
+
+
+@dataclass(frozen=True)
+class Reclaimable:
+    """What could be given back to each GPU at one moment. `print` it, or use `as_dict()`. Nothing is trimmed by it."""
+
+    time: float
+    devices: tuple[DeviceReclaimable, ...]
+    simulated: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data; sizes in bytes, unknown as null."""
+        return {
+            "memguard_reclaimable": 1,
+            "time": datetime.fromtimestamp(self.time, UTC).isoformat(),
+            "simulated": self.simulated,
+            "devices": [
+                {"uuid": part.uuid, "name": part.name, "frameworks": [dict(vars(one)) for one in part.frameworks]}
+                for part in self.devices
+            ],
+        }
+
+    def __repr__(self) -> str:
+        """One line, for a prompt; `print` shows the table."""
+        mark = " (simulated)" if self.simulated else ""
+        said = "; ".join(f"{part.name}{mark}: {_total(part)} could come back" for part in self.devices)
+        return shown(f"<Reclaimable {said or 'of no GPU'}>")
+
+    def __str__(self) -> str:
+        parts = []
+        for part in self.devices:
+            mark = " (simulated)" if self.simulated else ""
+            rows = [_HEAD, *(_row(one) for one in part.frameworks)]
+            widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+            lines = [f"{visible(part.name)}{mark}  {part.uuid}: {_total(part)} could come back"]
+            for row in rows if part.frameworks else ():
+                cells = [row[0].ljust(widths[0]), *(row[n].rjust(widths[n]) for n in (1, 2, 3)), row[4]]
+                lines.append("  " + "  ".join(cells).rstrip())
+            parts.append("\n".join(lines if part.frameworks else [*lines, "  no framework is at work on it"]))
+        return shown("\n".join(parts) or "no budget is applied: nothing is known of any GPU")
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What IPython shows in a terminal."""
+        printer.text(str(self))
+
+
+def _total(part: DeviceReclaimable) -> str:
+    unknown = any(one.reclaimable is None for one in part.frameworks)
+    return ("at least " if unknown else "") + format_size(part.reclaimable)
+
+
+def of_sample(sample: Sample, plan: Plan, simulated: bool) -> Reclaimable:
+    """The figures of a sample of the monitor's, or of a timeline. `plan` names the GPUs."""
+    names = {part.device.uuid: part.device.name for part in plan.devices}
+    devices = [
+        DeviceReclaimable(one.uuid, names.get(one.uuid, one.uuid), _of_frameworks(one.frameworks))
+        for one in sample.devices
+    ]
+    return Reclaimable(sample.time, tuple(devices), simulated)
+
+
+def _of_frameworks(found: Mapping[str, FrameworkSample]) -> tuple[FrameworkReclaimable, ...]:
+    """Those that have something first. Other rows, as that of the exchange, are of no framework that could be asked."""
+    asked = {*SPECS, POOL}
+    lines = [_of(name, usage) for name, usage in found.items() if name in asked or usage.cap is not None]
+    return tuple(sorted(lines, key=lambda one: (one.reclaimable is None, -(one.reclaimable or 0), one.framework)))
+
+
+def _of(name: str, usage: FrameworkSample) -> FrameworkReclaimable:
+    row = SPECS.get(name)
+    never = row is not None and row.never_gives_back
+    known = usage.held is not None and usage.in_use is not None
+    cached = max((usage.held or 0) - (usage.in_use or 0), 0) if known else None
+    how: How = "memguard.trim"
+    if never:
+        how = "never"
+    elif usage.cap is None and name != POOL:
+        how = "own call"
+    elif row is not None and row.trims_on_own_thread:
+        how = "own thread"
+    return FrameworkReclaimable(name, usage.held, cached, 0 if never else usage.reclaimable, how)
+
+
+def _row(one: FrameworkReclaimable) -> tuple[str, ...]:
+    """A line of the table."""
+    own = SPECS[one.framework].own_trim if one.framework in SPECS else None
+    hows = {
+        "memguard.trim": "memguard.trim()" if one.framework == POOL else f"memguard.trim({one.framework!r})",
+        "own thread": f"memguard.trim({one.framework!r}) on its own thread",
+        "own call": own or "its own call: the budget does not name it",
+        "never": "never: its pool returns nothing",
+    }
+    sizes = (format_size(size) for size in (one.held, one.cached, one.reclaimable))
+    return (visible(one.framework), *sizes, hows[one.how] if one.cached or one.reclaimable else "")

@@ -1,1 +1,0 @@
-"""What runs beside a budget: samples, pressure and leaks, and the session that composes them with the guard."""

@@ -1,0 +1,384 @@
+"""The claims of all processes of a user, in one SQLite database in the user's folder.
+
+Every call opens the database, does one transaction, and closes it, under `locks.turn`: so nothing of it crosses a fork,
+and what a process had open when it was killed, the next one's recovery takes back. Whoever takes the write lock removes
+the claims of the dead first (`locks`), and whoever has changed something grants what can be granted then, to everybody
+(`serve`): so they are served in the order of coming, however seldom one of them looks.
+
+    processes   one row for each process that claims, or that is `listed` (`registry`): who it is. `machine` says where
+                its PID means something.
+    claims      `id` is never given again: it is the offset of the claim's byte in the file of locks
+    parts       what a claim wants of each GPU
+    meta        one row: which file of locks the claims belong to
+
+To keep more of a process: add columns, raise VERSION, and upgrade in `_prepare`. A row of `processes` goes with its
+last claim, unless it is listed and its own byte is held.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import stat
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from memguard._base.text import visible
+from memguard._devices.processes.identity import Process, lives, machine
+from memguard._node.leases import decide, locks
+from memguard._node.leases.decide import Want
+from memguard._node.leases.locks import File
+from memguard._node.leases.types import Claim, Part
+from memguard.errors import MemguardError
+
+if TYPE_CHECKING:
+    from sqlite3 import Connection
+
+T = TypeVar("T")
+Work = Callable[["Connection", File], T]
+NAME, LOCKS = "leases.sqlite", "leases.lock"
+VERSION = 1
+_PROCESSES = 1 << 40
+"""Where the bytes of processes begin in the file of locks: no claim has such a number."""
+PATIENCE = 30.0
+"""Seconds in which the database must be had. A change takes milliseconds."""
+_BUSY = 1.0
+"""Seconds for which SQLite itself waits at a time."""
+_SCHEMA = """
+CREATE TABLE meta (lock INTEGER NOT NULL);
+CREATE TABLE processes (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    pid INTEGER NOT NULL CHECK (typeof(pid) = 'integer'),
+    start INTEGER NOT NULL CHECK (typeof(start) = 'integer'),
+    machine TEXT NOT NULL,
+    command TEXT NOT NULL,
+    budget TEXT NOT NULL,
+    leaves REAL,
+    by_others INTEGER NOT NULL DEFAULT 0,
+    simulated INTEGER NOT NULL DEFAULT 0,
+    listed INTEGER NOT NULL DEFAULT 0,
+    UNIQUE (machine, pid, start)
+);
+CREATE TABLE claims (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    process INTEGER NOT NULL REFERENCES processes (id) ON DELETE CASCADE,
+    state TEXT NOT NULL CHECK (state IN ('waiting', 'held', 'off')),
+    asked REAL NOT NULL CHECK (typeof(asked) = 'real'),
+    since REAL,
+    replaces INTEGER
+);
+CREATE TABLE parts (
+    claim INTEGER NOT NULL REFERENCES claims (id) ON DELETE CASCADE,
+    gpu TEXT NOT NULL,
+    bytes INTEGER NOT NULL CHECK (typeof(bytes) = 'integer' AND bytes >= 0),
+    total INTEGER NOT NULL CHECK (typeof(total) = 'integer'),
+    number INTEGER NOT NULL CHECK (typeof(number) = 'integer'),
+    name TEXT NOT NULL,
+    PRIMARY KEY (claim, gpu)
+);
+"""
+_CLAIMERS = "SELECT pid, start, machine, command FROM processes WHERE id IN (SELECT process FROM claims)"
+_CLAIMS = """
+SELECT claims.id, pid, start, machine, command, budget, state, asked, since, replaces, leaves,
+    gpu, bytes, total, number, name
+FROM claims JOIN processes ON processes.id = claims.process JOIN parts ON parts.claim = claims.id
+ORDER BY claims.id, gpu
+"""
+
+
+class Store:
+    """The database in one folder, which no other user can enter."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.path, self.locks = os.path.join(folder, NAME), os.path.join(folder, LOCKS)
+
+    def change(self, work: Work[T], patience: float = PATIENCE) -> T:
+        """`work` within a transaction, all of it or nothing. The claims of the dead are gone by then.
+
+        Raises MemguardError, with what to do, if the database cannot be used; whatever `work` raises.
+        """
+        return self._done(lambda: self._attempts(work, patience, writes=True), patience)
+
+    def read(self, work: Work[T], patience: float = PATIENCE) -> T | None:
+        """The same without a change; None if there is no database."""
+        if not os.path.lexists(self.path) or not os.path.lexists(self.locks):
+            return None
+        return self._done(lambda: self._attempts(work, patience, writes=False), patience)
+
+    def claims(self, patience: float = PATIENCE) -> list[Claim]:
+        """Those of living processes, first come first. Changes nothing."""
+        return self.read(claims_of, patience) or []
+
+    def check(self) -> str:
+        """What SQLite finds wrong with the database: "ok" if nothing is, or there is none."""
+        found = self.read(lambda connection, _: connection.execute("PRAGMA quick_check").fetchone())
+        return str(found[0]) if found else "ok"
+
+    def _done(self, do: Callable[[], T], patience: float) -> T:
+        if locks.turn.mine:
+            raise MemguardError(
+                "a lease is being changed on this thread, and this call came within that, from a signal handler or a "
+                "finalizer",
+                fix="call it once the other call has returned",
+            )
+        done = locks.turn.take(do, patience)
+        if done is None:
+            raise MemguardError(f"another thread of this process has had {self.path} for {patience:.0f} s")
+        return done[0]
+
+    def _attempts(self, work: Work[T], patience: float, writes: bool) -> T:
+        try:
+            import sqlite3
+        except ImportError as error:  # Python was built without it
+            raise MemguardError(
+                f"leases need Python's sqlite3, which cannot be imported: {error}",
+                fix="use a Python that has it, or take 'lease' out of the budget",
+            ) from None
+
+        until = time.monotonic() + patience
+        while True:
+            try:
+                return self._once(work, writes)
+            except sqlite3.OperationalError as error:
+                busy = any(word in str(error) for word in ("locked", "busy"))
+                if busy and time.monotonic() < until:
+                    time.sleep(random.uniform(0.002, 0.02))
+                    continue
+                if busy:
+                    text = f"{self.path} is in use by another process for {patience:.0f} s"
+                    fix = f"find out who has it (`fuser {self.path}`); one that was stopped (Ctrl-Z) goes on with `fg`"
+                    raise MemguardError(text, fix=fix) from None
+                raise MemguardError(
+                    f"{self.path} cannot be used: {error}",
+                    fix="look whether its disk is full or read-only; MEMGUARD_LEASES names another folder",
+                ) from None
+            except sqlite3.DatabaseError as error:
+                raise self._unusable(f"is damaged ({error})") from None
+            except OSError as error:
+                if error.errno is None:  # of a signal handler, such as its TimeoutError
+                    raise
+                raise MemguardError(
+                    f"{self.locks} cannot be used: {error.strerror}",
+                    fix="look at its folder and at `ulimit -n`; MEMGUARD_LEASES names another folder",
+                ) from None
+
+    def _once(self, work: Work[T], writes: bool) -> T:
+        import sqlite3
+
+        if locks.torn:
+            raise MemguardError(
+                "this process was forked while a lease was being changed, so it cannot use leases",
+                fix="do not fork in a signal handler",
+            )
+        if isinstance(locks.in_use, sqlite3.Connection):  # an interrupted call left it open
+            locks.in_use.close()
+        for path in (self.path, self.locks):
+            _made(path)
+        with locks.opened(self.locks) as file:
+            connection = sqlite3.connect(self.path, timeout=_BUSY, isolation_level=None, check_same_thread=False)
+            locks.in_use = connection
+            try:
+                return self._transaction(connection, file, work, writes)
+            finally:
+                connection.close()
+                locks.in_use = None
+
+    def _transaction(self, connection: Connection, file: File, work: Work[T], writes: bool) -> T:
+        connection.execute("PRAGMA foreign_keys = ON")
+        connection.execute("PRAGMA synchronous = NORMAL")
+        if connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
+            mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+            if mode != "wal":
+                fix = "set MEMGUARD_LEASES to a folder on another file system, such as /dev/shm/leases"
+                raise MemguardError(f"{self.path}: SQLite cannot share memory here", fix=fix)
+        connection.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
+        try:
+            self._prepare(connection, writes)
+            if writes:
+                self._same_locks(connection, file)
+                _tidy(connection, file)
+            result = work(connection, file)
+            connection.execute("COMMIT")
+        except BaseException:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            raise
+        return result
+
+    def _prepare(self, connection: Connection, writes: bool) -> None:
+        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        if version == VERSION:
+            return
+        if version != 0 or connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+            raise self._unusable(f"is of version {version}, and this memguard reads version {VERSION}")
+        if writes:
+            for statement in _SCHEMA.split(";\n"):
+                connection.execute(statement)
+            connection.execute(f"PRAGMA user_version = {VERSION}")
+
+    def _same_locks(self, connection: Connection, file: File) -> None:
+        """Whether the locks are those that the claims were made with.
+
+        If somebody has removed that file (a cleaner of old temporary files), nobody can ask for the locks in it any
+        more. Processes that are surely dead are forgotten then; for others nothing is granted.
+        """
+        inode = file.identity[1]
+        found = connection.execute("SELECT lock FROM meta").fetchone()
+        if found is not None and found[0] != inode:
+            here, boot = machine(), machine().partition(" ")[0]
+            for pid, start, where, command in connection.execute(_CLAIMERS):
+                if (where == here and lives(Process(pid, start))) or (where != here and where.startswith(boot)):
+                    raise MemguardError(
+                        f"{self.locks} was removed while process {pid} ({visible(command, keep='')}) had a lease, so "
+                        "nobody can know whether it still has it",
+                        fix=f"end that process, then `rm {self.path}*`; keep the folder where nothing cleans up",
+                    )
+            connection.execute("DELETE FROM processes")
+        if found is None or found[0] != inode:
+            connection.execute("DELETE FROM meta")
+            connection.execute("INSERT INTO meta VALUES (?)", (inode,))
+
+    def _unusable(self, what: str) -> MemguardError:
+        return MemguardError(
+            f"{self.path} {what}",
+            fix=f"end the processes that have leases, then `rm {self.folder}/leases.*`; they "
+            "must all use one version of memguard",
+        )
+
+
+def _made(path: str) -> None:
+    """A file of this user's only. It is never opened here once it is there: its closing would free SQLite's locks."""
+    with contextlib.suppress(FileExistsError):
+        try:
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+            return
+        except FileExistsError:
+            raise
+        except OSError as error:
+            raise MemguardError(
+                f"{path} cannot be made: {error.strerror}", fix="make its folder writable, or set MEMGUARD_LEASES"
+            ) from None
+    found = os.lstat(path)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise MemguardError(f"{path} is not a file of this user's only, so it cannot be trusted", fix="remove it")
+
+
+def _tidy(connection: Connection, file: File) -> None:
+    dead = [(number,) for (number,) in connection.execute("SELECT id FROM claims") if not file.alive(number)]
+    listed = connection.execute("SELECT id FROM processes WHERE listed").fetchall()
+    gone = [(number,) for (number,) in listed if not file.alive(byte_of(number))]
+    if dead or gone:
+        connection.executemany("DELETE FROM claims WHERE id = ?", dead)
+        connection.executemany("UPDATE processes SET listed = 0 WHERE id = ?", gone)
+        forget(connection)
+
+
+def forget(connection: Connection) -> None:
+    """Processes without a claim, and not listed."""
+    connection.execute("DELETE FROM processes WHERE NOT listed AND id NOT IN (SELECT process FROM claims)")
+
+
+def byte_of(row: int) -> int:
+    """Where the byte of a process lies in the file of locks."""
+    return _PROCESSES + row
+
+
+def process_row(
+    connection: Connection, where: str, process: Process, command: str, budget: str, leaves: float | None = None
+) -> int:
+    """The row of a process, made or brought up to date. Its number."""
+    key = (where, *process)
+    connection.execute(
+        "INSERT INTO processes (machine, pid, start, command, budget, leaves) VALUES (?, ?, ?, ?, ?, ?) "
+        "ON CONFLICT (machine, pid, start) DO UPDATE SET command = excluded.command, budget = excluded.budget, "
+        "leaves = coalesce(excluded.leaves, leaves)",
+        (*key, command, budget, leaves),
+    )
+    found = connection.execute("SELECT id FROM processes WHERE machine = ? AND pid = ? AND start = ?", key).fetchone()
+    return int(found[0])
+
+
+def claims_of(connection: Connection, file: File) -> list[Claim]:
+    """All claims of the living, first come first."""
+    return [claim for claim in _rows(connection) if file.alive(claim.id)]
+
+
+def _rows(connection: Connection) -> list[Claim]:
+    if connection.execute("PRAGMA user_version").fetchone()[0] == 0:  # nobody has claimed yet
+        return []
+    heads: dict[int, tuple[Any, ...]] = {}
+    parts: dict[int, dict[str, Part]] = {}
+    for row in connection.execute(_CLAIMS):
+        heads[row[0]] = row[:11]
+        parts.setdefault(row[0], {})[row[11]] = Part(*row[11:])
+    return [Claim._make((*head[:-1], parts[number], head[-1])) for number, head in heads.items()]
+
+
+def add(connection: Connection, who: Any, replaces: int | None, parts: dict[str, Part]) -> int:
+    """A waiting claim of a process (`Claimer`). Its number, which nobody had before and nobody will have again."""
+    this = Process(who.pid, who.start)
+    process = process_row(connection, who.machine, this, who.command, who.budget, who.leaves)
+    number = connection.execute(
+        "INSERT INTO claims (process, state, asked, replaces) VALUES (?, 'waiting', ?, ?)",
+        (process, time.time(), replaces),
+    ).lastrowid
+    assert number is not None
+    connection.executemany(
+        "INSERT INTO parts VALUES (?, ?, ?, ?, ?, ?)",
+        [(number, *one) for one in parts.values()],
+    )
+    return number
+
+
+def serve(connection: Connection) -> list[Claim]:
+    """Grant what can be granted, to whomever it is due. All claims after that, first come first.
+
+    Also those whose processes have died since the transaction began: so what is held by the rows never exceeds a GPU.
+    """
+    claims = _rows(connection)
+    granted = due(claims)
+    now = time.time()
+    connection.executemany(
+        "UPDATE claims SET state = 'held', since = ? WHERE id = ?", [(now, number) for number in sorted(granted)]
+    )
+    return [claim._replace(state="held", since=now) if claim.id in granted else claim for claim in claims]
+
+
+def due(claims: list[Claim]) -> frozenset[int]:
+    """Those that can be granted now."""
+    return decide.grantable(wants(claims), capacities(claims))
+
+
+def leave(connection: Connection, number: int) -> list[Claim]:
+    """Its process is off its GPUs: others may have them. All claims of the living after that."""
+    connection.execute(
+        "UPDATE claims SET state = 'off', since = ? WHERE id = ? AND state != 'off'", (time.time(), number)
+    )
+    return serve(connection)
+
+
+def wants(claims: list[Claim]) -> list[Want]:
+    """Of those that are held or wait."""
+    return [want(claim) for claim in claims if claim.state != "off"]
+
+
+def want(claim: Claim) -> Want:
+    sizes = {gpu: part.bytes for gpu, part in claim.parts.items()}
+    return Want(claim.id, claim.state == "held", sizes, claim.replaces)
+
+
+def capacities(claims: list[Claim]) -> dict[str, int]:
+    """By GPU, as those who claim it read it; the least if they differ."""
+    found: dict[str, int] = {}
+    for claim in claims:
+        for gpu, part in claim.parts.items():
+            found[gpu] = min(part.total, found.get(gpu, part.total))
+    return found
+
+
+def remove(connection: Connection, number: int) -> None:
+    connection.execute("DELETE FROM claims WHERE id = ?", (number,))
+    forget(connection)

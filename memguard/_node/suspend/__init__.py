@@ -1,0 +1,109 @@
+"""A process steps off its GPUs, every byte and its contexts, and comes back to the same addresses.
+
+    with memguard.suspended():
+        work_that_needs_no_gpu()
+
+`guard` answers for memguard meanwhile, `quiet` sees to it that nothing of memguard's calls CUDA, `own` is the state of
+this process.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Literal, get_args
+
+from memguard._base.blocks import Block, End
+from memguard._base.logs import log as _log
+from memguard._base.units import parse_duration
+from memguard._node.suspend.types import Progress, Suspension, Why
+from memguard.errors import MemguardError
+
+__all__ = ["Suspension", "resume", "suspend", "suspended"]
+HostMemory = Literal["check", "ignore"]
+TIMEOUT = 60.0
+"""Seconds that the GPUs' work may take to end before the process leaves them."""
+
+
+def suspend(*, timeout: float | str = TIMEOUT, why: Why = "asked", host_memory: HostMemory | None = None) -> Suspension:
+    """Take this process off its GPUs: every byte and its contexts, of whatever framework, into its host memory.
+
+    `resume` brings it back to the same addresses. Until then the frameworks' functions that need a GPU wait, on every
+    thread, and memguard's raise Suspended; `ledger()` says what lies in host memory. `timeout` (seconds, or `"30s"`) is
+    for the work that the GPUs have under way. `host_memory="ignore"` is for a machine that gets more memory when it is
+    needed: where it does not, the process is killed. None is what the budget says. No budget is needed.
+
+    In a notebook the next cell brings it back before it runs, and on the thread of the cells what needs a GPU raises
+    Suspended until then.
+
+    Raises CannotSuspend with each reason why it is not possible now, and then nothing was changed; Suspended if it is
+    suspended already. A Ctrl-C takes back what was done.
+    """
+    from memguard._node.suspend import cells, own  # here: the helper process imports this package, and needs no guard
+
+    return own.suspend(_seconds(timeout), why, cells.owner(), _ignored(host_memory))
+
+
+def resume(*, timeout: float | str | None = None, progress: Progress | None = None) -> None:
+    """Bring this process back on its GPUs, as it was. Nothing happens if it is there.
+
+    It waits until there is room on each GPU, at most `timeout` (seconds, or `"10min"`); `progress` is called with each
+    look at that, on this thread. Raises CannotResume: the process stays suspended and whole, and may be resumed again.
+    So it does after a Ctrl-C while it waits for room; a Ctrl-C within the restore is raised once that is done.
+    """
+    from memguard._node.suspend import own
+
+    own.resume(None if timeout is None else _seconds(timeout), progress)
+
+
+def suspended(*, timeout: float | str = TIMEOUT, host_memory: HostMemory | None = None) -> Block[Suspension]:
+    """A block of work that needs no GPU: the process is off its GPUs within it, and back after it.
+
+    On this thread a framework's function that needs a GPU raises Suspended in the block, as nobody could end its wait;
+    on other threads it waits. The end waits for room as `resume` does. A `with` or `async with` block, or a decorator.
+    """
+    from memguard._node.suspend import own
+
+    seconds, ignored = _seconds(timeout), _ignored(host_memory)
+
+    def begin() -> tuple[Suspension, End]:
+        found = own.suspend(seconds, "asked", threading.get_ident(), ignored)
+        refusals = own.refusals()
+
+        def end(error: BaseException | None) -> None:
+            refusals.close()
+            if own.current() is not found:  # somebody has brought it back already
+                return
+            try:
+                own.resume(None, None)
+            except Exception as failure:
+                if error is None:
+                    raise
+                _log.warning("the process stays suspended after the block: %s", str(failure))
+
+        return found, end
+
+    return Block(begin)
+
+
+def _seconds(given: float | str) -> float:
+    try:
+        return parse_duration(given)
+    except ValueError as error:
+        raise MemguardError(str(error)) from None
+
+
+def ignores_host_memory() -> bool:
+    """Whether the active budget has `suspend: {host_memory: ignore}`."""
+    from memguard import api
+
+    session = api._active
+    section = session.guard.budget.suspend if session is not None and session.active else None
+    return section is not None and section.host_memory == "ignore"
+
+
+def _ignored(host_memory: HostMemory | None) -> bool:
+    if host_memory is None:
+        return ignores_host_memory()
+    if host_memory not in get_args(HostMemory):
+        raise ValueError(f"host_memory is 'check' or 'ignore', found {host_memory!r}")
+    return host_memory == "ignore"

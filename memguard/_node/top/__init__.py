@@ -1,0 +1,1 @@
+"""The server that `memguard top` connects to: it runs in the watched process."""

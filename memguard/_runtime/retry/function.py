@@ -1,0 +1,166 @@
+"""Functions that run again: what `memguard.retry` makes of one, and how its size is found among the arguments."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar, cast
+
+from memguard._runtime.retry.run import Policy, Run
+from memguard._runtime.retry.sizes import Fitted
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def checked(function: Callable[..., Any]) -> None:
+    """Raise TypeError for what cannot be run again as a whole."""
+    if isinstance(function, (classmethod, staticmethod)):
+        kind = type(function).__name__
+        raise TypeError(f"a {kind} was given to memguard.retry\n    fix: write @{kind} above @memguard.retry()")
+    if not callable(function):
+        raise TypeError(f"memguard.retry takes a function, found {function!r}")
+    inner = _code(function)
+    for kind, is_one in (
+        ("a generator", inspect.isgeneratorfunction),
+        ("an async generator", inspect.isasyncgenfunction),
+    ):
+        if is_one(inner):
+            raise TypeError(
+                f"{_name(function)} is {kind}: when it fails, its caller has taken a part of what it yields, and "
+                "another run would yield that again\n"
+                "    fix: put @memguard.retry() on the function that makes one item, or "
+                "`for attempt in memguard.retry.attempts():` into the generator, around that step"
+            )
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(_code(function))
+
+
+def _code(function: Callable[..., Any]) -> Any:
+    """What runs when it is called: of an object its class's `__call__`."""
+    plain = inspect.isroutine(function) or isinstance(function, (type, functools.partial))
+    return function if plain else type(function).__call__
+
+
+class Sized:
+    """The argument of a function that shrinks: read from each call, and written into it."""
+
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
+        self.name, self.fitted = name, Fitted()
+        self._signature = inspect.signature(function)
+        self._within = ""
+        parameters = self._signature.parameters
+        kind = parameters[name].kind if name in parameters else None
+        if kind is None or kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+            self._within = next((n for n, p in parameters.items() if p.kind is inspect.Parameter.VAR_KEYWORD), "")
+            if not self._within:
+                known = ", ".join(parameters) or "none"
+                raise TypeError(f"shrink={name!r}: {_name(function)} has no such argument; it has: {known}")
+
+    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        """The size that this call gives; None if the call is wrong, which it then says itself."""
+        try:
+            bound = self._signature.bind(*args, **kwargs)
+        except TypeError:
+            return None
+        bound.apply_defaults()
+        where = bound.arguments[self._within] if self._within else bound.arguments
+        if self.name not in where:
+            return None
+        value = where[self.name]
+        try:
+            if isinstance(value, bool):
+                raise TypeError
+            return operator.index(value)
+        except TypeError:
+            raise TypeError(f"shrink={self.name!r}: that is a whole number, found {value!r}") from None
+
+    def put(self, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        if self._within:
+            bound.arguments[self._within] = {**bound.arguments[self._within], self.name: size}
+        else:
+            bound.arguments[self.name] = size
+        return bound.args, bound.kwargs
+
+
+class _Call:
+    """One call of a function, and its runs."""
+
+    def __init__(self, policy: Policy, sized: Sized | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._sized, self.args, self.kwargs = sized, args, kwargs
+        self._given = given = None if sized is None else sized.of(args, kwargs)
+        first = None if sized is None or given is None else sized.fitted.first(given)
+        self.run = Run(policy, first, sized.name if sized is not None else "size")
+        self._placed = given
+
+    def begin(self) -> None:
+        size = self.run.size
+        if self._sized is not None and size is not None and size != self._placed:
+            self.args, self.kwargs = self._sized.put(self.args, self.kwargs, size)
+            self._placed = size
+        self.run.begin()
+
+    def fits(self) -> None:
+        if self._sized is not None and self._given is not None and self.run.size is not None:
+            self._sized.fitted.learn(self._given, self.run.size)
+
+
+def again(function: Callable[P, R], policy: Policy, shrink: str | None) -> Callable[P, R]:
+    """The function that runs again. With `shrink` it has `forget`."""
+    checked(function)
+    sized = None if shrink is None else Sized(function, shrink)
+    if is_async(function):
+        made: Any = _awaited(function, policy, sized)
+    else:
+        made = _called(function, policy, sized)
+    if sized is not None:
+        made.forget = sized.fitted.forget
+    return cast("Callable[P, R]", made)
+
+
+def _called(function: Callable[..., Any], policy: Policy, sized: Sized | None) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def runs(*args: Any, **kwargs: Any) -> Any:
+        call = _Call(policy, sized, args, kwargs)
+        while True:
+            call.begin()
+            try:
+                result = function(*call.args, **call.kwargs)
+            except Exception as error:
+                if not call.run.again(error):
+                    raise
+            else:
+                call.fits()
+                return result
+            call.run.prepare()  # here, where nothing holds the error any more
+
+    return runs
+
+
+def _awaited(function: Callable[..., Any], policy: Policy, sized: Sized | None) -> Callable[..., Any]:
+    @functools.wraps(function)
+    async def runs(*args: Any, **kwargs: Any) -> Any:
+        call = _Call(policy, sized, args, kwargs)
+        while True:
+            call.begin()
+            try:
+                result = await function(*call.args, **call.kwargs)
+            except Exception as error:
+                if not call.run.again(error):
+                    raise
+            else:
+                call.fits()
+                return result
+            call.run.prepare()
+
+    return runs
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__qualname__", None) or repr(function))

@@ -1,0 +1,92 @@
+"""Whether this process is one of several ranks: then a run that failed alone must not run again alone.
+
+The healthy ranks wait in a collective (NCCL has no way back), and a rank that repeats one misaligns the others'.
+Nothing is imported to find out: only `sys.modules` and the environment are read.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from memguard._base.logs import log as _log
+from memguard._base.logs import text_of
+from memguard._budget import ranks
+
+_HOROVOD = ("horovod.torch", "horovod.tensorflow", "horovod.tensorflow.keras", "horovod.keras", "horovod.mxnet")
+
+
+class Signs(NamedTuple):
+    """What was seen: how many ranks each loaded library counts, by its name, and the environment."""
+
+    libraries: Mapping[str, int]
+    environ: Mapping[str, str]
+
+
+def several(signs: Signs) -> str | None:
+    """Why there is more than one rank, as the end of a sentence; None if nothing says so. Pure."""
+    for name, size in signs.libraries.items():
+        if size > 1:
+            return f"{name} has {size} ranks"
+    return ranks.several(signs.environ)
+
+
+def signs() -> Signs:
+    """Read the signs, now."""
+    found = {}
+    for name, ask in _ASK.items():
+        try:
+            size = ask()
+        except Exception as failure:  # another version of that library
+            _log.debug("how many ranks %s has is unknown: %s", name, text_of(failure))
+            continue
+        if size is not None:
+            found[name] = size
+    return Signs(found, os.environ)
+
+
+def _torch() -> int | None:
+    module: Any = sys.modules.get("torch.distributed")
+    ready = getattr(module, "is_initialized", None)
+    return int(module.get_world_size()) if ready is not None and ready() else None
+
+
+def _jax() -> int | None:
+    state = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
+    return None if getattr(state, "client", None) is None else int(getattr(state, "num_processes", None) or 1)
+
+
+def _mpi() -> int | None:
+    module: Any = sys.modules.get("mpi4py.MPI")
+    if module is None or not module.Is_initialized() or module.Is_finalized():
+        return None
+    return int(module.COMM_WORLD.Get_size())
+
+
+def _horovod() -> int | None:
+    for name in _HOROVOD:
+        module: Any = sys.modules.get(name)
+        if module is not None and module.is_initialized():
+            return int(module.size())
+    return None
+
+
+def _cupy() -> int | None:
+    """Of `cupyx.distributed`, which keeps no list of its communicators."""
+    kind = getattr(sys.modules.get("cupyx.distributed._nccl_comm"), "NCCLBackend", None)
+    if kind is None:
+        return None
+    sizes = [int(getattr(one, "_n_devices", 0)) for one in gc.get_objects() if type(one) is kind]
+    return max(sizes, default=None)
+
+
+_ASK: Mapping[str, Callable[[], int | None]] = {
+    "torch.distributed": _torch,
+    "jax.distributed": _jax,
+    "MPI": _mpi,
+    "Horovod": _horovod,
+    "cupyx.distributed": _cupy,
+}

@@ -1,0 +1,68 @@
+"""Which errors are run again, and what is kept of one."""
+
+from __future__ import annotations
+
+import re
+
+from memguard._oom import hooks
+from memguard._oom.classify import ErrorFacts, Verdict, classify
+from memguard._runtime.retry.types import Failure
+
+_WALKED = 100
+"""Exceptions of one chain that are examined."""
+_TEXT, _MOST = 240, 1000
+"""Characters of an error's text in a note on a later one: whole sentences up to the first number, the first in any case
+up to the second."""
+_SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[^\sa-z])|\s*\n\s*")
+
+
+def recognised(error: BaseException, outer: int | None = None) -> Failure | None:
+    """What is known of the error if it is, or came from, an out-of-memory error of a GPU; else None.
+
+    Also one that type and text leave open: room is what helps then, and a second failure goes to the program. A group
+    counts only if all of its members do: else the others would be lost. `outer` is the `id` of an exception that was
+    being handled when the run began: it is none of this run's.
+    """
+    found = _look(error, outer, set())
+    if found is None:
+        return None
+    facts, verdict = found
+    moment = hooks.moment_of(facts, verdict)
+    asked = moment.requested if moment is not None and moment.requested is not None else verdict.requested
+    return Failure(verdict.requester, asked, verdict.certain, moment, facts, verdict, _words(hooks.facts_of(error)))
+
+
+def _words(facts: ErrorFacts) -> str:
+    """Type and text in one line."""
+    return f"{facts.type.rpartition('.')[2]}: {first_sentences(facts.text)}"
+
+
+def first_sentences(text: str) -> str:
+    """The sentences that begin the text, in one line: what was asked for and who holds what. Advice comes later."""
+    found = ""
+    sentences = [" ".join(one.split()) for one in _SENTENCE.split(text.strip())]
+    for one in sentences:
+        if found and len(found) + len(one) >= _TEXT:
+            return f"{found} …"
+        found = f"{found} {one}".strip()
+        if len(found) > _MOST:
+            return f"{found[:_MOST].rpartition(' ')[0] or found[:_MOST]} …"
+    return found
+
+
+def _look(error: BaseException, outer: int | None, known: set[int]) -> tuple[ErrorFacts, Verdict] | None:
+    if id(error) == outer or id(error) in known or len(known) >= _WALKED or not issubclass(type(error), Exception):
+        return None
+    known.add(id(error))
+    cause, context, members = hooks.kin(error)
+    if members:
+        found = [_look(member, outer, known) for member in members]
+        return found[0] if all(found) else None
+    facts = hooks.facts_of(error)
+    verdict = classify(facts)
+    if verdict.memory != "none":
+        return (facts, verdict) if verdict.memory == "gpu" else None
+    for one in (cause, None if hooks.suppressed(error) else context):
+        if one is not None and (deeper := _look(one, outer, known)) is not None:
+            return deeper
+    return None

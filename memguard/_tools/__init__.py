@@ -1,0 +1,1 @@
+"""Tools for people: the doctor, suggestions, simulation, reports, `memguard top` and testing."""

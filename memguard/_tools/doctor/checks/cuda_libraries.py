@@ -1,0 +1,161 @@
+"""CUDA's libraries by file name: which CUDA a file belongs to, and which pip package installs it.
+
+SONAMEs as in NVIDIA's wheels: cuFFT and cuSOLVER have their own numbers, and cuSPARSE 12 is in CUDA 12 and CUDA 13.
+Since CUDA 13 most packages have no suffix (`nvidia-cublas-cu12`, but `nvidia-cublas`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from memguard._tools.doctor.collect.missing_libraries import libraries_not_opened
+
+
+@dataclass(frozen=True)
+class Library:
+    """`soname`: the first number of its SONAME by CUDA major; empty if that says nothing about CUDA.
+
+    `package` has no suffix; `suffixed`: it has one for CUDA 13 too. `renamed`: the package's name in other CUDAs.
+    """
+
+    stem: str
+    package: str
+    soname: Mapping[int, int] = field(default_factory=dict, hash=False)
+    suffixed: bool = False
+    renamed: Mapping[int, str] = field(default_factory=dict, hash=False)
+
+    def majors(self, version: str) -> frozenset[int]:
+        """The CUDA majors whose library has this version; empty if the version says nothing."""
+        first = re.match(r"\d+", version)
+        return frozenset(major for major, number in self.soname.items() if first and number == int(first.group()))
+
+    def pip(self, major: int) -> str:
+        """The package that installs it for this CUDA."""
+        name = self.renamed.get(major, self.package)
+        return name if major >= 13 and not self.suffixed else f"{name}-cu{major}"
+
+
+def _same(*majors: int) -> Mapping[int, int]:
+    return MappingProxyType({major: major for major in majors})
+
+
+_FFT = MappingProxyType({11: 10, 12: 11, 13: 12})
+_SOLVER = MappingProxyType({11: 11, 12: 11, 13: 12})
+
+_NPP = ("c", "ial", "icc", "idei", "if", "ig", "im", "ist", "isu", "itc", "s")
+
+TABLE: Mapping[str, Library] = MappingProxyType(
+    {
+        library.stem: library
+        for library in (
+            Library("libcudart", "nvidia-cuda-runtime", _same(11, 12, 13)),
+            Library("libcublas", "nvidia-cublas", _same(11, 12, 13)),
+            Library("libcublasLt", "nvidia-cublas", _same(11, 12, 13)),
+            Library("libnvblas", "nvidia-cublas", _same(11, 12, 13)),
+            Library("libcufft", "nvidia-cufft", _FFT),
+            Library("libcufftw", "nvidia-cufft", _FFT),
+            Library("libcurand", "nvidia-curand"),
+            Library("libcusolver", "nvidia-cusolver", _SOLVER),
+            Library("libcusolverMg", "nvidia-cusolver", _SOLVER),
+            Library("libcusparse", "nvidia-cusparse", MappingProxyType({11: 11, 12: 12, 13: 12})),
+            Library("libnvrtc", "nvidia-cuda-nvrtc", _same(11, 12, 13)),
+            Library("libnvrtc-builtins", "nvidia-cuda-nvrtc", _same(11, 12, 13)),
+            Library("libnvJitLink", "nvidia-nvjitlink", _same(12, 13)),
+            Library("libcupti", "nvidia-cuda-cupti", _same(11, 12, 13)),
+            Library("libnvjpeg", "nvidia-nvjpeg", _same(11, 12, 13)),
+            Library("libcufile", "nvidia-cufile"),
+            Library("libnvToolsExt", "nvidia-nvtx"),
+            Library(
+                "libnvvm", "nvidia-nvvm", renamed=MappingProxyType({11: "nvidia-cuda-nvcc", 12: "nvidia-cuda-nvcc"})
+            ),
+            Library("libcudnn", "nvidia-cudnn", suffixed=True),
+            Library("libnccl", "nvidia-nccl", suffixed=True),
+            Library("libnvshmem_host", "nvidia-nvshmem", suffixed=True),
+            Library("libcusparseLt", "nvidia-cusparselt", suffixed=True),
+            Library("libcudss", "nvidia-cudss", suffixed=True),
+            Library("libcutensor", "cutensor", suffixed=True),
+            Library("libcutensorMg", "cutensor", suffixed=True),
+            Library("libnvfatbin", "nvidia-nvfatbin", _same(12, 13)),
+            *(Library(f"libnpp{part}", "nvidia-npp", _same(11, 12, 13)) for part in _NPP),
+        )
+    }
+)
+
+# JAX names a library as people do: "Unable to load cuPTI. Is it installed?"
+# libcudart.so.13, libcublasLt.so.13.1.0.3; libcudart.faf08d9a.so.13 and libcudart-faf08d9a.so.13.0.96 are copies that
+# auditwheel renamed
+_FILE = re.compile(
+    r"(?P<stem>lib[A-Za-z_]+(?:-builtins)?)(?P<hash>[.-][0-9a-f]{8})?\.so(?:\.(?P<version>\d[\d.]*))?", re.ASCII
+)
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """A file of CUDA that a process has mapped. `renamed`: a wheel's copy under another name."""
+
+    path: str
+    library: Library
+    version: str
+    renamed: bool
+
+    @property
+    def folder(self) -> str:
+        return os.path.dirname(self.path)
+
+    @property
+    def majors(self) -> frozenset[int]:
+        return self.library.majors(self.version)
+
+    @property
+    def name(self) -> str:
+        return f"{self.library.stem}.so.{self.version}" if self.version else f"{self.library.stem}.so"
+
+    @property
+    def of(self) -> str:
+        """The CUDA that it belongs to, for messages."""
+        return "CUDA " + " or ".join(str(major) for major in sorted(self.majors)) if self.majors else "any CUDA"
+
+
+def parse(path: str) -> Mapped | None:
+    """The library of a file; None if it is not one of CUDA. cuDNN's parts count as cuDNN."""
+    found = _FILE.fullmatch(os.path.basename(path))
+    if found is None:
+        return None
+    stem = found["stem"]
+    library = TABLE.get("libcudnn" if stem.startswith("libcudnn_") else stem)
+    if library is None:
+        return None
+    return Mapped(path, library, found["version"] or "", found["hash"] is not None)
+
+
+def mapped(paths: Iterable[str]) -> tuple[Mapped, ...]:
+    """The files of CUDA among these paths, each once."""
+    return tuple(found for found in map(parse, dict.fromkeys(paths)) if found is not None)
+
+
+def by_stem(files: Iterable[Mapped]) -> dict[str, tuple[Mapped, ...]]:
+    """The files by library. Of cuDNN's many files only libcudnn.so itself counts."""
+    groups: dict[str, list[Mapped]] = defaultdict(list)
+    for file in files:
+        if re.match(re.escape(file.library.stem) + r"[.-]", os.path.basename(file.path)):
+            groups[file.library.stem].append(file)
+    return {stem: tuple(group) for stem, group in groups.items()}
+
+
+def major(version: str | None) -> int | None:
+    """CUDA's major, from 13.0, 12.5.1 or 13000."""
+    found = re.match(r"\d+", version or "")
+    if found is None:
+        return None
+    number = int(found.group())
+    return number // 1000 if number >= 1000 else number
+
+
+def cuda_libraries_not_opened(texts: Iterable[str]) -> tuple[str, ...]:
+    """SONAMEs of the CUDA libraries that these messages report as not opened, without the driver's."""
+    return tuple(name for name in libraries_not_opened(texts) if parse(name) is not None)

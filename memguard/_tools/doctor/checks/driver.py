@@ -1,0 +1,359 @@
+"""The driver: whether it is installed, in one version, new enough, and accessible to this process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+
+from memguard._base.units import format_size
+from memguard._tools.doctor.checks.driver_answers import (
+    broken_off,
+    driver_messages,
+    driver_state,
+    start,
+    with_capabilities,
+    without_init,
+)
+from memguard._tools.doctor.checks.explanations import blocked_by, capable, device_files
+from memguard._tools.doctor.checks.gpu_memory import same_gpu
+from memguard._tools.doctor.checks.phrases import listing
+from memguard._tools.doctor.checks.probe_outcomes import computes
+from memguard._tools.doctor.checks.versions import forward, minor, mismatch, too_old_for
+from memguard._tools.doctor.facts import Facts
+from memguard._tools.doctor.finding import Finding, Severity
+
+_CAUSES = {
+    "CUDA_ERROR_SYSTEM_NOT_READY": (
+        "the GPUs are connected by NVSwitches, and the Fabric Manager has not set these up (error 802)",
+        "sudo systemctl start nvidia-fabricmanager  # its version must be the driver's",
+    ),
+    "CUDA_ERROR_DEVICE_UNAVAILABLE": (
+        "another process uses the GPU, or its compute mode allows none (error 46)",
+        "nvidia-smi -q -d COMPUTE,PIDS  # mode and processes; sudo nvidia-smi -c DEFAULT allows several",
+    ),
+    "CUDA_ERROR_OPERATING_SYSTEM": (
+        "a call to the operating system failed (error 304), for example in opening a device file or locking memory",
+        "sudo dmesg | grep -i nvrm  # says which; then check ulimit -l and the container's permissions",
+    ),
+    "CUDA_ERROR_UNKNOWN": (
+        "the driver does not say why (error 999); usual reasons are a kernel module nvidia_uvm that lost its state "
+        "while the machine slept, and an update of the driver without a reboot",
+        "sudo rmmod nvidia_uvm && sudo modprobe nvidia_uvm  # while no process uses the GPU; else reboot",
+    ),
+    "CUDA_ERROR_NO_DEVICE": (
+        "the driver finds no GPU that it can use (error 100)",
+        "nvidia-smi -L; sudo dmesg | grep -i -E 'nvrm|xid'  # whether the GPU is there, and what happened to it",
+    ),
+    "CUDA_ERROR_STUB_LIBRARY": (
+        "the stub for linking programs was loaded instead of the driver's libcuda (error 34)",
+        "take the folder .../stubs out of LD_LIBRARY_PATH",
+    ),
+    "CUDA_ERROR_ECC_UNCORRECTABLE": (
+        "the GPU's memory has an error that ECC cannot correct (error 214)",
+        "sudo nvidia-smi --gpu-reset  # or reboot; a GPU that repeats it has to be replaced",
+    ),
+    "CUDA_ERROR_DEVICE_NOT_LICENSED": (
+        "the virtual GPU has no licence (error 102)",
+        "nvidia-smi -q | grep -i license  # then the guest's /etc/nvidia/gridd.conf",
+    ),
+    "CUDA_ERROR_MPS_CONNECTION_FAILED": (
+        "CUDA is set to use MPS, and the MPS control daemon does not answer (error 805)",
+        "nvidia-cuda-mps-control -d  # as the same user; or unset CUDA_MPS_PIPE_DIRECTORY",
+    ),
+    "CUDA_ERROR_MPS_SERVER_NOT_READY": (
+        "the MPS server is starting, or recovering from an error (error 807)",
+        "echo quit | nvidia-cuda-mps-control; nvidia-cuda-mps-control -d  # if it stays so",
+    ),
+}
+
+_NVML = {
+    "NVMLError_LibraryNotFound": "install the package of the driver's version that has libnvidia-ml.so.1 (Ubuntu: "
+    "libnvidia-compute-...), or put its folder into LD_LIBRARY_PATH; in a container set "
+    "NVIDIA_DRIVER_CAPABILITIES=compute,utility",
+    "NVMLError_NoPermission": "run as a user who may open /dev/nvidiactl and every /dev/nvidia0, 1, ...",
+    "NVMLError_DriverNotLoaded": "make /dev/nvidiactl accessible: NVML opens it by that name",
+    "NVMLError_GpuIsLost": "sudo dmesg | grep -i xid  # why it fell off the bus; then reset it or reboot",
+    "NVMLError_ResetRequired": "sudo nvidia-smi --gpu-reset  # with no process on it; or reboot",
+    "NVMLError_Unknown": "restart the container: this is the error if its devices were removed while it ran (systemctl "
+    "daemon-reload does that); outside a container run nvidia-smi",
+}
+
+
+def absent(facts: Facts) -> Iterator[Finding]:
+    """The kernel module, the libraries or both are missing."""
+    if blocked_by(facts) != "driver-absent":
+        return
+    driver = facts.driver
+    module, library = driver.module is not None, driver.cuda.error is None
+    gpus = listing(driver.pci) if driver.pci else ""
+    if facts.system.wsl:
+        cause = "the Windows driver's libcuda.so.1 is not in /usr/lib/wsl/lib"
+        remedy = "install the NVIDIA driver on Windows, then run: wsl --update; wsl --shutdown"
+    elif module:
+        cause = f"the driver's kernel module {driver.module} is loaded and its libraries (libcuda.so.1) are not found"
+        remedy = (
+            f"on a host with the NVIDIA Container Toolkit: {with_capabilities(facts.system.container)}"
+            if facts.system.container
+            else f"sudo apt install libnvidia-compute-{_branch(driver.module)}  # or your system's package; if they "
+            "are installed, add their folder to /etc/ld.so.conf.d and run sudo ldconfig"
+        )
+    elif library:
+        cause = "the driver's libraries are installed and its kernel module is not loaded"
+        remedy = (
+            "on the host: sudo modprobe nvidia"
+            if facts.system.container
+            else "sudo modprobe nvidia  # if it fails, sudo dmesg says why: a new kernel needs it rebuilt, "
+            "Secure Boot needs it signed, nouveau must be off"
+        )
+    elif gpus:
+        cause = f"an NVIDIA GPU is on the bus ({gpus}), and the NVIDIA driver is not installed"
+        remedy = f"install the NVIDIA driver on the host, and start the container with: {start(facts.system.container)}"
+        if not facts.system.container:
+            remedy = "sudo ubuntu-drivers install  # or your system's package of the NVIDIA driver; then reboot"
+    else:
+        cause = "this machine has no NVIDIA GPU and no NVIDIA driver"
+        remedy = "run on a machine with an NVIDIA GPU; memguard.init(..., simulate='h200') tries a budget without one"
+    yield Finding("driver-absent", Severity.ERROR, cause, driver_state(facts), remedy)
+
+
+def container(facts: Facts) -> Iterator[Finding]:
+    """A container without a GPU, or without a part of the driver."""
+    given = facts.environment.get("NVIDIA_DRIVER_CAPABILITIES", "")
+    shown = facts.environment.get("NVIDIA_VISIBLE_DEVICES")
+    blocked = blocked_by(facts)
+    if blocked == "container-without-gpu":
+        kind = facts.system.container
+        cause = f"the host has an NVIDIA driver, and this container ({kind}) was started without a GPU"
+        evidence = [*driver_state(facts)]
+        if facts.system.wsl:
+            cause = f"this container ({kind}) was started without a GPU: it has no /dev/dxg of WSL"
+            evidence.append(f"/dev/dxg: {facts.driver.files.get('/dev/dxg', 'not there')}")
+        if kind == "apptainer":
+            cause = f"the host has an NVIDIA driver, and this container ({kind}) was started without its libraries"
+        elif shown in ("", "void", "none"):
+            cause += f": NVIDIA_VISIBLE_DEVICES={shown} excludes all"
+        if shown is not None:
+            evidence.append(f"NVIDIA_VISIBLE_DEVICES={shown} (environment)")
+        elif kind != "apptainer":  # which does not need it
+            evidence.append("NVIDIA_VISIBLE_DEVICES is not set")
+        yield Finding("container-without-gpu", Severity.ERROR, cause, tuple(evidence), start(kind))
+    compute = blocked == "container-capabilities"
+    utility = blocked is None and facts.driver.nvml.error == "NVMLError_LibraryNotFound" and _no_utility(facts)
+    if compute or utility:
+        lacks, what = ("compute", "CUDA (libcuda.so.1)") if compute else ("utility", "NVML (libnvidia-ml.so.1)")
+        yield Finding(
+            "container-capabilities",
+            Severity.ERROR if compute else without_init(facts),
+            f"the container was started without the driver capability {lacks!r} and has no {what}"
+            + ("" if compute else ", so memory cannot be read and memguard.init fails"),
+            (
+                f"NVIDIA_DRIVER_CAPABILITIES={given} (environment)",
+                f"libcuda: {facts.driver.cuda.error}" if compute else f"NVML: {facts.driver.nvml.error}",
+            ),
+            with_capabilities(facts.system.container),
+        )
+
+
+def files(facts: Facts) -> Iterator[Finding]:
+    """Device files that are missing or cannot be opened."""
+    if blocked_by(facts) != "device-files":
+        return
+    found = device_files(facts)
+    bad = {path: state for path, state in sorted(found.items()) if state != "ok"}
+    denied = [
+        path for path, state in bad.items() if state in ("denied", "EPERM")
+    ]  # EPERM comes from a container's rules
+    broken = [path for path in bad if path not in denied]
+    if denied:
+        cause = f"this user may not open {listing(denied)}"
+        remedy = (
+            f"{start(facts.system.container)}  # mounting the files alone does not give access"
+            if facts.system.container
+            else "sudo usermod -aG video $USER  # the group that ls -l /dev/nvidia* shows; then log in again"
+        )
+    elif broken:
+        cause = f"opening {listing(broken)} fails with {listing(bad[path] for path in broken)}"
+        remedy = (
+            "sudo dmesg | grep -i -E 'nvrm|xid'  # what happened to the GPU; then nvidia-smi --gpu-reset, or reboot"
+        )
+    else:
+        needed = ["/dev/nvidiactl", "/dev/nvidia-uvm"]
+        absent = [path for path in needed if path not in found]
+        if not any(re.search(r"\d$", path) for path in found):
+            absent.insert(0, "/dev/nvidia0")
+        are = "files {} are" if len(absent) > 1 else "file {} is"
+        cause = f"the kernel module is loaded, and the device {are.format(listing(absent))} missing"
+        remedy = (
+            start(facts.system.container)
+            if facts.system.container
+            else "sudo nvidia-modprobe -c 0 && sudo nvidia-modprobe -u -c 0  # nvidia-persistenced does this at boot"
+        )
+    yield Finding(
+        "device-files",
+        Severity.ERROR,
+        cause,
+        (*(f"{path}: {state}" for path, state in sorted(found.items())), *driver_messages(facts)),
+        remedy,
+        next(iter(denied or broken), ""),
+    )
+
+
+def initialisation(facts: Facts) -> Iterator[Finding]:
+    """cuInit fails for a reason that no other check explains, or libcuda exists and cannot be loaded."""
+    if blocked_by(facts) != "cuda-init-failed":
+        return
+    cuda, broken = facts.driver.cuda, broken_off(facts)
+    if cuda.error is not None:
+        cause = "the driver's library libcuda.so.1 exists and cannot be loaded"
+        remedy = "reinstall the NVIDIA driver: its libraries are damaged, or for another architecture"
+    elif broken is not None:
+        cause = f"the driver could not be queried: the process that does it {broken}"
+        remedy = "sudo dmesg | grep -i -E 'nvrm|xid'  # what happened to the GPU or the driver; then reboot"
+        if "exit code" in broken:
+            remedy = "its last line is above: repair the Python that runs memguard"
+    elif cuda.init is None:
+        cause = "CUDA cannot be initialised: cuInit does not return"
+        remedy = "sudo dmesg | grep -i -E 'nvrm|xid'  # what happened to the GPU or the driver; then reboot"
+    else:
+        init = "CUDA_ERROR_NO_DEVICE" if cuda.init == "CUDA_SUCCESS" else cuda.init
+        if "/stubs/" in (cuda.path or ""):
+            init = "CUDA_ERROR_STUB_LIBRARY"  # a stub may not know the names of errors
+        why, remedy = _CAUSES.get(
+            init, (f"the driver returns {init}", "nvidia-smi; sudo dmesg | grep -i nvrm  # tell more; then reboot")
+        )
+        cause = f"CUDA cannot be initialised: {why}"
+    hidden = facts.environment.get("CUDA_VISIBLE_DEVICES")
+    read = cuda.path or facts.driver.module is not None or facts.driver.files
+    evidence = (
+        *(driver_state(facts) if read or broken is None else driver_messages(facts)),
+        *([f"CUDA_VISIBLE_DEVICES={hidden} (environment)"] if hidden is not None else []),
+    )
+    # If our process failed and frameworks work, they are not affected.
+    works = broken is not None and any(computes(framework) for framework in facts.frameworks.values())
+    yield Finding("cuda-init-failed", Severity.WARNING if works else Severity.ERROR, cause, evidence, remedy)
+
+
+def nvml(facts: Facts) -> Iterator[Finding]:
+    """CUDA works and NVML does not: frameworks run, and nobody can tell who holds how much memory."""
+    read = facts.driver.nvml
+    missing = read.error == "NVMLError_LibraryNotFound" and _no_utility(facts)
+    elsewhere = missing or read.error == "NVMLError_LibRmVersionMismatch"
+    if blocked_by(facts) is not None or not facts.driver.cuda.devices:
+        return
+    if read.error is not None and not elsewhere:
+        yield Finding(
+            "nvml-blocked",
+            without_init(facts),
+            f"CUDA works and NVML does not ({read.error}), so memory cannot be read and memguard.init fails",
+            (
+                f"NVML: {read.error}{f': {read.text}' if read.text else ''}",
+                *([f"library: {read.path}"] if read.path else []),
+                f"cuInit: {facts.driver.cuda.init}, GPUs shown: {len(facts.driver.cuda.devices)}",
+            ),
+            _NVML.get(read.error, "nvidia-smi  # uses NVML too and tells more"),
+        )
+    yield from _cards(facts)
+
+
+def _cards(facts: Facts) -> Iterator[Finding]:
+    """GPUs that NVML counts and gives no handle for. GPUs of other jobs, which CUDA does not show, do no harm."""
+    refused = [card for card in facts.driver.nvml.devices if card.error is not None]
+    known = [card.uuid for card in facts.driver.nvml.devices if card.error is None]
+    shown = [device.uuid for device in facts.driver.cuda.devices if not device.uuid.startswith("MIG-")]
+    unlisted = [uuid for uuid in shown if not any(same_gpu(uuid, other) for other in known)]
+    nodes = {card.index: facts.driver.files.get(f"/dev/nvidia{card.index}", "ok") for card in refused}
+    foreign = [
+        card
+        for card in refused
+        if card.error == "NVMLError_NoPermission" and (not unlisted or nodes[card.index] != "ok")
+    ]
+    for card in (card for card in refused if card not in foreign):
+        yield Finding(
+            "nvml-blocked",
+            without_init(facts) if unlisted else Severity.WARNING,
+            f"NVML counts GPU {card.index} and refuses access to it ({card.error})",
+            (f"NVML, GPU {card.index}: {card.error}", *(f"CUDA shows {uuid}, and NVML does not" for uuid in unlisted)),
+            _NVML.get(card.error or "", f"nvidia-smi -i {card.index}  # uses NVML too and tells more"),
+            card.uuid or f"GPU {card.index}",
+        )
+    if foreign:
+        count = len(facts.driver.nvml.devices)
+        yield Finding(
+            "nvml-blocked",
+            Severity.INFO,
+            f"this process may not use {len(foreign)} of the {count} GPUs that NVML counts, as when a scheduler or a "
+            "container gives a job some of them",
+            tuple(
+                f"NVML, GPU {card.index}: {card.error}"
+                + ("" if nodes[card.index] == "ok" else f", /dev/nvidia{card.index}: {nodes[card.index]}")
+                for card in foreign
+            ),
+            "nothing to do",
+        )
+
+
+def windows(facts: Facts) -> Iterator[Finding]:
+    """WSL: what NVML cannot tell there, and a Linux driver that hides the Windows driver."""
+    if not facts.system.wsl:
+        return
+    cuda = facts.driver.cuda
+    if blocked_by(facts) == "wsl":
+        yield Finding(
+            "wsl",
+            Severity.ERROR,
+            "under WSL the GPU is used through the Windows driver, and a Linux driver's libcuda hides it",
+            (
+                f"libcuda: {cuda.path}",
+                *(f"also found: {path}" for path in cuda.candidates if path != cuda.path),
+                *driver_messages(facts),
+            ),
+            "sudo apt purge 'libnvidia-compute-*' 'nvidia-driver-*' && sudo ldconfig  # and /usr/lib/wsl/lib first in "
+            "LD_LIBRARY_PATH",
+            cuda.path or "",
+        )
+    elif blocked_by(facts) is None:
+        yield Finding(
+            "wsl",
+            Severity.INFO,
+            "under WSL NVML does not say which process holds how much, so the ledger shows that as unknown",
+            (f"kernel: {facts.system.kernel}", f"libcuda: {cuda.path}"),
+            "nothing to do; the budget's caps hold",
+        )
+
+
+def spills(facts: Facts) -> Iterator[Finding]:
+    """WSL: memory of a full GPU comes from the machine, without an error."""
+    cards = facts.driver.cuda.devices
+    if not facts.system.wsl or blocked_by(facts) is not None or not cards:
+        return
+    yield Finding(
+        "sysmem-fallback",
+        Severity.INFO,
+        "under WSL an allocation for which the GPU has no room may be served from the machine's memory: no "
+        "out-of-memory error comes, and everything gets slow",
+        (f"kernel: {facts.system.kernel}", *(f"CUDA: {card.name}, {format_size(card.total)}" for card in cards)),
+        "cap every framework that the program uses, and keep device.limit below what Windows leaves free on the GPU",
+    )
+
+
+def _no_utility(facts: Facts) -> bool:
+    return facts.system.container is not None and not capable(facts, "utility")
+
+
+def _branch(module: str | None) -> str:
+    return (module or "").partition(".")[0] or "..."
+
+
+CHECKS: tuple[Callable[[Facts], Iterable[Finding]], ...] = (
+    absent,
+    container,
+    files,
+    mismatch,
+    forward,
+    initialisation,
+    too_old_for,
+    minor,
+    nvml,
+    windows,
+    spills,
+)

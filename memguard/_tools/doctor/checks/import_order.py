@@ -1,0 +1,99 @@
+"""TensorFlow imported before PyTorch, built for different CUDAs: PyTorch then calls a function of TensorFlow's CUDA.
+
+Measured with TensorFlow for CUDA 12 and PyTorch for CUDA 13: PyTorch reads its GPU's properties wrongly (1
+multiprocessor instead of 132) and dies of SIGFPE in its first matrix product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from memguard._tools.doctor.checks.phrases import built_for, how_it_ended
+from memguard._tools.doctor.checks.probe_outcomes import did_not_finish, died, killed
+from memguard._tools.doctor.facts import Facts, Together
+from memguard._tools.doctor.finding import Finding, Severity
+
+_CURE = "`import torch` before `import tensorflow`, or memguard.init(...) with both in the budget above the two imports"
+
+
+def _before(order: Sequence[str]) -> bool:
+    """Whether TensorFlow comes before PyTorch."""
+    return "tensorflow" in order and "torch" in order and order.index("tensorflow") < order.index("torch")
+
+
+def _right(facts: Facts) -> int | None:
+    """GPU 0's multiprocessors, from the driver, else from PyTorch in a process of its own."""
+    if facts.driver.cuda.devices:
+        return facts.driver.cuda.devices[0].multiprocessors
+    torch = facts.frameworks.get("torch")
+    return torch.multiprocessors[0] if torch is not None and torch.multiprocessors else None
+
+
+def breaks(facts: Facts, together: Together) -> bool:
+    """Whether PyTorch read its GPU wrongly there, or died, and not for lack of host memory."""
+    count, right = together.multiprocessors.get("torch"), _right(facts)
+    return (died(together.probe) and not killed(together.probe)) or (
+        count is not None and right is not None and count != right
+    )
+
+
+def _witness(facts: Facts) -> Together | None:
+    """The probe with the two in that order that broke, if each alone and the other order work."""
+    if any(
+        did_not_finish(facts.frameworks[name].probe) for name in ("tensorflow", "torch") if name in facts.frameworks
+    ):
+        return None
+    if any(breaks(facts, each) for each in facts.together if not _before(each.order) and "torch" in each.order):
+        return None
+    return next((each for each in facts.together if _before(each.order) and breaks(facts, each)), None)
+
+
+def _imported(facts: Facts) -> tuple[str, str] | None:
+    """Who imports them in that order without a remedy, and the line of evidence."""
+    process, script = facts.process, facts.script
+    if process is not None and not process.budget:
+        tops = [module.partition(".")[0] for module in process.modules]
+        if _before(tops):
+            return "this process", "this process has imported tensorflow before torch (sys.modules)"
+    if script is not None:
+        tops = [module.partition(".")[0] for module, _ in script.imports]
+        lines = {module.partition(".")[0]: line for module, line in reversed(script.imports)}
+        if _before(tops) and "memguard" not in tops[: tops.index("tensorflow")]:
+            evidence = f"{script.path}: line {lines['tensorflow']} imports tensorflow, line {lines['torch']} torch"
+            return script.path, evidence
+    return None
+
+
+def findings(facts: Facts) -> Iterator[Finding]:
+    witness = _witness(facts)
+    if witness is None:
+        return
+    count, right, who = witness.multiprocessors.get("torch"), _right(facts), _imported(facts)
+    budget = facts.budget is not None and {"tensorflow", "torch"} <= set(facts.budget.frameworks)
+    cured = budget and (who is None or who[0] != "this process")
+    severity = Severity.INFO if cured else Severity.ERROR if who is not None else Severity.WARNING
+    does = "dies" if died(witness.probe) and not killed(witness.probe) else "reads its GPU wrongly"
+    built = [name for name in ("tensorflow", "torch") if name in facts.frameworks and facts.frameworks[name].cuda]
+    yield Finding(
+        "import-order",
+        severity,
+        f"torch {does} in a process that has imported tensorflow before it, because it then finds functions of "
+        "tensorflow's CUDA in place of its own" + (": this budget prevents it" if cured else ""),
+        tuple(
+            filter(
+                None,
+                (
+                    f"a process that imported {' then '.join(witness.order)} {how_it_ended(witness.probe)}"
+                    if died(witness.probe)
+                    else "",
+                    f"GPU 0's multiprocessors as torch counts them there: {count}; in truth: {right}"
+                    if count is not None and count != right
+                    else "",
+                    *(built_for(facts, name) for name in built),
+                    who[1] if who is not None else "",
+                ),
+            )
+        ),
+        "nothing to do while both are in the budget" if cured else _CURE,
+        "torch",
+    )

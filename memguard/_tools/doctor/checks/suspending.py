@@ -1,0 +1,53 @@
+"""Whether this machine can take a process off its GPUs (docs/suspend.md). Said only where the budget asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from memguard._node.suspend import refusals
+from memguard._tools.doctor.checks.gpu_memory import same_gpu
+from memguard._tools.doctor.facts import Facts
+from memguard._tools.doctor.finding import Finding, Severity
+
+
+def impossible(facts: Facts) -> Iterator[Finding]:
+    """What makes it impossible for every process: the driver, the system, or the kind of GPU."""
+    budget, shown = facts.budget, facts.driver.cuda.devices
+    if budget is None or not budget.suspend or not shown:
+        return  # without a GPU that works there is nothing to leave
+    version = facts.driver.module or facts.driver.nvml.driver
+    cards = [
+        (device, card)
+        for device in shown
+        for card in facts.driver.nvml.devices
+        if card.error is None and same_gpu(card.uuid, device.uuid)
+    ]
+    parts = tuple(device.uuid for device in shown if device.uuid.startswith("MIG-"))
+    found = refusals.machine(
+        driver=version,
+        calls=facts.driver.cuda.checkpoint,
+        wsl=facts.system.wsl,
+        mig=parts + tuple(card.uuid for _, card in cards if card.mig),
+        vgpu=tuple(card.uuid for _, card in cards if card.vgpu),
+        unified=tuple(card.uuid for device, card in cards if device.total and not card.total and not card.mig),
+        architecture=facts.system.machine,
+    )
+    if not found:
+        return
+    read = [
+        f"{budget.source} has a section suspend",
+        f"kernel: {facts.system.kernel or 'unknown'} ({facts.system.machine})",
+        f"driver: {version or 'unknown'}",
+        *(f"NVML: GPU {card.index} ({card.name}) is {card.uuid}" for _, card in cards[:4]),
+    ]
+    yield Finding(
+        "suspend-impossible",
+        Severity.WARNING,
+        f"no process can be suspended here, so that section does nothing: {found[0].reason}",
+        (*read, *(f"also: {reason.reason}" for reason in found[1:])),
+        found[0].remedy,
+        budget.source,
+    )
+
+
+CHECKS: tuple[Callable[[Facts], Iterable[Finding]], ...] = (impossible,)

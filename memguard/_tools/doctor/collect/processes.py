@@ -1,0 +1,317 @@
+"""Runs a process, keeps what it reports and prints, and makes sure that it ends.
+
+It gets a session of its own and is killed with everything that it started, at its time-out or when it ends. Daemons
+that left the session are found by a variable in their environment. Only processes with another environment or user
+escape.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import secrets
+import selectors
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from memguard._tools.doctor.bounds import clip
+from memguard._tools.doctor.probes.main import libraries
+
+_SAID, _REPORTED = 1 << 18, 1 << 22
+"""Bytes of stderr and of the report that are kept. The rest is read and dropped, else the process would block."""
+_LINES, _LONG = 200, 400
+_LINGER = 0.3
+"""Seconds of reading after the end: a child may hold the pipes open, or a hung probe prints where it is."""
+_MARK = "MEMGUARD_PROBE"
+_STUCK = 3.0
+"""Seconds to wait for a kill. A process that waits in a broken driver cannot be killed and is left behind."""
+_ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+
+@dataclass
+class Ended:
+    """How a process ended, and what it had reported and printed until then.
+
+    reported   the objects of its JSON lines; other lines are left out
+    said       its lines on stderr, each once, the first and the last hundred
+    libraries  what it had mapped when it was stopped at its time-out
+    """
+
+    seconds: float
+    exit: int | None = None
+    signal: str | None = None
+    hung: bool = False
+    reported: list[dict[str, Any]] = field(default_factory=list)
+    said: tuple[str, ...] = ()
+    libraries: tuple[str, ...] = ()
+
+
+def watch(
+    command: Sequence[str], spec: Mapping[str, Any], environ: Mapping[str, str], timeout: float, stop: threading.Event
+) -> Ended:
+    """Run `command` with `spec` as its last argument, in JSON, which also says the file descriptor to report on.
+
+    Ends it after `timeout` seconds, or when `stop` is set. Raises OSError if it cannot be started.
+    """
+    inside, outside = _pipe()
+    mark = f"{secrets.token_hex(16)}.{int(timeout) + 10}"  # and the seconds after which it ends itself
+    started = time.monotonic()
+    try:
+        process = subprocess.Popen(
+            [*command, json.dumps({**spec, "fd": outside, "timeout": timeout})],
+            env={**environ, _MARK: mark},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            pass_fds=(outside,),
+            start_new_session=True,
+        )
+    except BaseException:
+        os.close(inside)
+        raise
+    finally:
+        os.close(outside)
+    assert process.stderr is not None
+    ended, code = Ended(0.0), None
+    with os.fdopen(inside, "rb", 0) as reported, process.stderr as stderr:
+        kept = {reported: _Kept(_REPORTED), stderr: _Kept(_SAID)}
+        try:
+            ended.hung = _read(process, kept, started + timeout, stop)
+            if ended.hung:
+                ended.libraries = _mapped(process.pid)
+                if not stop.is_set():
+                    with contextlib.suppress(OSError):
+                        os.kill(process.pid, signal.SIGUSR1)  # a probe prints where it is; any other process ends
+                    _read(process, kept, time.monotonic() + _LINGER, stop)
+        finally:
+            code = _kill(process, mark)
+    ended.seconds = round(time.monotonic() - started, 3)
+    if code is not None:
+        ended.exit, ended.signal = (code, None) if code >= 0 else (None, _signal(-code))
+    ended.reported = list(_objects(kept[reported].data))
+    ended.said = lines(kept[stderr].data)
+    return ended
+
+
+def _pipe() -> tuple[int, int]:
+    """A pipe with descriptors above 2: if one of the first three is closed here, the child gets its own there."""
+    ends = os.pipe()
+    try:
+        inside = fcntl.fcntl(ends[0], fcntl.F_DUPFD_CLOEXEC, 3)
+        try:
+            return inside, fcntl.fcntl(ends[1], fcntl.F_DUPFD_CLOEXEC, 3)
+        except OSError:
+            os.close(inside)
+            raise
+    finally:
+        for end in ends:
+            os.close(end)
+
+
+class _Kept:
+    """The beginning and the end of a stream: a crash is reported at the end."""
+
+    def __init__(self, most: int) -> None:
+        self._head, self._tail, self._half = b"", b"", most // 2
+
+    @property
+    def data(self) -> bytes:
+        return self._head + self._tail
+
+    def add(self, data: bytes) -> None:
+        room = self._half - len(self._head)
+        self._head += data[:room]
+        self._tail = (self._tail + data[room:])[-self._half :]
+
+
+def _read(
+    process: subprocess.Popen[bytes], kept: Mapping[IO[bytes], _Kept], deadline: float, stop: threading.Event
+) -> bool:
+    """Read until the process has ended, and a moment longer. True if it did not end in time."""
+    with selectors.DefaultSelector() as selector:
+        for stream in kept:
+            os.set_blocking(stream.fileno(), False)
+            selector.register(stream, selectors.EVENT_READ)
+        while selector.get_map():
+            for key, _ in selector.select(0.05):
+                stream = key.fileobj  # type: ignore[assignment]
+                data = os.read(stream.fileno(), 1 << 16)
+                if data:
+                    kept[stream].add(data)
+                else:
+                    selector.unregister(stream)
+            now = time.monotonic()
+            if _has_ended(process):
+                deadline = min(deadline, now + _LINGER)
+                if now >= deadline:
+                    return False
+            elif now >= deadline or stop.is_set():
+                return True
+        while not _has_ended(process):  # it closed both pipes and still runs
+            if time.monotonic() >= deadline or stop.wait(0.02):
+                return True
+    return False
+
+
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Whether it has ended. Does not reap it: its PID is needed to kill its group."""
+    return _was_reaped(process) or os.waitid(os.P_PID, process.pid, _LOOK) is not None
+
+
+_LOOK = os.WEXITED | os.WNOHANG | os.WNOWAIT
+
+
+def _was_reaped(process: subprocess.Popen[bytes]) -> bool:
+    """Whether it has ended and was reaped by others: the kernel, if SIGCHLD is ignored, or a handler of SIGCHLD."""
+    try:
+        os.waitid(os.P_PID, process.pid, _LOOK)
+        return False
+    except ChildProcessError:
+        return True
+
+
+def _kill(process: subprocess.Popen[bytes], mark: str) -> int | None:
+    """Kill it and all that it started. Its exit code; None if it is stuck in the driver, or others reaped it."""
+    reaped = _was_reaped(process)
+    if not reaped:  # else its PID may belong to another process by now
+        for pid in descendants(process.pid):  # before their parent, after whose end they are init's
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)
+        deadline = time.monotonic() + _STUCK
+        while not _has_ended(process) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        reaped = _was_reaped(process)
+    _kill_marked(mark)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(0)
+    return None if reaped else process.returncode
+
+
+def _kill_marked(mark: str) -> None:
+    """Kill what has left the session. In rounds: a process may have been starting another."""
+    for _ in range(5):
+        found = list(_marked(f"{_MARK}={mark}".encode()))
+        for pid in found:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        if not found:
+            return
+        time.sleep(0.01)
+
+
+def _marked(entry: bytes) -> Iterator[int]:
+    """The processes of this user with `entry` in their environment."""
+    deadline = time.monotonic() + _STARTING
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc"):
+            if not name.isdecimal() or int(name) == os.getpid():
+                continue
+            with contextlib.suppress(OSError):
+                if os.stat(f"/proc/{name}").st_uid != os.geteuid():
+                    continue
+                if entry in _environment(name, deadline).split(b"\0"):
+                    yield int(name)
+
+
+_STARTING = 0.5
+"""Seconds to wait for processes that are just starting; 20 ms were measured with two of them on each core."""
+
+
+def _environment(pid: int | str, deadline: float) -> bytes:
+    """The environment that the kernel shows, which is empty while the process still loads its program."""
+    while True:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            found = file.read()
+        if found or time.monotonic() > deadline:
+            return found
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            if not _may_have_one(file.read()):
+                return found
+        time.sleep(0.001)
+
+
+def _may_have_one(stat: bytes) -> bool:
+    """Whether a process whose environment was read as empty may have one by now, or soon.
+
+    By the fields of proc_pid_stat(5), with their numbers there; False if a kernel gives fewer fields than Linux.
+    """
+    fields = stat.rpartition(b")")[2].split()  # the name before may contain anything
+    try:
+        state, flags, code, start, end = (fields[number - 3] for number in (3, 9, 27, 50, 51))
+        # While the kernel measures the environment, both of its ends are the begin; the end of the code is set after.
+        none = 0 < int(end) == int(start) and int(code) > 0
+        return state not in b"ZX" and not int(flags) & (_EXITING | _KTHREAD) and not none
+    except (IndexError, ValueError):
+        return False
+
+
+_EXITING, _KTHREAD = 0x00000004, 0x00200000
+"""PF_EXITING and PF_KTHREAD of the kernel's sched.h, in the field `flags`: neither has an environment."""
+
+
+def _mapped(pid: int) -> tuple[str, ...]:
+    """What the process has mapped; empty if the kernel does not answer, as for one that is stuck in a driver."""
+    found: list[str] = []
+    reader = threading.Thread(target=lambda: found.extend(libraries(pid)), daemon=True)
+    reader.start()
+    reader.join(_STUCK)
+    return tuple(found)
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that it started, and those that they started, as far as they are still its own."""
+    found: list[int] = []
+    waiting = [pid]
+    while waiting:
+        for children in _children(waiting.pop()):
+            found.append(children)
+            waiting.append(children)
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as file:
+                found += [int(word) for word in file.read().split()]
+    return found
+
+
+def _objects(data: bytes) -> list[dict[str, Any]]:
+    found = []
+    for line in data.splitlines():
+        # A line may be cut short by a crash, or come from elsewhere.
+        with contextlib.suppress(ValueError, RecursionError):
+            value = clip(json.loads(line))
+            if isinstance(value, dict):
+                found.append(value)
+    return found
+
+
+def lines(data: bytes) -> tuple[str, ...]:
+    """The lines, without colours and of bounded length and number. Lines that differ only in digits count as one."""
+    found: dict[str, str] = {}
+    for line in _ANSI.sub("", data.decode(errors="replace")).splitlines():
+        plain = "".join(char for char in line.rstrip()[:_LONG] if char.isprintable() or char == "\t")
+        if plain.strip():
+            found.setdefault(re.sub(r"\d+", "0", plain), plain)
+    kept = tuple(found.values())
+    return kept if len(kept) <= _LINES else (*kept[: _LINES // 2], *kept[-_LINES // 2 :])
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time one
+        return f"signal {number}"

@@ -1,0 +1,39 @@
+"""PyCUDA."""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from memguard._tools.doctor.probes.main import ProbeReport
+
+
+def probe(report: ProbeReport) -> None:
+    """Works in the primary context and pops it: a context that is left current aborts the process at exit."""
+    with report.stage("import"):
+        import pycuda
+
+        report.put(path=pycuda.__file__)
+        import pycuda.driver as cuda
+
+        report.put(version=pycuda.VERSION_TEXT, gpu=True)
+        report.put(cuda=".".join(str(part) for part in cuda.get_version()[:2]))
+    with report.stage("devices"):
+        cuda.init()
+        count = cuda.Device.count()
+        attribute = cuda.device_attribute.MULTIPROCESSOR_COUNT
+        report.put(gpus=count, multiprocessors=[cuda.Device(i).get_attribute(attribute) for i in range(count)])
+    if not count:
+        return
+    with report.stage("compute"):
+        context = cuda.Device(0).retain_primary_context()
+        context.push()
+        try:
+            import numpy
+            from pycuda import gpuarray
+
+            array = gpuarray.to_gpu(numpy.ones(64, dtype=numpy.float32))
+            if array.get().sum() != 64:
+                raise RuntimeError("data copied to the GPU and back has changed")
+            del array
+        finally:
+            context.pop()
