@@ -8,8 +8,8 @@ from __future__ import annotations
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from memguard._base.displays import html, table
-from memguard._base.text import visible
+from memguard._base.displays import table
+from memguard._base.text import html, visible
 from memguard._base.units import MIB, format_size
 from memguard._ledger.types import DeviceLedger, Ledger, Row
 
