@@ -1,4 +1,4 @@
-"""Simulated GPUs: the one place that holds their state. What a user may call one is in `named.py`."""
+"""Simulated GPUs: the one place that holds their state. What a user may call one is in `catalog.py`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ CATALOGUE: Mapping[str, Model] = {
         "Orin (nvgpu)", "ampere", 62_841 * MIB, 0, 16, "typical", unified=True, processes="nothing"
     ),
 }
-"""Whole GPUs. MIG slices are in `named.py`."""
+"""Whole GPUs. MIG slices are in `catalog.py`."""
 
 
 class SimulatedOutOfMemory(RuntimeError):
@@ -105,7 +105,7 @@ class _State:
 class SimulatedHost:
     """`Host` with simulated GPUs, and the calls by which simulated frameworks take memory. Thread-safe.
 
-    `names` are `Model`s, or names as `named.models` takes them: most of one GPU, a file of devices of several.
+    `names` are `Model`s, or names as `catalog.models` takes them: most of one GPU, a file of devices of several.
     Figures are exact bytes: the simulated frameworks round to the 2 MiB pages in which a real driver allocates.
     Raises DeviceError for an unknown name, and ConfigError for a wrong file.
     """
@@ -113,14 +113,14 @@ class SimulatedHost:
     simulated = True
 
     def __init__(self, names: Sequence[str | Model] = ("h200",)) -> None:
-        from memguard._devices import named
+        from memguard._devices import catalog
 
         if isinstance(names, str):
             names = (names,)
         if not names:
             raise DeviceError("a simulated host needs at least one GPU", fix="name one, for example 'h200'")
-        self.names = tuple(named.canonical(name) if isinstance(name, str) else name.name for name in names)
-        kinds = [kind for name in names for kind in (named.models(name) if isinstance(name, str) else (name,))]
+        self.names = tuple(catalog.canonical(name) if isinstance(name, str) else name.name for name in names)
+        kinds = [kind for name in names for kind in (catalog.models(name) if isinstance(name, str) else (name,))]
         self.lock = threading.RLock()  # a signal handler or a finalizer may come within a call
         """Of the machine and the simulated frameworks on it: signal handlers would take two of them in any order."""
         self._states: dict[str, _State] = {}

@@ -45,7 +45,7 @@ TIMELINE = {
 }
 REAL = {"_devices.cuda_order", "_devices.machine_memory", "_devices.nvml", "_devices.real"}
 SIMULATED = {
-    "_devices.named", "_devices.simulated", "_frameworks.simulated", "_frameworks.simulated.adapter",
+    "_devices.catalog", "_devices.simulated", "_frameworks.simulated", "_frameworks.simulated.adapter",
     "_frameworks.simulated.allocators", "_frameworks.simulated.arena", "_frameworks.simulated.driver_allocators",
     "_frameworks.simulated.starts",
 }  # fmt: skip

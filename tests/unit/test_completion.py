@@ -14,7 +14,7 @@ from click.shell_completion import ShellComplete
 import memguard
 from memguard._base.specs import SPECS
 from memguard._budget.findings import NAMES
-from memguard._devices.named import SLICES
+from memguard._devices.catalog import SLICES
 from memguard._devices.simulated import CATALOGUE
 from memguard.cli import main
 

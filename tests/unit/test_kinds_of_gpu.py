@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 import memguard
 from memguard import api
 from memguard._base.units import GIB, MIB
-from memguard._devices import named, simulated
+from memguard._devices import catalog, simulated
 from memguard._devices.simulated import CATALOGUE, Model, SimulatedHost
 from memguard._frameworks.simulated.adapter import SimulatedFramework
 from memguard._ledger.types import DeviceLedger
