@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from memguard._base.units import GIB, MIB
 from memguard._devices import catalog
+from memguard._devices.catalog import CATALOGUE, Model, model
 from memguard._devices.host import Host
-from memguard._devices.catalog import model
-from memguard._devices.simulated import CATALOGUE, CONTEXT, PID, Model, SimulatedHost, SimulatedOutOfMemory
+from memguard._devices.simulated import CONTEXT, PID, SimulatedHost, SimulatedOutOfMemory
 from memguard.errors import ConfigError, DeviceError
 
 
