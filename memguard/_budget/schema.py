@@ -26,10 +26,10 @@ from pydantic import (
 from pydantic_core import core_schema
 
 from memguard._base.advice import InvalidValue
+from memguard._base.findings import NAMES, Name
 from memguard._base.specs import SPECS, Option
 from memguard._base.units import short
 from memguard._budget import rules, values
-from memguard._budget.findings import NAMES, Name
 from memguard._budget.source_map import Document, Origin, in_order, of_mapping
 from memguard._budget.values import WRITTEN, Frozen, frozen
 from memguard.errors import ConfigError, Problem

@@ -12,8 +12,8 @@ import pytest
 from click.shell_completion import ShellComplete
 
 import memguard
+from memguard._base.findings import NAMES
 from memguard._base.specs import SPECS
-from memguard._budget.findings import NAMES
 from memguard._devices.catalog import CATALOGUE, SLICES
 from memguard.cli import main
 

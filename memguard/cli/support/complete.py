@@ -34,7 +34,7 @@ def gpus(context: click.Context, parameter: click.Parameter, word: str) -> list[
 
 def findings(context: click.Context, parameter: click.Parameter, word: str) -> list[CompletionItem]:
     """The names of the doctor's findings."""
-    from memguard._budget.findings import NAMES
+    from memguard._base.findings import NAMES
 
     return _items(((name, None) for name in NAMES), word)
 
