@@ -258,16 +258,15 @@ def _shares(asked: Asked, rooms: list[int]) -> Iterator[Violation]:
     total = sum(shares.values(), Fraction(0))
     if total < 1:
         return
-    from memguard._budget import suggestions  # suggests numbers: a budget that fits needs none
 
-    numbers = suggestions.as_text(_lowered(shares, limits, rooms), elastic)
+    numbers = values.as_text(_lowered(shares, limits, rooms), elastic)
     if total > 1:
         what = "shares and minima" if set(shares) & set(elastic) else "shares"
         message = f"the {what} add up to {percent_text(total)} ({_sum(shares, elastic)}); at most 100% can be given out"
         fix = f"lower them by {percent_text(total - 1)} together, for example to {numbers}"
         yield Violation(_place(list(shares)[-1], "share", elastic), message, fix)
     elif total == 1 and limits:
-        size, names = size_text(sum(limits.values())), [suggestions.label(name, elastic) for name in shares]
+        size, names = size_text(sum(limits.values())), [values.label(name, elastic) for name in shares]
         message = f"the shares take 100%, so nothing is left for the {size} of {' and '.join(limits)}"
         fix = f"lower the share of {' and '.join(names)}, for example to {numbers}"
         yield Violation(_place(list(limits)[-1], "limit", elastic), message, fix)
@@ -342,7 +341,7 @@ def _fits(scope: Scope, asked: Asked, rooms: list[int], auto: int) -> Iterator[V
         )
         fix = f"raise the limit to {_about(math.ceil(needed / left) + keep)}"
         fix += ", with room for the reserve" if declared is None else ""
-        numbers = suggestions.as_text(suggestions.fitting(shares, limits, min(rooms, default=None)), elastic)
+        numbers = values.as_text(suggestions.fitting(shares, limits, min(rooms, default=None)), elastic)
         if limit > keep and numbers:
             over = math.ceil(needed - left * (limit - keep))
             fix += f", or lower the frameworks by {_about(over)}, for example to {numbers}"
@@ -461,9 +460,8 @@ def _repeated(loc: Loc, names: list[object]) -> Iterator[Violation]:
 
 
 def _sum(parts: Mapping[str, Fraction | int], elastic: Collection[str]) -> str:
-    from memguard._budget import suggestions
 
-    return suggestions.as_text(parts, elastic, " + ")
+    return values.as_text(parts, elastic, " + ")
 
 
 def _about(size: int) -> str:
