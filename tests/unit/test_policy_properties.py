@@ -209,7 +209,7 @@ def test_admission_never_promises_what_cannot_be_had(
         if answer.trim:
             assert needed > back + free + sum(others[name] for name in answer.trim[:-1]), "none trimmed in vain"
     else:
-        assert needed > answer.available and answer.trim == () and "fix: " in answer.refusal
+        assert needed > answer.available and answer.trim == () and answer.refusal.advice().fix
         if answer.available:
             again = policy.admit(framework, answer.available, answer.available, cap, found, memory)
             assert again.refusal is None or again.available < answer.available
