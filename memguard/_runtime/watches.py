@@ -47,8 +47,10 @@ class Watch:
 
 
 def give(watches: list[Watch], sample: Sample, active: Callable[[], bool]) -> None:
-    """Give the sample to every watch, on the monitor's thread: see `Session`. None follows if one of them ends the budget, suspends the process, or forks: here is the
-    child then."""
+    """Give the sample to every watch, on the monitor's thread: see `Session`.
+
+    None follows if one of them ends the budget, suspends the process, or forks: here is the child then.
+    """
     pid = os.getpid()
     for watch in [*watches]:
         if suspension.now is not None or os.getpid() != pid or not active():

@@ -40,7 +40,7 @@ FILE = {"_budget.yaml"}
 MONITOR = {"_runtime.pressure", "_runtime.sampler"}
 TIMELINE = {
     "_budget.ranks",
-    *("_runtime.beside", "_runtime.ending", "_runtime.peaks", "_runtime.spans"),
+    *("_runtime.beside", "_runtime.ending"),
     *("_timeline", "_timeline.files", "_timeline.format", "_timeline.writer"),
 }
 REAL = {"_devices.cuda_order", "_devices.machine_memory", "_devices.nvml", "_devices.real"}
