@@ -14,7 +14,7 @@ import pytest
 
 from memguard._base.units import GIB
 from memguard._devices.checkpoint import State
-from memguard._devices.processes.identity import this_process
+from memguard._node.identity import this_process
 from memguard._devices.simulated_checkpoint import SimulatedCheckpoint, Target
 from memguard._node.suspend import helper
 

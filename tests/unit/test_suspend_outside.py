@@ -19,7 +19,7 @@ from jsonschema import Draft202012Validator
 
 from memguard._base.units import GIB, MIB
 from memguard._devices.checkpoint import State
-from memguard._devices.processes.identity import Process, process_of, this_process
+from memguard._node.identity import Process, process_of, this_process
 from memguard._devices.processes.place import folder
 from memguard._devices.simulated_checkpoint import Fault, SimulatedCheckpoint, Target
 from memguard._node.leases.registry import Budgeted

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from memguard._base.units import GIB
-from memguard._devices.processes.identity import this_process
+from memguard._node.identity import this_process
 from memguard._devices.processes.place import folder
 from memguard._devices.simulated_checkpoint import SimulatedCheckpoint, Target
 from memguard._node.suspend import records

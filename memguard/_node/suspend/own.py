@@ -19,7 +19,7 @@ from memguard._base.types import Event, MemoryInfo
 from memguard._base.undo import Undo
 from memguard._base.units import format_size
 from memguard._devices import contexts, suspension
-from memguard._devices.processes.identity import Process
+from memguard._node.identity import Process
 from memguard._node.suspend import guard as guards
 from memguard._node.suspend import leaving, quiet
 from memguard._node.suspend.types import Progress, Suspension, Why
