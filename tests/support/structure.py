@@ -1,6 +1,7 @@
 """The structure of memguard/ as its imports show it: rooms, arrows and circles.
 
-    python tests/support/structure.py [CHECKOUT]      prints them; the checkout is by default this one
+    python tests/support/structure.py [CHECKOUT]               prints them; the checkout is by default this one
+    python tests/support/structure.py --page > docs/modules.md  every module with its first line
 
 A room is a file or folder of memguard/ at its top level. An arrow A → B: a module of A imports one of B, anywhere in
 its code, under `if TYPE_CHECKING:` too, or names it in a string from which it is imported. A circle: modules, or rooms,
@@ -19,6 +20,11 @@ from typing import NamedTuple
 HOME = Path(__file__).parents[2]
 _NAME = re.compile(r"(memguard(?:\.\w+)+)\.?(?::\w+)?")
 _CODE = re.compile(r"\b(?:from (memguard[\w.]*) import (\w+)|import (memguard[\w.]+))")
+
+_HEAD = """# Every module
+
+The modules of `memguard/` by room, each with the first line of its docstring. `CONTRIBUTING.md` says what each room is
+for, and what happens when. `python tests/support/structure.py --page > docs/modules.md` writes this page."""
 
 
 class Arrow(NamedTuple):
@@ -136,5 +142,23 @@ def main(home: Path) -> None:
         print("circle of modules:", *sorted(circle))
 
 
+def page(home: Path = HOME) -> str:
+    """`docs/modules.md`: the modules by room, each with its first line."""
+    known = modules(home)
+    lines = first_lines(known)
+    rooms: dict[str, list[str]] = {}
+    for name, path in known.items():
+        where = path.relative_to(home / "memguard").as_posix()
+        title = f"{where.partition('/')[0]}/" if "/" in where else "At the top level"
+        rooms.setdefault(title, []).append(f"| `{where}` | {lines[name].replace('|', '&#124;')} |")
+    parts = [
+        f"## {title}\n\n| module | what it is |\n| --- | --- |\n" + "\n".join(rows) for title, rows in rooms.items()
+    ]
+    return "\n\n".join([_HEAD, *parts]) + "\n"
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if sys.argv[1:] else HOME)
+    if sys.argv[1:] == ["--page"]:
+        print(page(), end="")
+    else:
+        main(Path(sys.argv[1]) if sys.argv[1:] else HOME)

@@ -95,6 +95,11 @@ def test_each_module_says_in_its_first_line_what_it_is() -> None:
     assert {name: line for name, line in first.items() if not line.endswith((".", "?")) or len(line) > 120} == {}
 
 
+def test_the_page_of_all_modules_is_up_to_date() -> None:
+    written = (structure.HOME / "docs" / "modules.md").read_text(encoding="utf-8")
+    assert written == structure.page(), "python tests/support/structure.py --page > docs/modules.md"
+
+
 # the reader itself
 
 
