@@ -414,7 +414,7 @@ def _budget(document: Document, source: str) -> Budget:
     if budget.ranks is not None:
         budget = _unsaid(budget)
     if document.text is not None:
-        budget._origin = Origin(source, document.text)
+        budget._origin = Origin(source, document)
     return budget
 
 

@@ -40,12 +40,12 @@ FILE = {"_budget.yaml"}
 MONITOR = {"_runtime.pressure", "_runtime.sampler"}
 TIMELINE = {
     "_budget.ranks",
-    *("_runtime.beside", "_runtime.ending", "_runtime.peaks", "_runtime.spans"),
+    *("_runtime.beside", "_runtime.ending"),
     *("_timeline", "_timeline.files", "_timeline.format", "_timeline.writer"),
 }
 REAL = {"_devices.cuda_order", "_devices.machine_memory", "_devices.nvml", "_devices.real"}
 SIMULATED = {
-    "_devices.named", "_devices.simulated", "_frameworks.simulated", "_frameworks.simulated.adapter",
+    "_devices.catalog", "_devices.simulated", "_frameworks.simulated", "_frameworks.simulated.adapter",
     "_frameworks.simulated.allocators", "_frameworks.simulated.arena", "_frameworks.simulated.driver_allocators",
     "_frameworks.simulated.starts",
 }  # fmt: skip

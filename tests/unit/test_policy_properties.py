@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from memguard._base.types import Device, MemoryInfo, Plan, Usage
 from memguard._base.units import GIB, GRANULE, MIB, TIB, round_down
 from memguard._budget import FRAMEWORKS, Budget, from_mapping, policy
-from memguard._devices.simulated import CATALOGUE, SimulatedHost
+from memguard._devices.catalog import CATALOGUE
+from memguard._devices.simulated import SimulatedHost
 from memguard.errors import MemguardError, PlanError
 
 pytestmark = pytest.mark.one_case  # no version of what is installed changes it: all of it is our own code

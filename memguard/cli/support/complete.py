@@ -25,8 +25,7 @@ _PLAIN = re.compile(r"[\w./~+@%,-]+")
 
 def gpus(context: click.Context, parameter: click.Parameter, word: str) -> list[CompletionItem]:
     """Simulated GPUs; the slices of a card once its name is begun; files of devices."""
-    from memguard._devices.named import SLICES
-    from memguard._devices.simulated import CATALOGUE
+    from memguard._devices.catalog import CATALOGUE, SLICES
 
     known = {**CATALOGUE, **SLICES} if word else CATALOGUE
     found = _items(((name, model.name) for name, model in known.items()), word.lower())
