@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import sys
@@ -19,7 +18,7 @@ from memguard._devices import suspension
 from memguard._frameworks import real_imports
 from memguard._guard.guard import Guard
 from memguard._oom import hooks
-from memguard._runtime import workers
+from memguard._runtime import extensions, workers
 from memguard._runtime.session import WITHOUT_MONITOR, Session, callbacks, outlived, watches
 from memguard._runtime.workers import IdleGuard
 from memguard.errors import AlreadyActive, DeviceError, MemguardError, NotActive
@@ -30,12 +29,22 @@ if TYPE_CHECKING:
     from memguard._devices.host import Host
     from memguard._guard.figures import Reclaimable
     from memguard._ledger.types import Ledger
-    from memguard._node.leases.lease import Lease
+    from memguard._runtime.extensions import Claimed
     from memguard._runtime.watches import Watch
 
 
 BudgetLike = Union["str | os.PathLike[str] | Mapping[str, Any] | Budget"]
 MissingGpu = Literal["raise", "warn", "simulate"]
+
+EXTENSIONS = {
+    "device.lease": "memguard._node.leases.extension:Leases",
+    "device.on_wait: suspend-idle": "memguard._node.suspend.making_room:SuspendsIdle",
+    "metrics": "memguard._node.metrics:Metrics",
+    "monitor.top": "memguard._node.top.server:Top",
+    "suspend.when_idle": "memguard._node.suspend.when_idle:WhenIdle",
+    "suspend": "memguard._node.suspend.listener:Reachable",
+}
+"""What each section of a budget adds to its session, in the order of `start`. A budget without it imports nothing."""
 
 _NONE = Advice("no budget is active in this process", "call memguard.init('budget.yaml') first")
 _FORKED = Advice(
@@ -69,7 +78,7 @@ _applying = _unwanted = False
 """Whether `init` is at work, and whether a signal handler has called `shutdown` within that."""
 _claiming = False
 """Whether `init` waits for a lease: `shutdown` ends that."""
-_leases: list[Lease] = []
+_leases: list[Claimed] = []
 """Those that `init` has claimed, or kept of the budget before, until it is known whose they are."""
 _why_none = _NONE
 _lock = InterruptSafeLock()
@@ -210,10 +219,10 @@ def _planned(budget: Budget, simulate: str | Sequence[str] | None, before: Sessi
     host: Host | None = None
     try:
         host = _host(simulate)
-        session = Session(Guard(budget, host))
+        session = Session(Guard(budget, host), extensions.load(budget, EXTENSIONS))
         session.prepare(before)
         if session.lease is not None:
-            _claim(session.lease, session.guard)
+            _claim(session.lease, session)
     except BaseException as error:
         if host is not None:
             host.close()
@@ -225,19 +234,16 @@ def _planned(budget: Budget, simulate: str | Sequence[str] | None, before: Sessi
     return session
 
 
-def _claim(lease: Lease, guard: Guard) -> None:
+def _claim(lease: Claimed, session: Session) -> None:
     """Wait for it as long as the budget says. With the lock held: other threads' `init` and `shutdown` wait too."""
     global _claiming
     _leases.append(lease)
     try:
         _claiming = True
         say = _log.warning if _is_heard() else real_imports.say
-        look, device = None, guard.budget.device
-        if device.on_wait == "suspend-idle":  # by its name: a layer above, which uses this one
-            look = importlib.import_module("memguard._node.suspend.making_room").MakingRoom(lease, say).look
-        if lease.take(device.wait or 0.0, say, lambda: _unwanted, look):
+        if lease.take(session.guard.budget.device.wait or 0.0, say, lambda: _unwanted, session.while_waiting(say)):
             until = time.monotonic() + _FREED
-            while any(guard.busy()) and time.monotonic() < until and not _unwanted:
+            while any(session.guard.busy()) and time.monotonic() < until and not _unwanted:
                 time.sleep(0.05)
     finally:
         _claiming = False
@@ -335,11 +341,11 @@ def _stay_passive() -> Guard:
     return workers.PassiveGuard()
 
 
-def _again(before: Guard, lease: Lease | None) -> Session | None:
+def _again(before: Guard, lease: Claimed | None) -> Session | None:
     """The budget that was active before a replacement failed, applied anew."""
     session: Session | None = None
     try:
-        session = Session(Guard(before.budget, before.host))
+        session = Session(Guard(before.budget, before.host), extensions.load(before.budget, EXTENSIONS))
         session.guard.plan = before.plan  # as `resize` had left it
         if lease is not None:
             session.have(lease)

@@ -8,11 +8,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from memguard._runtime.extensions import Extension
 from memguard.errors import PlanError
 
 if TYPE_CHECKING:
     from memguard._base.undo import Undo
     from memguard._runtime.session import Session
+
+
+class Metrics(Extension):
+    before_monitor = True
+
+    def start(self, session: Session) -> None:
+        of_budget(session, session.undo)
 
 
 def of_budget(session: Session, undo: Undo) -> None:

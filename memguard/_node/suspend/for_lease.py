@@ -37,7 +37,8 @@ _back = float("-inf")
 def current() -> Lease | None:
     """This process's lease, if its budget has one."""
     session = api._active
-    return session.lease if session is not None and session.guard.active else None
+    lease = session.lease if session is not None and session.guard.active else None
+    return lease if isinstance(lease, Lease) else None
 
 
 # off

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from memguard import api
 from memguard._base.logs import log as _log
@@ -21,7 +21,11 @@ from memguard._frameworks.import_hook import ImportHook
 from memguard._node.suspend import cells
 from memguard._node.suspend.cells import shell_here
 from memguard._node.suspend.idle import Watcher
+from memguard._runtime.extensions import Extension
 from memguard.errors import MemguardError
+
+if TYPE_CHECKING:
+    from memguard._runtime.session import Session
 
 Source = Literal["budget", "environment", "notebook"]
 """Who asked. The budget's ends with it; a later one replaces it, except that the budget's gives way to the others'."""
@@ -33,6 +37,14 @@ _hook = ImportHook()
 _watcher: Watcher | None = None
 _source: Source | None = None
 _lock = threading.Lock()
+
+
+class WhenIdle(Extension):
+    def start(self, session: Session) -> None:
+        suspend = session.guard.budget.suspend
+        assert suspend is not None and suspend.when_idle is not None
+        session.undo.add("the watch for idleness", end_of_budget)
+        of_budget(suspend.when_idle)
 
 
 def of_budget(seconds: float) -> None:

@@ -1,0 +1,99 @@
+"""Extensions: what a section of the budget adds to its session, such as leases, metrics or suspension.
+
+`api.EXTENSIONS` names them. A session knows only this class, and `load` imports only those that its budget asks for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+if TYPE_CHECKING:
+    from memguard._base.types import Sample
+    from memguard._budget import Budget
+    from memguard._runtime.session import Session
+
+Say = Callable[[str], object]
+Look = Callable[[list[Any]], object]
+"""Called with the claims of all processes at each look of a budget that waits for its lease."""
+
+
+class Claimed(Protocol):
+    """What a budget has claimed among the processes of this machine. It outlives every cap of the budget."""
+
+    held: bool
+    kept: bool
+    """Whether it outlives its budget too, as another budget takes its place."""
+
+    def take(
+        self,
+        wait: float = ...,
+        say: Say | None = ...,
+        unwanted: Callable[[], bool] | None = ...,
+        look: Look | None = ...,
+    ) -> bool:
+        """Claim it, and wait up to that many seconds. Returns whether it had to wait."""
+
+    def close(self) -> None:
+        """Give it back. May be called again."""
+
+
+class Extension:
+    """One section of one budget, from the preparation of its session to its end. By default each method does nothing.
+
+    There is no method for the end: `start` adds it to `session.undo` before what it takes back, because an interruption
+    may come between the two.
+    """
+
+    before_monitor: ClassVar[bool] = False
+    """Whether it starts before the monitor, so that it sees the first event; else it starts last."""
+
+    def prepare(self, session: Session, before: Session | None) -> None:
+        """Raise what prevents the budget. Nothing is applied yet, and the budget `before` is still in effect."""
+
+    def while_waiting(self, session: Session, say: Say) -> Look | None:
+        """What to call at each look while the budget waits for its lease; None for nothing."""
+
+    def start(self, session: Session) -> None:
+        """The caps are applied. What this raises ends the budget."""
+
+    def tick(self, reading: Sample) -> None:
+        """After each sample, on the monitor's thread. A failed reading has no devices. None while suspended."""
+
+    def checkpoint(self) -> None:
+        """On a thread of the program that may trim and wait. Called after `session.wake()` only."""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something is left for the next `checkpoint`."""
+        return False
+
+    def forked(self) -> None:
+        """In a forked child: no thread of the parent's is there, and its locks may be held."""
+
+    def at_exit(self) -> None:
+        """The program ends without `shutdown`; the monitor still runs. Not called in a forked child."""
+
+
+def load(budget: Budget, table: Mapping[str, str]) -> tuple[Extension, ...]:
+    """The extensions that the budget asks for, in the table's order. Nothing else of the table is imported.
+
+    The table's keys are a section or key of the budget, `metrics` or `suspend.when_idle`, which must be set and not
+    false, or with the value that it must have: `device.on_wait: suspend-idle`. The values are `module:factory`.
+    """
+    made = []
+    for key, place in table.items():
+        if _asks(budget, key):
+            module, _, factory = place.partition(":")
+            made.append(getattr(importlib.import_module(module), factory)())
+    return tuple(made)
+
+
+def _asks(budget: Budget, key: str) -> bool:
+    path, _, wanted = key.partition(": ")
+    found: Any = budget
+    for name in path.split("."):
+        if (found := getattr(found, name)) is None:
+            return False
+    return found == wanted if wanted else found is not False
