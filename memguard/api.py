@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args
 
+from memguard._base import life
 from memguard._base.advice import Advice
 from memguard._base.blocks import Block, End
 from memguard._base.locks import InterruptSafeLock, free
@@ -624,5 +625,4 @@ def _inert() -> None:
         _log.debug("forked: memguard is inert in the child; call memguard.init there for a budget of its own")
 
 
-if hasattr(os, "register_at_fork"):  # at import, so that it is registered before anybody holds the lock
-    os.register_at_fork(after_in_child=_inert)
+life.at_fork(life.Rank.BUDGET, child=_inert)

@@ -5,7 +5,6 @@ The monitor's thread notices and reports. What frees memory or raises waits for 
 
 from __future__ import annotations
 
-import atexit
 import os
 import threading
 import time
@@ -13,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
+from memguard._base import life
 from memguard._base.logs import log as _log
 from memguard._base.logs import text_of
 from memguard._base.types import Event, Moment, Pressure, Sample, WorkloadReport
@@ -152,8 +152,8 @@ class Session:
             self._beside = Beside(self.guard, monitor, self._writer, self.undo)
         self.undo.add("monitor", monitor.stop)
         # At the interpreter's end too: the monitor must not look at frameworks that are being torn down.
-        self.undo.add("monitor", lambda: atexit.unregister(self._at_exit))
-        atexit.register(self._at_exit)
+        self.undo.add("monitor", lambda: life.not_at_exit(self._at_exit))
+        life.at_exit(life.Rank.BUDGET, self._at_exit)
         monitor.start()
 
     def _new_writer(self) -> Writer | None:

@@ -5,7 +5,6 @@ At each point at which Python may run a signal handler, one after the other, for
 
 from __future__ import annotations
 
-import atexit
 import fcntl
 import logging
 import os
@@ -21,6 +20,7 @@ from interruptions import Points
 
 import memguard
 from memguard import api
+from memguard._base import life
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import SimulatedFramework
 
@@ -28,17 +28,10 @@ STRIDE = int(os.environ.get("MEMGUARD_TEST_STRIDE", "97"))
 """Every so many points are tried. 1 tries all."""
 
 
-ends: list[Callable[..., object]] = []
-"""What is registered for the interpreter's end: `atexit` does not tell."""
-
-
 @pytest.fixture
 def standing(monkeypatch: pytest.MonkeyPatch) -> dict[str, SimulatedFramework]:
     """Frameworks that live as long as the test, as real ones do; torch and pycuda are imported already."""
     kept: dict[str, SimulatedFramework] = {}
-    monkeypatch.setattr(atexit, "register", ends.append)
-    monkeypatch.setattr(atexit, "unregister", lambda one: ends.remove(one) if one in ends else None)
-    ends.clear()
 
     def make(host: SimulatedHost, name: str) -> SimulatedFramework:
         kept[name] = SimulatedFramework(host, name, imported=name != "tensorflow")
@@ -71,7 +64,7 @@ def state(folder: Path) -> dict[str, object]:
         "finders": list(sys.meta_path),
         "excepthooks": (sys.excepthook, threading.excepthook),
         "threads": sorted(thread.name for thread in threading.enumerate()),
-        "atexit": list(ends),
+        "atexit": list(life.exits),
         "files": [name for name in files if str(folder) in name],
         "locked": locked,
         "trials": [path.name for path in folder.iterdir() if "check" in path.name or "tmp" in path.name],

@@ -19,6 +19,7 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from memguard._base import life
 from memguard._base.logs import log as _log
 from memguard._base.logs import text_of
 from memguard._base.undo import Undo
@@ -190,10 +191,8 @@ def _leave() -> Suspension:
 
 @functools.cache
 def _prepare() -> None:
-    import atexit
-
-    atexit.register(_end)
-    os.register_at_fork(after_in_child=_end)
+    life.at_exit(life.Rank.TOLD, _end)
+    life.at_fork(life.Rank.TOLD, child=_end)
 
 
 def _end() -> None:

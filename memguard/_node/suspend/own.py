@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Protocol
 
 from memguard import api
+from memguard._base import life
 from memguard._base.locks import Turn
 from memguard._base.logs import log as _log
 from memguard._base.types import Event, MemoryInfo
@@ -364,7 +365,7 @@ def _refuse_here() -> None:
 
 @functools.cache
 def _watch_forks() -> None:
-    os.register_at_fork(after_in_child=_forked)
+    life.at_fork(life.Rank.SUSPENSION, child=_forked)
 
 
 def _forked() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import os
 import sys
@@ -11,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from memguard import api
+from memguard._base import life
 from memguard._base.logs import log as _log
 from memguard._base.specs import SPECS
 from memguard._devices import suspension
@@ -184,9 +184,8 @@ def _say(text: str) -> None:
 @functools.cache
 def _prepare(pid: int) -> None:
     """Once in a process."""
-    atexit.register(end)
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_forked)
+    life.at_exit(life.Rank.IDLE, end)
+    life.at_fork(life.Rank.IDLE, child=_forked)
 
 
 def _forked() -> None:
