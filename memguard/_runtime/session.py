@@ -76,6 +76,8 @@ class Session:
         self._settings: pressure.Settings | None = None
         self.lease: Claimed | None = None
         """What the budget claims of the GPUs, if it does: the guard gives it back last."""
+        self.stands_in = False
+        """Whether its GPU is simulated because there was none: `init` with the same budget means this one."""
         self._workloads = Workloads()
         self._refusals = Refusals()
         self._pid = os.getpid()

@@ -18,6 +18,7 @@ from memguard import _budget, api
 from memguard._base.types import Sample
 from memguard._runtime import extensions
 from memguard._runtime.extensions import Extension, Look, Say
+from memguard._runtime.runtime import this
 from memguard._runtime.session import Session
 
 PACKAGE = Path(memguard.__file__).parent
@@ -111,7 +112,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
     """An extension for the section `monitor`, which is started by an ordinary `init`."""
     one = Noted()
     monkeypatch.setattr(sys.modules[__name__], "made", lambda: one, raising=False)
-    monkeypatch.setattr(api, "EXTENSIONS", {"monitor": f"{__name__}:made"})
+    monkeypatch.setattr(this, "extensions", {"monitor": f"{__name__}:made"})
     memguard.init(MONITORED, simulate="h200")
     return one
 

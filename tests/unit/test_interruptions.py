@@ -19,10 +19,10 @@ from guards import cap_of, replaced
 from interruptions import Points
 
 import memguard
-from memguard import api
 from memguard._base import life
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import SimulatedFramework
+from memguard._runtime import runtime
 
 STRIDE = int(os.environ.get("MEMGUARD_TEST_STRIDE", "97"))
 """Every so many points are tried. 1 tries all."""
@@ -125,7 +125,7 @@ def attempt(name: str, folder: Path, kept: dict[str, SimulatedFramework], at: in
         pass
     except BaseException as error:
         wrong.append(f"{type(error).__name__}: {error}")
-    found = api._active
+    found = runtime.this.session
     if found is not None and found.active:  # wholly
         try:
             memguard.ledger()
@@ -138,12 +138,12 @@ def attempt(name: str, folder: Path, kept: dict[str, SimulatedFramework], at: in
             wrong.append("something stays")
     except BaseException as error:
         wrong.append(f"the next shutdown: {type(error).__name__}: {error}")
-    if api._active is not None:
+    if runtime.this.session is not None:
         wrong.append("still active after the next shutdown")
     after = state(folder)
     wrong += [f"{what}: {after[what]} instead of {before[what]}" for what in before if before[what] != after[what]]
     wrong += [f"{one.name} has a cap" for one in kept.values() if cap_of(one) is not None]
-    if not free(api._lock):
+    if not free(runtime.this.lock):
         wrong.append("a lock is held for ever")
     try:  # it can be used again
         memguard.init(budget(folder), simulate="h200")

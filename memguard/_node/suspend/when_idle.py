@@ -9,8 +9,8 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
-from memguard import api
 from memguard._base import life
+from memguard._base.logs import is_heard
 from memguard._base.logs import log as _log
 from memguard._base.specs import SPECS
 from memguard._devices import suspension
@@ -22,6 +22,7 @@ from memguard._node.suspend import cells
 from memguard._node.suspend.cells import shell_here
 from memguard._node.suspend.idle import Watcher
 from memguard._runtime.extensions import Extension
+from memguard._runtime.runtime import this
 from memguard.errors import MemguardError
 
 if TYPE_CHECKING:
@@ -170,12 +171,12 @@ def has_gpu(root: str = "/") -> bool:
 
 
 def _simulated() -> bool:
-    session = api._active
+    session = this.session
     return session is not None and session.guard.active and session.guard.host.simulated
 
 
 def _say(text: str) -> None:
-    if api._is_heard():
+    if is_heard():
         _log.warning("%s", text)
     else:
         real_imports.say(text)
