@@ -23,6 +23,7 @@ EXTENSIONS = {
     "device.lease": "memguard._node.leases.extension:Leases",
     "device.on_wait: suspend-idle": "memguard._node.suspend.making_room:SuspendsIdle",
     "metrics": "memguard._node.metrics:Metrics",
+    "monitor.timeline": "memguard._runtime.beside:Timeline",
     "monitor.top": "memguard._node.top.server:Top",
     "suspend.when_idle": "memguard._node.suspend.when_idle:WhenIdle",
     "suspend": "memguard._node.suspend.listener:Reachable",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
-    from memguard._base.types import Sample
+    from memguard._base.types import Sample, WorkloadReport
     from memguard._budget import Budget
     from memguard._runtime.session import Session
 
@@ -61,6 +61,9 @@ class Extension:
     def tick(self, reading: Sample) -> None:
         """After each sample, on the monitor's thread. A failed reading has no devices. None while suspended."""
 
+    def finished(self, report: WorkloadReport, seconds: float, failed: str | None) -> None:
+        """A workload has ended, within `seconds`; with an error of the class `failed`."""
+
     def checkpoint(self) -> None:
         """On a thread of the program that may trim and wait. Called after `session.wake()` only."""
 
@@ -73,7 +76,7 @@ class Extension:
         """In a forked child: no thread of the parent's is there, and its locks may be held."""
 
     def at_exit(self) -> None:
-        """The program ends without `shutdown`; the monitor still runs. Not called in a forked child."""
+        """The program ends without `shutdown`; the monitor has stopped. Not called in a forked child."""
 
 
 def load(budget: Budget, table: Mapping[str, str]) -> tuple[Extension, ...]:
@@ -84,16 +87,11 @@ def load(budget: Budget, table: Mapping[str, str]) -> tuple[Extension, ...]:
     """
     made = []
     for key, place in table.items():
-        if _asks(budget, key):
+        path, _, wanted = key.partition(": ")
+        found: Any = budget
+        for name in path.split("."):
+            found = None if found is None else getattr(found, name)
+        if found == wanted if wanted else found is not None and found is not False:
             module, _, factory = place.partition(":")
             made.append(getattr(importlib.import_module(module), factory)())
     return tuple(made)
-
-
-def _asks(budget: Budget, key: str) -> bool:
-    path, _, wanted = key.partition(": ")
-    found: Any = budget
-    for name in path.split("."):
-        if (found := getattr(found, name)) is None:
-            return False
-    return found == wanted if wanted else found is not False

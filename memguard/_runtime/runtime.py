@@ -114,10 +114,13 @@ class Active(Empty):
     """
 
     def __init__(self, session: Session, otherwise: Empty) -> None:
-        super().__init__(otherwise.why)
+        self.why = otherwise.why
         self.session: Session = session
         self.idle = otherwise.idle
         self._otherwise = otherwise
+
+    def guard(self) -> Guard:
+        return self.session.guard
 
     def without_session(self) -> Empty:
         return self._otherwise
@@ -335,7 +338,7 @@ class Runtime:
 
     def _let_go(self) -> None:
         """Give back what `init` claimed for a budget that does not hold, and what it kept of one that is over."""
-        active = self.session
+        active = self._state.session
         own = active.lease if active is not None and active.active else None
         for lease in [*self.claimed]:
             lease.kept = False
@@ -368,7 +371,7 @@ class Runtime:
         """The budget in effect. What an interrupted call left of another one is undone first. The lock is held."""
         if self.claimed and not self.applying:
             self._let_go()
-        found = self.session
+        found = self._state.session
         if found is None or found.active:
             return found
         found.guard.stop()

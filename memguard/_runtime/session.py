@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from memguard._guard.guard import Guard
     from memguard._oom.report import Report
     from memguard._runtime import pressure
-    from memguard._runtime.beside import Beside
     from memguard._runtime.extensions import Claimed, Extension, Look, Say
     from memguard._runtime.sampler import Monitor
     from memguard._runtime.watches import Watch
@@ -67,7 +66,7 @@ class Session:
     def __init__(self, guard: Guard, extensions: Sequence[Extension] = ()) -> None:
         self.guard = guard
         self.monitor: Monitor | None = None
-        self._extensions = tuple(extensions)
+        self.extensions = tuple(extensions)
         self._writer: Writer | None = None
         self.undo = Undo()
         """What ends with the budget, while its caps still hold."""
@@ -81,7 +80,6 @@ class Session:
         self._workloads = Workloads()
         self._refusals = Refusals()
         self._pid = os.getpid()
-        self._beside: Beside | None = None  # with a timeline
         self._here = threading.local()  # per thread: whether it is the monitor's, or in a checkpoint already
 
     @property
@@ -90,22 +88,34 @@ class Session:
         return self.guard.active
 
     def prepare(self, before: Session | None) -> None:
-        """Raise TimelineError if the timeline cannot be begun once `before` is over, which may write the same file."""
-        self._writer = self._new_writer()
-        if self._writer is not None:
-            self._writer.check(before._writer if before is not None else None)
-        for extension in self._extensions:
+        """Raise what prevents the budget, while the budget `before` is still in effect."""
+        for extension in self.extensions:
             extension.prepare(self, before)
 
     def while_waiting(self, say: Say) -> Look | None:
         """What an extension does meanwhile, if the budget waits for its lease."""
-        looks = (extension.while_waiting(self, say) for extension in self._extensions)
+        looks = (extension.while_waiting(self, say) for extension in self.extensions)
         return next((look for look in looks if look is not None), None)
 
     def have(self, lease: Claimed) -> None:
         """The budget's lease: not claimed yet, or that of the same budget before. It outlives every cap."""
         self.lease = lease
         self.guard._undo.add("the lease", lease.close)
+
+    @property
+    def writer(self) -> Writer | None:
+        """The timeline, if there is one."""
+        return self._writer
+
+    def write_to(self, writer: Writer) -> None:
+        """Samples, events and refusals go into this timeline."""
+        self._writer = writer
+
+    def begin_timeline(self, writer: Writer) -> None:
+        self._writer = writer
+        self.undo.add("timeline", writer.close)
+        self.undo.add("refused requests", lambda: self._write_refusals(everything=True))
+        writer.begin()
 
     def start(self) -> None:
         """Apply the budget, then hook errors. A thread and a file only if the budget has `monitor`."""
@@ -118,14 +128,21 @@ class Session:
             self.guard._on_refusal = self._refused
             self.undo.add("hooks for uncaught errors", lambda: hooks.uninstall(self._scene))
             hooks.install(self._scene, self._write_oom, self._announce_oom)
-            for extension in self._extensions:
+            monitor = self._make_monitor()
+            for extension in self.extensions:
                 if extension.before_monitor:
                     extension.start(self)
-            if self.guard.budget.monitor is not None:
-                self._start_monitor()
+            if monitor is not None:
+                self.undo.add("monitor", monitor.stop)
+            if monitor is not None or self.extensions:
+                # At the interpreter's end too: nothing here must look at frameworks that are being torn down.
+                self.undo.add("monitor", lambda: life.not_at_exit(self._at_exit))
+                life.at_exit(life.Rank.BUDGET, self._at_exit)
+            if monitor is not None:
+                monitor.start()
             elif watches:
                 _log.warning("%s", WITHOUT_MONITOR)
-            for extension in self._extensions:
+            for extension in self.extensions:
                 if not extension.before_monitor:
                     extension.start(self)
         except BaseException:
@@ -134,75 +151,44 @@ class Session:
         if getattr(_thread, "session", None) is not None:
             _thread.session = self  # a monitor's callback began this budget, and may end it
 
-    def _start_monitor(self) -> None:
+    def _make_monitor(self) -> Monitor | None:
+        """Not started yet."""
+        budget = self.guard.budget
+        if budget.monitor is None:
+            return None
         from memguard._runtime.pressure import Settings
         from memguard._runtime.sampler import Monitor
 
-        budget = self.guard.budget
-        assert budget.monitor is not None
-        self._writer = self._writer or self._new_writer()
-        if self._writer is not None:
-            self.undo.add("timeline", self._writer.close)
-            self.undo.add("refused requests", lambda: self._write_refusals(everything=True))
-            self._writer.begin()
         parts = self.guard.plan.devices
         self._settings = Settings.of(budget.monitor, budget.on_pressure, [part.device for part in parts], parts)
-        monitor = self.monitor = Monitor(self._take, self._act, self._settings, record=self._record)
-        if self._writer is not None:
-            from memguard._runtime.beside import Beside
-
-            self._beside = Beside(self.guard, monitor, self._writer, self.undo)
-        self.undo.add("monitor", monitor.stop)
-        # At the interpreter's end too: the monitor must not look at frameworks that are being torn down.
-        self.undo.add("monitor", lambda: life.not_at_exit(self._at_exit))
-        life.at_exit(life.Rank.BUDGET, self._at_exit)
-        monitor.start()
-
-    def _new_writer(self) -> Writer | None:
-        wanted = self.guard.budget.monitor
-        if wanted is None or wanted.timeline is None:
-            return None
-        from memguard._budget.ranks import rank_of
-        from memguard._timeline import Writer
-
-        return Writer(
-            wanted.timeline,
-            self.guard.plan,
-            limit_bytes=wanted.timeline_size,
-            rank=rank_of(os.environ),
-            simulated=self.guard.host.simulated,
-            say=_log.warning,
-            begin=False,
-        )
+        self.monitor = Monitor(self._take, self._act, self._settings, record=self._record)
+        return self.monitor
 
     def _at_exit(self) -> None:
         """The program ends without `shutdown`. Nothing in a forked child, which inherits this exit function."""
         if self._pid != os.getpid():
             return
-        for extension in self._extensions:
-            extension.at_exit()
         if self.monitor is not None:
             self.monitor.stop()
-        if self._beside is not None:
-            self._beside.at_exit()
+        for extension in self.extensions:
+            extension.at_exit()
         self._write_refusals(everything=True)
 
     def _forget(self) -> None:
         """The last step, once monitor, timeline and hooks have ended."""
-        self.monitor = self._writer = self._beside = None
-        self._extensions = ()
+        self.monitor = self._writer = None
+        self.extensions = ()
 
     def forked(self) -> None:
         """In a forked child: no thread of the parent's is there, and its locks may be held."""
         self.guard.forked()
         _thread.session = None  # if a callback forked: the child's thread is no monitor's
         self._refusals.forked()
-        self._beside = None
         if self.monitor is not None:
             self.monitor.forked()
         if self._writer is not None:
             self._writer.forked()
-        for extension in self._extensions:
+        for extension in self.extensions:
             extension.forked()
 
     # the user's threads
@@ -224,12 +210,12 @@ class Session:
             while self._due:
                 if (event := self._due.popleft()) is not None:
                     self._trim(event)
-            for extension in self._extensions:
+            for extension in self.extensions:
                 extension.checkpoint()
             lasting = [event for event in self._taken_raises() if self._critical(event)]
         finally:
             here.busy = False
-            if any(extension.waiting for extension in self._extensions):  # it was interrupted: at the next one
+            if any(extension.waiting for extension in self.extensions):  # it was interrupted: at the next one
                 self.wake()
         for event in lasting:
             raise UnderPressure(event.framework, event.uuid, event.text)
@@ -262,8 +248,8 @@ class Session:
 
     def _finished(self, report: WorkloadReport, seconds: float, failed: str | None) -> None:
         """A workload has ended, with an error of the class `failed`. Warn if it leaks."""
-        if self._beside is not None:
-            self._beside.finished(report, seconds, failed)
+        for extension in self.extensions:
+            extension.finished(report, seconds, failed)
         each = None if failed is not None else self._workloads.leaked(report)
         if each is not None:
             text = f"workload {report.name!r} of {report.framework} leaves {format_size(each)} more behind each time"
@@ -344,11 +330,9 @@ class Session:
             self._write_refusals()
             for event in [*events, *moved]:
                 writer.event(event)
-            if sample.devices and self._beside is not None:
-                self._beside.sampled()
         for event in moved:
             self._call(event)
-        for extension in self._extensions:
+        for extension in self.extensions:
             extension.tick(sample)
         if watches and sample.devices:  # without devices: a reading that failed
             from memguard._runtime import samples

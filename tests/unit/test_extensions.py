@@ -32,6 +32,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
         "device": {"limit": "20GiB", "lease": True, "wait": "1s", "on_wait": "suspend-idle"},
     },
     "metrics": {**MONITORED, "metrics": {"prometheus": 19199}},
+    "monitor.timeline": {**BUDGET, "monitor": {"timeline": "run.jsonl"}},
     "monitor.top": {**BUDGET, "monitor": {"top": True}},
     "suspend.when_idle": {**BUDGET, "suspend": {"when_idle": "10min"}},
     "suspend": {**BUDGET, "suspend": {"by_others": True}},
