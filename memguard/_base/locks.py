@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
 
-from memguard.errors import MemguardError
+from memguard._base.advice import MemguardError
 
 T = TypeVar("T")
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
