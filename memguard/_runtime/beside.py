@@ -26,8 +26,8 @@ from memguard._timeline.format import PEAK
 if TYPE_CHECKING:
     from memguard._base.undo import Undo
     from memguard._guard.guard import Guard
+    from memguard._runtime.extensions import Context
     from memguard._runtime.sampler import Monitor
-    from memguard._runtime.session import Session
 
 PEAKS_EVERY = 10.0
 """Seconds between two looks: each asks every framework once more. Peaks do not go away, and the end has a look too."""
@@ -49,13 +49,13 @@ class Timeline(Extension):
     before_monitor = True
     beside: Beside | None = None
 
-    def prepare(self, session: Session, before: Session | None) -> None:
+    def prepare(self, session: Context, before: Context | None) -> None:
         """Raise TimelineError if it cannot be begun once `before` is over, which may write the same file."""
         writer = _writer(session)
         writer.check(before.writer if before is not None else None)
         session.write_to(writer)
 
-    def start(self, session: Session) -> None:
+    def start(self, session: Context) -> None:
         writer, monitor = session.writer or _writer(session), session.monitor
         assert monitor is not None
         session.begin_timeline(writer)
@@ -77,7 +77,7 @@ class Timeline(Extension):
             self.beside.at_exit()
 
 
-def _writer(session: Session) -> Writer:
+def _writer(session: Context) -> Writer:
     wanted = session.guard.budget.monitor
     assert wanted is not None and wanted.timeline is not None
     return Writer(

@@ -10,9 +10,12 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
-    from memguard._base.types import Sample, WorkloadReport
+    from memguard._base.types import Event, Sample, WorkloadReport
+    from memguard._base.undo import Undo
     from memguard._budget import Budget
-    from memguard._runtime.session import Session
+    from memguard._guard.guard import Guard
+    from memguard._runtime.sampler import Monitor
+    from memguard._timeline import Writer
 
 Say = Callable[[str], object]
 Look = Callable[[list[Any]], object]
@@ -39,6 +42,40 @@ class Claimed(Protocol):
         """Give it back. May be called again."""
 
 
+class Context(Protocol):
+    """The session of a budget, as far as its extensions use it."""
+
+    guard: Guard
+    monitor: Monitor | None
+    """From `start` on, if the budget has one."""
+    undo: Undo
+    """What ends with the budget, while its caps still hold."""
+    lease: Claimed | None
+
+    @property
+    def active(self) -> bool:
+        """Whether the budget is in effect in this process."""
+
+    @property
+    def writer(self) -> Writer | None:
+        """The timeline, if there is one."""
+
+    def have(self, lease: Claimed) -> None:
+        """Claim this for the budget, and give it back after all of its caps."""
+
+    def write_to(self, writer: Writer) -> None:
+        """Samples, events and refusals go into this timeline."""
+
+    def begin_timeline(self, writer: Writer) -> None:
+        """Write from now on."""
+
+    def announce(self, event: Event) -> None:
+        """Into the timeline, and to the functions of `on_event`. On any thread."""
+
+    def wake(self) -> None:
+        """Let the next checkpoint call those of the extensions. On any thread."""
+
+
 class Extension:
     """One section of one budget, from the preparation of its session to its end. By default each method does nothing.
 
@@ -49,13 +86,13 @@ class Extension:
     before_monitor: ClassVar[bool] = False
     """Whether it starts before the monitor, so that it sees the first event; else it starts last."""
 
-    def prepare(self, session: Session, before: Session | None) -> None:
+    def prepare(self, session: Context, before: Context | None) -> None:
         """Raise what prevents the budget. Nothing is applied yet, and the budget `before` is still in effect."""
 
-    def while_waiting(self, session: Session, say: Say) -> Look | None:
+    def while_waiting(self, session: Context, say: Say) -> Look | None:
         """What to call at each look while the budget waits for its lease; None for nothing."""
 
-    def start(self, session: Session) -> None:
+    def start(self, session: Context) -> None:
         """The caps are applied. What this raises ends the budget."""
 
     def tick(self, reading: Sample) -> None:

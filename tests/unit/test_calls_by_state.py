@@ -14,9 +14,8 @@ import pytest
 import memguard
 from memguard._base.types import Event
 from memguard._runtime import runtime
-from memguard._runtime.extensions import Extension
+from memguard._runtime.extensions import Context, Extension
 from memguard._runtime.runtime import Active, Empty, Forked, Idle, Starting, Suspended, this
-from memguard._runtime.session import Session
 
 BUDGET: dict[str, Any] = {"version": 1, "device": {"limit": "40GiB"}, "frameworks": {"torch": {"limit": "10GiB"}}}
 OTHER: dict[str, Any] = {**BUDGET, "device": {"limit": "50GiB"}}
@@ -128,7 +127,7 @@ class Within(Extension):
     call: Call = memguard.shutdown
     found = ""
 
-    def start(self, session: Session) -> None:
+    def start(self, session: Context) -> None:
         assert type(this.state) is Starting
         Within.found = outcome(Within.call)
 

@@ -17,9 +17,8 @@ import memguard
 from memguard import _budget, api
 from memguard._base.types import Sample
 from memguard._runtime import extensions
-from memguard._runtime.extensions import Extension, Look, Say
+from memguard._runtime.extensions import Context, Extension, Look, Say
 from memguard._runtime.runtime import this
-from memguard._runtime.session import Session
 
 PACKAGE = Path(memguard.__file__).parent
 BUDGET: dict[str, Any] = {"version": 1, "frameworks": {"torch": {"limit": "10GiB"}}}
@@ -77,16 +76,16 @@ class Noted(Extension):
         self.calls: list[str] = []
         self.left = 0
 
-    def prepare(self, session: Session, before: Session | None) -> None:
+    def prepare(self, session: Context, before: Context | None) -> None:
         self.calls.append(f"prepare, {'' if session.active else 'not '}applied")
 
-    def while_waiting(self, session: Session, say: Say) -> Look | None:
+    def while_waiting(self, session: Context, say: Say) -> Look | None:
         return None
 
-    def start(self, session: Session) -> None:
+    def start(self, session: Context) -> None:
         session.undo.add("the notes", lambda: self.calls.append(f"end, {'' if session.active else 'not '}active"))
         self.calls.append(f"start, {'' if session.active else 'not '}applied")
-        self.session = session
+        self.session: Any = session
 
     def tick(self, reading: Sample) -> None:
         self.calls.append(f"tick of {len(reading.devices)} GPU")

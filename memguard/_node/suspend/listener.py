@@ -33,7 +33,7 @@ from memguard.errors import MemguardError, Suspended
 from memguard.exchange.ipc import wire
 
 if TYPE_CHECKING:
-    from memguard._runtime.session import Session
+    from memguard._runtime.extensions import Context
 
 VERSION = 1
 KIND = "listen"
@@ -143,7 +143,7 @@ def start(ask: Ask | None, budget: str = "", simulated: bool = False, leave: Ask
 class Reachable(Extension):
     """`memguard ps` shows the budget, and `memguard suspend PID` asks this process, if the budget allows it."""
 
-    def start(self, session: Session) -> None:
+    def start(self, session: Context) -> None:
         budget, suspend = session.guard.budget, session.guard.budget.suspend
         assert suspend is not None
         leased = session.lease is not None and suspend.on_demand is not None

@@ -43,7 +43,7 @@ from memguard.exchange.ipc import wire
 if TYPE_CHECKING:
     from memguard._base.specs import CacheName, FrameworkName
     from memguard._guard.guard import Guard
-    from memguard._runtime.session import Session
+    from memguard._runtime.extensions import Context
 
 VERSION = 1
 KIND = "top"
@@ -224,7 +224,7 @@ class Top(Extension):
     before_monitor = True
     _served: Served | None = None
 
-    def start(self, session: Session) -> None:
+    def start(self, session: Context) -> None:
         self._served = of_budget(session.guard, session.undo, session.wake)
 
     def checkpoint(self) -> None:
