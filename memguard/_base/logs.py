@@ -44,6 +44,16 @@ class Log:
 log = Log()
 
 
+def is_heard() -> bool:
+    """Whether somebody set up logging: memguard's own handler discards everything."""
+    logger: logging.Logger | None = logging.getLogger("memguard")
+    while logger is not None:
+        if any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers):
+            return True
+        logger = logger.parent if logger.propagate else None
+    return False
+
+
 def text_of(error: BaseException) -> str:
     """Type and text of an error in one line. Both may be code of the program: nothing that they raise comes out."""
     try:

@@ -7,11 +7,11 @@ device it names, even when it only puts a former device back.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from ctypes import byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any, NamedTuple
 
+from memguard._base import life
 from memguard._devices import libcuda, suspension
 from memguard._devices.libcuda import check
 from memguard.errors import DeviceError
@@ -71,7 +71,7 @@ def driver() -> libcuda.DriverAPI:
 @functools.cache
 def _watch_forks() -> None:
     """Once per process: a forked child forgets what its parent found."""
-    os.register_at_fork(after_in_child=_forked)
+    life.at_fork(life.Rank.CUDA, child=_forked)
 
 
 def _forked() -> None:

@@ -15,16 +15,19 @@ from typing import TYPE_CHECKING
 
 from memguard._base.logs import log as _log
 from memguard._base.logs import text_of
-from memguard._base.types import Event, WorkloadReport
+from memguard._base.types import Event, Sample, WorkloadReport
 from memguard._base.units import format_size
+from memguard._budget.ranks import rank_of
 from memguard._runtime import ending
+from memguard._runtime.extensions import Extension
+from memguard._timeline import Writer
 from memguard._timeline.format import PEAK
 
 if TYPE_CHECKING:
     from memguard._base.undo import Undo
     from memguard._guard.guard import Guard
+    from memguard._runtime.extensions import Context
     from memguard._runtime.sampler import Monitor
-    from memguard._timeline import Writer
 
 PEAKS_EVERY = 10.0
 """Seconds between two looks: each asks every framework once more. Peaks do not go away, and the end has a look too."""
@@ -38,6 +41,54 @@ MOST = 20
 OTHERS = "other workloads"
 _HANGS = 0.5
 """Seconds after which the monitor's sample is taken to hang, at the end of the program or of the budget."""
+
+
+class Timeline(Extension):
+    """The file of a budget with `monitor: {timeline: ...}`. The session writes its samples, events and refusals."""
+
+    before_monitor = True
+    beside: Beside | None = None
+
+    def prepare(self, session: Context, before: Context | None) -> None:
+        """Raise TimelineError if it cannot be begun once `before` is over, which may write the same file."""
+        writer = _writer(session)
+        writer.check(before.writer if before is not None else None)
+        session.write_to(writer)
+
+    def start(self, session: Context) -> None:
+        writer, monitor = session.writer or _writer(session), session.monitor
+        assert monitor is not None
+        session.begin_timeline(writer)
+        self.beside = Beside(session.guard, monitor, writer, session.undo)
+
+    def tick(self, reading: Sample) -> None:
+        if reading.devices and self.beside is not None:
+            self.beside.sampled()
+
+    def finished(self, report: WorkloadReport, seconds: float, failed: str | None) -> None:
+        if self.beside is not None:
+            self.beside.finished(report, seconds, failed)
+
+    def forked(self) -> None:
+        self.beside = None
+
+    def at_exit(self) -> None:
+        if self.beside is not None:
+            self.beside.at_exit()
+
+
+def _writer(session: Context) -> Writer:
+    wanted = session.guard.budget.monitor
+    assert wanted is not None and wanted.timeline is not None
+    return Writer(
+        wanted.timeline,
+        session.guard.plan,
+        limit_bytes=wanted.timeline_size,
+        rank=rank_of(os.environ),
+        simulated=session.guard.host.simulated,
+        say=_log.warning,
+        begin=False,
+    )
 
 
 class Peaks:

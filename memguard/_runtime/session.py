@@ -5,14 +5,14 @@ The monitor's thread notices and reports. What frees memory or raises waits for 
 
 from __future__ import annotations
 
-import atexit
-import importlib
 import os
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Protocol, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
+from memguard._base import life
 from memguard._base.logs import log as _log
 from memguard._base.logs import text_of
 from memguard._base.types import Event, Moment, Pressure, Sample, WorkloadReport
@@ -28,11 +28,9 @@ from memguard.errors import MemguardError, UnderPressure
 if TYPE_CHECKING:
     from memguard._base.specs import CacheName
     from memguard._guard.guard import Guard
-    from memguard._node.leases.lease import Lease
-    from memguard._node.leases.neighbours import Watch as LeaseWatch
     from memguard._oom.report import Report
     from memguard._runtime import pressure
-    from memguard._runtime.beside import Beside
+    from memguard._runtime.extensions import Claimed, Extension, Look, Say
     from memguard._runtime.sampler import Monitor
     from memguard._runtime.watches import Watch
     from memguard._timeline import Writer
@@ -62,38 +60,26 @@ def on_monitor() -> bool:
     return getattr(_thread, "session", None) is not None
 
 
-class Watched(Protocol):
-    """A budget that `memguard top` of other processes may watch: `memguard._node.top.server` makes it."""
-
-    def checkpoint(self) -> None:
-        """Do what others have asked for."""
-
-    @property
-    def waiting(self) -> bool:
-        """Whether they have asked for something that is not done."""
-
-    def end(self) -> None: ...
-
-
 class Session:
-    """One budget from `start` until its guard stops."""
+    """One budget from `start` until its guard stops, with the extensions that it asks for."""
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, guard: Guard, extensions: Sequence[Extension] = ()) -> None:
         self.guard = guard
         self.monitor: Monitor | None = None
+        self.extensions = tuple(extensions)
         self._writer: Writer | None = None
-        self._undo = Undo()
+        self.undo = Undo()
+        """What ends with the budget, while its caps still hold."""
         self._due: deque[Event | None] = deque(maxlen=64)  # trims that wait for a checkpoint; None: others ask
         self._raises: dict[tuple[str | None, str | None], Event] = {}  # errors that do
         self._settings: pressure.Settings | None = None
-        self._watched: Watched | None = None
-        self.lease: Lease | None = None
+        self.lease: Claimed | None = None
         """What the budget claims of the GPUs, if it does: the guard gives it back last."""
-        self._neighbours: LeaseWatch | None = None
+        self.stands_in = False
+        """Whether its GPU is simulated because there was none: `init` with the same budget means this one."""
         self._workloads = Workloads()
         self._refusals = Refusals()
         self._pid = os.getpid()
-        self._beside: Beside | None = None  # with a timeline
         self._here = threading.local()  # per thread: whether it is the monitor's, or in a checkpoint already
 
     @property
@@ -102,161 +88,108 @@ class Session:
         return self.guard.active
 
     def prepare(self, before: Session | None) -> None:
-        """Raise TimelineError if the timeline cannot be begun once `before` is over, which may write the same file."""
-        self._writer = self._new_writer()
-        if self._writer is not None:
-            self._writer.check(before._writer if before is not None else None)
-        if self.guard.budget.device.lease:  # else `init` loads nothing of it
-            leases = importlib.import_module("memguard._node.leases.lease")
-            old = before.lease if before is not None else None
-            suspend = self.guard.budget.suspend
-            leaves = suspend.on_demand if suspend is not None else None
-            self.have(leases.of_plan(self.guard.own_plan, self.guard.budget.source, old, leaves))
+        """Raise what prevents the budget, while the budget `before` is still in effect."""
+        for extension in self.extensions:
+            extension.prepare(self, before)
 
-    def have(self, lease: Lease) -> None:
+    def while_waiting(self, say: Say) -> Look | None:
+        """What an extension does meanwhile, if the budget waits for its lease."""
+        looks = (extension.while_waiting(self, say) for extension in self.extensions)
+        return next((look for look in looks if look is not None), None)
+
+    def have(self, lease: Claimed) -> None:
         """The budget's lease: not claimed yet, or that of the same budget before. It outlives every cap."""
         self.lease = lease
         self.guard._undo.add("the lease", lease.close)
 
+    @property
+    def writer(self) -> Writer | None:
+        """The timeline, if there is one."""
+        return self._writer
+
+    def write_to(self, writer: Writer) -> None:
+        """Samples, events and refusals go into this timeline."""
+        self._writer = writer
+
+    def begin_timeline(self, writer: Writer) -> None:
+        self._writer = writer
+        self.undo.add("timeline", writer.close)
+        self.undo.add("refused requests", lambda: self._write_refusals(everything=True))
+        writer.begin()
+
     def start(self) -> None:
         """Apply the budget, then hook errors. A thread and a file only if the budget has `monitor`."""
-        self.guard._on_stop = self._undo
-        self._undo.add("monitor", self._forget)
+        self.guard._on_stop = self.undo
+        self.undo.add("monitor", self._forget)
         self.guard.start()
         try:
             self.guard._on_event = self._announce
             self.guard._on_checkpoint, self.guard._on_workload = self.checkpoint, self._finished
             self.guard._on_refusal = self._refused
-            self._undo.add("hooks for uncaught errors", lambda: hooks.uninstall(self._scene))
+            self.undo.add("hooks for uncaught errors", lambda: hooks.uninstall(self._scene))
             hooks.install(self._scene, self._write_oom, self._announce_oom)
-            if self.guard.budget.metrics is not None:  # before the first event; else `init` loads nothing of it
-                importlib.import_module("memguard._node.metrics").of_budget(self, self._undo)
-            if self.guard.budget.monitor is not None:
-                self._let_watch(self.guard.budget.monitor.top)  # before the first event
-                self._start_monitor()
+            monitor = self._make_monitor()
+            for extension in self.extensions:
+                if extension.before_monitor:
+                    extension.start(self)
+            if monitor is not None:
+                self.undo.add("monitor", monitor.stop)
+            if monitor is not None or self.extensions:
+                # At the interpreter's end too: nothing here must look at frameworks that are being torn down.
+                self.undo.add("monitor", lambda: life.not_at_exit(self._at_exit))
+                life.at_exit(life.Rank.BUDGET, self._at_exit)
+            if monitor is not None:
+                monitor.start()
             elif watches:
                 _log.warning("%s", WITHOUT_MONITOR)
-            if self.lease is not None:
-                self._watch_neighbours(self.lease)
-            self._watch_idleness()
-            self._tell_others()
+            for extension in self.extensions:
+                if not extension.before_monitor:
+                    extension.start(self)
         except BaseException:
             self.guard.stop()
             raise
         if getattr(_thread, "session", None) is not None:
             _thread.session = self  # a monitor's callback began this budget, and may end it
 
-    def _watch_neighbours(self, lease: Lease) -> None:
-        """Those who use more of its GPUs than they have claimed: named now, and later by the monitor."""
-        leases = importlib.import_module("memguard._node.leases.neighbours")
-        host, parts = self.guard.host, self.guard.own_plan.devices
-        devices = {gpu: part.device for gpu, part in zip(lease.parts, parts, strict=True)}
-        watch = leases.Watch(lease, lambda: {gpu: host.processes(one) for gpu, one in devices.items()})
-        self._name_neighbours(watch)
-        self._neighbours = watch  # from now on the monitor looks, and nobody else
-
-    def _name_neighbours(self, watch: LeaseWatch | None) -> None:
-        if watch is not None and suspension.now is None:
-            for event in watch.due():
-                _log.warning("%s", event.text)
-                self._announce(event)
-
-    def _watch_idleness(self) -> None:
-        suspend = self.guard.budget.suspend
-        if suspend is None or suspend.when_idle is None:
-            return
-        # By its name: a process that leaves its GPUs is a matter of a layer above, which uses this one.
-        when_idle = importlib.import_module("memguard._node.suspend.when_idle")
-        self._undo.add("the watch for idleness", when_idle.end_of_budget)
-        when_idle.of_budget(suspend.when_idle)
-
-    def _tell_others(self) -> None:
-        """`memguard ps` shows the budget, and `memguard suspend PID` asks this process, if the budget allows it."""
-        suspend = self.guard.budget.suspend
-        if suspend is None:  # without the section `init` loads nothing of it
-            return
-        listener = importlib.import_module("memguard._node.suspend.listener")
-        source, leased = self.guard.budget.source, self.lease is not None and suspend.on_demand is not None
-        if self.guard.host.simulated:
-            listener.of_simulated(source, self._undo, leased)
-        else:
-            listener.of_budget(source, suspend.by_others, suspend.host_memory, self._undo, leased)
-
-    def _let_watch(self, wanted: bool) -> None:
-        """`memguard top` shows the budget, and asks this process, if the budget allows it."""
-        if wanted:  # else `init` loads nothing of it
-            server = importlib.import_module("memguard._node.top.server")
-            self._watched = server.of_budget(self.guard, self._undo, lambda: self._due.append(None))
-
-    def _start_monitor(self) -> None:
+    def _make_monitor(self) -> Monitor | None:
+        """Not started yet."""
+        budget = self.guard.budget
+        if budget.monitor is None:
+            return None
         from memguard._runtime.pressure import Settings
         from memguard._runtime.sampler import Monitor
 
-        budget = self.guard.budget
-        assert budget.monitor is not None
-        self._writer = self._writer or self._new_writer()
-        if self._writer is not None:
-            self._undo.add("timeline", self._writer.close)
-            self._undo.add("refused requests", lambda: self._write_refusals(everything=True))
-            self._writer.begin()
         parts = self.guard.plan.devices
         self._settings = Settings.of(budget.monitor, budget.on_pressure, [part.device for part in parts], parts)
-        monitor = self.monitor = Monitor(self._take, self._act, self._settings, record=self._record)
-        if self._writer is not None:
-            from memguard._runtime.beside import Beside
-
-            self._beside = Beside(self.guard, monitor, self._writer, self._undo)
-        self._undo.add("monitor", monitor.stop)
-        # At the interpreter's end too: the monitor must not look at frameworks that are being torn down.
-        self._undo.add("monitor", lambda: atexit.unregister(self._at_exit))
-        atexit.register(self._at_exit)
-        monitor.start()
-
-    def _new_writer(self) -> Writer | None:
-        wanted = self.guard.budget.monitor
-        if wanted is None or wanted.timeline is None:
-            return None
-        from memguard._budget.ranks import rank_of
-        from memguard._timeline import Writer
-
-        return Writer(
-            wanted.timeline,
-            self.guard.plan,
-            limit_bytes=wanted.timeline_size,
-            rank=rank_of(os.environ),
-            simulated=self.guard.host.simulated,
-            say=_log.warning,
-            begin=False,
-        )
+        self.monitor = Monitor(self._take, self._act, self._settings, record=self._record)
+        return self.monitor
 
     def _at_exit(self) -> None:
         """The program ends without `shutdown`. Nothing in a forked child, which inherits this exit function."""
         if self._pid != os.getpid():
             return
-        if self._watched is not None:
-            self._watched.end()
         if self.monitor is not None:
             self.monitor.stop()
-        if self._beside is not None:
-            self._beside.at_exit()
+        for extension in self.extensions:
+            extension.at_exit()
         self._write_refusals(everything=True)
 
     def _forget(self) -> None:
         """The last step, once monitor, timeline and hooks have ended."""
-        self.monitor = self._writer = self._beside = self._watched = self._neighbours = None
+        self.monitor = self._writer = None
+        self.extensions = ()
 
     def forked(self) -> None:
         """In a forked child: no thread of the parent's is there, and its locks may be held."""
         self.guard.forked()
         _thread.session = None  # if a callback forked: the child's thread is no monitor's
         self._refusals.forked()
-        self._beside = self._neighbours = None
         if self.monitor is not None:
             self.monitor.forked()
         if self._writer is not None:
             self._writer.forked()
-        if self._watched is not None:
-            self._watched.end()
+        for extension in self.extensions:
+            extension.forked()
 
     # the user's threads
 
@@ -277,13 +210,13 @@ class Session:
             while self._due:
                 if (event := self._due.popleft()) is not None:
                     self._trim(event)
-            if self._watched is not None:
-                self._watched.checkpoint()
+            for extension in self.extensions:
+                extension.checkpoint()
             lasting = [event for event in self._taken_raises() if self._critical(event)]
         finally:
             here.busy = False
-            if self._watched is not None and self._watched.waiting:  # it was interrupted: at the next one
-                self._due.append(None)
+            if any(extension.waiting for extension in self.extensions):  # it was interrupted: at the next one
+                self.wake()
         for event in lasting:
             raise UnderPressure(event.framework, event.uuid, event.text)
 
@@ -315,8 +248,8 @@ class Session:
 
     def _finished(self, report: WorkloadReport, seconds: float, failed: str | None) -> None:
         """A workload has ended, with an error of the class `failed`. Warn if it leaks."""
-        if self._beside is not None:
-            self._beside.finished(report, seconds, failed)
+        for extension in self.extensions:
+            extension.finished(report, seconds, failed)
         each = None if failed is not None else self._workloads.leaked(report)
         if each is not None:
             text = f"workload {report.name!r} of {report.framework} leaves {format_size(each)} more behind each time"
@@ -397,17 +330,20 @@ class Session:
             self._write_refusals()
             for event in [*events, *moved]:
                 writer.event(event)
-            if sample.devices and self._beside is not None:
-                self._beside.sampled()
         for event in moved:
             self._call(event)
-        self._name_neighbours(self._neighbours)
+        for extension in self.extensions:
+            extension.tick(sample)
         if watches and sample.devices:  # without devices: a reading that failed
             from memguard._runtime.watches import give
 
             give(watches, sample, lambda: self.active)
 
     # any thread
+
+    def wake(self) -> None:
+        """Let the next checkpoint call those of the extensions."""
+        self._due.append(None)
 
     def announce(self, event: Event) -> None:
         """Something that was done from outside the budget: into the timeline, and to the callbacks."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
 from memguard._timeline.format import Dropped as Dropped
@@ -18,4 +17,6 @@ else:  # imported on first use: a program that writes a timeline reads none
     def __getattr__(name: str) -> object:
         if name not in ("Timeline", "load_timeline"):
             raise AttributeError(f"module 'memguard._timeline' has no attribute {name!r}")
-        return getattr(importlib.import_module("memguard._timeline.reader"), name)
+        from memguard._timeline import reader
+
+        return getattr(reader, name)

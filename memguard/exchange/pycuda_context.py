@@ -7,13 +7,13 @@ for the main thread, and for another thread when Python frees its thread-local v
 
 from __future__ import annotations
 
-import atexit
 import functools
 import importlib
 import sys
 import threading
 from typing import Any
 
+from memguard._base import life
 from memguard._base.logs import log as _log
 from memguard._devices import suspension
 from memguard.errors import DeviceError
@@ -104,7 +104,7 @@ class pycuda_context:  # noqa: N801 (a context manager that is entered by its na
 @functools.cache
 def _close_at_exit() -> None:
     """Once. PyCUDA's own modules pop at exit too. A pop takes whatever is on top, so only the number of pops counts."""
-    atexit.register(_close_here)
+    life.at_exit(life.Rank.PYCUDA, _close_here)
 
 
 def _close_here() -> None:

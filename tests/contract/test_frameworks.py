@@ -21,7 +21,7 @@ from typing import Any, get_args
 import pytest
 
 import memguard
-from memguard import _budget, api
+from memguard import _budget
 from memguard._base.specs import SPECS, ArraysName, CacheName, FrameworkName
 from memguard._base.types import Applied, Enforcement, Moment, State, TraceEvent
 from memguard._base.units import GIB, GRANULE, MIB
@@ -32,6 +32,7 @@ from memguard._frameworks.base import Framework
 from memguard._frameworks.simulated import adapter
 from memguard._frameworks.simulated.adapter import SimulatedFramework
 from memguard._guard.guard import Guard
+from memguard._runtime import runtime
 from memguard.errors import CapNotApplied
 
 HERE = Path(__file__).parent
@@ -450,7 +451,7 @@ class TestWorking:
         self, subject: Subject, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         name = subject.framework.name
-        monkeypatch.setattr(api, "_host", lambda simulate: subject.host)
+        monkeypatch.setattr(runtime, "open_host", lambda simulate: subject.host)
         monkeypatch.setattr(registry, "create", lambda *_: subject.framework)
         before = memguard.last_oom()
         subject.bring()

@@ -453,10 +453,11 @@ def test_the_model_ends_the_process_where_a_context_is_left() -> None:
 OPEN = "import memguard\nmemguard.exchange.pycuda_context().__enter__()\n"
 BUDGET = """
 from memguard import api
+from memguard._runtime import runtime
 from memguard._devices.simulated import SimulatedHost
 class Host(SimulatedHost):
     simulated = False
-api._host = lambda simulate: Host(["h200"])
+runtime.open_host = lambda simulate: Host(["h200"])
 memguard.init({"version": 1, "frameworks": {"pycuda": {"limit": "64MiB"}}})
 """
 

@@ -1072,6 +1072,7 @@ def test_a_whole_program_ends_cleanly() -> None:
 import sys
 import memguard
 from memguard import api
+from memguard._runtime import runtime
 from memguard._guard.guard import Guard
 from memguard._budget import from_mapping
 from memguard._devices.simulated import SimulatedHost
@@ -1079,7 +1080,7 @@ from memguard._devices.simulated import SimulatedHost
 class Host(SimulatedHost):
     simulated = False
 
-api._host = lambda simulate: Host(["h200"])
+runtime.open_host = lambda simulate: Host(["h200"])
 guard = memguard.init({"version": 1, "frameworks": {"pycuda": {"limit": "64MiB"}}})
 import pycuda.autoinit, pycuda.driver as drv, pycuda.gpuarray as arrays
 keep = arrays.empty(8 << 20)

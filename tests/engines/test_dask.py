@@ -18,7 +18,7 @@ from distributed import Client, LocalCluster, WorkerPlugin
 
 import memguard
 from memguard import api
-from memguard._runtime import session
+from memguard._runtime import runtime, session
 from memguard.integrations import dask as integration
 from memguard.integrations.dask import Ledgers, MemguardPlugin, ledgers
 
@@ -36,6 +36,7 @@ monitor: {interval: 50ms}
 USERS = """
 def dask_setup(worker):
     from memguard import api
+    from memguard._runtime import runtime
     worker.at_users_preload = dict(api.current().plan.devices[0].caps)
 """
 QUICK = {
@@ -51,7 +52,7 @@ class Users(WorkerPlugin):
     name = "users"
 
     def setup(self, worker: Any) -> None:
-        worker.at_users_plugin = api._active is not None
+        worker.at_users_plugin = runtime.this.session is not None
 
 
 until = functools.partial(waiting.until, seconds=90.0, pause=0.02)
@@ -314,7 +315,7 @@ def state(dask_worker: Any) -> dict[str, Any]:
         ],
         "monitor": [one.name for one in threading.enumerate() if "memguard" in one.name],
         "callbacks": len(session.callbacks) + len(session.watches),
-        "budget": api._active is not None,
+        "budget": runtime.this.session is not None,
         "plugins": sorted(dask_worker.plugins),
     }
 
@@ -382,9 +383,9 @@ def test_workers_that_are_threads_share_one_budget_which_the_last_one_ends(budge
         client.retire_workers([first])
         until(lambda: len(client.scheduler_info()["workers"]) == 1)
         until(lambda: len(session.watches) == 1)  # the other has left
-        assert api._active is not None and module.error_message is not untouched
+        assert runtime.this.session is not None and module.error_message is not untouched
         client.unregister_worker_plugin("memguard")
-        assert api._active is None and module.error_message is untouched
+        assert runtime.this.session is None and module.error_message is untouched
 
 
 def test_a_worker_without_a_budget_says_so(budget: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import memguard
 from memguard import api
+from memguard._runtime import runtime
 from memguard._runtime.activation._memguard_environment import MODULES
 from memguard.integrations.ray import options, runtime_env
 
@@ -59,7 +60,7 @@ def job(): seen.append(("job", os.environ.get("CUDA_VISIBLE_DEVICES")))
 def own(): seen.append(("own", os.environ.get("CUDA_VISIBLE_DEVICES")))
 def broken(): raise ValueError("the hook is broken")
 """
-FRAMEWORK = "from memguard import api\nactive = api._active is not None\n"
+FRAMEWORK = "from memguard._runtime import runtime\nactive = runtime.this.session is not None\n"
 
 
 until = functools.partial(waiting.until, seconds=90.0, pause=0.1)
@@ -104,7 +105,7 @@ def actors(cluster: dict[str, str]) -> Iterator[Callable[..., Any]]:
 def about() -> dict[str, Any]:
     """What a worker knows, in a task."""
     context = ray.get_runtime_context()
-    guard = api._active.guard if api._active is not None else None
+    guard = runtime.this.session.guard if runtime.this.session is not None else None
     return {
         "pid": os.getpid(),
         "gpus": context.get_accelerator_ids()["GPU"],
@@ -212,7 +213,8 @@ from memguard.integrations.ray import runtime_env
 
 def limit():
     from memguard import api
-    return api._active.guard.plan.devices[0].limit if api._active is not None else None
+    from memguard._runtime import runtime
+    return runtime.this.session.guard.plan.devices[0].limit if runtime.this.session is not None else None
 
 budget, address = json.loads(sys.argv[1]), sys.argv[2]
 env = runtime_env(budget, simulate="h200", env_vars={"PYTHONPATH": os.environ["PYTHONPATH"]})
@@ -387,5 +389,5 @@ def test_the_ledger_is_in_rays_metrics_until_the_budget_ends(
 
 
 def test_nothing_of_ours_is_left_at_the_driver(cluster: dict[str, str]) -> None:
-    assert api._active is None and not [one for one in threading.enumerate() if "memguard" in one.name]
+    assert runtime.this.session is None and not [one for one in threading.enumerate() if "memguard" in one.name]
     assert ray.exceptions.RayTaskError.__init__.__module__ == "ray.exceptions"

@@ -22,8 +22,9 @@ driver = ctypes.CDLL("libcuda.so.1")
 driver.stub_taken.restype = ctypes.c_size_t
 import memguard
 from memguard import api
+from memguard._runtime import runtime
 from stand_ins import Host
-api._host = lambda simulate: Host()
+runtime.open_host = lambda simulate: Host()
 init, resize = memguard.init, memguard.resize
 def init_early(budget):
     budget["frameworks"]["pycuda"]["limit"] -= early

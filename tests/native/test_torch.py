@@ -668,11 +668,12 @@ def test_a_caught_error_and_one_that_leaves_a_block_under_the_guard(with_torch: 
         """
 import torch, threading, memguard
 from memguard import api
+from memguard._runtime import runtime
 from memguard._frameworks.torch import settings
 settings.cuda_version = lambda: "13.0"
 host = Host()
 found = card(host)
-api._host = lambda simulate: host
+runtime.open_host = lambda simulate: host
 guard = memguard.init({"version": 1, "frameworks": {"torch": {"limit": "4GiB"}}})
 torch.cuda.init()
 (observer,) = found.observers

@@ -24,6 +24,7 @@ from memguard._devices.real import RealHost
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import SimulatedFramework
 from memguard._ledger.overhead import ANY, LINGER, Overhead
+from memguard._runtime import runtime
 
 Entries = frozenset[tuple[str, int]]
 NOTHING: Entries = frozenset((name, 0) for name in DOORS)
@@ -434,7 +435,7 @@ class Counting(SimulatedHost):
 def test_nothing_is_looked_at_where_nothing_grows_or_appears(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, host = [100.0], Counting(["h200"])
     monkeypatch.setattr("memguard._ledger.reader.time.monotonic", lambda: clock[0])
-    monkeypatch.setattr(api, "_host", lambda names: host)
+    monkeypatch.setattr(runtime, "open_host", lambda names: host)
     guard = memguard.init({"version": 1, "frameworks": {"torch": {"limit": "4GiB"}}}, simulate="h200")
     try:
         assert host.lists == host.looks == 0, "not in init"
@@ -466,7 +467,7 @@ def test_libraries_that_are_loaded_one_after_the_other_are_found_at_once_and_a_l
 ) -> None:
     clock, host = [100.0], Counting(["h200"])
     monkeypatch.setattr("memguard._ledger.reader.time.monotonic", lambda: clock[0])
-    monkeypatch.setattr(api, "_host", lambda names: host)
+    monkeypatch.setattr(runtime, "open_host", lambda names: host)
     guard = memguard.init({"version": 1, "frameworks": {"torch": {"limit": "4GiB"}}}, simulate="h200")
     try:
         framework = guard.frameworks["torch"]

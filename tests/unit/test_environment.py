@@ -18,8 +18,8 @@ from memguard._runtime.activation import _memguard_environment as environment
 BUDGET = "version: 1\nframeworks:\n  torch: {share: 50%}\n"
 APPLIED = """
 import sys
-found = sys.modules.get("memguard.api")
-guard = found and found._active and found._active.guard
+found = sys.modules.get("memguard._runtime.runtime")
+guard = found and found.this.session and found.this.session.guard
 print(None if guard is None else (guard.host.simulated, sorted(guard.frameworks)))
 """
 SIMULATED = "memguard: simulated GPUs (h200): nothing limits a real one\n"
@@ -130,13 +130,13 @@ def test_without_the_variable_nothing_happens(python: Path, folder: Path) -> Non
 def test_the_budget_is_there_before_the_frameworks_code_runs_and_its_hooks_see_that_import(
     python: Path, folder: Path
 ) -> None:
-    (folder / "torch.py").write_text("from memguard import api\nprint('torch runs', api._active)\n")
+    (folder / "torch.py").write_text("from memguard import api\nprint('torch runs', api.seen)\n")
     done = run(
         python, folder,
         "from memguard import api\nfrom memguard._frameworks.import_hook import ImportHook\nhook = ImportHook()\n"
         "def init(config, simulate=None):\n"
         "    hook.watch('torch', lambda: print('after torch'))\n"
-        "    api._active = 'applied'\n"
+        "    api.seen = 'applied'\n"
         "api.init = init\nimport torch, sys\n"
         "print(torch.__spec__.name, type(torch.__loader__).__name__, torch.__spec__.loader is torch.__loader__,\n"
         "      [f for f in sys.meta_path if 'memguard' in str(f)])\n",
@@ -343,9 +343,10 @@ def test_its_init_means_them_after_a_file_that_is_missing_too(python: Path, fold
 def test_its_init_means_the_simulated_ones_unless_it_is_disabled(
     python: Path, folder: Path, config: str | None, first: str
 ) -> None:
-    code = f"{first}\nimport memguard\nfrom memguard import api\n"
+    code = f"{first}\nimport memguard\nfrom memguard._runtime import runtime\n"
     code += "def host(simulate):\n    print(simulate)\n    raise SystemExit\n"
-    done = run(python, folder, f"{code}api._host = host\nprint(memguard.init('budget.yaml').active)", config=config)
+    code += "runtime.open_host = host\nprint(memguard.init('budget.yaml').active)"
+    done = run(python, folder, code, config=config)
     assert said(done) == (["['h200']"] if config is None else ["False"])
     assert done.stderr == (SIMULATED if config is None else "")
 
@@ -441,7 +442,8 @@ import multiprocessing, sys
 def work(_):
     import torch, memguard
     from memguard import api
-    if api._active is None:
+    from memguard._runtime import runtime
+    if runtime.this.session is None:
         try: memguard.ledger()
         except memguard.NotActive as error: return str(error).splitlines()[0]
     return "active"

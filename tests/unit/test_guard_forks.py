@@ -16,10 +16,10 @@ import pytest
 from guards import BUDGET, TORCH, cap_of, hooks, simulated, start
 
 import memguard
-from memguard import api
 from memguard._base.types import State
 from memguard._base.units import GIB
 from memguard._frameworks.simulated.adapter import SimulatedFramework
+from memguard._runtime import runtime
 from memguard.errors import (
     MemguardError,
     NotActive,
@@ -106,7 +106,7 @@ def test_locks_that_another_thread_held_at_the_fork_do_not_stop_the_child(lock: 
     held, release = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with guard._lock if lock == "guard" else api._lock:
+        with guard._lock if lock == "guard" else runtime.this.lock:
             held.set()
             release.wait(20)
 
@@ -217,10 +217,11 @@ import faulthandler, sys, threading, time
 sys.path.insert(0, {str(tmp_path)!r})
 import memguard
 from memguard import api
+from memguard._runtime import runtime
 from memguard._devices.simulated import SimulatedHost
 class Host(SimulatedHost):
     simulated = False
-api._host = lambda simulate: Host(["h200"])
+runtime.open_host = lambda simulate: Host(["h200"])
 def importing():
     try:
         import tensorflow

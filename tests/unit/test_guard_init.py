@@ -18,6 +18,7 @@ from memguard._base.units import GIB
 from memguard._budget import from_mapping
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory
+from memguard._runtime import runtime
 from memguard.errors import (
     AlreadyActive,
     ConfigError,
@@ -100,7 +101,7 @@ def test_without_a_gpu_the_error_names_simulated_ones(monkeypatch: pytest.Monkey
         def devices(self, *, ordinals: bool = False) -> tuple[Device, ...]:
             raise DeviceError("NVML: no driver", fix="load it")
 
-    monkeypatch.setattr(api, "_host", lambda simulate: Bare(["h200"]))
+    monkeypatch.setattr(runtime, "open_host", lambda simulate: Bare(["h200"]))
     with pytest.raises(DeviceError) as caught:
         start(TORCH)
     assert str(caught.value) == (

@@ -21,6 +21,7 @@ from memguard._devices.simulated import CONTEXT, SimulatedHost
 from memguard._frameworks import registry
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory, SimulatedFramework
 from memguard._guard.guard import Guard
+from memguard._runtime import runtime
 from memguard.errors import (
     NotActive,
     PlanError,
@@ -365,7 +366,7 @@ def test_a_busy_card_stops_init_before_anything_is_applied(
     steps: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, others: int
 ) -> None:
     done = steps()
-    monkeypatch.setattr(api, "_host", lambda simulate: occupied)
+    monkeypatch.setattr(runtime, "open_host", lambda simulate: occupied)
     for rule in ("raise", "warn"):
         occupied = SimulatedHost(["t4", "t4"])
         occupied.occupy(occupied.devices()[1], 1, others)
@@ -391,7 +392,7 @@ def test_a_busy_card_stops_init_before_anything_is_applied(
 
 def test_a_busy_card_leaves_the_budget_that_was_active_before(monkeypatch: pytest.MonkeyPatch) -> None:
     host = SimulatedHost(["t4"])
-    monkeypatch.setattr(api, "_host", lambda simulate: host)
+    monkeypatch.setattr(runtime, "open_host", lambda simulate: host)
     start(TORCH, simulate=None)
     host.occupy(host.devices()[0], 1, 10 * GIB)
     with pytest.raises(PlanError, match="on_busy"):

@@ -19,6 +19,7 @@ from memguard import api
 from memguard._base.types import Device, Usage
 from memguard._frameworks.base import Framework
 from memguard._frameworks.simulated.adapter import SimulatedFramework
+from memguard._runtime import runtime
 from memguard.errors import CapNotApplied, MemguardError
 
 pytestmark = pytest.mark.usefixtures("nothing_stays")
@@ -226,6 +227,6 @@ def test_a_call_while_another_thread_imports_the_framework_does_not_deadlock(
     stuck = one.is_alive() or other.is_alive()
     sys.modules.pop("memguard_simulated_torch", None)
     if stuck:
-        monkeypatch.setattr(api, "_active", None)  # its lock is lost
+        monkeypatch.setattr(runtime.this, "_state", runtime.Empty())  # its lock is lost
         guard._hook.clear()
     assert not stuck and errors == []

@@ -14,6 +14,7 @@ from interruptions import Points
 import memguard
 from memguard import api
 from memguard._frameworks.simulated.adapter import SimulatedFramework
+from memguard._runtime import runtime
 from memguard.errors import MemguardError, NotActive
 
 BUDGET: dict[str, Any] = {"version": 1, "frameworks": {"torch": {"limit": "4GiB"}}}
@@ -53,7 +54,7 @@ def test_a_block_does_not_end_a_budget_that_a_finalizer_began_within_its_begin()
         except MemguardError:  # of the block's own `init`
             memguard.shutdown()
             continue
-        current = api._active
+        current = runtime.this.session
         if not own or own[0] is guard:  # it asked for the one that the block was beginning
             memguard.shutdown()
             continue

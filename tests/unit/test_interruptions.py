@@ -5,7 +5,6 @@ At each point at which Python may run a signal handler, one after the other, for
 
 from __future__ import annotations
 
-import atexit
 import fcntl
 import logging
 import os
@@ -20,25 +19,19 @@ from guards import cap_of, replaced
 from interruptions import Points
 
 import memguard
-from memguard import api
+from memguard._base import life
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import SimulatedFramework
+from memguard._runtime import runtime
 
 STRIDE = int(os.environ.get("MEMGUARD_TEST_STRIDE", "97"))
 """Every so many points are tried. 1 tries all."""
-
-
-ends: list[Callable[..., object]] = []
-"""What is registered for the interpreter's end: `atexit` does not tell."""
 
 
 @pytest.fixture
 def standing(monkeypatch: pytest.MonkeyPatch) -> dict[str, SimulatedFramework]:
     """Frameworks that live as long as the test, as real ones do; torch and pycuda are imported already."""
     kept: dict[str, SimulatedFramework] = {}
-    monkeypatch.setattr(atexit, "register", ends.append)
-    monkeypatch.setattr(atexit, "unregister", lambda one: ends.remove(one) if one in ends else None)
-    ends.clear()
 
     def make(host: SimulatedHost, name: str) -> SimulatedFramework:
         kept[name] = SimulatedFramework(host, name, imported=name != "tensorflow")
@@ -71,7 +64,7 @@ def state(folder: Path) -> dict[str, object]:
         "finders": list(sys.meta_path),
         "excepthooks": (sys.excepthook, threading.excepthook),
         "threads": sorted(thread.name for thread in threading.enumerate()),
-        "atexit": list(ends),
+        "atexit": list(life.exits),
         "files": [name for name in files if str(folder) in name],
         "locked": locked,
         "trials": [path.name for path in folder.iterdir() if "check" in path.name or "tmp" in path.name],
@@ -132,7 +125,7 @@ def attempt(name: str, folder: Path, kept: dict[str, SimulatedFramework], at: in
         pass
     except BaseException as error:
         wrong.append(f"{type(error).__name__}: {error}")
-    found = api._active
+    found = runtime.this.session
     if found is not None and found.active:  # wholly
         try:
             memguard.ledger()
@@ -145,12 +138,12 @@ def attempt(name: str, folder: Path, kept: dict[str, SimulatedFramework], at: in
             wrong.append("something stays")
     except BaseException as error:
         wrong.append(f"the next shutdown: {type(error).__name__}: {error}")
-    if api._active is not None:
+    if runtime.this.session is not None:
         wrong.append("still active after the next shutdown")
     after = state(folder)
     wrong += [f"{what}: {after[what]} instead of {before[what]}" for what in before if before[what] != after[what]]
     wrong += [f"{one.name} has a cap" for one in kept.values() if cap_of(one) is not None]
-    if not free(api._lock):
+    if not free(runtime.this.lock):
         wrong.append("a lock is held for ever")
     try:  # it can be used again
         memguard.init(budget(folder), simulate="h200")

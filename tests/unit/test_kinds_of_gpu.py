@@ -29,6 +29,7 @@ from memguard._devices.catalog import CATALOGUE, Model
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import SimulatedFramework
 from memguard._ledger.types import DeviceLedger
+from memguard._runtime import runtime
 from memguard._tools.simulate.replay import host_of, simulate
 from memguard._tools.simulate.trace import read
 from memguard.cli import main
@@ -187,7 +188,7 @@ def test_a_limit_that_is_not_free(
     host = SimulatedHost([gpu])
     device = host.devices()[0]
     host.occupy(device, 999, host.memory(device).free - 10 * GIB)
-    monkeypatch.setattr(api, "_host", lambda names: host)
+    monkeypatch.setattr(runtime, "open_host", lambda names: host)
     says = "the machine's memory, of which programs and the system hold the rest" if kind.unified else "other processes"
     if on_busy == "raise":
         with pytest.raises(PlanError, match=says):
@@ -317,8 +318,8 @@ steps = st.lists(
 def test_the_identity_holds_whatever_is_allocated(name: str, done: list[tuple[str, int]]) -> None:
     kind = KINDS[name]
     host = SimulatedHost([kind.gpu])
-    own = api._host
-    api._host = lambda names: host
+    own = runtime.open_host
+    runtime.open_host = lambda names: host
     names = ("torch", "cupy", "pycuda", "numba", "jax", "tensorflow")
     budget = {"version": 1, "device": {"limit": "16GiB"}, "frameworks": {name: {"share": "16%"} for name in names}}
     try:
@@ -346,4 +347,4 @@ def test_the_identity_holds_whatever_is_allocated(name: str, done: list[tuple[st
             assert sample.process == part.process and sample.free == free
     finally:
         memguard.shutdown()
-        api._host = own
+        runtime.open_host = own

@@ -21,7 +21,6 @@ from interruptions import Points
 from leasing import heard, told, until
 
 import memguard
-from memguard import api
 from memguard._base.types import Device
 from memguard._base.units import GIB
 from memguard._devices.simulated import SimulatedHost
@@ -30,6 +29,7 @@ from memguard._node.leases import locks
 from memguard._node.leases.lease import Lease
 from memguard._node.leases.store import Store
 from memguard._node.leases.types import Part
+from memguard._runtime import runtime
 from memguard.errors import CapNotApplied, LeaseRefused, NotActive
 
 pytestmark = [
@@ -48,7 +48,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("MEMGUARD_LEASES", str(where))
     yield where
     memguard.shutdown()
-    assert Store(str(where)).claims() == [] and locks._files == {} and api._leases == []
+    assert Store(str(where)).claims() == [] and locks._files == {} and runtime.this.claimed == []
 
 
 def budget(gib: int, wait: str | None = None, **more: Any) -> dict[str, Any]:
@@ -253,7 +253,7 @@ class Waiting:
 
     def __enter__(self) -> Waiting:
         self.thread.start()
-        until(lambda: api._claiming)
+        until(lambda: runtime.this.claiming)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -303,12 +303,12 @@ def _attempt(call: Any, folder: Path, at: int | None) -> tuple[Points, list[str]
         pass
     except BaseException as error:
         wrong.append(f"{type(error).__name__}: {error}")
-    if api._active is None:  # nothing is left that the next call would have to give back, but for what it says
+    if runtime.this.session is None:  # nothing is left that the next call would have to give back, but for what it says
         with contextlib.suppress(LeaseRefused):
             memguard.guard(budget(1), simulate="h200").__enter__()
     memguard.shutdown()
-    if Store(str(folder)).claims() or locks._files or api._leases:
-        wrong.append(f"left: {Store(str(folder)).claims()} {locks._files} {api._leases}")
+    if Store(str(folder)).claims() or locks._files or runtime.this.claimed:
+        wrong.append(f"left: {Store(str(folder)).claims()} {locks._files} {runtime.this.claimed}")
     if locks.in_use is not None:
         wrong.append("the database is open")
     return points, wrong
@@ -381,7 +381,7 @@ def test_a_rank_claims_the_gpu_that_it_uses_and_leaves_the_others_to_the_other_r
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr(api, "_host", lambda simulate: WithoutOrdinals(["h200", "h200"]))
+    monkeypatch.setattr(runtime, "open_host", lambda simulate: WithoutOrdinals(["h200", "h200"]))
     _, second = SimulatedHost(["h200", "h200"]).devices()
     guard = memguard.init(budget(100, ranks="auto"))
     assert [list(claim.parts) for claim in Store(str(folder)).claims()] == [[f"simulated:{second.uuid}"]]

@@ -25,6 +25,7 @@ from memguard._node.leases.store import Store
 from memguard._node.leases.types import Claim
 from memguard._node.suspend import listener, making_room
 from memguard._node.suspend.making_room import MakingRoom
+from memguard._runtime import runtime
 from memguard.errors import CannotResume, CannotSuspend, NotActive
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -213,7 +214,7 @@ def lease_of_simulated(gib: int) -> Any:
     from memguard._node.leases.lease import Lease
     from memguard._node.leases.types import Part
 
-    (part,) = memguard.api._active.lease.parts.values()  # type: ignore[attr-defined]
+    (part,) = runtime.this.session.lease.parts.values()  # type: ignore[attr-defined]
     return Lease({part.gpu: Part(part.gpu, gib << 30, part.total, part.number, part.name)}, "other.yaml")
 
 
@@ -283,7 +284,7 @@ def test_a_process_leaves_only_while_somebody_waits_for_its_lease(
 def test_a_process_does_not_leave_while_init_is_at_work_in_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may wait for a larger lease for an hour, and must then end the budget that is active."""
     memguard.init(BUDGET, simulate="h200")
-    monkeypatch.setattr(memguard.api, "_applying", True)  # type: ignore[attr-defined]
+    monkeypatch.setattr(runtime.this, "applying", True)
     with pytest.raises(CannotSuspend, match=r"memguard\.init is at work in it"):
         listener._leave()
     assert suspension.now is None

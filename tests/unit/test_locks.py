@@ -12,9 +12,9 @@ import pytest
 from interruptions import Points
 
 import memguard
-from memguard import api
 from memguard._base import locks
 from memguard._frameworks.simulated.adapter import SimulatedFramework
+from memguard._runtime import runtime
 from memguard.errors import MemguardError
 
 
@@ -139,7 +139,7 @@ def test_a_call_within_another_one_ends_wherever_a_second_thread_takes_the_lock(
         while owned < OWNED:
             at += 1
             guard = memguard.init({"version": 1, "frameworks": {"torch": {"limit": "4GiB"}}}, simulate="h200")
-            lock = api._lock if name == "shutdown" else guard._lock
+            lock = runtime.this.lock if name == "shutdown" else guard._lock
             other, within = Other(lock), [False]
 
             def take(lock: Any = lock, other: Other = other) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import gc
@@ -33,6 +32,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import memguard
 from memguard import api
+from memguard._base import life
 from memguard._base.types import (
     Device,
     DevicePlan,
@@ -650,11 +650,9 @@ def test_a_forked_child_serves_nobody_and_keeps_no_port(port: int) -> None:
             os.close(one)
 
 
-def test_the_exit_ends_it(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[Any] = []
-    monkeypatch.setattr(atexit, "register", lambda call, *given: kept.append(call))
+def test_the_exit_ends_it(port: int) -> None:
     start(budget(port))
-    (end,) = [one for one in kept if getattr(one, "__self__", None).__class__ is server.Server]
+    (end,) = [one.call for one in life.exits if getattr(one.call, "__self__", None).__class__ is server.Server]
     end()
     assert can_listen(port)
 

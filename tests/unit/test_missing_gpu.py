@@ -19,13 +19,13 @@ import pytest
 from environments import environ, make
 
 import memguard
-from memguard import api
+from memguard._base.logs import is_heard
 from memguard._base.types import Device
 from memguard._devices import nvml, survey
 from memguard._devices.real import RealHost
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks import real_imports
-from memguard._runtime import workers
+from memguard._runtime import runtime, workers
 from memguard._runtime.workers import IdleGuard
 from memguard.errors import AlreadyActive, DeviceError, NotActive, PlanError
 
@@ -40,7 +40,7 @@ def nothing_stays_here(monkeypatch: pytest.MonkeyPatch, nothing_stays: None) -> 
     monkeypatch.setattr(real_imports, "said", False)
     yield
     memguard.shutdown()
-    assert api._idle is None
+    assert runtime.this.idle is None
 
 
 @pytest.fixture
@@ -54,8 +54,8 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> N
         def devices(self, *, ordinals: bool = False) -> tuple[Device, ...]:
             raise DeviceError(MISSING, missing=missing)
 
-    real = api._host
-    monkeypatch.setattr(api, "_host", lambda simulate: Bare() if simulate is None else real(simulate))
+    real = runtime.open_host
+    monkeypatch.setattr(runtime, "open_host", lambda simulate: Bare() if simulate is None else real(simulate))
 
 
 def uses_everything() -> None:
@@ -104,7 +104,7 @@ def test_warn_says_it_once_and_the_script_runs_through(
     no_gpu: None, logged: bool, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(api, "_is_heard", lambda: logged)
+    monkeypatch.setattr(runtime, "is_heard", lambda: logged)
     guard = memguard.init(BUDGET, missing_gpu="warn")
     assert memguard.init(BUDGET, missing_gpu="warn") is guard
     said = "no budget is active, and nothing caps this program: NVML: no driver\n    fix: load it"
@@ -120,9 +120,9 @@ def test_warn_says_it_once_and_the_script_runs_through(
 def test_whether_a_log_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     logger = logging.getLogger("memguard")
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    assert not api._is_heard()
+    assert not is_heard()
     monkeypatch.setattr(logger, "handlers", [*logger.handlers, logging.StreamHandler()])
-    assert api._is_heard()
+    assert is_heard()
 
 
 def test_warn_does_not_hide_a_budget_that_is_wrong(no_gpu: None) -> None:
@@ -182,8 +182,12 @@ def test_disable_reads_nothing_and_says_so_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MEMGUARD_DISABLE", "1")
-    own = api._host
-    monkeypatch.setattr(api, "_host", lambda simulate: own(simulate) if simulate else pytest.fail("asked for a GPU"))
+    own = runtime.open_host
+
+    def only_simulated(simulate: Any) -> Any:
+        return own(simulate) if simulate else pytest.fail("asked for a GPU")
+
+    monkeypatch.setattr(runtime, "open_host", only_simulated)
     caplog.set_level("INFO", "memguard")
     guard = memguard.init("no-such-file.yaml")
     uses_everything()
@@ -275,7 +279,7 @@ def test_a_budget_that_is_active_stays_and_that_is_said(
 
 def test_what_memguard_run_simulates_is_not_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMGUARD_DISABLE", "1")
-    monkeypatch.setattr(api, "simulated_by_default", ["t4"])
+    monkeypatch.setattr(runtime.this, "simulated_by_default", ["t4"])
     assert memguard.init({"version": 1, "frameworks": {"torch": {"share": "50%"}}}).plan.devices[0].device.simulated
 
 
@@ -414,12 +418,14 @@ def test_a_stderr_that_takes_nothing_harms_no_import(
 PROGRAM = """
 import memguard
 from memguard import api
+from memguard._base.logs import is_heard
+from memguard._runtime import runtime
 class Real(Exception): pass
-own = api._host
+own = runtime.open_host
 def host(simulate):
     if simulate is None: raise Real
     return own(simulate)
-api._host = host
+runtime.open_host = host
 try:
     guard = memguard.init("budget.yaml", simulate={simulate!r})
     memguard.ledger(), memguard.trim()

@@ -25,7 +25,7 @@ from memguard._base.units import GIB, MIB
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory, SimulatedFramework
 from memguard._guard.guard import Guard
-from memguard._runtime import session
+from memguard._runtime import runtime, session
 from memguard._runtime.pressure import Action
 
 BUDGET: dict[str, Any] = {
@@ -569,7 +569,7 @@ def test_a_function_may_end_its_own_budget_and_what_it_begins_itself(monkeypatch
                 memguard.init({**BUDGET, "device": {"limit": "35GiB"}}, replace=True, simulate="h200")
             third = api.current()  # what was active, applied again
             memguard.shutdown()
-            seen.extend((second.active, third.active, api._active))
+            seen.extend((second.active, third.active, runtime.this.session))
             done.set()
 
     monkeypatch.setattr(Guard, "start", fails)

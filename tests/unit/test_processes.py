@@ -31,7 +31,7 @@ from memguard._frameworks import registry
 from memguard._frameworks.import_hook import ImportHook
 from memguard._frameworks.simulated.adapter import SimulatedFramework
 from memguard._guard.guard import Guard
-from memguard._runtime import workers
+from memguard._runtime import runtime, workers
 from memguard.errors import AlreadyActive, CapNotApplied, ConfigError, MemguardError, NotActive, PlanError
 
 HOME = Path(memguard.__file__).parents[1]
@@ -168,6 +168,7 @@ def test_a_child_forked_while_the_first_init_still_runs_can_have_a_budget(tmp_pa
         import os, signal, threading
         import memguard
         from memguard import api
+        from memguard._runtime import runtime
         from memguard._devices.simulated import SimulatedHost
         from memguard._base.types import Device
         inside, go_on = threading.Event(), threading.Event()
@@ -177,7 +178,7 @@ def test_a_child_forked_while_the_first_init_still_runs_can_have_a_budget(tmp_pa
                     inside.set()
                     go_on.wait(20)
                 return super().devices(**more)
-        api._host = lambda simulate: Slow(("h200",))
+        runtime.open_host = lambda simulate: Slow(("h200",))
         thread = threading.Thread(target=memguard.init, args=(BUDGET,))
         thread.start()
         inside.wait(20)
@@ -555,13 +556,13 @@ def test_of_blocks_that_begin_at_once_the_one_that_began_the_budget_ends_it(monk
             inside.wait(20)
             if [threading.current_thread()] == began:
                 left.wait(20)
-                seen.append(api._active is not None and api._active.active)
+                seen.append(runtime.this.session is not None and runtime.this.session.active)
         left.set()
 
     monkeypatch.setattr(_budget, "of", loading)
     monkeypatch.setattr(Guard, "start", starting)
     assert together(work, work) == []
-    assert seen == [True] and api._active is None
+    assert seen == [True] and runtime.this.session is None
 
 
 @pytest.mark.usefixtures("impatient")

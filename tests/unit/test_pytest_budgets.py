@@ -13,7 +13,7 @@ import inner_pytest
 import pytest
 
 import memguard
-from memguard import api
+from memguard._runtime import runtime
 from memguard._tools.testing import budgets
 
 pytest_plugins = ("pytester",)
@@ -27,14 +27,15 @@ HEAD = """
     import pytest
     import memguard
     from memguard import api
+    from memguard._runtime import runtime
 
     BUDGET = {"version": 1, "device": {"limit": "20GiB"}, "frameworks": {"torch": {"limit": "4GiB"}}}
 
     def active():
-        return api._active is not None and api._active.active
+        return runtime.this.session is not None and runtime.this.session.active
 
     def test_z_none_is_left():
-        assert not active() and api._idle is None
+        assert not active() and runtime.this.idle is None
 """
 
 
@@ -164,7 +165,7 @@ def test_no_budget_is_left(pytester: pytest.Pytester, body: str, outcomes: dict[
     outcomes = {**outcomes, "passed": outcomes.get("passed", 0) + 2}
     done = run(pytester, text + "\n    test_zz_none_is_left = test_z_none_is_left\n")
     done.assert_outcomes(**outcomes)
-    assert api._active is None
+    assert runtime.this.session is None
 
 
 def test_a_run_that_is_interrupted_leaves_no_budget(pytester: pytest.Pytester) -> None:
@@ -181,7 +182,7 @@ def test_a_run_that_is_interrupted_leaves_no_budget(pytester: pytest.Pytester) -
         pytester.makepyfile(HEAD.partition("    def test_z")[0] + body.format(marker=marker, body=line))
         done = pytester.inline_run(*ON, no_reraise_ctrlc=True)
         assert done.ret == pytest.ExitCode.INTERRUPTED
-        assert api._active is None
+        assert runtime.this.session is None
 
 
 def test_budgets_of_wider_scopes_stay_as_long_as_those(pytester: pytest.Pytester) -> None:
@@ -219,7 +220,7 @@ def test_budgets_of_wider_scopes_stay_as_long_as_those(pytester: pytest.Pytester
     )
     done.assert_outcomes(passed=7, errors=1)
     assert "another budget is active in this process" in done.stdout.str()
-    assert api._active is None
+    assert runtime.this.session is None
 
 
 def test_parameters(pytester: pytest.Pytester) -> None:
@@ -338,9 +339,10 @@ def test_the_budget_of_the_environment_comes_back(pytester: pytest.Pytester, mon
     pytester.makeconftest(
         """
         from memguard import api
+        from memguard._runtime import runtime
         def pytest_configure(config):
             budget = {"version": 1, "frameworks": {"cupy": {"limit": "2GiB"}}}
-            api.from_environment = api.init(budget, simulate="h200")
+            runtime.this.from_environment = api.init(budget, simulate="h200")
         """
     )
     done = run(
@@ -349,7 +351,7 @@ def test_the_budget_of_the_environment_comes_back(pytester: pytest.Pytester, mon
     @pytest.mark.memguard_budget(BUDGET, simulate="h200")
     def test_a(): assert "torch" in api.current().frameworks
     def test_b():
-        assert "cupy" in api.current().frameworks and api.from_environment is api.current()
+        assert "cupy" in api.current().frameworks and runtime.this.from_environment is api.current()
     """,
         "--deselect", "test_the_budget_of_the_environment_comes_back.py::test_z_none_is_left",
     )  # fmt: skip
@@ -360,8 +362,8 @@ def test_the_budget_of_the_environment_may_begin_within_a_test_and_stays(pyteste
     done = run(
         pytester,
         """
-    def test_a(): api.from_environment = api.init(BUDGET, simulate="h200")
-    def test_b(): assert api.current() is api.from_environment
+    def test_a(): runtime.this.from_environment = api.init(BUDGET, simulate="h200")
+    def test_b(): assert api.current() is runtime.this.from_environment
     """,
     )
     done.assert_outcomes(passed=3)

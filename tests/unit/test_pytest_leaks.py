@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 import memguard
-from memguard import api
 from memguard._base.types import DeviceSample, FrameworkSample
 from memguard._base.units import GIB, MIB
 from memguard._devices import suspension
 from memguard._ledger.reader import LedgerReader
+from memguard._runtime import runtime
 from memguard._tools.testing import leaks
 from memguard._tools.testing.leaks import Check, Leak, Reading, Watcher
 
@@ -260,7 +260,7 @@ def test_the_budget_of_a_marker_is_looked_at_before_it_ends(pytester: pytest.Pyt
     done = pytester.runpytest_inprocess(*ON, "--memguard-leaks")
     done.assert_outcomes(passed=2, errors=1)
     assert "ERROR at teardown of test_a" in done.stdout.str()
-    assert api._active is None
+    assert runtime.this.session is None
 
 
 # readings of real GPUs, without one

@@ -23,7 +23,7 @@ from memguard._base.units import GIB, MIB
 from memguard._budget.policy import plan
 from memguard._devices.simulated import SimulatedHost
 from memguard._oom.classify import ErrorFacts, classify
-from memguard._runtime import session
+from memguard._runtime import runtime, session
 from memguard.integrations import ray as integration
 from memguard.integrations.ray.asked import HOOK, VARIABLE, Asked
 from memguard.integrations.ray.parts import UNITS, exact, gpus_of, part
@@ -262,7 +262,7 @@ def armed(simulate: str | list[str] | None = "h200", of: memguard.Budget | None 
 
 
 def limit() -> int | None:
-    return api._active.guard.plan.devices[0].limit if api._active is not None else None
+    return runtime.this.session.guard.plan.devices[0].limit if runtime.this.session is not None else None
 
 
 def test_a_worker_has_its_part_from_its_first_task_on_and_all_of_it_is_undone(ray: Ray) -> None:
@@ -365,7 +365,8 @@ def test_hooks_that_fail_or_would_be_lost_are_told_by_each_task(ray: Ray, monkey
 def test_without_a_gpu_or_rays_function_the_first_framework_applies_it(
     ray: Ray, known: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Any
 ) -> None:
-    (tmp_path / "cupy.py").write_text("from memguard import api\nactive = api._active is not None\n")
+    code = "from memguard._runtime.runtime import this\nactive = this.session is not None\n"
+    (tmp_path / "cupy.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("torch", "tensorflow", "cupy", "jax", "pycuda.driver", "numba.cuda"):
         monkeypatch.delitem(sys.modules, name, raising=False)

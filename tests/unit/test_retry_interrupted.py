@@ -15,8 +15,8 @@ from guards import simulated, start
 from interruptions import Points
 
 import memguard
-from memguard import api
 from memguard._base.units import GIB
+from memguard._runtime import runtime
 
 STRIDE = int(os.environ.get("MEMGUARD_TEST_STRIDE", "61"))
 """Every so many points are tried. 1 tries all."""
@@ -116,7 +116,7 @@ def interrupted(name: str, at: int | None) -> tuple[Points, list[str]]:
             wrong.append("it does not work again")
     except BaseException as error:
         wrong.append(f"again: {type(error).__name__}: {error}")
-    if memguard.shutdown() or api._active is not None:
+    if memguard.shutdown() or runtime.this.session is not None:
         wrong.append("something stays")
     return points, wrong
 

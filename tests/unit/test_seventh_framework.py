@@ -138,7 +138,7 @@ frameworks:
 HELPERS = '''
 import json, sys
 import memguard
-from memguard import api, _budget; from memguard._budget import policy
+from memguard import api, _budget; from memguard._budget import policy; from memguard._runtime import runtime
 from memguard._devices.simulated import SimulatedHost
 MIB, result = 1 << 20, {}
 
@@ -249,7 +249,7 @@ class Double(SimulatedHost):
     simulated = False
 host = Double(["h200"])
 (gpu,) = host.devices()
-api._host = lambda simulate: host
+runtime.open_host = lambda simulate: host
 guard = memguard.init("budget.yaml")
 result["before"] = str(guard)
 import toy

@@ -20,8 +20,6 @@ ARROWS = structure.arrows(MODULES)
 
 BY_STRING = {
     ("_base", "_frameworks"): "the specs name each framework's adapter, which the registry loads",
-    ("_runtime", "_node"): "the session loads what the budget asks for",
-    ("_runtime", "api"): "`memguard run` and MEMGUARD_CONFIG begin a budget when Python starts",
 }
 """Rooms that a module of a lower one names in a string, and why."""
 CIRCLES = {

@@ -25,6 +25,7 @@ from memguard._frameworks.simulated.adapter import SimulatedFramework
 from memguard._guard.guard import Guard
 from memguard._node.suspend import for_lease, leaving, own, when_idle
 from memguard._node.suspend.types import Wait
+from memguard._runtime import runtime
 from memguard.errors import CannotResume, CannotSuspend, MemguardError, Suspended
 
 BUDGET: dict[str, Any] = {"version": 1, "device": {"limit": "40GiB"}, "frameworks": {"torch": {"limit": "10GiB"}}}
@@ -476,7 +477,7 @@ def test_a_trace_that_is_recorded_refuses_it(way: FakeWay, budget: Guard, tmp_pa
 
 def test_an_init_that_is_under_way_refuses_it(way: FakeWay, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own, "QUIET", 0.2)
-    with api._lock, pytest.raises(CannotSuspend, match=r"memguard\.init or shutdown on another thread"):
+    with runtime.this.lock, pytest.raises(CannotSuspend, match=r"memguard\.init or shutdown on another thread"):
         memguard.suspend()
     assert suspension.now is None and not way.gates
 

@@ -29,7 +29,7 @@ from memguard._node.identity import this_process
 from memguard._node.suspend import sockets
 from memguard._node.suspend.listener import SilentError
 from memguard._node.top import server
-from memguard._runtime import session
+from memguard._runtime import runtime, session
 from memguard._runtime.pressure import Action
 from memguard._tools.top import client
 
@@ -255,7 +255,7 @@ def test_a_monitor_that_cannot_begin_ends_the_socket_too(monkeypatch: pytest.Mon
     monkeypatch.setattr(Monitor, "start", fails)
     with pytest.raises(RuntimeError):
         start(WATCHED)
-    assert seen == ["live"] and api._active is None and left(folder) == NOTHING
+    assert seen == ["live"] and runtime.this.session is None and left(folder) == NOTHING
 
 
 @pytest.mark.parametrize("wrong", ["folder", "socket"])
@@ -315,6 +315,6 @@ def test_a_forked_child_is_not_watched_and_its_parent_is() -> None:
     start(WATCHED)
     child = os.fork()
     if child == 0:
-        os._exit(0 if not session.callbacks and api._active is None else 1)
+        os._exit(0 if not session.callbacks and runtime.this.session is None else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert client.snapshot(ME)[0].pid == os.getpid()

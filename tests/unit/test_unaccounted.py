@@ -23,7 +23,7 @@ from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import SimulatedFramework
 from memguard._guard.guard import Guard
 from memguard._ledger.overhead import ANY, Overhead
-from memguard._runtime import session
+from memguard._runtime import runtime, session
 from memguard._runtime.pressure import LEAKED, START, Action, PressureState, Settings, decide
 
 pytestmark = pytest.mark.one_case  # no version of what is installed changes it: all of it is our own code
@@ -337,7 +337,7 @@ class Listing(SimulatedHost):
 
 @pytest.mark.usefixtures("simulated_time")
 def test_the_libraries_are_looked_up_only_where_one_may_be_behind_the_growth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "_host", lambda names: host)
+    monkeypatch.setattr(runtime, "open_host", lambda names: host)
     host = Listing(["h200"])
     guard = memguard.init({"version": 1, "frameworks": {"torch": {"limit": "4GiB"}}}, simulate="h200")
     framework = guard.frameworks["torch"]

@@ -19,6 +19,7 @@ from IPython.core.inputtransformer2 import TransformerManager
 import memguard
 from memguard import exchange, notebook, pytest_plugin
 from memguard._oom import hooks
+from memguard._runtime import runtime
 
 HOME = str(Path(memguard.__file__).parent)
 TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB"
@@ -284,7 +285,7 @@ def test_the_users_exception_goes_on_as_it_is(block: Callable[[BaseException], N
     tried = 0
     for (name, make), base in itertools.product(CLASSES.items(), BASES):
         error = make(base)
-        if not memguard.api._active:
+        if not runtime.this.session:
             memguard.init(BUDGET, simulate="h200")
         before = {field: get.__get__(error) for field, get in FIELDS.items()}, own(error)
         try:

@@ -20,6 +20,7 @@ import struct
 import threading
 from collections.abc import Iterator
 
+from memguard._base import life
 from memguard._base.locks import Turn
 
 _FLOCK = struct.Struct("hhqqi4x")
@@ -131,4 +132,4 @@ def _in_child() -> None:
 
 @functools.cache
 def watch_forks() -> None:
-    os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
+    life.at_fork(life.Rank.LEASES, before=_before_fork, parent=_in_parent, child=_in_child)

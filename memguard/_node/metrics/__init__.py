@@ -8,14 +8,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from memguard._runtime.extensions import Extension
 from memguard.errors import PlanError
 
 if TYPE_CHECKING:
     from memguard._base.undo import Undo
-    from memguard._runtime.session import Session
+    from memguard._runtime.extensions import Context
 
 
-def of_budget(session: Session, undo: Undo) -> None:
+class Metrics(Extension):
+    before_monitor = True
+
+    def start(self, session: Context) -> None:
+        of_budget(session, session.undo)
+
+
+def of_budget(session: Context, undo: Undo) -> None:
     """Begin to tell what the budget of `session` says, and `undo` it.
 
     Raises PlanError if a package is missing or the port cannot be had.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import errno
 import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from memguard._base import life
 from memguard._base.logs import log as _log
 from memguard._base.logs import text_of
 from memguard._base.text import visible
@@ -33,9 +33,9 @@ def begin(source: Source, port: int, undo: Undo) -> None:
     registry.register(Collector(source))
     at = port + local_rank(os.environ)
     server = Server(lambda: (generate_latest(registry), CONTENT_TYPE_LATEST), at)
-    undo.add("the metrics for Prometheus", lambda: atexit.unregister(server.end))
+    undo.add("the metrics for Prometheus", lambda: life.not_at_exit(server.end))
     undo.add("the metrics for Prometheus", server.end)
-    atexit.register(server.end)  # before Python takes its modules apart
+    life.at_exit(life.Rank.METRICS, server.end)  # before Python takes its modules apart
     try:
         server.begin()
     except (OSError, OverflowError) as error:

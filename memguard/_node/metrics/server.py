@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import select
 import socket
 import threading
@@ -17,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from memguard._base import life
 from memguard._base.logs import log as _log
 from memguard._base.logs import text_of
 from memguard._runtime.sampler import Flag
@@ -168,7 +168,7 @@ _live: list[Server] = []
 
 @functools.cache
 def _watch_forks() -> None:
-    os.register_at_fork(after_in_child=_forked)
+    life.at_fork(life.Rank.METRICS, child=_forked)
 
 
 def _forked() -> None:

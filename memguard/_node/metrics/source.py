@@ -19,7 +19,7 @@ from memguard._runtime.session import callbacks
 from memguard._runtime.watches import Watch
 
 if TYPE_CHECKING:
-    from memguard._runtime.session import Session
+    from memguard._runtime.extensions import Context
 
 FRESH_FOR = 10.0, 3.0
 """A sample tells of now for so many seconds, and for so many intervals of the monitor if those are longer."""
@@ -36,8 +36,8 @@ class CannotExport(Exception):
 class Source:
     """The figures of one budget, until `end`. `scene` may be called on any thread; it waits for nobody."""
 
-    def __init__(self, session: Session, job: str | None) -> None:
-        self._session: Session | None = session
+    def __init__(self, session: Context, job: str | None) -> None:
+        self._session: Context | None = session
         self._events: Counter[str] = Counter()
         self._lock = threading.RLock()  # reentrant, for a signal handler, and held for one line
         self._watch = Watch(self._counted, callbacks)

@@ -94,9 +94,9 @@ def _seconds(given: float | str) -> float:
 
 def ignores_host_memory() -> bool:
     """Whether the active budget has `suspend: {host_memory: ignore}`."""
-    from memguard import api
+    from memguard._runtime.runtime import this
 
-    session = api._active
+    session = this.session
     section = session.guard.budget.suspend if session is not None and session.active else None
     return section is not None and section.host_memory == "ignore"
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from memguard._base import life
 from memguard._base.advice import Advice
 from memguard._base.units import format_duration
 from memguard._devices import suspension
@@ -243,8 +244,7 @@ def _is_child() -> None:
 
 
 _forked = False
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_is_child)
+life.at_fork(life.Rank.CELLS, child=_is_child)
 
 
 def _in_cells(shell: Any) -> Iterator[int]:

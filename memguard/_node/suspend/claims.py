@@ -11,6 +11,8 @@ import fcntl
 import functools
 import os
 
+from memguard._base import life
+
 _OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 _mine: set[int] = set()
 """Descriptors of what this process holds."""
@@ -94,4 +96,4 @@ def _forked() -> None:
 
 @functools.cache
 def _watch_forks() -> None:
-    os.register_at_fork(after_in_child=_forked)
+    life.at_fork(life.Rank.CLAIMS, child=_forked)

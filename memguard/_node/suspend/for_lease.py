@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 
-from memguard import api
 from memguard._base.logs import log as _log
 from memguard._base.logs import text_of
 from memguard._devices import suspension
@@ -22,6 +21,7 @@ from memguard._node.leases.lease import Lease
 from memguard._node.leases.types import Claim
 from memguard._node.suspend import cells, own
 from memguard._node.suspend.types import Progress, Suspension, Wait
+from memguard._runtime.runtime import this
 from memguard.errors import CannotResume, CannotSuspend, LeaseRefused, MemguardError, NotActive
 
 _LOCK = 5.0
@@ -36,8 +36,9 @@ _back = float("-inf")
 
 def current() -> Lease | None:
     """This process's lease, if its budget has one."""
-    session = api._active
-    return session.lease if session is not None and session.guard.active else None
+    session = this.session
+    lease = session.lease if session is not None and session.guard.active else None
+    return lease if isinstance(lease, Lease) else None
 
 
 # off
@@ -66,10 +67,10 @@ def leave() -> Suspension:
 
 def _at_work() -> str:
     """What it does, as far as memguard knows; empty if nothing. Who waits has looked at what NVML says."""
-    session = api._active
+    session = this.session
     if session is None:
         return ""
-    if api._applying:  # it may end the active budget, which cannot be ended off the GPUs
+    if this.applying:  # it may end the active budget, which cannot be ended off the GPUs
         return "memguard.init is at work in it"
     admitting = session.guard._admitting
     if admitting is not None and admitting.working:
@@ -194,7 +195,7 @@ def _return(found: Suspension, lease: Lease) -> None:
 
 
 def _suspends_idle() -> bool:
-    session = api._active
+    session = this.session
     return session is not None and session.guard.budget.device.on_wait == "suspend-idle"
 
 

@@ -226,9 +226,9 @@ class Helper:
     def _room(self) -> Any:
         with self._opening:
             if self._holder is None:
-                import importlib
+                from memguard._devices.placeholder import Holder
 
-                self._holder = importlib.import_module("memguard._devices.placeholder").Holder()
+                self._holder = Holder()
             return self._holder
 
     def _release(self) -> None:

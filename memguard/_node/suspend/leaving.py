@@ -6,7 +6,6 @@ that wait at a gate would be waited for.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import logging
 import os
@@ -15,6 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from memguard._base import life
 from memguard._base.logs import log as _log
 from memguard._base.logs import text_of
 from memguard.errors import MemguardError
@@ -63,7 +63,7 @@ def _register(pid: int) -> None:
     first: Callable[[Any], None] | None = getattr(threading, "_register_atexit", None)
     if first is not None:
         first(_at_exit)
-    atexit.register(_at_exit)
+    life.at_exit(life.Rank.SUSPENSION, _at_exit)
 
 
 def _at_exit() -> None:

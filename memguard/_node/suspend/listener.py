@@ -17,8 +17,9 @@ import functools
 import os
 import socket
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from memguard._base import life
 from memguard._base.logs import log as _log
 from memguard._base.logs import text_of
 from memguard._base.undo import Undo
@@ -27,8 +28,12 @@ from memguard._node.identity import Process, folder, this_process
 from memguard._node.leases.registry import Budgeted
 from memguard._node.suspend import HostMemory, records, sockets
 from memguard._node.suspend.types import Suspension
+from memguard._runtime.extensions import Extension
 from memguard.errors import MemguardError, Suspended
 from memguard.exchange.ipc import wire
+
+if TYPE_CHECKING:
+    from memguard._runtime.extensions import Context
 
 VERSION = 1
 KIND = "listen"
@@ -135,6 +140,19 @@ def start(ask: Ask | None, budget: str = "", simulated: bool = False, leave: Ask
     return undo
 
 
+class Reachable(Extension):
+    """`memguard ps` shows the budget, and `memguard suspend PID` asks this process, if the budget allows it."""
+
+    def start(self, session: Context) -> None:
+        budget, suspend = session.guard.budget, session.guard.budget.suspend
+        assert suspend is not None
+        leased = session.lease is not None and suspend.on_demand is not None
+        if session.guard.host.simulated:
+            of_simulated(budget.source, session.undo, leased)
+        else:
+            of_budget(budget.source, suspend.by_others, suspend.host_memory, session.undo, leased)
+
+
 def of_budget(source: str, by_others: bool, host_memory: HostMemory, undo: Undo, lease: bool = False) -> None:
     """Tell other processes of a budget that begins here, and `undo` it. What prevents that is only logged.
 
@@ -172,10 +190,8 @@ def _leave() -> Suspension:
 
 @functools.cache
 def _prepare() -> None:
-    import atexit
-
-    atexit.register(_end)
-    os.register_at_fork(after_in_child=_end)
+    life.at_exit(life.Rank.TOLD, _end)
+    life.at_fork(life.Rank.TOLD, child=_end)
 
 
 def _end() -> None:

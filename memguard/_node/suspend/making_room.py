@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from memguard._base.logs import log as _log
 from memguard._base.units import format_size
@@ -20,6 +21,10 @@ from memguard._node.leases.types import Claim
 from memguard._node.suspend import listener
 from memguard._node.suspend.idle import Look, idle_for
 from memguard._node.suspend.when_idle import Usage
+from memguard._runtime.extensions import Extension
+
+if TYPE_CHECKING:
+    from memguard._runtime.extensions import Context
 
 EVERY = 1.0
 """Seconds between two looks at what the others do."""
@@ -31,6 +36,13 @@ Request = Callable[[Process], "tuple[dict[str, int], float]"]
 def _request(process: Process) -> tuple[dict[str, int], float]:
     found: tuple[dict[str, int], float] = listener.request(process, "leave")
     return found
+
+
+class SuspendsIdle(Extension):
+    """A budget with `device: {on_wait: suspend-idle}`, while `init` waits for its lease."""
+
+    def while_waiting(self, session: Context, say: Callable[[str], object]) -> Callable[[list[Claim]], object] | None:
+        return MakingRoom(session.lease, say).look if isinstance(session.lease, Lease) else None
 
 
 class MakingRoom:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Protocol
 
-from memguard import api
+from memguard._base import life
 from memguard._base.locks import Turn
 from memguard._base.logs import log as _log
 from memguard._base.types import Event, MemoryInfo
@@ -23,6 +23,7 @@ from memguard._node.suspend import guard as guards
 from memguard._node.suspend import leaving, quiet
 from memguard._node.suspend.types import Progress, Suspension, Why
 from memguard._node.suspend.waiting import Calls, Task
+from memguard._runtime.runtime import this
 from memguard._runtime.session import on_monitor
 from memguard.errors import CannotResume, CannotSuspend, Suspended
 
@@ -80,7 +81,7 @@ class _Own:
         self.way, self.owner = way, owner
         self.pid = os.getpid()
         self.undo = Undo()
-        self.guard = api._active.guard if api._active is not None else None
+        self.guard = this.session.guard if this.session is not None else None
         self.gate: Gate | None = None
         self.suspension: Suspension | None = None
         self.shutting = self.over = False
@@ -295,14 +296,14 @@ def _tell(found: Suspension) -> None:
 
 
 def _announce(event: Event) -> None:
-    session = api._active
+    session = this.session
     if session is not None and session.guard.active:
         session.announce(event)
 
 
 def _lease() -> ModuleType | None:
     """What a suspension does with the budget's lease; None, and nothing of it is loaded, if there is none."""
-    session = api._active
+    session = this.session
     if session is None or session.lease is None or not session.guard.active:
         return None
     from memguard._node.suspend import for_lease
@@ -352,7 +353,7 @@ def _refuse_here() -> None:
     for kind, (pid, reason, fix) in [*suspension.forbidden.items()]:
         if pid == os.getpid():
             raise CannotSuspend([(kind, reason, fix)])
-    if contexts._lost or api._why_none == api._FORKED:
+    if contexts._lost or this.was_forked:
         reason = "this process was forked from one that uses CUDA, and has no GPU of its own"
         raise CannotSuspend(
             [("forked", reason, "suspend the parent, or start children with multiprocessing's 'spawn'")]
@@ -361,7 +362,7 @@ def _refuse_here() -> None:
 
 @functools.cache
 def _watch_forks() -> None:
-    os.register_at_fork(after_in_child=_forked)
+    life.at_fork(life.Rank.SUSPENSION, child=_forked)
 
 
 def _forked() -> None:

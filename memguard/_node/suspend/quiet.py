@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from memguard import api
 from memguard._base.types import MemoryInfo
 from memguard._base.undo import Undo
 from memguard._devices import suspension
@@ -19,6 +18,7 @@ from memguard._devices.suspension import Off
 from memguard._guard.guard import Guard
 from memguard._ledger.types import Ledger
 from memguard._node.suspend import guard as guards
+from memguard._runtime.runtime import this
 from memguard._runtime.session import Session
 from memguard.errors import CannotSuspend
 
@@ -33,16 +33,16 @@ def begin(undo: Undo, seconds: float, figures: guards.Figures | None = None) -> 
     read. `figures` are asked for what the GPUs have while this process cannot ask.
     """
     until = time.monotonic() + seconds
-    if not api._lock.acquire(timeout=_left(until)):
+    if not this.lock.acquire(timeout=_left(until)):
         raise _busy("memguard.init or shutdown on another thread", "let it end")
     try:
         return _begin(undo, until, figures)
     finally:
-        api._lock.release()
+        this.lock.release()
 
 
 def _begin(undo: Undo, until: float, figures: guards.Figures | None) -> Ledger | None:
-    session = api._active
+    session = this.session
     if session is None or not session.active:
         undo.add("the word that the process is suspended", end)
         suspension.now = Off({}, time.time(), moving=True)
@@ -84,7 +84,7 @@ def stays() -> None:
 
 def end() -> None:
     """The process is on its GPUs. The guard asks them from now on."""
-    session = api._active
+    session = this.session
     suspension.now = None
     if session is not None:
         guards.again(session.guard)

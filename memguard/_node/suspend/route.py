@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-from memguard import api
 from memguard._base.advice import Advice
 from memguard._base.types import MemoryInfo
 from memguard._devices.checkpoint import State
@@ -25,6 +24,7 @@ from memguard._node.suspend.steps import End
 from memguard._node.suspend.types import Suspension, Why
 from memguard._node.suspend.waiting import Calls
 from memguard._node.suspend.working import BusyError, Work
+from memguard._runtime.runtime import this
 from memguard.errors import CannotResume, CannotSuspend, MemguardError
 
 _UNCHANGED = (End.RUNNING, End.UNTOUCHED, End.ENDED)
@@ -95,7 +95,7 @@ class Route:
 
         It waits as long for another one (`memguard resume PID`) as for room.
         """
-        guard = api._active.guard if api._active is not None else None
+        guard = this.session.guard if this.session is not None else None
         budget = guard.budget.source if guard is not None and guard.active else None
         until = None if patience is None else time.monotonic() + patience
         while True:
@@ -155,7 +155,7 @@ class Real(Route):
         pid = self.process.pid
         if any(pid in card.processes for card in cards.values()):
             return {uuid: size for uuid, card in cards.items() if (size := card.processes.get(pid))}
-        session = api._active
+        session = this.session
         if session is not None and session.guard.active:
             parts = session.guard.ledger().devices
             if all(part.process is not None for part in parts):
@@ -195,7 +195,7 @@ class Simulated(Route):
 
 
 def of_this_process() -> Route:
-    session = api._active
+    session = this.session
     if session is None or not session.guard.active or not session.guard.host.simulated:
         return Real()
     reading = session.guard.ledger()

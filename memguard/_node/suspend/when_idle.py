@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import os
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from memguard import api
+from memguard._base import life
+from memguard._base.logs import is_heard
 from memguard._base.logs import log as _log
 from memguard._base.specs import SPECS
 from memguard._devices import suspension
@@ -21,7 +21,12 @@ from memguard._frameworks.import_hook import ImportHook
 from memguard._node.suspend import cells
 from memguard._node.suspend.cells import shell_here
 from memguard._node.suspend.idle import Watcher
+from memguard._runtime.extensions import Extension
+from memguard._runtime.runtime import this
 from memguard.errors import MemguardError
+
+if TYPE_CHECKING:
+    from memguard._runtime.extensions import Context
 
 Source = Literal["budget", "environment", "notebook"]
 """Who asked. The budget's ends with it; a later one replaces it, except that the budget's gives way to the others'."""
@@ -33,6 +38,14 @@ _hook = ImportHook()
 _watcher: Watcher | None = None
 _source: Source | None = None
 _lock = threading.Lock()
+
+
+class WhenIdle(Extension):
+    def start(self, session: Context) -> None:
+        suspend = session.guard.budget.suspend
+        assert suspend is not None and suspend.when_idle is not None
+        session.undo.add("the watch for idleness", end_of_budget)
+        of_budget(suspend.when_idle)
 
 
 def of_budget(seconds: float) -> None:
@@ -158,12 +171,12 @@ def has_gpu(root: str = "/") -> bool:
 
 
 def _simulated() -> bool:
-    session = api._active
+    session = this.session
     return session is not None and session.guard.active and session.guard.host.simulated
 
 
 def _say(text: str) -> None:
-    if api._is_heard():
+    if is_heard():
         _log.warning("%s", text)
     else:
         real_imports.say(text)
@@ -172,9 +185,8 @@ def _say(text: str) -> None:
 @functools.cache
 def _prepare(pid: int) -> None:
     """Once in a process."""
-    atexit.register(end)
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_forked)
+    life.at_exit(life.Rank.IDLE, end)
+    life.at_fork(life.Rank.IDLE, child=_forked)
 
 
 def _forked() -> None:

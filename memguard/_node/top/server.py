@@ -34,6 +34,7 @@ from memguard._node.suspend import sockets
 from memguard._node.top.requests import Requests
 from memguard._node.top.snapshot import Gpu, Part, Share, Target
 from memguard._node.top.state import Story
+from memguard._runtime.extensions import Extension
 from memguard._runtime.session import callbacks, on_monitor
 from memguard._runtime.watches import Watch
 from memguard.errors import MemguardError
@@ -42,6 +43,7 @@ from memguard.exchange.ipc import wire
 if TYPE_CHECKING:
     from memguard._base.specs import CacheName, FrameworkName
     from memguard._guard.guard import Guard
+    from memguard._runtime.extensions import Context
 
 VERSION = 1
 KIND = "top"
@@ -214,6 +216,30 @@ class Served:
         _log.info("%s", text)
         if (announce := self._guard._on_event) is not None:
             announce(Event(time.time(), kind, text, framework=framework, bytes=size))
+
+
+class Top(Extension):
+    """A budget that `memguard top` may watch: what it asks for is done at the program's checkpoints."""
+
+    before_monitor = True
+    _served: Served | None = None
+
+    def start(self, session: Context) -> None:
+        self._served = of_budget(session.guard, session.undo, session.wake)
+
+    def checkpoint(self) -> None:
+        if self._served is not None:
+            self._served.checkpoint()
+
+    @property
+    def waiting(self) -> bool:
+        return self._served is not None and self._served.waiting
+
+    def forked(self) -> None:
+        if self._served is not None:
+            self._served.end()
+
+    at_exit = forked
 
 
 def serve(guard: Guard, *, whole: bool = False, where: str | None = None) -> Served:

@@ -180,11 +180,12 @@ def _apply(config: str, names: list[str] | None) -> None:
         raise
     from memguard._frameworks import real_imports
     from memguard._runtime.activation import _memguard_child as child
+    from memguard._runtime.runtime import this
     from memguard.errors import AlreadyActive
 
     hide = child.show_warnings()
     try:
-        api.from_environment = api.init(config, simulate=names)
+        this.from_environment = api.init(config, simulate=names)
     except BaseException as error:
         hide()
         if isinstance(error, AlreadyActive):  # another thread was faster

@@ -11,7 +11,6 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
-from memguard import api
 from memguard._base.logs import log as _log
 from memguard._base.logs import text_of
 from memguard._base.types import Event, Room, Sample
@@ -20,6 +19,7 @@ from memguard._devices import contexts, suspension
 from memguard._oom.remedies import WORKSPACE
 from memguard._oom.report import device_of
 from memguard._runtime.retry.types import Done, Failure
+from memguard._runtime.runtime import this
 
 _ASKED = 4
 """How often the guard is asked for less than before: what it lacks for the most may be of the card, or of the caps."""
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 def active() -> Guard | None:
     """The guard of the budget in effect; None if there is none. It activates none."""
-    session = api._active
+    session = this.session
     return session.guard if session is not None and session.active else None
 
 
@@ -112,7 +112,7 @@ def _raise(guard: Guard, failure: Failure, who: str, device: Device, returned: d
 
 def announce(failure: Failure, done: Done, text: str) -> None:
     """Into the timeline, and to the functions of `on_event`."""
-    session = api._active
+    session = this.session
     if session is not None and session.active:
         size = sum(done.returned.values())
         session._announce(Event(time.time(), "retry", text, uuid=done.uuid, framework=failure.who, bytes=size))

@@ -7,7 +7,6 @@ refuse, and not what PyCUDA and Numba hold, which count nothing without a budget
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import sys
@@ -17,6 +16,8 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING
+
+from memguard._base import life
 
 if TYPE_CHECKING:
     from memguard._base.types import Event, Sample
@@ -72,7 +73,7 @@ class _Beginning:
         except RuntimeError as error:  # no more threads, or the interpreter ends
             _say(f"nothing is recorded: {error}")
         else:
-            atexit.register(self.end)
+            life.at_exit(life.Rank.RECORDER, self.end)
 
     def begin(self) -> None:
         """Begin once a framework is there: this thread must not import beside its import."""
@@ -138,13 +139,12 @@ class Recorder:
         from memguard._runtime import ending
 
         self._writer.begin()
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._forked)
+        life.at_fork(life.Rank.RECORDER, child=self._forked)
         with contextlib.suppress(Exception):  # the first sample imports much; the monitor would wait long after it
             self.record(self.take(), [])
         self._monitor.start()
         ending.call_before(self._last)
-        atexit.register(self.stop)
+        life.at_exit(life.Rank.RECORDER, self.stop)
 
     def stop(self) -> None:
         """Ends the thread first: it must not look at frameworks that are being torn down."""

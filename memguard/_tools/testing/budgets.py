@@ -33,15 +33,13 @@ class Before(NamedTuple):
 
 def active() -> Before:
     """What is active now. Loads nothing."""
-    api: Any = sys.modules.get("memguard.api")
-    if api is None:
+    runtime: Any = sys.modules.get("memguard._runtime.runtime")
+    if runtime is None:
         return Before()
-    session = api._active
-    return Before(session if session is not None else api._idle, _of_environment(api, session))
-
-
-def _of_environment(api: Any, session: Any) -> bool:
-    return session is not None and api.from_environment is not None and session.guard is api.from_environment
+    this, session = runtime.this, runtime.this.session
+    if session is None:
+        return Before(this.idle)
+    return Before(session, this.from_environment is not None and session.guard is this.from_environment)
 
 
 def end(before: Before) -> None:
@@ -55,10 +53,11 @@ def end(before: Before) -> None:
 
         memguard.shutdown()
     if before.of_environment and not before.active.guard.active:
-        from memguard import api as _api
+        import memguard
+        from memguard._runtime.runtime import simulated_names, this
 
         guard = before.active.guard
-        _api.from_environment = _api.init(guard.budget, simulate=_api._simulated_names(guard.host))
+        this.from_environment = memguard.init(guard.budget, simulate=simulated_names(guard.host))
 
 
 def meant(word: str, names: Iterable[str]) -> str:

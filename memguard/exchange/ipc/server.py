@@ -9,7 +9,6 @@ A forked child has none of it: it closes its copies, serves nothing and releases
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import hmac
@@ -22,6 +21,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from memguard._base import life
 from memguard._base.logs import log as _log
 from memguard.exchange import lifetimes
 from memguard.exchange.ipc import wire
@@ -362,8 +362,8 @@ def current() -> Server:
 
 @functools.cache
 def _prepare() -> None:
-    atexit.register(_at_exit)
-    os.register_at_fork(after_in_child=_forked)
+    life.at_exit(life.Rank.EXPORTS, _at_exit)
+    life.at_fork(life.Rank.EXPORTS, child=_forked)
 
 
 def _at_exit() -> None:

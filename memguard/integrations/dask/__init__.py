@@ -30,7 +30,7 @@ else:
     _missing = None
 
 if TYPE_CHECKING:
-    from memguard.api import BudgetLike, MissingGpu
+    from memguard._runtime.runtime import BudgetLike, MissingGpu
     from memguard.integrations.dask.attach import Attached
 
 __all__ = ["Ledgers", "MemguardPlugin", "ledgers"]

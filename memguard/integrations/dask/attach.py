@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from memguard._budget import Budget
     from memguard._guard.guard import Guard
     from memguard._oom.report import Report
-    from memguard.api import MissingGpu
+    from memguard._runtime.runtime import MissingGpu
 
 TOPIC = "memguard"
 """Of the scheduler's events: `client.get_events("memguard")`."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from memguard._base.types import Device
-    from memguard.api import BudgetLike
+    from memguard._runtime.runtime import BudgetLike
     from memguard.integrations.ray.worker import Worker
 
 __all__ = ["node_resources", "options", "runtime_env", "setup"]
@@ -91,11 +91,11 @@ def node_resources(simulate: str | Sequence[str] | None = None) -> dict[str, int
 
     Raises DeviceError.
     """
-    from memguard import api
     from memguard._base.units import MIB
+    from memguard._runtime import runtime
     from memguard.integrations.ray.parts import UNITS
 
-    host = api._host(simulate)
+    host = runtime.open_host(simulate)
     try:
         return {UNITS: sum(one.usable for one in host.devices()) // MIB}
     finally:

@@ -164,7 +164,7 @@ class Worker:
             return
         session = api.current_session()
         metrics = Metrics(session, job)
-        session._undo.add("the figures in Ray's metrics", metrics.end)  # also where the program ends the budget
+        session.undo.add("the figures in Ray's metrics", metrics.end)  # also where the program ends the budget
         watch = memguard.on_sample(metrics.tell)
         self._applied.add("the samples for Ray's metrics", watch.remove)
         reports.begin(self._applied)

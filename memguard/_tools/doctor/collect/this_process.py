@@ -24,16 +24,16 @@ _MODULES = {
 
 def process(uuids: Iterable[str]) -> Process:
     """This process. `uuids`: the GPUs that NVML lists."""
-    from memguard import api
+    from memguard._runtime.runtime import this
 
-    guard = api._active
+    session = this.session
     return Process(
         modules=tuple(name for name in list(sys.modules) if name in _MODULES),
         libraries=tuple(libraries()),
         contexts=_bytes(uuids),
         foreign_context=_foreign(),
         allocators=allocators(sys.modules),
-        budget=guard is not None and guard.active,
+        budget=session is not None and session.active,
     )
 
 

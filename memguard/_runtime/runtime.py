@@ -1,0 +1,567 @@
+"""Which budget is in effect in this process: the states of a `Runtime`, and what `init`, `guard` and `shutdown` change.
+
+    Empty ──init──▶ Starting ──▶ Active ──shutdown──▶ Empty
+      └─ nothing is applied (MEMGUARD_DISABLE, no GPU) ─▶ Idle        Active ──suspend──▶ Suspended ──resume──▶ Active
+    In a forked child an Active or Starting one becomes Forked.
+
+`this` is the one of this process. `memguard.api` gives it the table of extensions, and has the public functions.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args
+
+from memguard._base import life
+from memguard._base.advice import Advice
+from memguard._base.locks import InterruptSafeLock, free
+from memguard._base.logs import is_heard
+from memguard._base.logs import log as _log
+from memguard._devices import suspension
+from memguard._frameworks import real_imports
+from memguard._guard.guard import Guard
+from memguard._runtime import extensions, workers
+from memguard._runtime.session import Session, outlived, watches
+from memguard._runtime.workers import IdleGuard
+from memguard.errors import AlreadyActive, DeviceError, MemguardError, NotActive
+
+if TYPE_CHECKING:
+    from memguard._budget import Budget
+    from memguard._devices.host import Host
+    from memguard._runtime.extensions import Claimed
+
+BudgetLike = Union["str | os.PathLike[str] | Mapping[str, Any] | Budget"]
+MissingGpu = Literal["raise", "warn", "simulate"]
+
+_NONE = Advice("no budget is active in this process", "call memguard.init('budget.yaml') first")
+_FORKED = Advice(
+    "no budget is active in this process: it was forked from one that has a budget, and a budget belongs to one "
+    "process",
+    "call memguard.init here, for a budget of its own",
+)
+_WITHOUT = 'try it without a GPU: simulate="h200" (`memguard run --simulate h200`)'
+_MISSING = (
+    'go on without a GPU: missing_gpu="warn" (no budget) or missing_gpu="simulate", or set '
+    f"{workers.DISABLE}=1 or {workers.SIMULATE}=h200"
+)
+_DISABLED = f"no budget is active, and nothing caps this program: {workers.DISABLE} is set"
+_STAND_IN = "h200"
+"""What `missing_gpu="simulate"` simulates: the card whose figures were measured."""
+_FREED = 3.0
+"""Seconds that the driver may take to free what a process that ended had on a GPU: its lease is free before that."""
+_PATIENCE = 5.0
+"""Seconds that a call waits for an `init` of another thread."""
+
+
+class Empty:
+    """No budget. What needs one raises NotActive with `why`."""
+
+    session: Session | None = None
+    """The budget that is in effect, or is being applied, or could not yet be undone."""
+    idle: IdleGuard | None = None
+
+    def __init__(self, why: Advice = _NONE) -> None:
+        self.why = why
+
+    def guard(self) -> Guard:
+        """What `ledger`, `require` and the other calls are made of. Raises NotActive."""
+        return self.need_session().guard
+
+    def need_session(self) -> Session:
+        """Raises NotActive."""
+        if self.session is None:
+            raise NotActive(self.why)
+        return self.session
+
+    def checkpoint(self) -> None:
+        """`memguard.checkpoint`. Raises NotActive."""
+        self.need_session().checkpoint()
+
+    def check(self, what: str) -> None:
+        """Raise Suspended if the budget cannot change now."""
+
+    def without_session(self) -> Empty:
+        """The state once the budget is over."""
+        return self
+
+
+class Forked(Empty):
+    """A forked child of a process with a budget."""
+
+
+class Idle(Empty):
+    """Nothing is applied, and the public calls do nothing: MEMGUARD_DISABLE, or `missing_gpu="warn"` without a GPU."""
+
+    def __init__(self, guard: IdleGuard, why: Advice) -> None:
+        super().__init__(why)
+        self.idle: IdleGuard = guard
+
+    def guard(self) -> Guard:
+        return self.idle
+
+    def checkpoint(self) -> None:
+        pass
+
+
+class Active(Empty):
+    """A budget is in effect, unless an interruption came while it was undone: then the next change does what is left.
+
+    `otherwise` is the state without it.
+    """
+
+    def __init__(self, session: Session, otherwise: Empty) -> None:
+        self.why = otherwise.why
+        self.session: Session = session
+        self.idle = otherwise.idle
+        self._otherwise = otherwise
+
+    def guard(self) -> Guard:
+        return self.session.guard
+
+    def without_session(self) -> Empty:
+        return self._otherwise
+
+
+class Starting(Active):
+    """`init` applies a budget. Calls of other threads wait for it."""
+
+
+class Suspended(Empty):
+    """The process is off its GPUs: its guard answers from the last reading or refuses, and the budget stays."""
+
+    def __init__(self, inner: Empty) -> None:
+        super().__init__(inner.why)
+        self.session, self.idle, self._inner = inner.session, inner.idle, inner
+
+    def guard(self) -> Guard:
+        return self._inner.guard()
+
+    def check(self, what: str) -> None:
+        suspension.check(what)
+
+
+class Runtime:
+    """The budget of one process. Changes are made with `lock` held; readers take `state` as it is."""
+
+    def __init__(self) -> None:
+        self.lock = InterruptSafeLock()
+        self.extensions: Mapping[str, str] = {}
+        """What a section of the budget adds to its session: `extensions.load`."""
+        self.simulated_by_default: Sequence[str] | None = None
+        """The GPUs of `memguard run --simulate`: the program's own `init` uses them too."""
+        self.from_environment: Guard | None = None
+        """What MEMGUARD_CONFIG applied: the program's own `init` replaces it without `replace=True`."""
+        self.claimed: list[Claimed] = []
+        """Leases that `init` has claimed, or kept of the budget before, until it is known whose they are."""
+        self.applying = False
+        """Whether `init` is at work."""
+        self.claiming = False
+        """Whether it waits for a lease: `shutdown` ends that."""
+        self._unwanted = False
+        """Whether a signal handler, or another thread while `init` waits, has called `shutdown` within it."""
+        self._environment: Any = sys.modules.get("_memguard_environment")
+        """There if MEMGUARD_CONFIG was set when Python started."""
+        self._state = Empty()
+
+    # what is
+
+    @property
+    def state(self) -> Empty:
+        return self._state if suspension.now is None else Suspended(self._state)
+
+    @property
+    def session(self) -> Session | None:
+        """The budget in effect, or one that is being applied or undone: `session.active` says."""
+        return self._state.session
+
+    @property
+    def idle(self) -> IdleGuard | None:
+        """The guard that does nothing, while nothing is applied."""
+        return self._state.idle
+
+    @property
+    def was_forked(self) -> bool:
+        """Whether this is a forked child that has had no budget of its own since."""
+        return self._state.why == _FORKED
+
+    def settled(self) -> Empty:
+        """The state that a public call is made in: MEMGUARD_CONFIG is applied first, and an `init` waited for."""
+        state = self._state
+        if type(state) is Active or type(state) is Idle:
+            return state
+        if self._environment is not None and state.session is None and workers.disabled(os.environ):
+            self._stay_idle(_DISABLED, os.environ.get("MEMGUARD_CONFIG", ""))  # its budget from MEMGUARD_CONFIG alone
+            return self._state
+        return self._awaited()
+
+    def need_session(self) -> Session:
+        """The budget in effect. Raises NotActive, also while nothing is applied."""
+        state = self._state
+        return (state if type(state) is Active else self._awaited()).need_session()
+
+    def _awaited(self) -> Empty:
+        if self._environment is not None:
+            self._environment.activate()
+        if type(self._state) is Starting:  # by another thread, which may wait for an import of this one: not for ever
+            free(self.lock, _PATIENCE)
+        state = self._state
+        why = getattr(self._environment, "why", None)
+        return Empty(Advice(*why)) if why and state.session is None and state.idle is None else state
+
+    # init
+
+    def init(
+        self, budget: BudgetLike, replace: bool, simulate: str | Sequence[str] | None, missing_gpu: MissingGpu
+    ) -> tuple[Guard, Session | None]:
+        """`memguard.init`, and the session if this call began one."""
+        if missing_gpu not in get_args(MissingGpu):
+            raise ValueError(f"missing_gpu is 'raise', 'warn' or 'simulate', found {missing_gpu!r}")
+        if simulate is None and self.simulated_by_default is None and workers.disabled(os.environ):
+            return self._stay_idle(_DISABLED, budget), None
+        if not workers.wanted(workers.reimporting(sys.modules), os.environ):
+            return self._stay_passive(), None
+        from memguard import _budget
+
+        loaded = _budget.of(budget)
+        simulate = self._simulated_by_default() if simulate is None else simulate
+        with self.lock:
+            if not self.applying:
+                self.applying = True
+                try:
+                    return self._apply(loaded, simulate, replace, missing_gpu)
+                finally:
+                    self.applying = False
+                    self._let_go()
+            state = self._state
+            if isinstance(state, Starting) and _same(state.session, loaded, simulate):
+                self._unwanted = False  # wanted again, if a `shutdown` came before this one
+                return state.session.guard, None
+            raise AlreadyActive(
+                "memguard.init is at work on this thread, and was called within that by a signal handler, a log "
+                "handler or a finalizer",
+                fix="call it once the other call has returned",
+            )
+
+    def _apply(
+        self, loaded: Budget, simulate: str | Sequence[str] | None, replace: bool, missing_gpu: MissingGpu
+    ) -> tuple[Guard, Session | None]:
+        """`init`, with the lock held."""
+        self._unwanted = False
+        before = self._in_effect()
+        if before is not None:
+            now = before.guard
+            if _same(before, loaded, simulate):
+                return now, None
+            if outlived(before):
+                raise AlreadyActive(
+                    "another budget became active while this function ran for one that is over",
+                    fix="memguard.init(..., replace=True) on a thread of the program",
+                )
+            if not replace and now is not self.from_environment:
+                which = f": that of {now.budget.source}" if now.budget.source else ""
+                raise AlreadyActive(
+                    f"another budget is active in this process{which}",
+                    fix="memguard.shutdown() first, or memguard.init(..., replace=True)",
+                )
+        self.state.check("memguard.init")
+        why = None
+        try:
+            session = self._planned(loaded, simulate, before)  # first: a budget that does not fit changes nothing
+        except DeviceError as error:
+            if missing_gpu == "raise" or not error.missing:
+                raise
+            why = str(error.advice.with_alternatives())
+        if why is not None:  # here, so that what this raises has one traceback
+            if missing_gpu == "warn":
+                idle = self._stay_idle(f"no budget is active, and nothing caps this program: {why}", loaded, loud=True)
+                return idle, None
+            session = self._without_gpu(loaded, before, why)
+        kept = before.lease if before is not None else None
+        if kept is not None:  # until the new budget is there: if it fails, this one is applied again
+            self.claimed.append(kept)
+            kept.kept = True
+        if before is not None:
+            before.guard.stop()
+        try:
+            self._start(session)
+        except BaseException:
+            session.guard.stop()
+            self._in_effect()
+            if before is not None:
+                again = self._again(before.guard, kept)
+                if before.guard is self.from_environment:
+                    self.from_environment = again.guard if again is not None else None
+            raise
+        if self.session is session:  # not in a child that was forked within it
+            self._state = Active(session, Empty())
+        self.from_environment = None
+        if self._environment is not None:
+            self._environment.disarm()
+        return session.guard, session
+
+    def _planned(self, budget: Budget, simulate: str | Sequence[str] | None, before: Session | None) -> Session:
+        """The budget resolved on its GPUs, and not yet applied."""
+        host: Host | None = None
+        try:
+            host = open_host(simulate)
+            session = Session(Guard(budget, host), extensions.load(budget, self.extensions))
+            session.prepare(before)
+            if session.lease is not None:
+                self._claim(session.lease, session)
+        except BaseException as error:
+            if host is not None:
+                host.close()
+            if isinstance(error, DeviceError) and (simulate is None if host is None else not host.simulated):
+                more = [_WITHOUT] if host is not None else []  # without a host the text names simulated GPUs itself
+                more += [_MISSING] if error.missing else []
+                raise DeviceError(error.advice.with_alternatives(*more), missing=error.missing) from None
+            raise
+        return session
+
+    def _claim(self, lease: Claimed, session: Session) -> None:
+        """Wait for it as long as the budget says. The lock is held: `init` and `shutdown` of other threads wait too."""
+        self.claimed.append(lease)
+        try:
+            self.claiming = True
+            say = _log.warning if is_heard() else real_imports.say
+            wait = session.guard.budget.device.wait or 0.0
+            if lease.take(wait, say, lambda: self._unwanted, session.while_waiting(say)):
+                until = time.monotonic() + _FREED
+                while any(session.guard.busy()) and time.monotonic() < until and not self._unwanted:
+                    time.sleep(0.05)
+        finally:
+            self.claiming = False
+
+    def _let_go(self) -> None:
+        """Give back what `init` claimed for a budget that does not hold, and what it kept of one that is over."""
+        active = self._state.session
+        own = active.lease if active is not None and active.active else None
+        for lease in [*self.claimed]:
+            lease.kept = False
+            if lease is not own:
+                lease.close()
+            if lease in self.claimed:
+                self.claimed.remove(lease)
+
+    def _without_gpu(self, budget: Budget, before: Session | None, why: str) -> Session:
+        """The budget on a simulated GPU, as there is no real one. Says so, once."""
+        session = self._planned(budget, _STAND_IN, before)
+        session.stands_in = True
+        real_imports.said = True
+        real_imports.say(f"a simulated {_STAND_IN} stands in for the missing GPU: nothing limits a real one: {why}")
+        return session
+
+    def _start(self, session: Session) -> None:
+        """Make it the active one, and start it. Whatever interrupts that, `_in_effect` finds it. The lock is held."""
+        try:
+            # Before it starts: an import in another thread may call memguard at once.
+            self._state = Starting(session, self._state.without_session())
+            session.start()
+        finally:
+            if self.session is session:  # not in a child that was forked within it
+                self._state = Active(session, self._state.without_session())
+        if self._unwanted:  # by a `shutdown` of a signal handler meanwhile
+            session.guard.stop()
+
+    def _in_effect(self) -> Session | None:
+        """The budget in effect. What an interrupted call left of another one is undone first. The lock is held."""
+        if self.claimed and not self.applying:
+            self._let_go()
+        found = self._state.session
+        if found is None or found.active:
+            return found
+        found.guard.stop()
+        self._forget(found)
+        return None
+
+    def _forget(self, session: Session) -> None:
+        if self.session is session and session.guard.undone:
+            self._state = self._state.without_session()
+
+    def _again(self, before: Guard, lease: Claimed | None) -> Session | None:
+        """The budget that was active before a replacement failed, applied anew."""
+        session: Session | None = None
+        try:
+            session = Session(Guard(before.budget, before.host), extensions.load(before.budget, self.extensions))
+            session.guard.plan = before.plan  # as `resize` had left it
+            if lease is not None:
+                session.have(lease)
+            self._start(session)
+        except MemguardError as error:
+            if session is not None:
+                session.guard.stop()
+            self._in_effect()
+            # As text: a log that keeps its records would keep the error, its causes, and their frames.
+            _log.warning("no budget is active any more: the one before could not be applied again: %s", str(error))
+            return None
+        return session
+
+    # nothing is applied
+
+    def _stay_idle(self, why: str, budget: BudgetLike, *, loud: bool = False) -> Guard:
+        """Apply nothing, and let the program run through: the public functions do nothing. An active budget stays."""
+        state = self._state
+        before, found = state.idle, state.session
+        if found is not None and found.active:
+            _log.log(
+                logging.WARNING if loud else logging.INFO,
+                "the budget that was active stays, and this one is not applied: %s",
+                why,
+            )
+            return found.guard
+        if before is not None and (before.why, before.given) == (why, budget):
+            return before
+        idle = IdleGuard(why, budget)
+        self._state = self._with(Idle(idle, state.why))
+        if before is None or before.why != why:
+            if not loud:
+                _log.info("%s", why)
+            elif is_heard():
+                _log.warning("%s", why)
+            else:
+                real_imports.say(why)
+        return idle
+
+    def _stay_passive(self) -> Guard:
+        """Apply nothing and touch no GPU: this is a worker of multiprocessing that imports the script again."""
+        state = self._state
+        if state.session is not None and state.session.active:
+            return state.session.guard
+        self._state = self._with(Empty(workers.WHY) if state.idle is None else Idle(state.idle, workers.WHY))
+        _log.debug("memguard.init applies nothing while multiprocessing imports the script again in a worker")
+        return workers.PassiveGuard()
+
+    def _with(self, otherwise: Empty) -> Empty:
+        """The state now, with another one for the time when no budget is there."""
+        state = self._state
+        return type(state)(state.session, otherwise) if isinstance(state, Active) else otherwise
+
+    # the end
+
+    def shutdown(self) -> list[str]:
+        """`memguard.shutdown`."""
+        if self.claiming:  # another thread's `init`, or one that this call interrupted: it waits no longer
+            self._unwanted = True
+        with self.lock:
+            if outlived(self.session):
+                _log.debug("memguard.shutdown of a budget that is over: the one that came after it stays")
+                return []
+            if self.claimed and not self.applying:
+                self._let_go()
+            if self.session is not None:
+                self.state.check("memguard.shutdown")  # what was changed is taken back on the GPUs
+            self._end_idling()
+            if self._environment is not None:
+                self._environment.disarm()
+            self._unwanted = True  # for an `init` that a signal handler has interrupted, to call this
+            found = self.session
+            # None is there; or a signal handler, say, called this within `init`, which is in the middle of it.
+            if found is None or isinstance(self._state, Starting):
+                return []
+            stays = found.guard.stop()  # also what is left of one that was interrupted
+            self._forget(found)
+            return stays
+
+    def _end_idling(self) -> None:
+        state = self._state
+        if state.idle is not None:
+            self._state = self._with(Empty(state.why))
+
+    def end_of(self, session: Session | None, idle: Guard | None, error: BaseException | None) -> None:
+        """End the session, or the idling, that a block began, if it still counts.
+
+        What fails in that does not replace the block's own `error`.
+        """
+        if (session is None or self.session is not session) and (idle is None or idle is not self.idle):
+            return  # without the lock: there is nothing to end
+        try:
+            with self.lock:
+                if session is not None and self.session is session:
+                    self.shutdown()
+                if idle is not None and idle is self.idle:
+                    self._end_idling()
+        except Exception as failure:
+            if error is None:
+                raise
+            _log.warning("the budget of a block could not be ended: %s", str(failure))
+
+    def forked(self) -> None:
+        """A forked child starts without a budget, and with a lock of its own: the parent's may be held for ever."""
+        self.lock, self.claiming, self.applying = InterruptSafeLock(), False, False
+        self.claimed.clear()
+        watches.clear()  # what they write to has its threads in the parent
+        before = self.session
+        if before is None:
+            return
+        self._state = Forked(_FORKED)
+        before.forked()
+        if workers.from_fork_server(sys.modules, sys.orig_argv):  # the budget was meant for the workers
+            self._state = Forked(workers.SERVED)
+            _log.warning("%s", workers.SERVED)
+            return
+        _log.debug("forked: memguard is inert in the child; call memguard.init there for a budget of its own")
+
+    # GPUs
+
+    def _simulated_by_default(self) -> Sequence[str] | None:
+        """The GPUs of `memguard run --simulate`, else those of MEMGUARD_SIMULATE, which a line on stderr then names."""
+        if self.simulated_by_default is not None:
+            return self.simulated_by_default
+        names = workers.simulated(os.environ)
+        if names is None:
+            return None
+        from memguard._devices import catalog
+
+        try:
+            for name in names:
+                catalog.models(name)
+        except DeviceError as error:  # before anything is said of them
+            raise DeviceError(error.advice.within(workers.SIMULATE)) from None
+        if not real_imports.said:
+            real_imports.said = True
+            real_imports.say(f"simulated GPUs ({', '.join(names)}): nothing limits a real one")
+        return names
+
+
+def _same(active: Session, budget: Budget, simulate: str | Sequence[str] | None) -> bool:
+    if active.guard.budget != budget:
+        return False
+    return simulated_names(active.guard.host) == _names(simulate) or (active.stands_in and simulate is None)
+
+
+def _names(simulate: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    if simulate is None:
+        return None
+    names: Sequence[object] = simulate if isinstance(simulate, (list, tuple)) else [simulate]
+    for name in names:
+        if not isinstance(name, str):
+            text = f"simulate names GPUs as text, found {name!r}"
+            raise DeviceError(text, fix="simulate='h200', or a list of names")
+    from memguard._devices.catalog import canonical
+
+    return tuple(canonical(str(name)) for name in names)
+
+
+def simulated_names(host: Host) -> tuple[str, ...] | None:
+    """What `simulate` was for this host; None for real GPUs."""
+    return getattr(host, "names", ()) if host.simulated else None
+
+
+def open_host(simulate: str | Sequence[str] | None) -> Host:
+    """The GPUs of this process, or simulated ones of these names. Raises DeviceError."""
+    names = _names(simulate)
+    if names is not None:
+        from memguard._devices.simulated import SimulatedHost
+
+        return SimulatedHost(names)
+    from memguard._devices.real import RealHost
+
+    return RealHost()
+
+
+this = Runtime()
+life.at_fork(life.Rank.BUDGET, child=this.forked)
