@@ -17,11 +17,11 @@ from memguard._budget import joint, policy
 from memguard._devices import suspension
 from memguard._devices.host import Host
 from memguard._frameworks.base import Framework
-from memguard._guard import refusals, reservations, turns
-from memguard._guard.reclaimer import Reclaimer
+from memguard._guard import queue, refusals, reservations
+from memguard._guard.queue import Ticket, Turns
+from memguard._guard.reclaim import Reclaimer
 from memguard._guard.refusals import Look, Waiting
 from memguard._guard.reservations import EMPTY, Asked, Book, Entry, Verdict
-from memguard._guard.turns import Ticket, Turns
 from memguard._ledger.overhead import totals
 from memguard._oom import hooks
 from memguard.errors import BudgetExceeded, MemguardError
@@ -77,7 +77,7 @@ class _Work(NamedTuple):
     def entry(self) -> Entry:
         uuids = tuple(device.uuid for device in self.devices)
         return Entry(
-            self.ticket.number, self.name, self.framework, self.needed, uuids, self.began, turns.who(), self.mine
+            self.ticket.number, self.name, self.framework, self.needed, uuids, self.began, queue.who(), self.mine
         )
 
 
@@ -86,22 +86,22 @@ class Admission:
 
     def __init__(self, guard: Budgeted) -> None:
         self._guard = guard
-        self.turns = Turns()
+        self.queue = Turns()
 
     @property
     def working(self) -> bool:
         """Whether a workload that has reserved memory is under way."""
-        return bool(self.turns.settled().active)
+        return bool(self.queue.settled().active)
 
     def open_bytes(self, framework: str, uuid: str) -> int:
         """Bytes that its workloads have reserved there and not taken yet. Also within an allocation: no lock."""
-        return 0 if self.turns.book is EMPTY else self.promised(framework, uuid, self._in_use(framework).get(uuid))
+        return 0 if self.queue.book is EMPTY else self.promised(framework, uuid, self._in_use(framework).get(uuid))
 
     def promised(self, framework: str, uuid: str, in_use: int | None) -> int:
         """The same, by what the framework has in use there; None: unknown."""
-        if self.turns.book is EMPTY:
+        if self.queue.book is EMPTY:
             return 0
-        book = self.turns.view()
+        book = self.queue.view()
         if (framework, uuid) not in book.bases:
             return 0
         return reservations.open_bytes(book, framework, uuid, in_use)
@@ -110,13 +110,13 @@ class Admission:
 
     def fits(self, framework: str, needed: int, device: Device) -> bool:
         """Whether there is room on that GPU now, beside what is reserved. Nothing is trimmed."""
-        return self._look(framework, needed, device, turns.within()).fits
+        return self._look(framework, needed, device, queue.within()).fits
 
     def require(self, framework: str, needed: int, device: Device) -> None:
         """Raise BudgetExceeded if there is no room, after others gave back what they could. With the guard's lock."""
         before: object = None
         room: Room | None = None
-        again = functools.partial(self._look, framework, needed, device, turns.within(), everyone=True)
+        again = functools.partial(self._look, framework, needed, device, queue.within(), everyone=True)
         for number in range(1, _LOOKS + 1):
             look = again()
             if look.fits:
@@ -203,8 +203,8 @@ class Admission:
         guard._check_active()
         guard._framework(report.framework)
         now, devices = time.monotonic(), [part.device for part in guard._used_by(report.framework)]
-        mine = turns.within() & self.turns.settled().ids
-        return _Work(self.turns.ticket(), report.name, report.framework, needed, devices, mine, now, now + patience)
+        mine = queue.within() & self.queue.settled().ids
+        return _Work(self.queue.ticket(), report.name, report.framework, needed, devices, mine, now, now + patience)
 
     def _turn(self, work: _Work, report: WorkloadReport) -> Iterator[float]:
         """Try until it is admitted. Yields the seconds to wait before the next try; raises BudgetExceeded."""
@@ -232,8 +232,8 @@ class Admission:
 
     def _queue(self, work: _Work) -> bool:
         while True:
-            book = self.turns.settled()
-            if self.turns.replace(book, reservations.queued(book, work.entry._replace(size=work.needed))):
+            book = self.queue.settled()
+            if self.queue.replace(book, reservations.queued(book, work.entry._replace(size=work.needed))):
                 return True
 
     def _try(self, work: _Work) -> tuple[BudgetExceeded, bool] | None:
@@ -283,17 +283,17 @@ class Admission:
         in_use = {look.part.device.uuid: look.in_use.get(work.framework) for look in looks}
         covered = all(look.verdict.covered for look in looks)
         entry = work.entry._replace(since=time.monotonic(), size=0 if covered else work.needed)
-        turns.enter(work.ticket, work.mine)
+        queue.enter(work.ticket, work.mine)
         book = looks[-1].book
-        if not self.turns.replace(book, reservations.begun(book, entry, in_use)):
+        if not self.queue.replace(book, reservations.begun(book, entry, in_use)):
             return False
         # From here on no cap is lowered below what is reserved. One may have been, since the look.
         caps = [(self._guard.part(look.part.device.uuid).caps, look.part.caps) for look in looks]
         if all(now[work.framework] >= then[work.framework] for now, then in caps):
             return True
         while True:
-            book = self.turns.settled()
-            if self.turns.replace(book, reservations.ended(book, entry.id, in_use)):
+            book = self.queue.settled()
+            if self.queue.replace(book, reservations.ended(book, entry.id, in_use)):
                 return False
 
     def _refused(self, work: _Work, look: Look, room: Room) -> tuple[BudgetExceeded, bool]:
@@ -301,7 +301,7 @@ class Admission:
         waiting = Waiting(work.ticket.number, work.began, work.deadline)
         shown = _at_most(work.framework, look, functools.partial(self._look_for, work, part.device))
         error = refusals.refused(work.framework, work.needed, shown, room, time.monotonic(), waiting)
-        asked = self._question(work.framework, work.needed, part, self.turns.here(work.mine))
+        asked = self._question(work.framework, work.needed, part, self.queue.here(work.mine))
         rest = part.limit - part.reserve
         why = None if look.verdict.covered else reservations.never(look.book, asked, rest, most)
         if why is not None:
@@ -321,7 +321,7 @@ class Admission:
         error: BaseException | None,
     ) -> None:
         seconds = time.monotonic() - began
-        book = EMPTY if ticket is None else self.turns.settled()
+        book = EMPTY if ticket is None else self.queue.settled()
         in_use: dict[str, int | None] | None = None
         try:
             try:
@@ -332,7 +332,7 @@ class Admission:
         finally:
             if ticket is not None:
                 try:
-                    self.turns.leave(ticket, functools.partial(self._in_use, report.framework), book, in_use)
+                    self.queue.leave(ticket, functools.partial(self._in_use, report.framework), book, in_use)
                 finally:
                     ticket.over = True  # if that was interrupted, the next one that looks ends it
         if (told := self._guard._on_workload) is not None:
@@ -363,7 +363,7 @@ class Admission:
         if ticket is None:
             return
         try:
-            self.turns.leave(ticket, functools.partial(self._in_use, framework))
+            self.queue.leave(ticket, functools.partial(self._in_use, framework))
         finally:
             ticket.over = True
 
@@ -385,7 +385,7 @@ class Admission:
 
         First those are asked who matter in any case, unless `everyone` is; the others if it does not fit.
         """
-        book = self.turns.settled() if book is None else book
+        book = self.queue.settled() if book is None else book
         part = self._guard.part(device.uuid)
         asked = self._question(framework, needed, part, mine)
         if cap is not None:
@@ -407,7 +407,7 @@ class Admission:
         in_use = {name: policy.in_use(usage) for name, usage in usages.items()}
         for name, size in in_use.items():
             lower = reservations.seen(book, name, {device.uuid: size})
-            if lower is not book and self.turns.replace(book, lower):
+            if lower is not book and self.queue.replace(book, lower):
                 book = lower
         return Look(book, part, memory, verdict, in_use)
 

@@ -37,7 +37,7 @@ from memguard._frameworks.base import Framework
 from memguard._frameworks.import_hook import ImportHook
 from memguard._frameworks.real_imports import RealImports
 from memguard._guard.caps import Entry
-from memguard._guard.shares import Shares, above_cap
+from memguard._guard.elastic import Shares, above_cap
 from memguard._ledger.overhead import own_bytes
 from memguard._ledger.rows import Reading, device_ledger
 from memguard._ledger.types import Ledger
@@ -185,7 +185,7 @@ class Guard(Shares):
         self._turn = Turn(self._lock)
         self._reader.forked()
         if self._admitting is not None:
-            self._admitting.turns.forked()
+            self._admitting.queue.forked()
         self._hook.clear()
         if self._real is not None:
             self._real.stop()
@@ -344,7 +344,7 @@ class Guard(Shares):
     def _fits(self, framework: str, needed: int, part: DevicePlan) -> bool:
         """Whether there is room on that GPU. Its siblings are asked only if something has to be trimmed."""
         admission = self._admitting
-        if admission is not None and not admission.turns.idle:
+        if admission is not None and not admission.queue.idle:
             return admission.fits(framework, needed, part.device)
         requester = self._entry(framework).framework
         footprint, usages = requester.footprint(needed), {framework: requester.usage(part.device)}

@@ -19,7 +19,7 @@ from memguard._base.types import Event, Moment, Pressure, Sample, WorkloadReport
 from memguard._base.undo import Undo
 from memguard._base.units import format_size
 from memguard._devices import contexts, suspension
-from memguard._guard.shares import own_thread
+from memguard._guard.elastic import own_thread
 from memguard._oom import hooks
 from memguard._runtime.leaks import Workloads
 from memguard._runtime.refusals import Refusals

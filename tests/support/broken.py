@@ -65,7 +65,7 @@ BROKEN: dict[str, Broken] = {
         "tests/gpu/test_moment.py::test_memguards_own_refusals_caught_and_retried[pycuda]",
     ),
     "a trim reports more than came back": Broken(
-        "_guard/reclaimer.py", "        got = max(self.available(device) - before, 0)\n",
+        "_guard/reclaim.py", "        got = max(self.available(device) - before, 0)\n",
         "        got = 2 * max(self.available(device) - before, 0)\n",
         "tests/gpu/test_elastic_gpu.py::test_cupys_cache_goes_to_torch_when_room_is_made",
     ),

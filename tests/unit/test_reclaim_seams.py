@@ -145,7 +145,7 @@ def test_a_min_is_there_for_a_workload_though_others_wait_for_more() -> None:
         target=lambda: memguard.workload("big", framework="torch", needs=room * 6 // 10, wait=60).__enter__()
     )
     waiting.start()
-    until(lambda: api.current()._admission.turns.settled().waiting)
+    until(lambda: api.current()._admission.queue.settled().waiting)
     with memguard.workload("small", framework="numba", needs=least - 4 * GIB):
         simulated(guard, "numba").allocate(least - 4 * GIB)
     assert waiting.is_alive(), "it was not waited for"

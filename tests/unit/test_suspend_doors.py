@@ -268,7 +268,7 @@ def test_a_workload_that_waits_for_room_goes_on_waiting(guard: Guard) -> None:
             went_on.set()
 
     first, second = threading.Thread(target=holding), threading.Thread(target=waiting)
-    turns = guard._admission.turns
+    turns = guard._admission.queue
     first.start()
     until(lambda: turns.settled().active)
     second.start()

@@ -27,7 +27,7 @@ from memguard import api
 from memguard._base.types import WorkloadReport
 from memguard._base.units import GIB, MIB
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory
-from memguard._guard import admission, reservations, turns
+from memguard._guard import admission, queue, reservations
 from memguard._guard.reservations import EMPTY
 from memguard.errors import BudgetExceeded, MemguardError, NotActive
 
@@ -42,7 +42,7 @@ SMALL = {
 
 
 def book() -> reservations.Book:
-    return api.current()._admission.turns.settled()
+    return api.current()._admission.queue.settled()
 
 
 until = functools.partial(waiting.until, pause=0.002)
@@ -324,7 +324,7 @@ def test_a_block_that_is_dropped_reserves_nothing() -> None:
 def test_a_forked_child_has_an_empty_book() -> None:
     guard = start()
     with block():
-        guard._admission.turns.forked()
+        guard._admission.queue.forked()
         assert book() is EMPTY
 
 
@@ -420,8 +420,8 @@ def test_ctrl_c_at_any_point_leaves_nothing_reserved(wait: float | None, full: b
         place = interrupted(call, at).place
         if book() is not EMPTY:
             stays[place] = book()
-            guard._admission.turns.forked()
-        assert turns.within() & book().ids == frozenset()
+            guard._admission.queue.forked()
+        assert queue.within() & book().ids == frozenset()
     print(f"{len(tried)} points tried")
     assert stays == {}
 
@@ -611,7 +611,7 @@ def test_who_a_generator_yields_to_is_not_within_its_block() -> None:
         with pytest.raises(BudgetExceeded, match="'batches'"):
             block("2GiB").__enter__()
         with block("1GiB"):
-            seen.append((number, len(turns.within())))
+            seen.append((number, len(queue.within())))
 
     async def loop() -> None:
         async for number in later():

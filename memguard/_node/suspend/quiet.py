@@ -16,9 +16,9 @@ from memguard._base.types import MemoryInfo
 from memguard._base.undo import Undo
 from memguard._devices import suspension
 from memguard._devices.suspension import Off
+from memguard._guard import suspended
 from memguard._guard.guard import Guard
 from memguard._ledger.types import Ledger
-from memguard._node.suspend import guard as guards
 from memguard._runtime.session import Session
 from memguard.errors import CannotSuspend
 
@@ -26,7 +26,7 @@ _NVML = "memguard._devices.nvml"
 """If it was never loaded, there is nothing to forget."""
 
 
-def begin(undo: Undo, seconds: float, figures: guards.Figures | None = None) -> Ledger | None:
+def begin(undo: Undo, seconds: float, figures: suspended.Figures | None = None) -> Ledger | None:
     """Be quiet, until `undo` runs. The last reading, if a budget is active.
 
     Raises CannotSuspend if something that is under way does not end within `seconds`; DeviceError if a GPU cannot be
@@ -41,7 +41,7 @@ def begin(undo: Undo, seconds: float, figures: guards.Figures | None = None) -> 
         api._lock.release()
 
 
-def _begin(undo: Undo, until: float, figures: guards.Figures | None) -> Ledger | None:
+def _begin(undo: Undo, until: float, figures: suspended.Figures | None) -> Ledger | None:
     session = api._active
     if session is None or not session.active:
         undo.add("the word that the process is suspended", end)
@@ -54,7 +54,7 @@ def _begin(undo: Undo, until: float, figures: guards.Figures | None) -> Ledger |
     with _alone(guard, until):
         undo.add("the guard of a suspended process", lambda: _wake(guard))
         suspension.now = Off(_own_bytes(reading), time.time(), moving=True)
-        guards.become(guard, reading, figures if figures is not None else _unknown)
+        suspended.become(guard, reading, figures if figures is not None else _unknown)
     _forget_nvml()
     if guard._reader._turn.take(_nothing, _left(until)) is None:  # one that began before
         raise _busy("a reading of the GPUs", "run `nvidia-smi` to see if the driver hangs, and try again")
@@ -87,12 +87,12 @@ def end() -> None:
     session = api._active
     suspension.now = None
     if session is not None:
-        guards.again(session.guard)
+        suspended.again(session.guard)
 
 
 def _wake(guard: Guard) -> None:
     suspension.now = None  # first: the guard asks the GPUs from now on
-    guards.again(guard)
+    suspended.again(guard)
 
 
 def _pause(session: Session, undo: Undo, until: float) -> None:

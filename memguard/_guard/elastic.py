@@ -14,7 +14,7 @@ from memguard._base.units import format_size, round_down
 from memguard._budget import joint, policy
 from memguard._devices import contexts
 from memguard._guard.caps import Caps, Entry
-from memguard._guard.reclaimer import Reclaimer, Sibling
+from memguard._guard.reclaim import Reclaimer, Sibling
 from memguard.errors import CapNotApplied
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Shares(Caps):
     def _wake(self) -> None:
         """Whoever waits for room looks again."""
         if self._admitting is not None:
-            self._admitting.turns.wake()
+            self._admitting.queue.wake()
 
     def _shortage(self, shortage: Shortage) -> bool:
         """What adapters call when they cannot serve a request. True if it is worth another try.
