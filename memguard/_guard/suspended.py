@@ -1,21 +1,20 @@
-"""The guard of a process that is off its GPUs: it answers from the last reading, or refuses.
+"""A suspended process: the guard answers from the last reading, and all that would ask a GPU raises Suspended.
 
-The active guard becomes one of these (`__class__`), and is itself again afterwards. So nothing is asked while the
-process is on its GPUs, and no reading or request is slower for it.
+Closed by default: a call that nobody thought of reaches the refusing host, which is there in place of the real one.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
-from memguard._base.blocks import End
-from memguard._base.types import Device, MemoryInfo, Moment, Room, Sample, Shortage, WorkloadReport
+from memguard._base.types import MemoryInfo
 from memguard._devices import suspension
+from memguard._devices.host import Host
 from memguard._devices.suspension import Off
-from memguard._guard.guard import Guard
 from memguard._ledger.types import DeviceLedger, Ledger, Row
 from memguard.errors import NotActive
 
@@ -25,112 +24,54 @@ Figures = Callable[[str], "MemoryInfo | None"]
 """NVML's figures of a GPU (UUID), from another process, as this one would wait for NVML; None if unknown."""
 
 
-class SuspendedGuard(Guard):
-    """A guard of a budget while the process is off its GPUs. It is never made, only become."""
+class OffGpu:
+    """What a guard has instead of its GPUs: `reading`, the last one before the process left, as `off` says.
 
-    reading: Ledger
-    """The last one before the process left."""
-    figures: Figures
+    `figures` are asked for what the GPUs have now. `host` is the real one.
+    """
+
+    def __init__(self, reading: Ledger, figures: Figures, off: Off, host: Host) -> None:
+        self.host = host
+        self._reading, self._figures, self._off = reading, figures, off
+        self._pid = os.getpid()
 
     def ledger(self) -> Ledger:
         """The last reading, with every framework's row as it was, and none of it on the GPU."""
         self._here()
-        off = suspension.now
-        if off is None:  # it has just come back
-            return Guard.ledger(self)
-        return ledger_of(self.reading, off, time.time(), self.figures)
+        return ledger_of(self._reading, suspension.now or self._off, time.time(), self._figures)
 
-    def sample(self) -> Sample:
-        self._refuse("a sample of the GPUs")
+    def notes(self) -> list[str]:
+        """Since when, and how it comes back."""
+        return _note(suspension.now)
 
-    def peaks(self) -> dict[str, dict[str, int]]:
-        return {}
-
-    def require(self, framework: str, size: int | str, device: Device | None = None) -> None:
-        self._refuse("memguard.require")
-
-    def make_room(self, framework: str, needed: int, device: Device | None = None) -> Room:
-        self._refuse("making room")
-
-    def reclaimable(self) -> NoReturn:
-        self._refuse("memguard.reclaimable")
-
-    def resize(self, framework: str, size: int | str) -> None:
-        self._refuse("memguard.resize")
-
-    def trim(self, framework: str | None = None) -> int:
-        self._refuse("memguard.trim")
-
-    def set_cap(self, name: str, uuid: str, cap: int) -> None:
-        self._refuse("a change of a cap")
-
-    def busy(self) -> NoReturn:
-        self._refuse("a look at the GPUs' other processes")
-
-    def stop(self) -> list[str]:
-        self._refuse("the end of the budget")
-
-    def settle(self, sample: Sample) -> Sample:
-        return sample
-
-    def _begin_workload(
-        self, name: str, framework: str, needs: int | str | None, wait: float | str | None
-    ) -> tuple[WorkloadReport, End]:
-        self._refuse(f"workload {name!r}")
-
-    async def _begin_workload_in_loop(
-        self, name: str, framework: str, needs: int | str | None, wait: float | str | None
-    ) -> tuple[WorkloadReport, End]:
-        self._refuse(f"workload {name!r}")
-
-    def _serve(self, shortage: Shortage, device: Device) -> bool:
-        return False
-
-    def _refused(self, moment: Moment) -> str | None:
-        return None
-
-    def _capturing(self) -> bool:
-        return False  # a process that captures is not taken off its GPUs
-
-    def _frozen(self) -> str:
-        return ""  # nor one whose communicators live
-
-    def _find_drift(self, only: str | None = None) -> None:
-        pass
-
-    def _imported(self, name: str) -> None:
-        """A framework was imported meanwhile: its cap is set when the process is back."""
-        suspension.put_off(lambda: self._imported(name))
-
-    def _check_active(self) -> None:
-        self._here()
-        self._refuse("the budget")
-
-    def _all_notes(self) -> list[str]:
-        return [*Guard._all_notes(self), *_note(suspension.now)]
-
-    def _here(self) -> None:
-        """Raise NotActive in a forked child."""
-        if self._pid != os.getpid():
-            raise NotActive("no budget is active here: this is a forked child", fix="call memguard.init('budget.yaml')")
-
-    def _refuse(self, what: str) -> NoReturn:
+    def refuse(self, what: str) -> NoReturn:
+        """Raise Suspended; in a forked child NotActive. `what` names the call."""
         self._here()
         raise suspension.refused(what)
 
-
-def become(guard: Guard, reading: Ledger, figures: Figures) -> None:
-    """From now on it answers from `reading`."""
-    vars(guard).update(reading=reading, figures=figures)
-    guard.__class__ = SuspendedGuard
+    def _here(self) -> None:
+        if self._pid != os.getpid():
+            raise NotActive("no budget is active here: this is a forked child", fix="call memguard.init('budget.yaml')")
 
 
-def again(guard: Guard) -> None:
-    """It is itself again. Nothing happens if it was before."""
-    if type(guard) is SuspendedGuard:
-        guard.__class__ = Guard  # type: ignore[assignment]
-    vars(guard).pop("reading", None)
-    vars(guard).pop("figures", None)
+class _RefusingHost:
+    """A host whose calls raise Suspended. What is no call, as its PID, is the real one's."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._host, name)
+        return functools.partial(_refuse, name) if callable(found) else found
+
+
+def refusing(host: Host) -> Host:
+    """What stands in for that host while the process is off its GPUs."""
+    return cast("Host", _RefusingHost(host))
+
+
+def _refuse(name: str, *_: object, **__: object) -> NoReturn:
+    raise suspension.refused(f"a look at the GPUs ({name})")
 
 
 def ledger_of(reading: Ledger, off: Off, when: float, figures: Figures) -> Ledger:

@@ -116,17 +116,17 @@ class Session:
     def have(self, lease: Lease) -> None:
         """The budget's lease: not claimed yet, or that of the same budget before. It outlives every cap."""
         self.lease = lease
-        self.guard._undo.add("the lease", lease.close)
+        self.guard.undo.add("the lease", lease.close)
 
     def start(self) -> None:
         """Apply the budget, then hook errors. A thread and a file only if the budget has `monitor`."""
-        self.guard._on_stop = self._undo
+        self.guard.callbacks.stop = self._undo
         self._undo.add("monitor", self._forget)
         self.guard.start()
         try:
-            self.guard._on_event = self._announce
-            self.guard._on_checkpoint, self.guard._on_workload = self.checkpoint, self._finished
-            self.guard._on_refusal = self._refused
+            told = self.guard.callbacks
+            told.event, told.checkpoint, told.workload = self._announce, self.checkpoint, self._finished
+            told.refusal = self._refused
             self._undo.add("hooks for uncaught errors", lambda: hooks.uninstall(self._scene))
             hooks.install(self._scene, self._write_oom, self._announce_oom)
             if self.guard.budget.metrics is not None:  # before the first event; else `init` loads nothing of it
@@ -372,7 +372,7 @@ class Session:
             self._here.relaxed = contexts.relax()
         sample = self.guard.sample()
         try:
-            return self.guard.settle(sample)
+            return self.guard.rebalance(sample)
         except Exception as error:  # a sample is taken all the same
             _log.debug("no headroom was given: %s", text_of(error))
         return sample

@@ -33,7 +33,7 @@ ALWAYS = {
     "_frameworks.pycuda", "_frameworks.pycuda.contexts",
     "_ledger", "_ledger.overhead", "_ledger.reader", "_ledger.rows", "_ledger.types",
     "_runtime", "_runtime.leaks", "_runtime.refusals", "_runtime.session", "_oom", "_oom.hooks",
-    "_guard", "_guard.lending", "_guard.order", "_guard.reclaim",
+    "_guard", "_guard.lending", "_guard.reclaim",
 }  # fmt: skip
 """What init loads of memguard for any budget: names below `memguard`, which is "" itself."""
 FILE = {"_budget.yaml"}

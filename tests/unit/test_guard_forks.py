@@ -106,7 +106,7 @@ def test_locks_that_another_thread_held_at_the_fork_do_not_stop_the_child(lock: 
     held, release = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with guard._lock if lock == "guard" else api._lock:
+        with guard.caps.lock if lock == "guard" else api._lock:
             held.set()
             release.wait(20)
 

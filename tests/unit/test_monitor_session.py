@@ -102,7 +102,7 @@ def test_a_refusal_for_which_another_threads_call_left_no_time_says_so(
     frameworks["cupy"].start_importing()
 
     def hold() -> None:
-        with guard._lock:
+        with guard.caps.lock:
             has.set()
             over.wait(20)
 
@@ -140,7 +140,7 @@ def test_the_reason_of_one_refusal_is_not_that_of_the_next(monkeypatch: pytest.M
     frameworks["cupy"].start_importing()
 
     def hold() -> None:
-        with guard._lock:
+        with guard.caps.lock:
             has.set()
             over.wait(20)
 
@@ -163,7 +163,7 @@ def test_a_refusal_within_another_call_on_its_thread_says_so(caplog: pytest.LogC
     """A signal handler or finalizer that allocates within, say, a trim: nobody can be asked for room then."""
     _, frameworks = begin()
     frameworks["cupy"].start_importing()
-    with caplog.at_level("WARNING", "memguard"), api.current()._lock, pytest.raises(FrameworkOutOfMemory):
+    with caplog.at_level("WARNING", "memguard"), api.current().caps.lock, pytest.raises(FrameworkOutOfMemory):
         frameworks["cupy"].allocate(21 * GIB)
     report, why = memguard.last_oom(), "the request was made within another memguard call on this thread"
     assert report is not None and report.moment is not None and report.moment.no_room == why

@@ -35,7 +35,7 @@ def ran(budget: Any, seed: int) -> tuple[list[object], Plan, int]:
     records: list[object] = []
     guard = start(budget, simulate="h100")
     refusals = Refusals(lambda: 1e9 * len(records))
-    guard._on_refusal = lambda moment: records.extend(refusals.refused(moment))
+    guard.callbacks.refusal = lambda moment: records.extend(refusals.refused(moment))
     sizes = {name: [int(2 ** rng.uniform(16, 27)) for _ in range(12)] for name in WIDE}
 
     def take(name: str, wanted: list[int]) -> list[int]:

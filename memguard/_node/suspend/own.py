@@ -20,7 +20,6 @@ from memguard._base.undo import Undo
 from memguard._base.units import format_size
 from memguard._devices import contexts, suspension
 from memguard._devices.processes.identity import Process
-from memguard._guard import suspended
 from memguard._node.suspend import leaving, quiet
 from memguard._node.suspend.types import Progress, Suspension, Why
 from memguard._node.suspend.waiting import Calls, Task
@@ -379,4 +378,4 @@ def _forked() -> None:
         if own.gate is not None:
             own.gate.closed = False
         if own.guard is not None:
-            suspended.again(own.guard)
+            own.guard.resumed()

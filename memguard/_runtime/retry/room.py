@@ -25,7 +25,7 @@ _ASKED = 4
 """How often the guard is asked for less than before: what it lacks for the most may be of the card, or of the caps."""
 
 if TYPE_CHECKING:
-    from memguard._base.specs import CacheName
+    from memguard._base.specs import CacheName, FrameworkName
     from memguard._base.types import Device
     from memguard._guard.guard import Guard
 
@@ -43,7 +43,7 @@ def capturing() -> bool:
     try:
         guard = active()
         if guard is not None:
-            return guard._capturing()
+            return guard.elastic.capturing()
         cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
         if cuda is not None and cuda.is_initialized() and cuda.is_current_stream_capturing():
             return True
@@ -84,13 +84,13 @@ def make(failure: Failure) -> Done:
     if device is None or who is None or who not in guard.frameworks:  # a library: its memory lies outside every cap
         return Done(freed, returned, uuid=uuid)
     cap = guard.part(device.uuid).caps.get(who)
-    room = _raise(guard, failure, who, device, returned)
+    room = _raise(guard, failure, cast("FrameworkName", who), device, returned)
     after = guard.part(device.uuid).caps.get(who)
     moved = (cap, after) if cap is not None and after is not None and cap != after else None
     return Done(freed, returned, moved, room.live, uuid)
 
 
-def _raise(guard: Guard, failure: Failure, who: str, device: Device, returned: dict[str, int]) -> Room:
+def _raise(guard: Guard, failure: Failure, who: FrameworkName, device: Device, returned: dict[str, int]) -> Room:
     """Make room for as much as it may ever have; if that is not there, for what is, and at least for the same again."""
     now = _sample()
     held = 0 if now is None else _of(now, "held").get(device.uuid, {}).get(who, 0)
