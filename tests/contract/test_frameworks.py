@@ -318,7 +318,7 @@ class JAXOnItsModel(Subject):
         self.framework = registry.create("jax", self.host)
 
     def prepare(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(sys.modules[type(self.framework).__module__], "_standing", {})
+        monkeypatch.setattr(sys.modules[type(self.framework).__module__], "standing_caps", {})
         for name in [name for name in os.environ if name.startswith(("JAX_", "XLA_"))]:
             monkeypatch.delenv(name)
 

@@ -115,7 +115,7 @@ def announce(failure: Failure, done: Done, text: str) -> None:
     session = api._active
     if session is not None and session.active:
         size = sum(done.returned.values())
-        session._announce(Event(time.time(), "retry", text, uuid=done.uuid, framework=failure.who, bytes=size))
+        session.announce(Event(time.time(), "retry", text, uuid=done.uuid, framework=failure.who, bytes=size))
 
 
 def _add(returned: dict[str, int], more: Mapping[str, int]) -> None:
