@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args
 
 from memguard._base.advice import Advice
 from memguard._base.blocks import Block, End
-from memguard._base.locks import InterruptSafeLock, free
+from memguard._base.locks import InterruptSafeLock, Rank, free, ranked
 from memguard._base.logs import log as _log
 from memguard._base.types import Event, Sample, WorkloadReport
 from memguard._devices import suspension
@@ -72,7 +72,7 @@ _claiming = False
 _leases: list[Lease] = []
 """Those that `init` has claimed, or kept of the budget before, until it is known whose they are."""
 _why_none = _NONE
-_lock = InterruptSafeLock()
+_lock: InterruptSafeLock = ranked(InterruptSafeLock(), Rank.RUNTIME)
 _FREED = 3.0
 """Seconds that the driver may take to free what a process that ended had on a GPU: its lease is free before that."""
 _PATIENCE = 5.0
@@ -604,7 +604,7 @@ def _host(simulate: str | Sequence[str] | None) -> Host:
 def _inert() -> None:
     """A forked child starts without a budget, and with a lock of its own: the parent's may be held for ever."""
     global _active, _starting, _applying, _claiming, _lock, _why_none
-    _lock, _claiming = InterruptSafeLock(), False
+    _lock, _claiming = ranked(InterruptSafeLock(), Rank.RUNTIME), False
     _leases.clear()
     before, _active, _starting, _applying = _active, None, None, False
     watches.clear()  # what they write to has its threads in the parent

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from memguard._base.locks import InterruptSafeLock, Turn
+from memguard._base.locks import InterruptSafeLock, Rank, Turn, ranked
 from memguard._base.logs import log as _log
 from memguard._base.types import Device, DevicePlan, Enforcement, Event, Moment, Plan, Usage, WorkloadReport
 from memguard._base.undo import Undo
@@ -87,10 +87,7 @@ class CapTable:
         self.plan = policy.plan(budget, devices, self.sharing)
         self.off: OffGpu | None = None
         """Set while the process is off its GPUs. Swapped in one assignment: readers take no lock."""
-        self.lock = InterruptSafeLock()
-        self.turn = Turn(self.lock)
-        self.noting = Turn()
-        """For the drift of the caps. Nobody waits for anything while having it."""
+        self._make_locks()
         self.entries: dict[str, CappedFramework] = {}
         self.frameworks: Mapping[str, Framework] = {}
         """Those of `entries`. Always the same one, which the reader knows again."""
@@ -113,10 +110,15 @@ class CapTable:
         found = tuple(part for part in self.plan.devices if own is not None and part.device.ordinal == own)
         return replace(self.plan, devices=found) if found else self.plan
 
+    def _make_locks(self) -> None:
+        self.lock: InterruptSafeLock = ranked(InterruptSafeLock(), Rank.GUARD)
+        self.turn = Turn(self.lock)
+        self.noting = Turn(rank=Rank.DRIFT)
+        """For the drift of the caps. Nobody waits for anything while having it."""
+
     def forked(self) -> None:
         """In a forked child: locks of its own, as another thread of the parent may have held these."""
-        self.lock, self.noting = InterruptSafeLock(), Turn()
-        self.turn = Turn(self.lock)
+        self._make_locks()
         for entry in self.entries.values():
             entry.framework.forked()
         if self.joint is not None:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from memguard._base.blocks import WITHIN
-from memguard._base.locks import Turn
+from memguard._base.locks import Rank, Turn
 from memguard._guard import reservations
 from memguard._guard.reservations import EMPTY, Reservations
 
@@ -71,7 +71,7 @@ class ReservationQueue:
 
     def __init__(self) -> None:
         self.current: Reservations = EMPTY
-        self._turn = Turn()
+        self._turn = Turn(rank=Rank.RESERVATIONS)
         self._tickets: dict[int, weakref.ref[Ticket]] = {}
 
     @property
@@ -81,7 +81,7 @@ class ReservationQueue:
 
     def forked(self) -> None:
         """In a forked child: nothing is reserved, and no lock of the parent's is waited for."""
-        self.current, self._turn, self._tickets = EMPTY, Turn(), {}
+        self.current, self._turn, self._tickets = EMPTY, Turn(rank=Rank.RESERVATIONS), {}
 
     def ticket(self) -> Ticket:
         made = Ticket()

@@ -13,7 +13,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
-from memguard._base.locks import Turn, interrupting
+from memguard._base.locks import Rank, Turn, interrupting
 from memguard._base.specs import KERNELS, SECOND_CONTEXT, setting
 from memguard._base.types import (
     Device,
@@ -68,7 +68,7 @@ class LedgerReader:
     def __init__(self, host: Host, unnamed: Sequence[str], warn: Callable[[str], None]) -> None:
         self.host, self._unnamed, self._warn = host, unnamed, warn
         self.joint: JointPool | None = None
-        self._turn = Turn()
+        self._turn = Turn(rank=Rank.READER)
         self._created: dict[str, Framework] = {}
         self._overhead: dict[str, Overhead] = {}
         self._warned: set[str] = set()
@@ -92,7 +92,7 @@ class LedgerReader:
 
     def forked(self) -> None:
         """In a forked child: another thread of the parent may have held the lock."""
-        self._turn = Turn()
+        self._turn = Turn(rank=Rank.READER)
 
     def wait(self, seconds: float) -> bool:
         """Whether the readings that are under way end within that time."""

@@ -30,6 +30,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
+from memguard._base.locks import Rank, ranked
 from memguard._base.specs import SPECS
 from memguard._base.types import Applied, Device, Enforcement, Moment, Shortage, Usage, usage_of
 from memguard._base.units import GRANULE, round_up
@@ -297,7 +298,7 @@ class CuPy(Limits):
         return {"allocator": "rmm" if self._rmm is not None else type(self._asked(cupy)).__name__}
 
     def forked(self) -> None:
-        self._lock, self._caps, self._limited = threading.RLock(), {}, {}
+        self._lock, self._caps, self._limited = ranked(threading.RLock(), Rank.ALLOCATOR), {}, {}
         self._blocks = blocks.Blocks()
 
     def _capped(self, cupy: Any, pool: Any) -> Callable[[int], Any]:

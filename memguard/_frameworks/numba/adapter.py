@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from memguard._base.locks import Rank, ranked
 from memguard._base.logs import log as _log
 from memguard._base.specs import SPECS
 from memguard._base.types import Applied, Device, Enforcement, Moment, State, Usage, usage_of
@@ -229,7 +230,8 @@ class Numba(Framework):
             return
         self._manager.pooling = False
         for bank in self._manager.banks.values():
-            bank.lock = threading.RLock()  # another thread of the parent may have held the old one
+            # Another thread of the parent may have held the old one.
+            bank.lock = ranked(threading.RLock(), Rank.ALLOCATOR)
 
     def room_for(self, error: BaseException, uuid: str, size: int) -> bool:
         """Whether room was made for a request that was short, when the count's lock is free again."""

@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
+from memguard._base.locks import Rank, ranked
 from memguard._base.specs import SPECS
 from memguard._base.types import Applied, Device, Enforcement, Moment, TraceEvent, Usage, usage_of
 from memguard._base.units import GRANULE, format_size, round_up
@@ -48,7 +49,7 @@ class PyCUDA(Framework):
 
     def __init__(self, host: Any) -> None:
         super().__init__(host)
-        self._lock = threading.RLock()
+        self._lock: Any = ranked(threading.RLock(), Rank.ALLOCATOR)
         self._caps: dict[str, int] = {}
         self._by_ordinal: dict[int, str] = {}
         self._ordinals: dict[str, int] = {}
@@ -217,7 +218,7 @@ class PyCUDA(Framework):
         return stop
 
     def forked(self) -> None:
-        self._lock, self._caps = threading.RLock(), {}
+        self._lock, self._caps = ranked(threading.RLock(), Rank.ALLOCATOR), {}
 
     def _patch(self, drv: Any, own_context: bool) -> Callable[[], None]:
         raw_alloc, raw_pitch, pool_class = drv.mem_alloc, drv.mem_alloc_pitch, drv.DeviceMemoryPool

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Protocol
 
 from memguard import api
-from memguard._base.locks import Turn
+from memguard._base.locks import Rank, Turn
 from memguard._base.logs import log as _log
 from memguard._base.types import Event, MemoryInfo
 from memguard._base.undo import Undo
@@ -105,7 +105,7 @@ class _Own:
         suspension.catch_up()
 
 
-_turn = Turn()
+_turn = Turn(rank=Rank.SUSPENSION)
 """Of the thread that takes the process off its GPUs, or brings it back."""
 _BUSY = "another call takes this process off its GPUs, or brings it back"
 _now: _Own | None = None
@@ -369,7 +369,7 @@ def _watch_forks() -> None:
 def _forked() -> None:
     """A forked child has no CUDA: it is not suspended, and waits at no gate."""
     global _now, _turn
-    own, _now, _turn = _now, None, Turn()
+    own, _now, _turn = _now, None, Turn(rank=Rank.SUSPENSION)
     suspension.forked()
     leaving.dismiss()
     if own is not None:
