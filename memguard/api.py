@@ -561,7 +561,7 @@ def _names(simulate: str | Sequence[str] | None) -> tuple[str, ...] | None:
         if not isinstance(name, str):
             text = f"simulate names GPUs as text, found {name!r}"
             raise DeviceError(text, fix="simulate='h200', or a list of names")
-    from memguard._devices.named import canonical
+    from memguard._devices.catalog import canonical
 
     return tuple(canonical(str(name)) for name in names)
 
@@ -573,11 +573,11 @@ def _simulated_by_default() -> Sequence[str] | None:
     names = workers.simulated(os.environ)
     if names is None:
         return None
-    from memguard._devices import named
+    from memguard._devices import catalog
 
     try:
         for name in names:
-            named.models(name)
+            catalog.models(name)
     except DeviceError as error:  # before anything is said of them
         raise DeviceError(error.advice.within(workers.SIMULATE)) from None
     if not real_imports.said:

@@ -31,34 +31,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from memguard._base.advice import Advice
+from memguard._base.advice import MemguardError as MemguardError  # noqa: PLC0414 (public here)
 from memguard._base.text import visible
-
-
-class MemguardError(Exception):
-    """Base of all of memguard's errors; `exit_code` is what the command line returns.
-
-    `advice` has the parts of the text: `reason`, `fix` (empty if there is none) and `alternatives`, a tuple. An error
-    with several problems has that of the first.
-    """
-
-    exit_code = 1
-
-    def __init__(self, said: str | Advice = "", *, fix: str = "", alternatives: tuple[str, ...] = ()) -> None:
-        advice = said if isinstance(said, Advice) else Advice(said, fix, alternatives)
-        super().__init__(str(advice))
-        self._say(advice)
-
-    @property
-    def advice(self) -> Advice:
-        """What the text is made of."""
-        return Advice(*self._said)
-
-    def _say(self, advice: Advice) -> None:
-        # Plain data: a pickle of it is read by other versions of memguard too.
-        self._said = visible(advice.reason), visible(advice.fix), tuple(map(visible, advice.alternatives))
-
-    def __str__(self) -> str:
-        return visible(super().__str__())
 
 
 @dataclass(frozen=True)

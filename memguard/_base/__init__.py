@@ -1,1 +1,1 @@
-"""Sizes, texts, types, locks, undo steps and specs: what every room builds on. Imports only `memguard.errors`."""
+"""Sizes, texts, types, locks, undo steps and specs: what every room builds on. Imports nothing else of memguard."""

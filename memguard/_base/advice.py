@@ -1,8 +1,14 @@
-"""What a message says, as data: why, what to do, and what else would do. `str()` makes the text, once, at the edge."""
+"""What a message says, as data: why, what to do, and what else would do; and the base of the errors that carry it.
+
+`str()` makes the text, once, at the edge. `memguard.errors` has the other errors: rooms import all of them from there,
+but for `_base`, which is below it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+
+from memguard._base.text import visible
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,3 +53,31 @@ class InvalidValue(ValueError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return InvalidValue, (self.advice.reason, self.advice.fix, self.general)
+
+
+class MemguardError(Exception):
+    """Base of all of memguard's errors; `exit_code` is what the command line returns.
+
+    `advice` has the parts of the text: `reason`, `fix` (empty if there is none) and `alternatives`, a tuple. An error
+    with several problems has that of the first.
+    """
+
+    __module__ = "memguard.errors"  # its public home: pickles and tracebacks name it
+    exit_code = 1
+
+    def __init__(self, said: str | Advice = "", *, fix: str = "", alternatives: tuple[str, ...] = ()) -> None:
+        advice = said if isinstance(said, Advice) else Advice(said, fix, alternatives)
+        super().__init__(str(advice))
+        self._say(advice)
+
+    @property
+    def advice(self) -> Advice:
+        """What the text is made of."""
+        return Advice(*self._said)
+
+    def _say(self, advice: Advice) -> None:
+        # Plain data: a pickle of it is read by other versions of memguard too.
+        self._said = visible(advice.reason), visible(advice.fix), tuple(map(visible, advice.alternatives))
+
+    def __str__(self) -> str:
+        return visible(super().__str__())

@@ -1,30 +1,21 @@
-"""How a plan and an event look, as text and in a notebook; and tables in HTML. Pure.
+"""How a plan looks, as text and in a notebook; and tables in HTML. Pure.
 
 The HTML has inline styles, as notebooks remove style sheets from what they show.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from memguard._base.text import visible
+from memguard._base.text import html
 from memguard._base.units import format_size
 
 if TYPE_CHECKING:
-    from memguard._base.types import DevicePlan, Event, Plan
+    from memguard._base.types import DevicePlan, Plan
 
 _LEFT, _RIGHT = "text-align: left", "text-align: right"
 _RULE = "border-top: 1px solid #888"
-_LEVELS = {"warn": "color: #a65f00", "critical": "color: #b3001b"}
-
-
-def html(text: str) -> str:
-    """The text as HTML: nothing in it is a tag, and nothing that it has is invisible."""
-    from html import escape
-
-    return escape(visible(text))
 
 
 def table(caption: str, head: Sequence[str], groups: Sequence[Sequence[Sequence[str]]], numbers: Container[str]) -> str:
@@ -89,11 +80,3 @@ def _caps(part: DevicePlan, holds: Mapping[str, str] | None) -> Iterator[tuple[s
             least, most = part.elastic[name]
             how.append(f"min {format_size(least)}, max {format_size(most)}")
         yield name, format_size(cap), ", ".join(how)
-
-
-def event_html(event: Event) -> str:
-    """Its time of day, level, kind and text in one line."""
-    at, level = time.strftime("%H:%M:%S", time.localtime(event.time)), str(event.level or "")
-    style = _LEVELS.get(level, "")
-    marked = f'<b style="{style}">{html(level)}</b> ' if level else ""
-    return f"<div><code>{at}</code> {marked}{html(event.kind)}: {html(event.text)}</div>"

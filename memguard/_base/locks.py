@@ -11,7 +11,7 @@ from enum import IntEnum
 from types import FrameType
 from typing import Any, TypeVar
 
-from memguard.errors import MemguardError
+from memguard._base.advice import MemguardError
 
 T = TypeVar("T")
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep

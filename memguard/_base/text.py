@@ -51,6 +51,13 @@ def shown(text: str) -> str:
     return fitting(visible(text))
 
 
+def html(text: str) -> str:
+    """The text as HTML: nothing in it is a tag, and nothing that it has is invisible."""
+    from html import escape
+
+    return escape(visible(text))
+
+
 def malformed(error: ValueError) -> str:
     """Why a line is not JSON, at most 100 characters. Python calls each line the first: that is left out."""
     if isinstance(error, UnicodeDecodeError):

@@ -12,7 +12,7 @@ from enum import Enum, StrEnum
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from memguard._base.text import shown, visible
+from memguard._base.text import html, shown, visible
 from memguard._base.units import format_size
 
 
@@ -316,6 +316,9 @@ device_sample_of: Callable[
 sample_of: Callable[[tuple[float, tuple[DeviceSample, ...]]], Sample] = partial(tuple.__new__, Sample)
 
 
+_LEVEL_STYLES = {"warn": "color: #a65f00", "critical": "color: #b3001b"}
+
+
 class Event(NamedTuple):
     """Something that the monitor or the guard noticed, or that was done.
 
@@ -359,6 +362,9 @@ class Event(NamedTuple):
         return shown(f"<Event {' '.join(said)}>")
 
     def _repr_html_(self) -> str:
-        from memguard._base.displays import event_html
+        """Its time of day, level, kind and text in one line."""
+        import time
 
-        return event_html(self)
+        at, level = time.strftime("%H:%M:%S", time.localtime(self.time)), str(self.level or "")
+        marked = f'<b style="{_LEVEL_STYLES.get(level, "")}">{html(level)}</b> ' if level else ""
+        return f"<div><code>{at}</code> {marked}{html(self.kind)}: {html(self.text)}</div>"

@@ -185,7 +185,7 @@ class _Tight:
         return f"{fewer}, raise device.limit, or write shares instead of bytes"
 
     def _fix(self, budget: Budget, loc: tuple[str, ...]) -> str:
-        from memguard._budget import suggestions
+        from memguard._budget import suggestions, values
 
         if loc[-1] == "limit" and loc in self.most:
             return f"lower it to at most {self.most[loc] // MIB}MiB or write a percentage"
@@ -196,7 +196,7 @@ class _Tight:
             return f"raise {entry}.limit to {-(-self.least[loc] // MIB)}MiB, or lower {entry}.reserve"
         shares, limits = _parts(budget)
         elastic = [name for name, part in budget.frameworks.items() if part.min is not None]
-        lowered = suggestions.as_text(suggestions.fitting(shares, limits, min(self.rooms)), elastic)
+        lowered = values.as_text(suggestions.fitting(shares, limits, min(self.rooms)), elastic)
         raised = "" if self.most else ", or raise device.limit"  # that is said to be too large for a GPU already
         if not lowered:
             return f"not even the smallest caps fit: name fewer frameworks{raised}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from memguard._base.specs import CONTEXT, OVERHEADS, SECOND_CONTEXT, SLACK, SPECS
 from memguard._base.units import MIB
@@ -17,9 +17,8 @@ from memguard._budget import values
 from memguard._budget.source_map import Loc
 from memguard._budget.values import percent_text, size_text
 
-if TYPE_CHECKING:
-    from memguard._budget.schema import Budget, FrameworkBudget
-
+Checked = Any
+"""A `Budget`, whose module imports this one. Its entries of `frameworks` have the fields of `Part`."""
 T = TypeVar("T")
 
 SIZES = ("share", "limit", "min", "max")
@@ -74,7 +73,7 @@ class Violation(NamedTuple):
     instead: tuple[Loc, ...] = ()
 
 
-def check(data: Mapping[str, Any], budget: Budget | None) -> list[Violation]:
+def check(data: Mapping[str, Any], budget: Checked | None) -> list[Violation]:
     """Every violation in plain data, and in the budget that it was read to; None if some value is wrong.
 
     Frameworks that memguard does not know are left out.
@@ -84,7 +83,7 @@ def check(data: Mapping[str, Any], budget: Budget | None) -> list[Violation]:
     device, devices, monitor = _mapping(data.get("device")), _mapping(data.get("devices")), data.get("monitor")
     if budget is not None and len(budget.devices) < len(devices):
         budget = None  # two keys name one GPU: it has one of their entries
-    parts: Mapping[str, Part | FrameworkBudget]
+    parts: Mapping[str, Part]
     if budget is not None:
         parts, scopes = budget.frameworks, _scopes(device, devices, budget)
     else:
@@ -125,7 +124,7 @@ def _part(entry: Mapping[str, Any]) -> Part:
     return Part(share, limit, _read(values.least, entry.get("min")), _read(values.most, entry.get("max")))
 
 
-def _scopes(device: Mapping[str, Any], devices: Mapping[str, Any], budget: Budget) -> list[Scope]:
+def _scopes(device: Mapping[str, Any], devices: Mapping[str, Any], budget: Checked) -> list[Scope]:
     every = budget.device
     scopes = [Scope(("device",), device, every.limit, every.reserve)]
     for key, own in zip(devices, budget.devices.values(), strict=True):  # `cuda:0` is `0` in the budget
@@ -145,7 +144,7 @@ def _readable_scopes(device: Mapping[str, Any], devices: Mapping[str, Any]) -> l
 
 
 def _amounts(
-    frameworks: Mapping[str, Mapping[str, Any]], parts: Mapping[str, Part | FrameworkBudget], scopes: list[Scope]
+    frameworks: Mapping[str, Mapping[str, Any]], parts: Mapping[str, Part], scopes: list[Scope]
 ) -> Iterator[Violation]:
     """What the frameworks ask for against what there is."""
     asked = _asked(frameworks, parts)
@@ -161,7 +160,7 @@ def _amounts(
         yield from _fits(scope, asked, rooms, auto)
 
 
-def _asked(frameworks: Mapping[str, Mapping[str, Any]], parts: Mapping[str, Part | FrameworkBudget]) -> Asked:
+def _asked(frameworks: Mapping[str, Mapping[str, Any]], parts: Mapping[str, Part]) -> Asked:
     shares: dict[str, Fraction] = {}
     limits: dict[str, int] = {}
     elastic = []
@@ -190,7 +189,7 @@ def _of_others(frameworks: Mapping[str, Mapping[str, Any]]) -> Iterator[Violatio
                 yield Violation(("frameworks", name, option.name), message, option.fix, True, True)
 
 
-def _bounds(name: str, part: Part | FrameworkBudget) -> Iterator[Violation]:
+def _bounds(name: str, part: Part) -> Iterator[Violation]:
     """The two bounds of an elastic share. A percentage and bytes are compared by the plan, on each GPU."""
     least, most = part.min, part.max
     if least is not None and most is not None and type(least) is type(most) and most < least:
@@ -258,16 +257,15 @@ def _shares(asked: Asked, rooms: list[int]) -> Iterator[Violation]:
     total = sum(shares.values(), Fraction(0))
     if total < 1:
         return
-    from memguard._budget import suggestions  # suggests numbers: a budget that fits needs none
 
-    numbers = suggestions.as_text(_lowered(shares, limits, rooms), elastic)
+    numbers = values.as_text(_lowered(shares, limits, rooms), elastic)
     if total > 1:
         what = "shares and minima" if set(shares) & set(elastic) else "shares"
         message = f"the {what} add up to {percent_text(total)} ({_sum(shares, elastic)}); at most 100% can be given out"
         fix = f"lower them by {percent_text(total - 1)} together, for example to {numbers}"
         yield Violation(_place(list(shares)[-1], "share", elastic), message, fix)
     elif total == 1 and limits:
-        size, names = size_text(sum(limits.values())), [suggestions.label(name, elastic) for name in shares]
+        size, names = size_text(sum(limits.values())), [values.label(name, elastic) for name in shares]
         message = f"the shares take 100%, so nothing is left for the {size} of {' and '.join(limits)}"
         fix = f"lower the share of {' and '.join(names)}, for example to {numbers}"
         yield Violation(_place(list(limits)[-1], "limit", elastic), message, fix)
@@ -342,7 +340,7 @@ def _fits(scope: Scope, asked: Asked, rooms: list[int], auto: int) -> Iterator[V
         )
         fix = f"raise the limit to {_about(math.ceil(needed / left) + keep)}"
         fix += ", with room for the reserve" if declared is None else ""
-        numbers = suggestions.as_text(suggestions.fitting(shares, limits, min(rooms, default=None)), elastic)
+        numbers = values.as_text(suggestions.fitting(shares, limits, min(rooms, default=None)), elastic)
         if limit > keep and numbers:
             over = math.ceil(needed - left * (limit - keep))
             fix += f", or lower the frameworks by {_about(over)}, for example to {numbers}"
@@ -402,7 +400,7 @@ def _same_device(devices: Mapping[str, Any]) -> Iterator[Violation]:
             seen[same] = key
 
 
-def _levels(monitor: Mapping[str, Any], budget: Budget | None) -> Iterator[Violation]:
+def _levels(monitor: Mapping[str, Any], budget: Checked | None) -> Iterator[Violation]:
     if budget is not None and budget.monitor is not None:
         levels: tuple[Fraction | None, Fraction | None] = budget.monitor.warn, budget.monitor.critical
     else:
@@ -461,9 +459,8 @@ def _repeated(loc: Loc, names: list[object]) -> Iterator[Violation]:
 
 
 def _sum(parts: Mapping[str, Fraction | int], elastic: Collection[str]) -> str:
-    from memguard._budget import suggestions
 
-    return suggestions.as_text(parts, elastic, " + ")
+    return values.as_text(parts, elastic, " + ")
 
 
 def _about(size: int) -> str:

@@ -26,10 +26,10 @@ from pydantic import (
 from pydantic_core import core_schema
 
 from memguard._base.advice import InvalidValue
+from memguard._base.findings import NAMES, Name
 from memguard._base.specs import SPECS, Option
 from memguard._base.units import short
 from memguard._budget import rules, values
-from memguard._budget.findings import NAMES, Name
 from memguard._budget.source_map import Document, Origin, in_order, of_mapping
 from memguard._budget.values import WRITTEN, Frozen, frozen
 from memguard.errors import ConfigError, Problem
@@ -414,7 +414,7 @@ def _budget(document: Document, source: str) -> Budget:
     if budget.ranks is not None:
         budget = _unsaid(budget)
     if document.text is not None:
-        budget._origin = Origin(source, document.text)
+        budget._origin = Origin(source, document)
     return budget
 
 

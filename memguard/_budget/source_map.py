@@ -44,6 +44,8 @@ class Document:
         self.problems = [] if problems is None else problems
         self.bad = set() if bad is None else bad
         self.find: Callable[[], Places] = self._without_marks
+        self.reader: Callable[[str], Document] | None = None
+        """What reads `text` again."""
 
     @cached_property
     def _places(self) -> Places:
@@ -161,8 +163,10 @@ class Origin:
     is "" if the budget was made of plain Python values.
     """
 
-    def __init__(self, source: str = "", text: str | None = None) -> None:
-        self.source, self._text = source, text
+    def __init__(self, source: str = "", document: Document | None = None) -> None:
+        self.source = source
+        # Not the document, which is larger: few budgets have problems later.
+        self._text, self._reader = (None, None) if document is None else (document.text, document.reader)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Origin)
@@ -178,11 +182,9 @@ class Origin:
 
     def _marks(self) -> dict[Loc, Mark]:
         """By place in the checked budget: a mapping at its key, a value where it stands itself."""
-        if self._text is None:
+        if self._text is None or self._reader is None:
             return {}
-        from memguard._budget.yaml import read
-
-        document = read(self._text)
+        document = self._reader(self._text)
         parents = {loc[:-1] for loc in document.values}
         marks = document.values | {loc: mark for loc, mark in document.keys.items() if loc in parents}
         return {_canonical(loc): mark for loc, mark in marks.items() if loc and mark}

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
 from math import floor
 from typing import Any
 
 from memguard._base.specs import SPECS
 from memguard._base.units import GIB, GRANULE, KIB, MAX_SIZE, MIB, TIB, short
-from memguard._budget import values
 
 FIELDS_OF_A_DEVICE = ("limit", "reserve")
 _PERCENT = ("%", "percent", "per cent", "pct", "percents")
@@ -159,16 +158,6 @@ def _lowered(shares: Mapping[str, Fraction], scale: Fraction) -> dict[str, Fract
         if all(found.values()):
             return found
     return dict(shares)
-
-
-def as_text(parts: Mapping[str, Fraction | int], elastic: Collection[str] = (), between: str = ", ") -> str:
-    """`torch 50%, jax 4GiB, cupy.min 5%`, as a message names them: of those in `elastic` the part is their min."""
-    return between.join(f"{label(name, elastic)} {values.text(part)}" for name, part in parts.items())
-
-
-def label(name: str, elastic: Collection[str]) -> str:
-    """A framework whose share, limit or min is meant."""
-    return f"{name}.min" if name in elastic else name
 
 
 # Keys

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from decimal import Decimal, localcontext
 from fractions import Fraction
 from functools import partial
@@ -87,6 +87,16 @@ def text(value: Fraction | int | str | None) -> str | None:
     if value is None or isinstance(value, str):
         return value
     return percent_text(value) if isinstance(value, Fraction) else size_text(value)
+
+
+def as_text(parts: Mapping[str, Fraction | int], elastic: Collection[str] = (), between: str = ", ") -> str:
+    """`torch 50%, jax 4GiB, cupy.min 5%`, as a message names them: of those in `elastic` the part is their min."""
+    return between.join(f"{label(name, elastic)} {text(part)}" for name, part in parts.items())
+
+
+def label(name: str, elastic: Collection[str]) -> str:
+    """A framework whose share, limit or min is meant."""
+    return f"{name}.min" if name in elastic else name
 
 
 # Text as values. Each parser first reads the value; only a wrong one is looked at again, for what to say of it.

@@ -75,6 +75,7 @@ def read(raw: bytes | str) -> Document:
         document.find = partial(_places, None, set())
         return document
     document = Document(text, composer.problems)
+    document.reader = read
     document.find = partial(_places, root, composer.bad)
     if root is not None:
         document.data = _plain(root, (), document, composer.bad)

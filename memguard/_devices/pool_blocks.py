@@ -1,9 +1,10 @@
-"""Blocks of a memory pool for frameworks that know no streams: a block may be used on every stream as soon as it is
-had, as after `cuMemAlloc`, and its free comes after all work of its context, as `cuMemFree`'s does.
+"""Blocks of a memory pool, for frameworks that know no streams.
 
-They are allocated and freed on a stream of memguard's own, which nothing else waits for. The pool may give a block that
-another framework has freed on its own stream, and then makes this stream wait for that work: so the host waits for this
-stream, which has nothing else to do. A free is queued behind an event of the whole context (`cuCtxRecordEvent`).
+A block may be used on every stream as soon as it is had, as after `cuMemAlloc`, and its free comes after all work of
+its context, as `cuMemFree`'s does. They are allocated and freed on a stream of memguard's own, which nothing else waits
+for. The pool may give a block that another framework has freed on its own stream, and then makes this stream wait for
+that work: so the host waits for this stream, which has nothing else to do. A free is queued behind an event of the
+whole context (`cuCtxRecordEvent`).
 """
 
 from __future__ import annotations

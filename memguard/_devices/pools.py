@@ -1,5 +1,7 @@
-"""The driver's memory pools: one that stops at a size, which is the cap of torch's `cudaMallocAsync` backend and of
-`strategy: pool`, and the device's default one."""
+"""The driver's memory pools: one that stops at a size, and the device's default one.
+
+The size is the cap of torch's `cudaMallocAsync` backend, and of `strategy: pool`.
+"""
 
 from __future__ import annotations
 

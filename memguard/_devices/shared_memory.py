@@ -1,5 +1,6 @@
-"""GPU memory that another process can map, through the libcuda that is loaded: `cuMemCreate` with file descriptors,
-and the IPC handles of `cuMemAlloc`'s blocks.
+"""GPU memory that another process can map: `cuMemCreate` with file descriptors, and `cuMemAlloc`'s IPC handles.
+
+Both through the libcuda that is loaded.
 
 Measured on an H200: the driver allocates in pieces of 2 MiB, and mapping one takes 250 us; a process that maps a
 handle of either kind keeps the memory, even after its maker is gone. An IPC handle opens the driver's whole block,

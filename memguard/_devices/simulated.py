@@ -1,4 +1,4 @@
-"""Simulated GPUs: the one place that holds their state. What a user may call one is in `named.py`."""
+"""Simulated GPUs: the one place that holds their state. What a user may call one is in `catalog.py`."""
 
 from __future__ import annotations
 
@@ -6,67 +6,20 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from memguard._base.locks import Rank, ranked
 from memguard._base.specs import DOORS
 from memguard._base.types import Device, MemoryInfo
 from memguard._base.units import MIB, format_size
+from memguard._devices import catalog
+from memguard._devices.catalog import Model
 from memguard.errors import DeviceError
 
 CONTEXT = 518 * MIB
 """The primary CUDA context, once per process and device. Measured: 518 MiB with PyCUDA on an H200."""
 PID = (1 << 22) + 1
 """The simulated process: one above the largest PID of Linux, so that no real process has it."""
-
-
-@dataclass(frozen=True)
-class Model:
-    """What NVML reports of one model of GPU. `total` and `reserved` (the driver's own part) are bytes.
-
-    `source`: `measured` by this project; `nvidia-smi`: the total as public output of nvidia-smi shows it, with a
-    reserve that is typical; `cudaMemGetInfo`: as users report it; `typical`: of such a card. Empty for one that a user
-    described.
-
-    `unified`: it uses the machine's memory: NVML reports none, and `total` is CUDA's. `processes`: what NVML's list of
-    them has. `spills`: as of `Host`.
-    """
-
-    name: str
-    architecture: str
-    total: int
-    reserved: int = 0
-    multiprocessors: int | None = None
-    source: str = ""
-    unified: bool = False
-    processes: Literal["bytes", "pids", "nothing"] = "bytes"
-    spills: bool = False
-
-
-_SMI = "nvidia-smi"
-CATALOGUE: Mapping[str, Model] = {
-    "b200": Model("NVIDIA B200", "blackwell", 183_359 * MIB, 717 * MIB, 148, _SMI),
-    "h200": Model("NVIDIA H200", "hopper", 143_771 * MIB, 615 * MIB, 132, "measured"),
-    "h100": Model("NVIDIA H100 80GB HBM3", "hopper", 81_559 * MIB, 551 * MIB, 132, _SMI),
-    "a100-40gb": Model("NVIDIA A100-SXM4-40GB", "ampere", 40_960 * MIB, 571 * MIB, 108, _SMI),
-    "a100-80gb": Model("NVIDIA A100-SXM4-80GB", "ampere", 81_920 * MIB, 869 * MIB, 108, _SMI),
-    "a6000": Model("NVIDIA RTX A6000", "ampere", 49_140 * MIB, 459 * MIB, 84, _SMI),  # ECC off, as it is delivered
-    "a10": Model("NVIDIA A10", "ampere", 23_028 * MIB, 475 * MIB, 72, _SMI),
-    "l40s": Model("NVIDIA L40S", "ada", 46_068 * MIB, 596 * MIB, 142, _SMI),
-    "l4": Model("NVIDIA L4", "ada", 23_034 * MIB, 467 * MIB, 58, _SMI),
-    "t4": Model("Tesla T4", "turing", 15_360 * MIB, 449 * MIB, 40, _SMI),
-    "v100-16gb": Model("Tesla V100-SXM2-16GB", "volta", 16_384 * MIB, 233 * MIB, 80, _SMI),
-    "v100-32gb": Model("Tesla V100-SXM2-32GB", "volta", 32_768 * MIB, 274 * MIB, 80, _SMI),
-    "rtx4090": Model("NVIDIA GeForce RTX 4090", "ada", 24_564 * MIB, 381 * MIB, 128, _SMI),
-    "rtx5090": Model("NVIDIA GeForce RTX 5090", "blackwell", 32_607 * MIB, 487 * MIB, 170, _SMI),
-    # They share the machine's memory. GB10's total is what CUDA gives on users' machines (121.69 GiB:
-    # unslothai/unsloth, pull request 10283), Orin's a typical one of a module with 64 GiB.
-    "gb10": Model("NVIDIA GB10", "blackwell", 124_610 * MIB, 0, 48, "cudaMemGetInfo", unified=True),
-    "jetson-agx-orin": Model(
-        "Orin (nvgpu)", "ampere", 62_841 * MIB, 0, 16, "typical", unified=True, processes="nothing"
-    ),
-}
-"""Whole GPUs. MIG slices are in `named.py`."""
 
 
 class SimulatedOutOfMemory(RuntimeError):
@@ -106,7 +59,7 @@ class _State:
 class SimulatedHost:
     """`Host` with simulated GPUs, and the calls by which simulated frameworks take memory. Thread-safe.
 
-    `names` are `Model`s, or names as `named.models` takes them: most of one GPU, a file of devices of several.
+    `names` are `Model`s, or names as `catalog.models` takes them: most of one GPU, a file of devices of several.
     Figures are exact bytes: the simulated frameworks round to the 2 MiB pages in which a real driver allocates.
     Raises DeviceError for an unknown name, and ConfigError for a wrong file.
     """
@@ -114,14 +67,12 @@ class SimulatedHost:
     simulated = True
 
     def __init__(self, names: Sequence[str | Model] = ("h200",)) -> None:
-        from memguard._devices import named
-
         if isinstance(names, str):
             names = (names,)
         if not names:
             raise DeviceError("a simulated host needs at least one GPU", fix="name one, for example 'h200'")
-        self.names = tuple(named.canonical(name) if isinstance(name, str) else name.name for name in names)
-        kinds = [kind for name in names for kind in (named.models(name) if isinstance(name, str) else (name,))]
+        self.names = tuple(catalog.canonical(name) if isinstance(name, str) else name.name for name in names)
+        kinds = [kind for name in names for kind in (catalog.models(name) if isinstance(name, str) else (name,))]
         # Re-entrant: a signal handler or a finalizer may come within a call.
         self.lock: Any = ranked(threading.RLock(), Rank.ALLOCATOR)
         """Of the machine and the simulated frameworks on it: signal handlers would take two of them in any order."""

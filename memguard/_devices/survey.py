@@ -1,8 +1,8 @@
-"""What the driver is and reports, for the doctor. Runs in a process of its own: a broken driver's libraries crash and
-hang.
+"""What the driver is and reports, for the doctor.
 
-`survey` reports each part as soon as it is read, with the fields of `memguard._tools.doctor.facts.Driver`. Unlike the
-rest of this room it initialises CUDA, and a failure is an answer like any other.
+Runs in a process of its own: a broken driver's libraries crash and hang. `survey` reports each part as soon as it is
+read, with the fields of `memguard._tools.doctor.facts.Driver`. Unlike the rest of this room it initialises CUDA, and a
+failure is an answer like any other.
 """
 
 from __future__ import annotations

@@ -40,6 +40,9 @@ class Off:
 
 now: Off | None = None
 """Set before the first gate closes, None again after the last one opened. One assignment each: readers take no lock."""
+forbidden: dict[str, tuple[int, str, str]] = {}
+"""Work in which this process must not leave its GPUs, by kind: its PID, why, and the fix. Who begins it writes it here,
+and removes it at the end; a forked child does none of it."""
 _later: deque[Callable[[], object]] = deque()
 """What destructors would have given back to the driver."""
 _of_parent: list[deque[Callable[[], object]]] = []

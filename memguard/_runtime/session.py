@@ -403,9 +403,9 @@ class Session:
             self._call(event)
         self._name_neighbours(self._neighbours)
         if watches and sample.devices:  # without devices: a reading that failed
-            from memguard._runtime import samples
+            from memguard._runtime.watches import give
 
-            samples.give(sample, lambda: self.active)
+            give(watches, sample, lambda: self.active)
 
     # any thread
 
@@ -425,13 +425,3 @@ class Session:
                 watch.callback(event)
             except (Exception, SystemExit) as error:  # logged once: it is called again at the next event
                 watch.failed("memguard.on_event", error)
-
-
-def name_of(callback: object) -> str:
-    """The callback's name and place, which it may not tell."""
-    try:
-        code = getattr(callback, "__code__", None)
-        where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
-        return f"{getattr(callback, '__qualname__', None) or repr(callback)}{where}"
-    except Exception:
-        return "a function"

@@ -79,7 +79,7 @@ class _Inactive(Guard):
     """A guard that caps nothing, and has nothing to undo."""
 
     def _repr_html_(self) -> str:
-        from memguard._base.displays import html
+        from memguard._base.text import html
 
         return f"<pre>{html(str(self))}</pre>"
 

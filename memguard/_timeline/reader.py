@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from memguard._base.displays import html, plan_html, plan_text
-from memguard._base.text import shown
+from memguard._base.displays import plan_html, plan_text
+from memguard._base.text import html, shown
 from memguard._base.types import Event, Plan, Sample
 from memguard._timeline.files import numbered, open_regular, written_as
 from memguard._timeline.format import MAGIC, MAX_LINE, Dropped, Header, Oom

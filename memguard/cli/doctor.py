@@ -119,7 +119,7 @@ def doctor(
     import json
 
     from memguard import _budget
-    from memguard._budget import findings
+    from memguard._base import findings
     from memguard._tools.doctor import explain, report_on
     from memguard._tools.doctor.facts import Facts
 

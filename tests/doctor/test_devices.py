@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from doctor_facts import edited, findings, load
 
+from memguard._base.findings import Name
 from memguard._base.units import GIB, MIB
-from memguard._budget.findings import Name
 from memguard._tools.doctor.checks import devices, explanations, gpu_memory, probe_outcomes
 from memguard._tools.doctor.checks.architectures import runs_on
 from memguard._tools.doctor.checks.visible_devices import read

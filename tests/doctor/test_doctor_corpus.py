@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from doctor_facts import FILES, entry, findings, load
 
-from memguard._budget.findings import NAMES
+from memguard._base.findings import NAMES
 from memguard._tools.doctor.facts import Facts
 
 ROOT = Path(__file__).parents[2]

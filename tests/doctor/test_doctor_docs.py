@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from doctor_facts import findings, load
 
+from memguard._base.findings import NAMES
 from memguard._budget import parse
-from memguard._budget.findings import NAMES
 from memguard._tools.doctor import DoctorReport, render
 
 ROOT = Path(__file__).parents[2]

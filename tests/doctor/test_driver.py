@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from doctor_facts import FILES, edited, findings, load, plain
 
-from memguard._budget.findings import Name
+from memguard._base.findings import Name
 from memguard._tools.doctor.checks import driver, explanations, probe_outcomes, versions
 from memguard._tools.doctor.facts import Cuda, Driver, Facts, FrameworkFacts, NvmlFacts, Probe, Stage, System
 from memguard._tools.doctor.finding import Finding, Severity

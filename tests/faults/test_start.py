@@ -25,7 +25,7 @@ ALWAYS = {
     "_base.blocks", "_guard.caps", "_guard.guard", "_base.locks", "_base.logs",
     "_budget.policy", "_guard.elastic", "_base.specs", "_base.text",
     "_base.types", "_base.undo", "_base.units",
-    "_runtime.workers", "errors", "_budget.findings", "_budget.joint",
+    "_runtime.workers", "errors", "_base.findings", "_budget.joint",
     "_budget", "_budget.rules", "_budget.schema", "_budget.source_map", "_budget.values",
     "_devices", "_devices.contexts", "_devices.host", "_devices.libcuda", "_devices.suspension",
     "_frameworks", "_frameworks.base", "_frameworks.driver_pages", "_frameworks.import_hook",
@@ -40,12 +40,12 @@ FILE = {"_budget.yaml"}
 MONITOR = {"_runtime.pressure", "_runtime.sampler"}
 TIMELINE = {
     "_budget.ranks",
-    *("_runtime.beside", "_runtime.ending", "_runtime.peaks", "_runtime.spans"),
+    *("_runtime.beside", "_runtime.ending"),
     *("_timeline", "_timeline.files", "_timeline.format", "_timeline.writer"),
 }
 REAL = {"_devices.cuda_order", "_devices.machine_memory", "_devices.nvml", "_devices.real"}
 SIMULATED = {
-    "_devices.named", "_devices.simulated", "_frameworks.simulated", "_frameworks.simulated.adapter",
+    "_devices.catalog", "_devices.simulated", "_frameworks.simulated", "_frameworks.simulated.adapter",
     "_frameworks.simulated.allocators", "_frameworks.simulated.arena", "_frameworks.simulated.driver_allocators",
     "_frameworks.simulated.starts",
 }  # fmt: skip

@@ -18,7 +18,7 @@ from typing import Any, cast
 import pytest
 from stub_gpus import GIB, ONE, UUIDS
 
-from memguard._devices.processes.identity import Process, process_of
+from memguard._node.identity import Process, process_of
 from memguard._node.suspend import outside, records
 from memguard._node.suspend.client import Client
 
@@ -314,7 +314,7 @@ def test_it_allows_it_and_suspends_itself(machine: Machine) -> None:
     """With its own word for how it went; --unsafe does not go behind its back."""
     says = """
         from memguard._node.suspend import listener
-        from memguard._devices.processes.identity import this_process
+        from memguard._node.identity import this_process
         from memguard._node.suspend.types import Suspension
         from memguard.errors import CannotSuspend
         asked = []

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from stub_gpus import GIB, ONE, UUIDS
 
 from memguard._devices.checkpoint import State
-from memguard._devices.processes.identity import Process, process_of, this_process
+from memguard._node.identity import Process, process_of, this_process
 from memguard._node.suspend import flow
 from memguard._node.suspend.client import Client
 from memguard._node.suspend.steps import Answer, End
@@ -369,7 +369,7 @@ def test_its_client_ends_within_an_operation(machine: Machine) -> None:
 PROGRAM = """
 import json, os, sys, time
 from memguard._node.suspend.client import Client
-from memguard._devices.processes.identity import Process
+from memguard._node.identity import Process
 client = Client(json.loads(sys.argv[1]))
 process = Process(*json.loads(sys.argv[2]))
 assert client.lock(process, 100, 20.0).code == 0

@@ -138,7 +138,7 @@ import json, os, sys
 pid, way = int(sys.argv[1]), sys.argv[2]
 from memguard._node.suspend import flow
 from memguard._node.suspend.client import Client
-from memguard._devices.processes.identity import process_of
+from memguard._node.identity import process_of
 client, process = Client(), process_of(pid)
 client.state(process)
 def told(step): print(json.dumps([step, client.pid]), flush=True)

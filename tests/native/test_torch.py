@@ -117,7 +117,7 @@ def test_every_cap_is_set_to_the_exact_byte(with_torch: Run) -> None:
         SETUP
         + """
 import random
-from memguard._devices.simulated import CATALOGUE
+from memguard._devices.catalog import CATALOGUE
 found, rng = card(host), random.Random(1)
 torch.cuda.init()
 wrong, tried = [], 0

@@ -184,7 +184,7 @@ def end(child: Child) -> None:
 def away_again(pid: int) -> bool:
     """Whether it is suspended or uses no GPU, so that killing it is safe."""
     from memguard._devices.checkpoint import State
-    from memguard._devices.processes.identity import process_of
+    from memguard._node.identity import process_of
     from memguard._node.suspend import flow
     from memguard._node.suspend.steps import End
 

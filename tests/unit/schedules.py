@@ -12,7 +12,8 @@ from support.oracle import Entry, Terms, Verdicts, judge
 
 from memguard import Budget
 from memguard._base.units import GIB
-from memguard._devices.simulated import Model, SimulatedHost
+from memguard._devices.catalog import Model
+from memguard._devices.simulated import SimulatedHost
 from memguard._guard.guard import Guard
 
 LIMIT, RESERVE, CARD = 17 * GIB, GIB, Model("schedule card", "hopper", 20 * GIB)

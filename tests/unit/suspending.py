@@ -17,7 +17,7 @@ from memguard._base.types import MemoryInfo
 from memguard._base.units import GIB
 from memguard._devices import contexts, suspension
 from memguard._devices.nvml import Nvml
-from memguard._devices.processes.identity import Process
+from memguard._node.identity import Process
 from memguard._node.suspend import own
 from memguard._node.suspend.types import Suspension, Wait, Why
 from memguard._node.suspend.waiting import Calls

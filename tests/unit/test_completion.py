@@ -12,10 +12,9 @@ import pytest
 from click.shell_completion import ShellComplete
 
 import memguard
+from memguard._base.findings import NAMES
 from memguard._base.specs import SPECS
-from memguard._budget.findings import NAMES
-from memguard._devices.named import SLICES
-from memguard._devices.simulated import CATALOGUE
+from memguard._devices.catalog import CATALOGUE, SLICES
 from memguard.cli import main
 
 HOME = Path(memguard.__file__).parents[1]

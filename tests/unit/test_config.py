@@ -23,6 +23,7 @@ from jsonschema import Draft202012Validator
 
 import memguard
 from memguard import _budget
+from memguard._base.findings import NAMES
 from memguard._base.specs import SPECS
 from memguard._base.units import GIB, MIB
 from memguard._budget import (
@@ -39,7 +40,6 @@ from memguard._budget import (
     load,
     parse,
 )
-from memguard._budget.findings import NAMES
 from memguard._budget.schema import MODELS
 from memguard.cli.check import check
 from memguard.cli.plan import plan

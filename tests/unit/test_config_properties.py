@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
+from memguard._base.findings import NAMES
 from memguard._base.units import GIB, GRANULE, MIB
 from memguard._budget import FRAMEWORKS, Budget, from_mapping, json_schema, parse
-from memguard._budget.findings import NAMES
 from memguard._budget.yaml import read
 from memguard.errors import ConfigError
 

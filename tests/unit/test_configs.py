@@ -9,7 +9,8 @@ import pytest
 
 from memguard._base.units import GIB
 from memguard._budget import FRAMEWORKS, joint, load, policy
-from memguard._devices.simulated import CATALOGUE, SimulatedHost
+from memguard._devices.catalog import CATALOGUE
+from memguard._devices.simulated import SimulatedHost
 from memguard.errors import PlanError
 
 ROOT = Path(__file__).parents[2]

@@ -21,7 +21,7 @@ from click.testing import CliRunner, Result
 
 import memguard
 from memguard import _budget
-from memguard._budget import findings
+from memguard._base import findings
 from memguard._devices import cuda_order
 from memguard._tools.doctor import explain
 from memguard._tools.doctor.collect import gather

@@ -72,7 +72,8 @@ def schedule(seed: int, monkeypatch: pytest.MonkeyPatch, lends: bool = True, wro
     """One schedule over the simulated frameworks of an elastic budget, through the runner of the real ones."""
     import memguard
     from memguard._budget import from_mapping
-    from memguard._devices.simulated import Model, SimulatedHost
+    from memguard._devices.catalog import Model
+    from memguard._devices.simulated import SimulatedHost
     from memguard._guard.guard import Guard
 
     def call(take: Any, *arguments: Any) -> Any:

@@ -117,11 +117,13 @@ def open_files() -> int:
 
 
 @pytest.fixture(autouse=True)
-def doors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Installs the doors. After each test no thread, file, directory or byte is left."""
+def doors(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Installs the doors. After each test no thread, file, directory or byte is left.
+
+    The folder's name is short: the path of a Unix socket has at most 107 bytes, and a longer one goes elsewhere.
+    """
     sharing_doors.install(monkeypatch.setattr, monkeypatch.setitem)
-    runtime = tmp_path / "run"
-    runtime.mkdir()
+    runtime = tmp_path_factory.mktemp("r")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     assert not serving()
     gc.collect()  # an earlier test's garbage may hold files

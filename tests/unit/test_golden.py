@@ -6,7 +6,9 @@ A new line of a transcript is written without its output, which the update adds.
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,17 @@ def test_users_see_what_they_saw(name: str, stubs: Path, tmp_path: Path) -> None
     assert written == golden.read_text(encoding="utf-8")
 
 
+@pytest.fixture
+def logger() -> Iterator[None]:
+    """A transcript listens to memguard's log; afterwards the logger is as it was."""
+    log = logging.getLogger("memguard")
+    handlers, level = [*log.handlers], log.level
+    yield
+    log.handlers[:] = handlers
+    log.setLevel(level)
+
+
+@pytest.mark.usefixtures("logger")
 def test_what_looks_like_a_statement_is_escaped() -> None:
     text = "About it.\n\n>>> print('$ memguard ps')\nold output\n>>> for _ in 'ab':\n...     print(1)\n...\n"
     shown = (

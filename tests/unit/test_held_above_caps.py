@@ -20,7 +20,8 @@ import memguard
 from memguard import Budget
 from memguard._base.types import Device, Sample, Usage
 from memguard._base.units import GIB, MIB
-from memguard._devices.simulated import Model, SimulatedHost
+from memguard._devices.catalog import Model
+from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory, SimulatedFramework
 from memguard._guard.guard import Guard
 from memguard.errors import BudgetExceeded, MemguardError, PlanError

@@ -24,8 +24,9 @@ from hypothesis import strategies as st
 import memguard
 from memguard import api
 from memguard._base.units import GIB, MIB
-from memguard._devices import named, simulated
-from memguard._devices.simulated import CATALOGUE, Model, SimulatedHost
+from memguard._devices import catalog
+from memguard._devices.catalog import CATALOGUE, Model
+from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import SimulatedFramework
 from memguard._ledger.types import DeviceLedger
 from memguard._tools.simulate.replay import host_of, simulate
@@ -78,8 +79,7 @@ def gpu(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if isinstance(kind.gpu, str):
         yield kind.gpu
     else:
-        for module in (simulated, named):
-            monkeypatch.setattr(module, "CATALOGUE", {**CATALOGUE, "own-card": kind.gpu})
+        monkeypatch.setattr(catalog, "CATALOGUE", {**CATALOGUE, "own-card": kind.gpu})
         yield "own-card"
     memguard.shutdown()
 

@@ -19,7 +19,8 @@ from memguard import _budget
 from memguard._base.types import DevicePlan, Plan
 from memguard._base.units import GIB, MIB
 from memguard._budget import mps, policy
-from memguard._devices.simulated import CATALOGUE, Model, SimulatedHost
+from memguard._devices.catalog import CATALOGUE, Model
+from memguard._devices.simulated import SimulatedHost
 from memguard._node.leases import folders
 from memguard.cli import main
 

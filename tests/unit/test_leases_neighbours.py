@@ -18,8 +18,8 @@ import memguard
 from memguard._base.types import Device
 from memguard._base.units import GIB, MIB
 from memguard._devices.nvml import Nvml
-from memguard._devices.processes.identity import machine
 from memguard._devices.simulated import SimulatedHost
+from memguard._node.identity import machine
 from memguard._node.leases import listing as listings
 from memguard._node.leases import neighbours as leases
 from memguard._node.leases.lease import Lease

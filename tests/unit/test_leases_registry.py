@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from leasing import heard, lease, told, until
 
-from memguard._devices.processes.identity import Process, process_of, this_process
+from memguard._node.identity import Process, process_of, this_process
 from memguard._node.leases import registry
 from memguard._node.leases.registry import Budgeted
 from memguard._node.suspend import outside, records
@@ -25,7 +25,7 @@ ME = this_process()
 OTHER = """
 import sys
 from memguard._node.leases import registry
-from memguard._devices.processes.identity import this_process
+from memguard._node.identity import this_process
 registry.enter(registry.Budgeted(this_process(), "other.yaml", True), sys.argv[1])
 print("in", flush=True)
 sys.stdin.readline()

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from leasing import GPU, OTHER, heard, lease, other, parts, told, until
 
-from memguard._devices.processes.identity import Process
+from memguard._node.identity import Process
 from memguard._node.leases import folders, locks, store
 from memguard._node.leases.lease import Lease
 from memguard._node.leases.store import Store

@@ -18,7 +18,7 @@ from leasing import GPU, heard, lease, told, until
 
 import memguard
 from memguard._devices import suspension
-from memguard._devices.processes.identity import Process, machine, this_process
+from memguard._node.identity import Process, machine, this_process
 from memguard._node.leases import choose, decide, returning
 from memguard._node.leases.decide import Want
 from memguard._node.leases.store import Store

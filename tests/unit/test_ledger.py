@@ -22,8 +22,7 @@ from memguard._base.units import GIB, MIB, TIB
 from memguard._budget import from_mapping, policy
 from memguard._ledger.overhead import ANY, Overhead, expected_overhead, gap_of, own_bytes
 from memguard._ledger.rows import Reading, device_ledger
-from memguard._ledger.tables import html_ledger
-from memguard._ledger.types import DeviceLedger, Ledger, Row
+from memguard._ledger.types import DeviceLedger, Ledger, Row, html_ledger
 
 H200 = Device("GPU-887439f1-ef81-1c16-9a75-0558dcbf6b53", "NVIDIA H200", 0, 143_771 * MIB, 615 * MIB, "hopper", 0)
 CONTEXT = 518 * MIB

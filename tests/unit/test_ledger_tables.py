@@ -7,8 +7,7 @@ from html.parser import HTMLParser
 
 from memguard._base.types import Device
 from memguard._base.units import GIB, MIB
-from memguard._ledger.tables import html_ledger
-from memguard._ledger.types import DeviceLedger, Ledger, Row
+from memguard._ledger.types import DeviceLedger, Ledger, Row, html_ledger
 
 H200 = Device("GPU-1", "NVIDIA H200", 0, 143_771 * MIB, 615 * MIB, "hopper", 0)
 ROWS = (

@@ -77,6 +77,6 @@ def test_a_run_under_a_budget_loads_no_command_and_nothing_of_the_doctor(tmp_pat
         "memguard._guard.guard",
         "memguard._runtime.sampler",
         "memguard._oom.report",
-        "memguard._budget.findings",
+        "memguard._base.findings",
     } <= set(loaded)
     assert [name for name in loaded if name.startswith(APART)] == []

@@ -132,7 +132,7 @@ def test_the_package_carries_what_it_needs_beside_code() -> None:
 
 
 def test_the_pages_of_the_doctor_come_with_the_package(tmp_path: Path) -> None:
-    from memguard._budget.findings import NAMES
+    from memguard._base.findings import NAMES
     from memguard._tools.doctor import explain
 
     pages = {name: (ROOT / "docs" / "doctor" / f"{name}.md").read_text(encoding="utf-8") for name in NAMES}

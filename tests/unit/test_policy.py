@@ -12,7 +12,8 @@ from memguard._base.types import Device, DevicePlan, MemoryInfo, Usage
 from memguard._base.units import GIB, GRANULE, MIB
 from memguard._budget import Budget, from_mapping, parse, policy
 from memguard._budget.policy import SLACK, auto_reserve, busy, resized
-from memguard._devices.simulated import CATALOGUE, SimulatedHost
+from memguard._devices.catalog import CATALOGUE
+from memguard._devices.simulated import SimulatedHost
 from memguard.errors import PlanError
 
 pytestmark = pytest.mark.one_case  # no version of what is installed changes it: all of it is our own code

@@ -17,7 +17,8 @@ from memguard._base.types import DevicePlan, MemoryInfo, Plan, Room, Usage
 from memguard._base.units import GIB, GRANULE, MIB, round_down
 from memguard._budget import FRAMEWORKS, from_mapping, parse, policy
 from memguard._budget.policy import starting_caps
-from memguard._devices.simulated import CATALOGUE, SimulatedHost
+from memguard._devices.catalog import CATALOGUE
+from memguard._devices.simulated import SimulatedHost
 from memguard.errors import ConfigError, MemguardError, PlanError
 
 pytestmark = pytest.mark.one_case  # no version of what is installed changes it: all of it is our own code

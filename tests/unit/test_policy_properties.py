@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from memguard._base.types import Device, MemoryInfo, Plan, Usage
 from memguard._base.units import GIB, GRANULE, MIB, TIB, round_down
 from memguard._budget import FRAMEWORKS, Budget, from_mapping, policy
-from memguard._devices.simulated import CATALOGUE, SimulatedHost
+from memguard._devices.catalog import CATALOGUE
+from memguard._devices.simulated import SimulatedHost
 from memguard.errors import MemguardError, PlanError
 
 pytestmark = pytest.mark.one_case  # no version of what is installed changes it: all of it is our own code
@@ -208,7 +209,7 @@ def test_admission_never_promises_what_cannot_be_had(
         if answer.trim:
             assert needed > back + free + sum(others[name] for name in answer.trim[:-1]), "none trimmed in vain"
     else:
-        assert needed > answer.available and answer.trim == () and "fix: " in answer.refusal
+        assert needed > answer.available and answer.trim == () and answer.refusal.advice().fix
         if answer.available:
             again = policy.admit(framework, answer.available, answer.available, cap, found, memory)
             assert again.refusal is None or again.available < answer.available

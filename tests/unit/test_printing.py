@@ -25,8 +25,7 @@ import memguard
 from memguard._base.text import fitting, shown, visible
 from memguard._base.types import Device, Event, FrameworkSample, Pressure, WorkloadReport
 from memguard._base.units import GIB, format_size
-from memguard._ledger.tables import html_ledger
-from memguard._ledger.types import Ledger
+from memguard._ledger.types import Ledger, html_ledger
 from memguard._oom.report import full_text
 from memguard._timeline.reader import Timeline
 from memguard._timeline.writer import Writer

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memguard._base.units import GIB, MIB
-from memguard._devices import named
+from memguard._devices import catalog
+from memguard._devices.catalog import CATALOGUE, Model, model
 from memguard._devices.host import Host
-from memguard._devices.named import model
-from memguard._devices.simulated import CATALOGUE, CONTEXT, PID, Model, SimulatedHost, SimulatedOutOfMemory
+from memguard._devices.simulated import CONTEXT, PID, SimulatedHost, SimulatedOutOfMemory
 from memguard.errors import ConfigError, DeviceError
 
 
@@ -98,8 +98,8 @@ def test_no_other_card_is_ever_suggested(name: str) -> None:
 
 @given(st.text(max_size=30) | st.from_regex(r"[a-z]{0,3}[0-9]{1,5}[a-z]{0,2}(-[0-9]{1,3}gb)?", fullmatch=True))
 def test_a_suggestion_has_every_word_that_was_written(name: str) -> None:
-    for key in named.suggested(name):
-        card = {**CATALOGUE, **named.SLICES}[key]
+    for key in catalog.suggested(name):
+        card = {**CATALOGUE, **catalog.SLICES}[key]
         text = f"{key} {card.name}".lower()
         words = [
             word for word in re.findall("[a-z0-9]+", name.lower()) if word not in ("nvidia", "geforce", "tesla", "gpu")
@@ -118,8 +118,8 @@ def test_the_usual_cards_are_known(name: str) -> None:
 
 
 def test_a_slice_has_the_part_of_its_card_that_its_name_says() -> None:
-    assert len(named.SLICES) == 24
-    for key, part in named.SLICES.items():
+    assert len(catalog.SLICES) == 24
+    for key, part in catalog.SLICES.items():
         card = CATALOGUE[key.rpartition("-")[0]]
         slices, gigabytes = re.fullmatch(r"(\d)g\.(\d+)gb", key.rpartition("-")[2]).groups()  # type: ignore[union-attr]
         assert part.name == f"{card.name} MIG {slices}g.{gigabytes}gb" and part.architecture == card.architecture
@@ -132,7 +132,7 @@ def test_a_slice_has_the_part_of_its_card_that_its_name_says() -> None:
 def test_the_source_of_each_figure_is_in_the_data() -> None:
     assert {card.source for card in CATALOGUE.values()} <= {"measured", "nvidia-smi", "cudaMemGetInfo", "typical"}
     assert CATALOGUE["h200"].source == "measured"
-    assert all(part.source for part in named.SLICES.values())
+    assert all(part.source for part in catalog.SLICES.values())
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import pytest
 
 from memguard._base.types import Device, Shortage
 from memguard._base.units import GIB, KIB, MIB
-from memguard._devices.simulated import CONTEXT, Model, SimulatedHost
+from memguard._devices.catalog import Model
+from memguard._devices.simulated import CONTEXT, SimulatedHost
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory, SimulatedFramework
 
 ASK = ["cupy", "pycuda", "numba"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from memguard._devices.processes.identity import this_process
+from memguard._node.identity import this_process
 from memguard._node.suspend import claims
 from memguard._node.suspend.turn import Turn
 from memguard._node.suspend.working import Work

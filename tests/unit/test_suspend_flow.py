@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from memguard._base.advice import Advice
 from memguard._base.units import GIB, MIB
 from memguard._devices.checkpoint import State
-from memguard._devices.processes.identity import Process, anonymous_bytes, lives, process_of, start_of, this_process
 from memguard._devices.simulated_checkpoint import Fault, SimulatedCheckpoint, Target
+from memguard._node.identity import Process, anonymous_bytes, lives, process_of, start_of, this_process
 from memguard._node.suspend import flow, measure, settling
 from memguard._node.suspend.door import Card, Door
 from memguard._node.suspend.flow import Outcome

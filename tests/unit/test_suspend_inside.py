@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from memguard._devices import contexts, streams
-from memguard._devices.processes.identity import Process
+from memguard._node.identity import Process
 from memguard._node.suspend import inside, refusals
 from memguard._node.suspend.facts import Facts
 from memguard._node.suspend.inside import Inside

@@ -18,7 +18,7 @@ import pytest
 from suspending import left
 
 from memguard._base.units import GIB
-from memguard._devices.processes.identity import Process, process_of, this_process
+from memguard._node.identity import Process, process_of, this_process
 from memguard._node.suspend import listener, records
 from memguard._node.suspend.types import Suspension
 from memguard.errors import CannotSuspend, MemguardError, Suspended
@@ -29,7 +29,7 @@ ME = this_process()
 PROGRAM = """
     import os, sys, time
     from memguard._node.suspend import listener
-    from memguard._devices.processes.identity import this_process
+    from memguard._node.identity import this_process
     from memguard._node.suspend.types import Suspension
     from memguard.errors import MemguardError
 

@@ -19,9 +19,8 @@ from jsonschema import Draft202012Validator
 
 from memguard._base.units import GIB, MIB
 from memguard._devices.checkpoint import State
-from memguard._devices.processes.identity import Process, process_of, this_process
-from memguard._devices.processes.place import folder
 from memguard._devices.simulated_checkpoint import Fault, SimulatedCheckpoint, Target
+from memguard._node.identity import Process, folder, process_of, this_process
 from memguard._node.leases.registry import Budgeted
 from memguard._node.suspend import facts, outside, processes, records
 from memguard._node.suspend.outside import NO, UNKNOWN, Stop

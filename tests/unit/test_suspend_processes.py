@@ -15,8 +15,8 @@ from jsonschema import Draft202012Validator
 
 from memguard._base.units import GIB
 from memguard._devices.checkpoint import State
-from memguard._devices.processes import identity
-from memguard._devices.processes.identity import Process, this_process
+from memguard._node import identity
+from memguard._node.identity import Process, this_process
 from memguard._node.leases.registry import Budgeted
 from memguard._node.suspend import processes, records
 from memguard._node.suspend.processes import Gpu, Person, Readings, candidates, listing

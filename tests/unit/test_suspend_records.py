@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from suspending import left
 
 from memguard._base.units import GIB
-from memguard._devices.processes.identity import Process, this_process
+from memguard._node.identity import Process, this_process
 from memguard._node.leases.registry import Budgeted
 from memguard._node.suspend import records, working
 from memguard._node.suspend.records import STEPS, Record

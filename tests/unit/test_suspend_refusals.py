@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memguard._base.units import GIB, MIB
-from memguard._devices.processes.identity import Process
+from memguard._node.identity import Process
 from memguard._node.suspend import refusals
 from memguard._node.suspend.cgroups import Limit
 from memguard._node.suspend.facts import Child, Facts, Gpu

@@ -23,8 +23,7 @@ from memguard._base.units import GIB, GRANULE, MIB
 from memguard._devices import libcuda
 from memguard._devices.placeholder import MARGIN, Holder, pieces
 from memguard._devices.processes import who
-from memguard._devices.processes.identity import this_process
-from memguard._devices.processes.place import folder
+from memguard._node.identity import folder, this_process
 from memguard._node.suspend import room
 from memguard._node.suspend.door import Card
 from memguard._node.suspend.steps import Answer

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from memguard._base.units import GIB
-from memguard._devices.processes.identity import this_process
-from memguard._devices.processes.place import folder
 from memguard._devices.simulated_checkpoint import SimulatedCheckpoint, Target
+from memguard._node.identity import folder, this_process
 from memguard._node.suspend import records
 from memguard._node.suspend.route import Route
 from memguard._node.suspend.simulated import Direct

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from memguard._base.advice import Advice
 from memguard._devices.checkpoint import State
-from memguard._devices.processes.identity import Process
+from memguard._node.identity import Process
 from memguard._node.suspend import said
 from memguard._node.suspend.steps import Answer, Course, Do, End, Goal
 

@@ -23,9 +23,8 @@ from memguard._devices import suspension
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import SimulatedFramework
 from memguard._runtime import ending
-from memguard._runtime.peaks import EVERY, PEAK, Peaks
+from memguard._runtime.beside import MOST, OTHERS, PEAK, PEAKS_EVERY, Peaks, Spans, _Row
 from memguard._runtime.refusals import Refusals
-from memguard._runtime.spans import MOST, OTHERS, Spans, _Row
 
 HOME = Path(memguard.__file__).parents[1]
 BUDGET: dict[str, Any] = {"version": 1, "frameworks": {"torch": {"limit": "10GiB"}, "cupy": {"limit": "4GiB"}}}
@@ -99,7 +98,7 @@ def test_a_peak_is_written_if_it_has_grown_and_at_last_in_any_case() -> None:
     now = [0.0]
     watch = Peaks(clock=lambda: now[0])
     assert watch.due() and not watch.due()
-    now[0] += EVERY
+    now[0] += PEAKS_EVERY
     assert watch.due()
 
     def said(size: int, last: bool = False) -> list[int | None]:

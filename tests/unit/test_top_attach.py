@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 import memguard
 from memguard._base.types import Event, Pressure
 from memguard._base.units import GIB, MIB
-from memguard._devices.processes.identity import Process, process_of, this_process
 from memguard._guard.guard import Guard
+from memguard._node.identity import Process, process_of, this_process
 from memguard._node.suspend import sockets
 from memguard._node.suspend.listener import SilentError
 from memguard._node.top import requests, server

@@ -24,8 +24,8 @@ from memguard import api
 from memguard._base.types import Event
 from memguard._base.undo import Undo
 from memguard._base.units import GIB, MIB
-from memguard._devices.processes.identity import this_process
 from memguard._guard.guard import Guard
+from memguard._node.identity import this_process
 from memguard._node.suspend import sockets
 from memguard._node.suspend.listener import SilentError
 from memguard._node.top import server

@@ -12,7 +12,7 @@ from timelines import Clock
 
 import memguard
 from memguard._base.units import GIB
-from memguard._devices.processes.identity import this_process
+from memguard._node.identity import this_process
 from memguard._node.suspend import processes
 from memguard._node.suspend.processes import Gpu, Listing, Person, Row
 from memguard._node.top import server

@@ -1,1 +1,1 @@
-"""The processes of one user on this machine: where they leave notes for each other, and which of them still live."""
+"""What Linux says of processes: their state and family, what they have mapped, and who holds a GPU's memory."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 
-from memguard._devices.processes import place
+from memguard._node import identity
 from memguard.errors import MemguardError
 
 VARIABLE = "MEMGUARD_LEASES"
@@ -27,12 +27,12 @@ def folder() -> str:
     given = os.environ.get(VARIABLE, "")
     try:
         if not given:
-            path = place.folder()
+            path = identity.folder()
         elif not os.path.isabs(given):
             raise MemguardError(f"{VARIABLE} is {given!r}, which is no absolute path", fix="begin it with /")
         else:
             fix = f"`chmod 700 {given}`, or name another folder, owned by the user who runs this process"
-            path = place.private(given, f"{VARIABLE}: {fix}")
+            path = identity.private(given, f"{VARIABLE}: {fix}")
     except OSError as error:
         what = f"{VARIABLE} is {given}, which" if given else "the user's folder for leases"
         raise MemguardError(f"{what} cannot be used: {error.strerror}", fix=_fix(given)) from None

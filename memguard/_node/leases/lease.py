@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from memguard._base.logs import log as _log
 from memguard._base.logs import text_of
 from memguard._devices.processes import who
-from memguard._devices.processes.identity import machine, this_process
+from memguard._node.identity import machine, this_process
 from memguard._node.leases import decide, locks, said, store
 from memguard._node.leases.decide import Want
 from memguard._node.leases.folders import folder

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from memguard._devices.nvml import Nvml
-from memguard._devices.processes.identity import machine
+from memguard._node.identity import machine
 from memguard._node.leases import decide, neighbours
 from memguard._node.leases.folders import folder
 from memguard._node.leases.neighbours import Neighbour

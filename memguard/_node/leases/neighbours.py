@@ -18,7 +18,7 @@ from memguard._base.logs import text_of
 from memguard._base.types import Event
 from memguard._base.units import MIB, format_size
 from memguard._devices.processes import who
-from memguard._devices.processes.identity import machine
+from memguard._node.identity import machine
 from memguard._node.leases import said
 from memguard._node.leases.lease import Lease
 from memguard._node.leases.types import Claim, Part

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memguard._base.text import visible
 from memguard._devices.processes import who
-from memguard._devices.processes.identity import Process, lives, machine
+from memguard._node.identity import Process, lives, machine
 from memguard._node.leases.locks import File
 from memguard._node.leases.store import Store, byte_of, forget, process_row
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memguard._base.units import format_size
-from memguard._devices.processes.identity import Process, machine
+from memguard._node.identity import Process, machine
 from memguard._node.leases import decide, said, store
 from memguard._node.leases.folders import folder
 from memguard._node.leases.store import Store

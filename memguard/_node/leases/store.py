@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from memguard._base.text import visible
-from memguard._devices.processes.identity import Process, lives, machine
+from memguard._node.identity import Process, lives, machine
 from memguard._node.leases import decide, locks
 from memguard._node.leases.decide import Want
 from memguard._node.leases.locks import File

@@ -20,7 +20,7 @@ def of_budget(session: Session, undo: Undo) -> None:
 
     Raises PlanError if a package is missing or the port cannot be had.
     """
-    from memguard._node.metrics.source import Source
+    from memguard._node.metrics.source import CannotExport, Source
 
     budget = session.guard.budget
     wanted = budget.metrics
@@ -43,11 +43,3 @@ def of_budget(session: Session, undo: Undo) -> None:
     except CannotExport as error:
         problem = budget.problem(("metrics", key), error.reason, error.fix)
         raise PlanError([problem], budget.source or "init") from None
-
-
-class CannotExport(Exception):
-    """Why metrics cannot be had here, and what to do."""
-
-    def __init__(self, reason: str, fix: str) -> None:
-        super().__init__(reason)
-        self.reason, self.fix = reason, fix

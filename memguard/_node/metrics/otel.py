@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from memguard._base.logs import text_of
-from memguard._node.metrics import CannotExport
 from memguard._node.metrics.figures import EVERY, Metric, Scene, figures
-from memguard._node.metrics.source import Source, version
+from memguard._node.metrics.source import CannotExport, Source, version
 
 Observed = Iterator[tuple[float, Mapping[str, Any]]]
 """A value and its attributes."""

@@ -12,9 +12,9 @@ from memguard._base.logs import log as _log
 from memguard._base.logs import text_of
 from memguard._base.text import visible
 from memguard._budget import ranks
-from memguard._node.metrics import CannotExport
 from memguard._node.metrics.figures import EVERY, Figure, Metric, figures
 from memguard._node.metrics.server import ADDRESS, Server
+from memguard._node.metrics.source import CannotExport
 
 if TYPE_CHECKING:
     from memguard._base.undo import Undo

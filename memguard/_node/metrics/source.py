@@ -25,6 +25,14 @@ FRESH_FOR = 10.0, 3.0
 """A sample tells of now for so many seconds, and for so many intervals of the monitor if those are longer."""
 
 
+class CannotExport(Exception):
+    """Why metrics cannot be had here, and what to do."""
+
+    def __init__(self, reason: str, fix: str) -> None:
+        super().__init__(reason)
+        self.reason, self.fix = reason, fix
+
+
 class Source:
     """The figures of one budget, until `end`. `scene` may be called on any thread; it waits for nobody."""
 

@@ -23,7 +23,7 @@ from typing import Any
 from memguard._base.advice import Advice
 from memguard._base.logs import log as _log
 from memguard._devices.checkpoint import State
-from memguard._devices.processes.identity import Process
+from memguard._node.identity import Process
 from memguard._node.suspend.door import Card, Event
 from memguard._node.suspend.steps import Answer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
-from memguard._devices.processes.identity import Process
+from memguard._node.identity import Process
 from memguard._node.suspend.steps import Answer
 
 

@@ -15,7 +15,7 @@ from memguard._base.text import visible
 from memguard._devices import libcuda, machine_memory, survey
 from memguard._devices.nvml import Nvml
 from memguard._devices.processes import proc
-from memguard._devices.processes.identity import Process
+from memguard._node.identity import Process
 from memguard._node.suspend import cgroups, native, tables
 from memguard._node.suspend import inside as within
 from memguard._node.suspend.cgroups import Limit

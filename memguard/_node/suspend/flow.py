@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from memguard._base.advice import Advice
 from memguard._base.units import MIB, format_size
-from memguard._devices.processes.identity import Process, anonymous_bytes, stopped
+from memguard._node.identity import Process, anonymous_bytes, stopped
 from memguard._node.suspend import meanwhile, measure, said, settling
 from memguard._node.suspend.door import Card, Door
 from memguard._node.suspend.room import bytes_of, short

@@ -199,7 +199,7 @@ def _suspends_idle() -> bool:
 
 def _waits(lease: Lease, claims: list[Claim], seconds: float) -> list[Wait]:
     """How it stands with each GPU, as progress shows it."""
-    from memguard._devices.processes.identity import machine
+    from memguard._node.identity import machine
     from memguard._node.leases import decide, said, store
 
     taken, here = decide.leased(store.wants(claims)), machine()

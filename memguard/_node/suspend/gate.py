@@ -6,23 +6,29 @@ that is inside `with memguard.suspended():` they raise `Suspended`: it would wai
 
 A function that somebody took by name before (`from torch.cuda import synchronize`) is gated where the table names
 what it calls underneath.
+
+The import of a framework waits too: some call the driver, and hold the GIL. It waits where the module is made, and not
+where it is searched for: Python searches with a lock of every import.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.abc
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 from memguard._base.logs import log as _log
 from memguard._base.undo import Undo
 from memguard._frameworks.gated import Entry, Gates, Touches
+from memguard._frameworks.import_hook import _Loader, enter, leave
 from memguard._node.suspend import native
 from memguard._node.suspend.kept import Kept
-from memguard._node.suspend.late_imports import LateImports
 from memguard._node.suspend.swapped import holders, swap
 from memguard._node.suspend.tables import tables
 from memguard.errors import Suspended
@@ -172,3 +178,55 @@ def _needs(touches: Touches, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
         return touches(args, kwargs)
     except Exception:  # arguments that the function will refuse by itself
         return False
+
+
+class LateImports(importlib.abc.MetaPathFinder):
+    """A finder before the others, which finds what they do, with a loader that waits. Its undo is `stop`."""
+
+    def __init__(self, tables: Iterable[Gates], gate: Gate) -> None:
+        self._gate = gate
+        self._modules: set[str] = set()
+        self._finding = threading.local()
+        for table in tables:
+            named = {entry.name.partition(":")[0] for entry in (*table.waits, *table.later)}
+            for module in {table.hook, table.hook.partition(".")[0], *table.imports, *named}:
+                if module not in sys.modules:
+                    self._modules.add(module)
+
+    def start(self) -> None:
+        """Wait for these imports from now on."""
+        enter(self)
+
+    def stop(self) -> None:
+        """Leave no trace."""
+        leave(self)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        names: set[str] = vars(self._finding).setdefault("names", set())
+        if not self._gate.closed or fullname not in self._modules or fullname in names:
+            return None
+        names.add(fullname)  # another finder may search for it again, or import another one
+        try:
+            for finder in [*sys.meta_path]:
+                if finder is self or not hasattr(finder, "find_spec"):
+                    continue
+                spec: ModuleSpec | None = finder.find_spec(fullname, path, target)
+                if spec is not None:
+                    if hasattr(spec.loader, "exec_module"):
+                        spec.loader = _Waits(spec.loader, self._gate)
+                    return spec
+        finally:
+            names.discard(fullname)
+        return None
+
+
+class _Waits(_Loader):
+    def __init__(self, inner: Any, gate: Gate) -> None:
+        super().__init__(inner, lambda module: None)
+        self._gate = gate
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        self._gate.enter(f"import {spec.name}")
+        return super().create_module(spec)

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from typing import Any
 
 from memguard._devices.checkpoint import Checkpoint, State
-from memguard._devices.processes.identity import Process, lives
+from memguard._node.identity import Process, lives
 from memguard.errors import MemguardError
 
 _TICK = 0.5

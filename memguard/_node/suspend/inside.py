@@ -1,8 +1,8 @@
-"""What only the process itself can tell before it is suspended: frameworks, shared memory, communicators, captures,
-profilers.
+"""What only the process itself can tell before it is suspended.
 
-Asks frameworks that are imported and nothing else; imports, initialises and changes nothing. Each answer is a line for
-people. What a version keeps elsewhere is unknown, and said to be.
+Frameworks, shared memory, communicators, captures, profilers. Asks frameworks that are imported and nothing else;
+imports, initialises and changes nothing. Each answer is a line for people. What a version keeps elsewhere is unknown,
+and said to be.
 
 Not seen, as nobody keeps a list of it: IPC handles that CuPy's and PyCUDA's own calls or an extension opened, what
 torch still holds for a process that took a tensor already deleted here, communicators that were made with

@@ -23,8 +23,7 @@ from memguard._base.logs import log as _log
 from memguard._base.logs import text_of
 from memguard._base.undo import Undo
 from memguard._base.units import is_whole
-from memguard._devices.processes.identity import Process, this_process
-from memguard._devices.processes.place import folder
+from memguard._node.identity import Process, folder, this_process
 from memguard._node.leases.registry import Budgeted
 from memguard._node.suspend import HostMemory, records, sockets
 from memguard._node.suspend.types import Suspension

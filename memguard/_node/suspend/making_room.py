@@ -13,7 +13,7 @@ from collections.abc import Callable
 from memguard._base.logs import log as _log
 from memguard._base.units import format_size
 from memguard._devices import suspension
-from memguard._devices.processes.identity import Process, machine
+from memguard._node.identity import Process, machine
 from memguard._node.leases import choose, store
 from memguard._node.leases.lease import Lease
 from memguard._node.leases.types import Claim

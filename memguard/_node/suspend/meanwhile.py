@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 
 from memguard._devices.checkpoint import State
-from memguard._devices.processes.identity import Process
+from memguard._node.identity import Process
 from memguard._node.suspend.door import Door
 
 EVERY = 1.0

@@ -1,5 +1,4 @@
-"""Threads of a framework's own, in C++, that ask the driver now and then: while the process is off, they are answered
-without it.
+"""Answers a framework's own C++ threads, which ask the driver now and then, while the process is off its GPUs.
 
 No gate in Python reaches them, and off the GPU their call ends the process (SIGSEGV; JAX 0.11.2, driver 580.159, H200).
 Such a library does not link to libcuda: it keeps the addresses of the driver's functions in a table of its own, filled

@@ -18,7 +18,7 @@ from memguard._base.logs import log as _log
 from memguard._base.units import GIB, format_size
 from memguard._devices.checkpoint import State
 from memguard._devices.processes import proc, who
-from memguard._devices.processes.identity import Process, process_of
+from memguard._node.identity import Process, process_of
 from memguard._node.suspend import facts, flow, listener, processes, records, refusals, room, steps
 from memguard._node.suspend.door import Door
 from memguard._node.suspend.processes import Listing

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from memguard._base.types import Event, MemoryInfo
 from memguard._base.undo import Undo
 from memguard._base.units import format_size
 from memguard._devices import contexts, suspension
-from memguard._devices.processes.identity import Process
+from memguard._node.identity import Process
 from memguard._node.suspend import leaving, quiet
 from memguard._node.suspend.types import Progress, Suspension, Why
 from memguard._node.suspend.waiting import Calls, Task
@@ -349,11 +348,9 @@ def _refuse_here() -> None:
     """What only memguard knows against it."""
     if on_monitor():
         raise CannotSuspend([("monitor", "a function of on_event runs on the monitor's thread", _NOT_THERE)])
-    recorder = sys.modules.get("memguard._tools.simulate.recorder")
-    recording = getattr(recorder, "_recording", None)
-    if recording is not None and recording.pid == os.getpid():
-        reason = "memguard.record_trace records what the frameworks allocate"
-        raise CannotSuspend([("recording", reason, "end that block first")])
+    for kind, (pid, reason, fix) in [*suspension.forbidden.items()]:
+        if pid == os.getpid():
+            raise CannotSuspend([(kind, reason, fix)])
     if contexts._lost or api._why_none == api._FORKED:
         reason = "this process was forked from one that uses CUDA, and has no GPU of its own"
         raise CannotSuspend(

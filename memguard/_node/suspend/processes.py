@@ -18,8 +18,9 @@ from typing import Any, Literal, NamedTuple
 from memguard._base.units import format_size
 from memguard._devices.checkpoint import State
 from memguard._devices.nvml import Nvml
-from memguard._devices.processes import identity, proc, who
-from memguard._devices.processes.identity import Process
+from memguard._devices.processes import proc, who
+from memguard._node import identity
+from memguard._node.identity import Process
 from memguard._node.leases.registry import Budgeted
 from memguard._node.suspend import listener, records, working
 from memguard._node.suspend.door import Door

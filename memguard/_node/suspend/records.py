@@ -28,8 +28,7 @@ from typing import Any, get_args
 from memguard._base.logs import log as _log
 from memguard._base.text import visible
 from memguard._base.units import is_whole
-from memguard._devices.processes.identity import Process, lives, machine
-from memguard._devices.processes.place import folder
+from memguard._node.identity import Process, folder, lives, machine
 from memguard._node.leases import registry
 from memguard._node.leases.folders import VARIABLE
 from memguard._node.leases.folders import folder as leases

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 from memguard._base.text import visible
 from memguard._base.units import MIB, format_size
-from memguard._devices.processes.identity import Process
+from memguard._node.identity import Process
 from memguard._node.suspend.facts import Facts
 from memguard._node.suspend.types import Reason
 

@@ -17,7 +17,7 @@ from memguard._base.advice import Advice
 from memguard._base.units import format_size
 from memguard._devices.placeholder import MARGIN
 from memguard._devices.processes import who
-from memguard._devices.processes.identity import Process, anonymous_bytes, stopped
+from memguard._node.identity import Process, anonymous_bytes, stopped
 from memguard._node.suspend.door import Card, Door
 from memguard._node.suspend.turn import Turn
 from memguard._node.suspend.types import Progress, Wait

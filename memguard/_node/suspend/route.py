@@ -16,7 +16,7 @@ from memguard import api
 from memguard._base.advice import Advice
 from memguard._base.types import MemoryInfo
 from memguard._devices.checkpoint import State
-from memguard._devices.processes.identity import this_process
+from memguard._node.identity import this_process
 from memguard._node.suspend import facts, flow, refusals
 from memguard._node.suspend.client import Client
 from memguard._node.suspend.door import Door

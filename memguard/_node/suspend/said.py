@@ -7,7 +7,7 @@ from typing import NamedTuple
 from memguard._base.advice import Advice
 from memguard._devices import checkpoint as driver
 from memguard._devices.checkpoint import State
-from memguard._devices.processes.identity import Process
+from memguard._node.identity import Process
 from memguard._node.suspend.steps import Do, End, Goal, Why
 
 

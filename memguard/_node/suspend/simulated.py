@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from memguard._devices.processes.identity import Process
 from memguard._devices.simulated_checkpoint import HelperDied, HelperHangs, SimulatedCheckpoint
+from memguard._node.identity import Process
 from memguard._node.suspend.door import Card
 from memguard._node.suspend.steps import Answer
 

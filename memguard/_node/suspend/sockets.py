@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from memguard._base.logs import log as _log
-from memguard._devices.processes.identity import Process
-from memguard._devices.processes.place import folder
+from memguard._node.identity import Process, folder
 from memguard._node.suspend import records
 from memguard.exchange.ipc import wire
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from memguard._devices.processes.place import folder
+from memguard._node.identity import folder
 from memguard._node.suspend import claims
 
 _NEW = ".new"

@@ -8,7 +8,7 @@ from typing import Literal
 
 from memguard._base.text import shown
 from memguard._base.units import format_size
-from memguard._devices.processes.identity import Process
+from memguard._node.identity import Process
 
 Why = Literal["asked", "idle", "by_others", "lease", "unsafe"]
 """Who wanted it: the program, its own idle time, another process that it allows, one that waits for its lease, or one

@@ -14,7 +14,7 @@ from dataclasses import replace
 from memguard._base.advice import Advice
 from memguard._base.logs import log as _log
 from memguard._devices.processes import who
-from memguard._devices.processes.identity import Process
+from memguard._node.identity import Process
 from memguard._node.suspend import claims, records
 from memguard._node.suspend.records import Record
 from memguard._node.suspend.types import Why

@@ -28,9 +28,8 @@ from memguard._base.types import Event
 from memguard._base.undo import Undo
 from memguard._base.units import format_size, is_whole
 from memguard._devices import contexts, suspension
-from memguard._devices.processes.identity import this_process
-from memguard._devices.processes.place import folder
 from memguard._ledger.types import DeviceLedger, Row
+from memguard._node.identity import folder, this_process
 from memguard._node.suspend import sockets
 from memguard._node.top.requests import Requests
 from memguard._node.top.snapshot import Gpu, Part, Share, Target

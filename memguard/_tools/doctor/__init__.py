@@ -91,7 +91,7 @@ def doctor(
     Raises ConfigError for a wrong budget and MemguardError for an unknown name or a wrong `timeout`.
     """
     from memguard import _budget
-    from memguard._budget.findings import known
+    from memguard._base.findings import known
     from memguard._tools.doctor.collect import gather
 
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= _LONGEST:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from memguard._budget.findings import known
+from memguard._base.findings import known
 from memguard.errors import MemguardError
 
 _PAGES = Path(__file__).resolve().parent / "pages"

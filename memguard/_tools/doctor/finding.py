@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from memguard._budget.findings import Name
+from memguard._base.findings import Name
 
 
 class Severity(StrEnum):

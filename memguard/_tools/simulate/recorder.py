@@ -43,6 +43,7 @@ class _Recording:
             self.undo.run()
             if _recording is self:
                 _recording = None
+                suspension.forbidden.pop("recording", None)
 
 
 _recording: _Recording | None = None
@@ -114,6 +115,8 @@ def _begin(path: str | os.PathLike[str], interval: float) -> End:
     weakref.finalize(end, mine.give_up).atexit = False
     try:
         _recording = mine
+        why = "memguard.record_trace records what the frameworks allocate"
+        suspension.forbidden["recording"] = mine.pid, why, "end that block first"
         for name, framework in frameworks.items():
             if framework.state() in (State.IMPORTED, State.LIVE) and (stop := framework.record()) is not None:
                 mine.undo.add(f"the recording of {name}", stop)

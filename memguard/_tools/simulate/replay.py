@@ -13,7 +13,8 @@ from typing import Any
 from memguard._base.specs import SPECS
 from memguard._base.types import Device, DevicePlan, Enforcement, TraceEvent
 from memguard._base.units import GRANULE, format_size
-from memguard._devices.simulated import CONTEXT, Model, SimulatedHost
+from memguard._devices.catalog import Model
+from memguard._devices.simulated import CONTEXT, SimulatedHost
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory, SimulatedFramework
 from memguard._ledger.overhead import Overhead
 from memguard._ledger.rows import Reading, device_ledger

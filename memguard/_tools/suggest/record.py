@@ -116,7 +116,7 @@ class Recorder:
         from memguard._base.types import DevicePlan, Plan
         from memguard._budget.ranks import rank_of
         from memguard._ledger.reader import LedgerReader
-        from memguard._runtime.peaks import Peaks
+        from memguard._runtime.beside import Peaks
         from memguard._runtime.pressure import Settings
         from memguard._runtime.sampler import Monitor
         from memguard._timeline import Writer

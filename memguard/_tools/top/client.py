@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 from memguard._base.logs import text_of
 from memguard._base.units import MAX_SIZE, is_whole
-from memguard._devices.processes.identity import Process
+from memguard._node.identity import Process
 from memguard._node.suspend import records, sockets
 from memguard._node.suspend.listener import SilentError
 from memguard._node.top.server import KIND, VERSION

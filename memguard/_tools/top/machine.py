@@ -10,8 +10,9 @@ from dataclasses import replace
 
 from memguard._base.logs import text_of
 from memguard._devices.nvml import Nvml
-from memguard._devices.processes import identity, who
-from memguard._devices.processes.identity import Process
+from memguard._devices.processes import who
+from memguard._node import identity
+from memguard._node.identity import Process
 from memguard._node.suspend import processes, sockets
 from memguard._node.suspend.client import Client
 from memguard._node.suspend.listener import SilentError

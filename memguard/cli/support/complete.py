@@ -25,8 +25,7 @@ _PLAIN = re.compile(r"[\w./~+@%,-]+")
 
 def gpus(context: click.Context, parameter: click.Parameter, word: str) -> list[CompletionItem]:
     """Simulated GPUs; the slices of a card once its name is begun; files of devices."""
-    from memguard._devices.named import SLICES
-    from memguard._devices.simulated import CATALOGUE
+    from memguard._devices.catalog import CATALOGUE, SLICES
 
     known = {**CATALOGUE, **SLICES} if word else CATALOGUE
     found = _items(((name, model.name) for name, model in known.items()), word.lower())
@@ -35,7 +34,7 @@ def gpus(context: click.Context, parameter: click.Parameter, word: str) -> list[
 
 def findings(context: click.Context, parameter: click.Parameter, word: str) -> list[CompletionItem]:
     """The names of the doctor's findings."""
-    from memguard._budget.findings import NAMES
+    from memguard._base.findings import NAMES
 
     return _items(((name, None) for name in NAMES), word)
 

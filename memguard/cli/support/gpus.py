@@ -16,9 +16,9 @@ class _Gpus(click.Option):
     """Lists what it takes in its help, which is read only then."""
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        from memguard._devices import named
+        from memguard._devices import catalog
 
-        self.help = f"A simulated GPU; repeat for several. One of {named.names()} (docs/simulation.md)."
+        self.help = f"A simulated GPU; repeat for several. One of {catalog.names()} (docs/simulation.md)."
         return super().get_help_record(ctx)
 
 

@@ -1,7 +1,8 @@
-"""PyCUDA's arrays. They name no stream: as producer all work of the context is waited for. As consumer, the stream that
-the user names waits; without one, the host.
+"""PyCUDA's arrays, which name no stream.
 
-PyCUDA frees memory only on the thread that allocated it, so an array that was handed over is released on that thread.
+As producer all work of the context is waited for. As consumer, the stream that the user names waits; without one, the
+host. PyCUDA frees memory only on the thread that allocated it, so an array that was handed over is released on that
+thread.
 """
 
 from __future__ import annotations

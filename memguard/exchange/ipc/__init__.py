@@ -1,0 +1,1 @@
+"""Arrays between processes: one exports them by a socket, another attaches them."""

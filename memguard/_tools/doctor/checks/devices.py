@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
+from memguard._base.findings import Name
 from memguard._base.units import format_size
-from memguard._budget.findings import Name
 from memguard._tools.doctor.checks import shell, visible_devices
 from memguard._tools.doctor.checks.architectures import oldest, without_code
 from memguard._tools.doctor.checks.explanations import blocked_by, readable, visible

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from memguard._budget.findings import Name
+from memguard._base.findings import Name
 from memguard._tools.doctor.checks import visible_devices
 from memguard._tools.doctor.checks.architectures import without_code
 from memguard._tools.doctor.checks.gpu_memory import exclusive, filled_by_itself, filled_by_others

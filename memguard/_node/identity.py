@@ -1,11 +1,15 @@
-"""Whether a PID is still the same process: read from `/proc`."""
+"""Processes of one user on this machine: whether a PID is still the same process, and the folder where they meet."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import stat
+import tempfile
 from typing import NamedTuple
 
 from memguard._devices.processes import proc
+from memguard.errors import MemguardError
 
 
 class Process(NamedTuple):
@@ -61,3 +65,28 @@ def machine() -> str:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
     except (OSError, ValueError):
         return ""
+
+
+def folder() -> str:
+    """The user's own folder, made if need be: processes of that user find there what others have left for them.
+
+    MemguardError if it is another user's.
+
+    `XDG_RUNTIME_DIR/memguard`, or `memguard-UID` in the folder for temporary files. Processes that are to see each
+    other need the same one.
+    """
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    user = os.geteuid()
+    own = os.path.isabs(runtime) and os.path.isdir(runtime) and os.stat(runtime).st_uid == user
+    path = os.path.join(runtime, "memguard") if own else os.path.join(tempfile.gettempdir(), f"memguard-{user}")
+    return private(path, "remove it, or set XDG_RUNTIME_DIR to a folder of your own")
+
+
+def private(path: str, fix: str) -> str:
+    """The folder, made if need be: no other user can enter it. MemguardError with that fix if one could."""
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+    found = os.lstat(path)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise MemguardError(f"{path} is not a folder that only this user can enter, so it cannot be trusted", fix=fix)
+    return path

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal, get_args
 
-from memguard.errors import MemguardError
+from memguard._base.advice import MemguardError
 
 Name = Literal[
     # the driver (checks/driver.py, checks/versions.py)

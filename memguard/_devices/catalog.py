@@ -1,6 +1,6 @@
 """What a user may call a simulated GPU: a card, a MIG slice, a size, or a file that describes GPUs.
 
-h200, rtx4090, NVIDIA H200      a card of `simulated.CATALOGUE`, by its short name or by NVML's
+h200, rtx4090, NVIDIA H200      a card of `CATALOGUE`, by its short name or by NVML's
 h100-1g.10gb                    a MIG slice
 24GiB                           a GPU with so much memory and no driver reserve
 lab.yaml, ./machines/lab.yml    the GPUs of a file (docs/simulation.md)
@@ -12,10 +12,10 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 from memguard._base.units import GIB, MIB, format_size, parse_size, short
-from memguard._devices.simulated import CATALOGUE, Model
 from memguard.errors import ConfigError, DeviceError, Problem
 
 if TYPE_CHECKING:
@@ -29,6 +29,55 @@ ARCHITECTURES = ("kepler", "maxwell", "pascal", "volta", "turing", "ampere", "ad
 _KEYS = ("name", "total", "driver_reserve", "architecture", "multiprocessors", "count")
 _BOUNDS = {"multiprocessors": 1024, "count": MOST}
 _MAX_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Model:
+    """What NVML reports of one model of GPU. `total` and `reserved` (the driver's own part) are bytes.
+
+    `source`: `measured` by this project; `nvidia-smi`: the total as public output of nvidia-smi shows it, with a
+    reserve that is typical; `cudaMemGetInfo`: as users report it; `typical`: of such a card. Empty for one that a user
+    described.
+
+    `unified`: it uses the machine's memory: NVML reports none, and `total` is CUDA's. `processes`: what NVML's list of
+    them has. `spills`: as of `Host`.
+    """
+
+    name: str
+    architecture: str
+    total: int
+    reserved: int = 0
+    multiprocessors: int | None = None
+    source: str = ""
+    unified: bool = False
+    processes: Literal["bytes", "pids", "nothing"] = "bytes"
+    spills: bool = False
+
+
+_SMI = "nvidia-smi"
+CATALOGUE: Mapping[str, Model] = {
+    "b200": Model("NVIDIA B200", "blackwell", 183_359 * MIB, 717 * MIB, 148, _SMI),
+    "h200": Model("NVIDIA H200", "hopper", 143_771 * MIB, 615 * MIB, 132, "measured"),
+    "h100": Model("NVIDIA H100 80GB HBM3", "hopper", 81_559 * MIB, 551 * MIB, 132, _SMI),
+    "a100-40gb": Model("NVIDIA A100-SXM4-40GB", "ampere", 40_960 * MIB, 571 * MIB, 108, _SMI),
+    "a100-80gb": Model("NVIDIA A100-SXM4-80GB", "ampere", 81_920 * MIB, 869 * MIB, 108, _SMI),
+    "a6000": Model("NVIDIA RTX A6000", "ampere", 49_140 * MIB, 459 * MIB, 84, _SMI),  # ECC off, as it is delivered
+    "a10": Model("NVIDIA A10", "ampere", 23_028 * MIB, 475 * MIB, 72, _SMI),
+    "l40s": Model("NVIDIA L40S", "ada", 46_068 * MIB, 596 * MIB, 142, _SMI),
+    "l4": Model("NVIDIA L4", "ada", 23_034 * MIB, 467 * MIB, 58, _SMI),
+    "t4": Model("Tesla T4", "turing", 15_360 * MIB, 449 * MIB, 40, _SMI),
+    "v100-16gb": Model("Tesla V100-SXM2-16GB", "volta", 16_384 * MIB, 233 * MIB, 80, _SMI),
+    "v100-32gb": Model("Tesla V100-SXM2-32GB", "volta", 32_768 * MIB, 274 * MIB, 80, _SMI),
+    "rtx4090": Model("NVIDIA GeForce RTX 4090", "ada", 24_564 * MIB, 381 * MIB, 128, _SMI),
+    "rtx5090": Model("NVIDIA GeForce RTX 5090", "blackwell", 32_607 * MIB, 487 * MIB, 170, _SMI),
+    # They share the machine's memory. GB10's total is what CUDA gives on users' machines (121.69 GiB:
+    # unslothai/unsloth, pull request 10283), Orin's a typical one of a module with 64 GiB.
+    "gb10": Model("NVIDIA GB10", "blackwell", 124_610 * MIB, 0, 48, "cudaMemGetInfo", unified=True),
+    "jetson-agx-orin": Model(
+        "Orin (nvgpu)", "ampere", 62_841 * MIB, 0, 16, "typical", unified=True, processes="nothing"
+    ),
+}
+"""Whole GPUs. MIG slices are in `catalog.py`."""
 
 # Memory (GiB) and multiprocessors of each profile, as `nvidia-smi mig -lgip` shows them for the card. Those of the H200
 # with 1g.35gb and 4g.71gb are those of the profile with the same memory; its 3g.71gb is from nvidia-smi's list.
