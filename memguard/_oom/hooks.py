@@ -283,7 +283,7 @@ def _record(facts: ErrorFacts, verdict: Verdict) -> int | None:
     if not _refusals:
         return None
     from memguard._oom.classify import family
-    from memguard._oom.moment import record_of
+    from memguard._oom.refusal import record_of
 
     moments = {number: one.moment for number, one in list(_refusals.items())}
     name = verdict.requester or family(facts)

@@ -19,7 +19,7 @@ from memguard._base.text import shown, visible
 from memguard._base.types import Enforcement, Moment, Plan, Sample
 from memguard._base.units import MIB, format_size
 from memguard._ledger.types import DeviceLedger, Ledger
-from memguard._oom import moment as moments
+from memguard._oom import refusal as moments
 from memguard._oom.classify import ErrorFacts, Verdict, classify, family
 from memguard._oom.remedies import Case, Remedy, remedies
 

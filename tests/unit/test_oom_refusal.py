@@ -36,7 +36,7 @@ from memguard._ledger.overhead import Overhead
 from memguard._ledger.rows import Reading, device_ledger
 from memguard._ledger.types import DeviceLedger, Ledger
 from memguard._oom import hooks
-from memguard._oom import moment as moments
+from memguard._oom import refusal as moments
 from memguard._oom.classify import ErrorFacts, Verdict, classify
 from memguard._oom.report import Report, diagnose
 from memguard._runtime.refusals import EVERY, Refusals
