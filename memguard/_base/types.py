@@ -140,7 +140,7 @@ memory_info_of: Callable[[tuple[int, int | None, int | None, int, int | None]], 
 memory_info_of = partial(tuple.__new__, MemoryInfo)
 
 
-class Moment(NamedTuple):
+class RefusedRequest(NamedTuple):
     """What was known when one request for GPU memory was refused. Sizes are bytes; None if not known.
 
     source: refusal (memguard's own allocator refused it), observer (the framework's allocator told), text (of the

@@ -39,7 +39,7 @@ from typing import Any
 
 from memguard._base.logs import log as _log
 from memguard._base.specs import FrameworkSpec
-from memguard._base.types import Applied, Device, Enforcement, Moment, Shortage, State, TraceEvent, Usage
+from memguard._base.types import Applied, Device, Enforcement, RefusedRequest, Shortage, State, TraceEvent, Usage
 from memguard._base.undo import Undo
 from memguard._base.units import MIB, format_size
 from memguard._devices.host import Host
@@ -66,7 +66,7 @@ class Framework(ABC):
         """Called after a call of the user may have changed whether the cap holds: `drift` answers."""
         self.changes = Undo()
         """Takes back what an `apply` changed that was interrupted. What has returned is taken back by its `undo`."""
-        self.on_refusal: Callable[[Moment], str | None] | None = None
+        self.on_refusal: Callable[[RefusedRequest], str | None] | None = None
         """Told of each refused request by `_refused`; the guard sets it. Returns the record's name."""
         self.on_shortage: Callable[[Shortage], bool] | None = None
         """Asked by `_short` for room before a request is refused; the guard sets it."""
@@ -160,7 +160,7 @@ class Framework(ABC):
         """What this framework may take past its cap and its count; None if nothing is known. For `unaccounted`."""
         return None
 
-    def _refused(self, error: BaseException | None, moment: Moment) -> None:
+    def _refused(self, error: BaseException | None, moment: RefusedRequest) -> None:
         """Tell that a request was refused for good, on the thread that made it. Call it without a lock of the adapter.
 
         The guard adds what this framework and the others hold. `error` is marked with the record, to know it again.

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from memguard._base.types import Applied, Device, Enforcement, Moment, Shortage, Usage
+from memguard._base.types import Applied, Device, Enforcement, RefusedRequest, Shortage, Usage
 from memguard._base.units import round_up
 from memguard._frameworks.base import Framework, with_size
 from memguard._frameworks.driver_pools import PIECE
@@ -56,7 +56,9 @@ class JointCapped(_Pooled):
         with_size(error, size)
         if uuid in caps:
             here = threading.get_ident()
-            self._refused(error, Moment(self.name, "refusal", time.time(), uuid, size, reclaimable=0, thread=here))
+            self._refused(
+                error, RefusedRequest(self.name, "refusal", time.time(), uuid, size, reclaimable=0, thread=here)
+            )
         return error
 
 

@@ -21,8 +21,8 @@ from memguard._base.types import (
     Device,
     DevicePlan,
     Enforcement,
-    Moment,
     Plan,
+    RefusedRequest,
     Sample,
     State,
     Usage,
@@ -85,7 +85,7 @@ class Guard(Shares):
         """Called when a workload has ended, with its seconds and the name of the class of the error that ended it."""
         self._on_stop: Undo | None = None
         """Done before everything is undone, without the guard's lock."""
-        self._on_refusal: Callable[[Moment], None] | None = None
+        self._on_refusal: Callable[[RefusedRequest], None] | None = None
         """Called when a framework was refused memory, within the allocation that fails."""
         self._refusals: dict[tuple[str, str], _Refused] = {}
         self._hook = ImportHook()
@@ -266,7 +266,7 @@ class Guard(Shares):
         known = self._refusals.setdefault((framework, uuid), _Refused())
         known.count, known.last, known.size = next(known.numbers), when, size
 
-    def _refused(self, moment: Moment) -> str | None:
+    def _refused(self, moment: RefusedRequest) -> str | None:
         """What adapters call when a request was refused for good. Returns the name of the record.
 
         It runs within the allocation, on the thread that made it. So it waits for no lock of the guard or the reader:
@@ -277,7 +277,7 @@ class Guard(Shares):
             return None
         moment = moment._replace(no_room=self._why_no_room(moment))
         cap = part.caps.get(moment.framework) if moment.cap is None else moment.cap
-        scene: Callable[[], hooks.Scene] = hooks.Scene
+        context: Callable[[], hooks.OomContext] = hooks.OomContext
         try:
             reading, processes = self._reader.glance(part, self.frameworks)
         except MemguardError as error:  # a GPU is lost
@@ -296,11 +296,19 @@ class Guard(Shares):
             if (entry := entries.get(moment.framework)) is not None and self._drift_of(moment.framework, entry):
                 enforcements[moment.framework] = Enforcement.WATCHED.value  # what refused was not this cap
             others = {pid: size for pid, size in processes.items() if pid != self.host.pid}
-            scene = functools.partial(
-                _scene_of, reading, part, enforcements, others, self.plan, self.budget, moment.time, self.host.simulated
+            context = functools.partial(
+                _context_of,
+                reading,
+                part,
+                enforcements,
+                others,
+                self.plan,
+                self.budget,
+                moment.time,
+                self.host.simulated,
             )
         self.refused(moment.framework, part.device.uuid, moment.time, moment.requested)
-        record = hooks.refused(moment, scene)
+        record = hooks.refused(moment, context)
         if self._on_refusal is not None:
             self._on_refusal(moment._replace(id=record))
         return record
@@ -562,7 +570,7 @@ class Guard(Shares):
                 self._warn(str(warning))
 
 
-def _scene_of(
+def _context_of(
     reading: Reading,
     part: DevicePlan,
     enforcements: Mapping[str, str],
@@ -571,7 +579,7 @@ def _scene_of(
     budget: Budget,
     when: float,
     simulated: bool,
-) -> hooks.Scene:
+) -> hooks.OomContext:
     """What an out-of-memory report is made from, out of a reading of the moment."""
     ledger = Ledger(when, (device_ledger(reading, part, enforcements),), simulated)
-    return hooks.Scene(ledger, plan, {part.device.uuid: others}, budget=budget)
+    return hooks.OomContext(ledger, plan, {part.device.uuid: others}, budget=budget)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from memguard._base.logs import log as _log
-from memguard._base.types import Device, DevicePlan, Enforcement, Event, Moment, Plan, Room, Sample, Shortage
+from memguard._base.types import Device, DevicePlan, Enforcement, Event, Plan, RefusedRequest, Room, Sample, Shortage
 from memguard._base.units import format_size, round_down
 from memguard._budget import joint, policy
 from memguard._devices import contexts
@@ -87,7 +87,7 @@ class Shares(Caps):
         _log.warning("%s: no room was made for %s: %s", shortage.framework, format_size(shortage.asked), why)
         return False
 
-    def _why_no_room(self, moment: Moment) -> str | None:
+    def _why_no_room(self, moment: RefusedRequest) -> str | None:
         """Why nobody could look for room for this thread's request, which was refused just now; None if one did."""
         shortage, why = getattr(self._unserved, "last", None) or (None, None)
         self._unserved.last = None

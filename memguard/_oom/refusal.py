@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import Any
 
 from memguard._base.specs import NEVER_GIVE_BACK, SPECS
-from memguard._base.types import Moment, Sample
+from memguard._base.types import RefusedRequest, Sample
 from memguard._base.units import MIB, format_size, parse_size
 from memguard._ledger.types import DeviceLedger, Row
 from memguard._oom.classify import ErrorFacts, Verdict
@@ -28,7 +28,7 @@ _ROUNDED = Fraction(6, 1000)
 
 
 def record_of(
-    records: Mapping[int, Moment], facts: ErrorFacts, verdict: Verdict, name: str | None, pid: int, thread: int
+    records: Mapping[int, RefusedRequest], facts: ErrorFacts, verdict: Verdict, name: str | None, pid: int, thread: int
 ) -> int | None:
     """The number of the record that the error belongs to; None if there is none. `records` are those of no error yet.
 
@@ -53,7 +53,7 @@ def _same(exact: int | None, printed: int | None) -> bool:
     return exact is None or printed is None or abs(exact - printed) <= int(exact * _ROUNDED) + 1024
 
 
-def of_text(facts: ErrorFacts, verdict: Verdict, time: float) -> Moment | None:
+def of_text(facts: ErrorFacts, verdict: Verdict, time: float) -> RefusedRequest | None:
     """The figures in the error's text, as the framework's row finds them; None if there are none."""
     spec = SPECS.get(verdict.requester or "")
     found: dict[str, Any] = {}
@@ -69,7 +69,9 @@ def of_text(facts: ErrorFacts, verdict: Verdict, time: float) -> Moment | None:
     # An allocator that prints what it holds has emptied its cache before it refused. torch's cudaMallocAsync backend
     # prints only what is in use: how much of the driver's pool a trim would return is not known.
     reclaimable = 0 if "held" in found else None
-    return Moment(spec.name, "text", time, requested=verdict.requested)._replace(reclaimable=reclaimable, **found)
+    return RefusedRequest(spec.name, "text", time, requested=verdict.requested)._replace(
+        reclaimable=reclaimable, **found
+    )
 
 
 def _size(text: str) -> int | None:
@@ -82,7 +84,7 @@ def _size(text: str) -> int | None:
 
 def from_now(
     part: DeviceLedger, verdict: Verdict, need: int, peak: int | None, samples: Sequence[Sample], time: float
-) -> Moment | None:
+) -> RefusedRequest | None:
     """The last resorts, for an error without figures of its own: the last sample, or the peak; None if neither helps.
 
     need  the bytes that the request needed of the requester's cap
@@ -94,11 +96,11 @@ def from_now(
     if row is None:
         if seen is None or free is None or free - seen.free < _DIFFERS:
             return None
-        return Moment(verdict.requester or "", "sample", samples[-1].time, part.device.uuid, free=seen.free)
+        return RefusedRequest(verdict.requester or "", "sample", samples[-1].time, part.device.uuid, free=seen.free)
     last = seen.frameworks.get(row.name) if seen is not None else None
     sampled = peaked = None
     if last is not None and seen is not None and _more(last.in_use, row.in_use):
-        sampled = Moment(
+        sampled = RefusedRequest(
             row.name, "sample", samples[-1].time, part.device.uuid, verdict.requested, last.held, last.in_use,
             last.reclaimable, free=seen.free,
         )  # fmt: skip
@@ -107,7 +109,7 @@ def from_now(
     ):  # else it may have held less then
         held = row.bytes if row.at_least is None else None
         held = max(held, peak) if held is not None else None
-        peaked = Moment(row.name, "peak", time, part.device.uuid, verdict.requested, held, peak, 0)
+        peaked = RefusedRequest(row.name, "peak", time, part.device.uuid, verdict.requested, held, peak, 0)
     # The peak may be from long before, and the sample is from before the last requests. Of those that explain the error
     # the larger is the better bound: no more was in use at the moment than at the peak.
     fills = [one for one in (peaked, sampled) if one is not None and row.cap and (one.in_use or 0) + need > row.cap]
@@ -118,7 +120,7 @@ def _more(then: int | None, now: int | None) -> bool:
     return then is not None and now is not None and then - now >= _DIFFERS
 
 
-def complete(moment: Moment, other: Moment | None) -> Moment:
+def complete(moment: RefusedRequest, other: RefusedRequest | None) -> RefusedRequest:
     """The moment, with what only `other` knows, and its figure of what was in use if that is larger.
 
     PyTorch's text counts what idles in the pools of CUDA graphs as in use, and its counters do not.
@@ -132,7 +134,7 @@ def complete(moment: Moment, other: Moment | None) -> Moment:
     return found._replace(in_use=other.in_use if found.held is None else min(other.in_use, found.held))
 
 
-def at(part: DeviceLedger, moment: Moment) -> DeviceLedger:
+def at(part: DeviceLedger, moment: RefusedRequest) -> DeviceLedger:
     """The rows of one GPU as they were at the moment, as far as it is known; of the others as in `part`.
 
     What the requester has given back since was not free then.
@@ -153,7 +155,7 @@ def at(part: DeviceLedger, moment: Moment) -> DeviceLedger:
     return replace(part, rows=tuple(rows))
 
 
-def _row(row: Row, moment: Moment) -> Row:
+def _row(row: Row, moment: RefusedRequest) -> Row:
     """The requester's row at the moment. What the moment does not know of the row is unknown then, and not as now."""
     if moment.cap is not None and row.cap is not None and moment.cap < row.cap:
         row = replace(row, cap=moment.cap)  # the user's own limit

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from memguard._base.specs import NEVER_GIVE_BACK
 from memguard._base.text import shown, visible
-from memguard._base.types import Enforcement, Moment, Plan, Sample
+from memguard._base.types import Enforcement, Plan, RefusedRequest, Sample
 from memguard._base.units import MIB, format_size
 from memguard._ledger.types import DeviceLedger, Ledger
 from memguard._oom import refusal as moments
@@ -83,7 +83,7 @@ class Report:
     reason: Reason = "unknown"
     why: str = ""
     holders: tuple[Holder, ...] = field(default=())
-    moment: Moment | None = None
+    moment: RefusedRequest | None = None
     caught: bool = False
 
     @property
@@ -204,7 +204,7 @@ def diagnose(
     time: float,
     budget: Budget | None = None,
     peaks: Mapping[str, Mapping[str, int]] | None = None,
-    recorded: Moment | None = None,
+    recorded: RefusedRequest | None = None,
     then: Ledger | None = None,
     caught: bool = False,
 ) -> Report:
@@ -266,11 +266,11 @@ def _then(
     verdict: Verdict,
     plan: Plan | None,
     then: Ledger | None,
-    recorded: Moment | None,
+    recorded: RefusedRequest | None,
     samples: Sequence[Sample],
     peaks: Mapping[str, int],
     time: float,
-) -> tuple[DeviceLedger, Moment | None]:
+) -> tuple[DeviceLedger, RefusedRequest | None]:
     """The GPU's rows when the request was refused, and the figures behind that; as now, and None, if none are known."""
     told = moments.of_text(facts, verdict, time)
     uuid = part.device.uuid
@@ -287,7 +287,7 @@ def _then(
 
 
 def of_refusal(
-    moment: Moment, then: Ledger | None, plan: Plan | None, processes: Mapping[str, Mapping[int, int | None]],
+    moment: RefusedRequest, then: Ledger | None, plan: Plan | None, processes: Mapping[str, Mapping[int, int | None]],
     budget: Budget | None = None,
 ) -> Report:  # fmt: skip
     """The report on a refused request whose exception nobody has seen: the program has most likely caught it."""
@@ -300,7 +300,9 @@ def of_refusal(
     )  # fmt: skip
 
 
-def device_of(text: str, verdict: Verdict, ledger: Ledger | None, recorded: Moment | None) -> DeviceLedger | None:
+def device_of(
+    text: str, verdict: Verdict, ledger: Ledger | None, recorded: RefusedRequest | None
+) -> DeviceLedger | None:
     """The GPU of the record, or that the text names by CUDA's number; else where the requester has least room."""
     if ledger is None or not ledger.devices:
         return None
@@ -332,7 +334,7 @@ def _unknown(ledger: Ledger | None) -> tuple[Reason, str]:
     return "unknown", "the error is about a GPU that the budget does not name"
 
 
-def _reason(case: Case, moment: Moment | None, since: str) -> tuple[Reason, str]:
+def _reason(case: Case, moment: RefusedRequest | None, since: str) -> tuple[Reason, str]:
     """Whether it was its own cap or the full card, and the figures that show it: those of the moment, if known.
 
     `since` says what is different now. Figures of now alone do not tell a cache in pieces from memory that was freed.
@@ -476,7 +478,7 @@ def _wrap(label: str, text: str, most: int, style: str = "") -> list[tuple[str, 
     return [(style, f"  {label if not number else '':<{indent - 2}}", line) for number, line in enumerate(lines)]
 
 
-def _moment(moment: Moment | None) -> dict[str, Any] | None:
+def _moment(moment: RefusedRequest | None) -> dict[str, Any] | None:
     if moment is None:
         return None
     names = ("source", "id", "requested", "held", "in_use", "cached", "reclaimable", "free", "cap", "no_room")

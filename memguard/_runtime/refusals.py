@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from memguard._base.types import Event, Moment
+from memguard._base.types import Event, RefusedRequest
 from memguard._base.units import format_size
 
 EVERY = 10.0
@@ -26,7 +26,7 @@ class _Waiting:
 
     def __init__(self, since: float) -> None:
         self.since, self.count = since, 0
-        self.last: Moment | None = None
+        self.last: RefusedRequest | None = None
         self.ids: deque[str | None] = deque(maxlen=_KEPT)
 
 
@@ -40,7 +40,7 @@ class Refusals:
         """By the id of a request, the time of the event that counts it."""
         self._times: deque[float] = deque(maxlen=_KEPT)
 
-    def refused(self, moment: Moment) -> list[Event]:
+    def refused(self, moment: RefusedRequest) -> list[Event]:
         """The events to write now."""
         key = moment.framework, moment.uuid
         with self._lock:
@@ -67,7 +67,7 @@ class Refusals:
         """The time of the event that counts the request with this id, as the timeline has it; None if unknown."""
         return None if request is None else self._events.get(request)
 
-    def _counted(self, moment: Moment, count: int, ids: Iterable[str | None]) -> Event:
+    def _counted(self, moment: RefusedRequest, count: int, ids: Iterable[str | None]) -> Event:
         """The event, at a time that no other has. A timeline's times are whole milliseconds."""
         when = round(moment.time, 3)
         while when in self._times:
@@ -91,7 +91,7 @@ class Refusals:
         return events
 
 
-def _event(moment: Moment, count: int) -> Event:
+def _event(moment: RefusedRequest, count: int) -> Event:
     size = "" if moment.requested is None else f" for {format_size(moment.requested)}"
     held = ""
     if moment.held is not None and moment.cap is not None:

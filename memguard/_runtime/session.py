@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from memguard._base.logs import log as _log
 from memguard._base.logs import text_of
-from memguard._base.types import Event, Moment, Pressure, Sample, WorkloadReport
+from memguard._base.types import Event, Pressure, RefusedRequest, Sample, WorkloadReport
 from memguard._base.undo import Undo
 from memguard._base.units import format_size
 from memguard._devices import contexts, suspension
@@ -127,8 +127,8 @@ class Session:
             self.guard._on_event = self._announce
             self.guard._on_checkpoint, self.guard._on_workload = self.checkpoint, self._finished
             self.guard._on_refusal = self._refused
-            self._undo.add("hooks for uncaught errors", lambda: hooks.uninstall(self._scene))
-            hooks.install(self._scene, self._write_oom, self._announce_oom)
+            self._undo.add("hooks for uncaught errors", lambda: hooks.uninstall(self._oom_context))
+            hooks.install(self._oom_context, self._write_oom, self._announce_oom)
             if self.guard.budget.metrics is not None:  # before the first event; else `init` loads nothing of it
                 importlib.import_module("memguard._node.metrics").of_budget(self, self._undo)
             if self.guard.budget.monitor is not None:
@@ -325,7 +325,7 @@ class Session:
 
     # out-of-memory errors
 
-    def _scene(self) -> hooks.Scene:
+    def _oom_context(self) -> hooks.OomContext:
         """Ledger, plan, other processes and the last samples, read now."""
         guard = self.guard
         ledger = guard.ledger()
@@ -334,9 +334,9 @@ class Session:
             for part in (guard.plan.devices if suspension.now is None else ())
         }
         samples = self.monitor.last(10.0) if self.monitor is not None else []
-        return hooks.Scene(ledger, guard.plan, processes, tuple(samples), guard.budget, guard.peaks())
+        return hooks.OomContext(ledger, guard.plan, processes, tuple(samples), guard.budget, guard.peaks())
 
-    def _refused(self, moment: Moment) -> None:
+    def _refused(self, moment: RefusedRequest) -> None:
         """A request was refused, within the allocation: into the timeline. Callbacks run no user code in there."""
         if (writer := self._writer) is not None:
             for event in self._refusals.refused(moment):

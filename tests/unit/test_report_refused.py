@@ -12,7 +12,7 @@ from timelines import START, Clock, plan_of, sample_of
 
 import memguard
 from memguard import cli
-from memguard._base.types import Event, FrameworkSample, Moment
+from memguard._base.types import Event, FrameworkSample, RefusedRequest
 from memguard._base.units import GIB
 from memguard._oom import hooks
 from memguard._runtime.refusals import Refusals
@@ -111,7 +111,8 @@ def test_two_requests_of_one_moment_and_size_are_not_taken_for_each_other(tmp_pa
     plan, refusals = plan_of("h200", torch="11GiB"), Refusals(lambda: 0.0)
     uuid = plan.devices[0].device.uuid
     first, second = (
-        Moment("torch", "refusal", START, uuid, 10 * GIB, held * GIB, cap=11 * GIB, id=f"7:{held}") for held in (5, 6)
+        RefusedRequest("torch", "refusal", START, uuid, 10 * GIB, held * GIB, cap=11 * GIB, id=f"7:{held}")
+        for held in (5, 6)
     )
     events = [*refusals.refused(first), *refusals.refused(second), *refusals.due(True)]
     when = datetime.fromtimestamp(START, UTC).isoformat()

@@ -31,7 +31,7 @@ from types import ModuleType
 from typing import Any
 
 from memguard._base.specs import SPECS
-from memguard._base.types import Applied, Device, Enforcement, Moment, Shortage, Usage, usage_of
+from memguard._base.types import Applied, Device, Enforcement, RefusedRequest, Shortage, Usage, usage_of
 from memguard._base.units import GRANULE, round_up
 from memguard._devices import contexts
 from memguard._frameworks.base import with_size
@@ -473,7 +473,8 @@ class CuPy(Limits):
             own = limit if 0 < limit < self._caps[uuid] else None  # its own limit, which is stricter
             here = threading.get_ident()
             self._refused(
-                error, Moment(self.name, "refusal", time.time(), uuid, size, reclaimable=0, cap=own, thread=here)
+                error,
+                RefusedRequest(self.name, "refusal", time.time(), uuid, size, reclaimable=0, cap=own, thread=here),
             )
 
     def _replace(self, cupy: Any, replaced: Replacements) -> None:

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from memguard._base.logs import log as _log
 from memguard._base.specs import SPECS
-from memguard._base.types import Applied, Device, Enforcement, Moment, State, TraceEvent, Usage, usage_of
+from memguard._base.types import Applied, Device, Enforcement, RefusedRequest, State, TraceEvent, Usage, usage_of
 from memguard._base.units import GRANULE, MIB, format_size, round_up
 from memguard._frameworks.base import Framework
 from memguard._frameworks.driver_pools import PIECE, returned_by_trim
@@ -460,7 +460,9 @@ class Torch(Framework):
         if uuid in self._caps:
             own = allowed if allowed < self._caps[uuid] - SEGMENT else None  # its own fraction, which is stricter
             here = threading.get_ident()
-            moment = Moment(self.name, "observer", time.time(), uuid, requested, cap=own, free=free, thread=here)
+            moment = RefusedRequest(
+                self.name, "observer", time.time(), uuid, requested, cap=own, free=free, thread=here
+            )
             in_use, pooled = self._in_use(ordinal, requested)
             self._refused(None, moment._replace(in_use=in_use, pooled=pooled, reclaimable=0))
 

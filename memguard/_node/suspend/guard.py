@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from memguard._base.blocks import End
-from memguard._base.types import Device, MemoryInfo, Moment, Room, Sample, Shortage, WorkloadReport
+from memguard._base.types import Device, MemoryInfo, RefusedRequest, Room, Sample, Shortage, WorkloadReport
 from memguard._devices import suspension
 from memguard._devices.suspension import Off
 from memguard._guard.guard import Guard
@@ -86,7 +86,7 @@ class SuspendedGuard(Guard):
     def _serve(self, shortage: Shortage, device: Device) -> bool:
         return False
 
-    def _refused(self, moment: Moment) -> str | None:
+    def _refused(self, moment: RefusedRequest) -> str | None:
         return None
 
     def _capturing(self) -> bool:

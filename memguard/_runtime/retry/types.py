@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from memguard._base.types import Moment
+from memguard._base.types import RefusedRequest
 from memguard._base.units import format_size
 from memguard._oom.classify import ErrorFacts, Verdict
 
@@ -23,7 +23,7 @@ class Failure(NamedTuple):
     who: str | None
     asked: int | None
     certain: bool
-    moment: Moment | None
+    moment: RefusedRequest | None
     facts: ErrorFacts
     verdict: Verdict
     words: str
