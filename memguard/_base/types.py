@@ -140,6 +140,10 @@ memory_info_of: Callable[[tuple[int, int | None, int | None, int, int | None]], 
 memory_info_of = partial(tuple.__new__, MemoryInfo)
 
 
+RECORD = "memguard_refusal"
+"""The attribute of an exception that names the record of its refusal, `RefusedRequest.id`."""
+
+
 class RefusedRequest(NamedTuple):
     """What was known when one request for GPU memory was refused. Sizes are bytes; None if not known.
 

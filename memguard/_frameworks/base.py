@@ -39,7 +39,17 @@ from typing import Any
 
 from memguard._base.logs import log as _log
 from memguard._base.specs import FrameworkSpec
-from memguard._base.types import Applied, Device, Enforcement, RefusedRequest, Shortage, State, TraceEvent, Usage
+from memguard._base.types import (
+    RECORD,
+    Applied,
+    Device,
+    Enforcement,
+    RefusedRequest,
+    Shortage,
+    State,
+    TraceEvent,
+    Usage,
+)
 from memguard._base.undo import Undo
 from memguard._base.units import MIB, format_size
 from memguard._devices.host import Host
@@ -171,7 +181,7 @@ class Framework(ABC):
         try:
             record = self.on_refusal(moment)
             if error is not None and record is not None:
-                vars(BaseException)["__dict__"].__get__(error)["memguard_refusal"] = record
+                vars(BaseException)["__dict__"].__get__(error)[RECORD] = record
         except Exception as failure:
             _log.debug("%s: a refused request was not recorded: %s", self.name, failure)
 

@@ -6,10 +6,9 @@ What is capped and whether it holds is in `caps`, how caps move and caches go in
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from memguard._base.blocks import Block, End
@@ -42,6 +41,7 @@ from memguard._ledger.overhead import own_bytes
 from memguard._ledger.rows import Reading, device_ledger
 from memguard._ledger.types import Ledger
 from memguard._oom import hooks
+from memguard._oom.refusal import RefusalCounts
 from memguard.errors import CapNotApplied, MemguardError, NotActive, PlanError, Suspended
 
 if TYPE_CHECKING:
@@ -64,15 +64,6 @@ _SAMPLES_PER_CHECK = 10
 """Samples from one check for drift to the next: a check calls into every framework once more."""
 
 
-class _Refused:
-    """How often a framework was refused memory on one GPU, and the last time. Counted without a lock."""
-
-    def __init__(self) -> None:
-        self.numbers = itertools.count(1)
-        self.count, self.last = 0, 0.0
-        self.size: int | None = None
-
-
 class Guard(Shares):
     """An applied budget, as `memguard.init` returns it. `print(guard)` shows the plan and how each cap holds."""
 
@@ -87,7 +78,7 @@ class Guard(Shares):
         """Done before everything is undone, without the guard's lock."""
         self._on_refusal: Callable[[RefusedRequest], None] | None = None
         """Called when a framework was refused memory, within the allocation that fails."""
-        self._refusals: dict[tuple[str, str], _Refused] = {}
+        self.refusals = RefusalCounts()
         self._hook = ImportHook()
         self._undo = Undo()
         self._not_undone: list[str] = []
@@ -223,7 +214,7 @@ class Guard(Shares):
         ledgers = []
         for part, reading in zip(plan.devices, readings, strict=True):
             usages = reading.usages
-            ledgers.append(reader.ledger_of(reading, part, enforcements, self._refusals_on(part.device.uuid, told)))
+            ledgers.append(reader.ledger_of(reading, part, enforcements, self.refusals.on(part.device.uuid, told)))
             for name, cap in part.caps.items():
                 if (usage := usages.get(name)) is not None and (held := usage[0]) is not None and held > cap:
                     notes += [above_cap(name, held, cap, enforcements.get(name, ""), part.device) or ""]
@@ -261,65 +252,43 @@ class Guard(Shares):
             found[part.device.uuid] = {n: u.peak for n, u in usages.items() if u is not None and u.peak is not None}
         return found
 
-    def refused(self, framework: str, uuid: str, when: float, size: int | None) -> None:
-        """Count a refused request. Any thread, also within an allocation: it takes no lock."""
-        known = self._refusals.setdefault((framework, uuid), _Refused())
-        known.count, known.last, known.size = next(known.numbers), when, size
-
-    def _refused(self, moment: RefusedRequest) -> str | None:
-        """What adapters call when a request was refused for good. Returns the name of the record.
+    def _refused(self, request: RefusedRequest) -> str | None:
+        """What adapters call when a request was refused for good. Returns the id of its record.
 
         It runs within the allocation, on the thread that made it. So it waits for no lock of the guard or the reader:
         whoever holds that may be waiting for the allocator.
         """
-        part = next((one for one in self.plan.devices if one.device.uuid == moment.uuid), None)
+        part = next((one for one in self.plan.devices if one.device.uuid == request.uuid), None)
         if part is None or not self.active:
             return None
-        moment = moment._replace(no_room=self._why_no_room(moment))
-        cap = part.caps.get(moment.framework) if moment.cap is None else moment.cap
+        request = request._replace(no_room=self._why_no_room(request))
+        cap = part.caps.get(request.framework) if request.cap is None else request.cap
         context: Callable[[], hooks.OomContext] = hooks.OomContext
         try:
             reading, processes = self._reader.glance(part, self.frameworks)
         except MemguardError as error:  # a GPU is lost
             _log.debug("no reading at a refused request: %s", str(error))
-            moment = moment._replace(cap=cap)
+            request = request._replace(cap=cap)
         else:
-            usage = reading.usages.get(moment.framework) or Usage(None, None)
-            moment = moment._replace(
+            usage = reading.usages.get(request.framework) or Usage(None, None)
+            request = request._replace(
                 cap=cap, held=usage.held,
-                in_use=usage.in_use if moment.in_use is None else moment.in_use,
-                reclaimable=usage.reclaimable if moment.reclaimable is None else moment.reclaimable,
-                free=reading.memory.free if moment.free is None else moment.free,
+                in_use=usage.in_use if request.in_use is None else request.in_use,
+                reclaimable=usage.reclaimable if request.reclaimable is None else request.reclaimable,
+                free=reading.memory.free if request.free is None else request.free,
             )  # fmt: skip
             entries = self._entries
             enforcements = {name: entry.enforcement.value for name, entry in entries.items()}
-            if (entry := entries.get(moment.framework)) is not None and self._drift_of(moment.framework, entry):
-                enforcements[moment.framework] = Enforcement.WATCHED.value  # what refused was not this cap
+            if (entry := entries.get(request.framework)) is not None and self._drift_of(request.framework, entry):
+                enforcements[request.framework] = Enforcement.WATCHED.value  # what refused was not this cap
             others = {pid: size for pid, size in processes.items() if pid != self.host.pid}
-            context = functools.partial(
-                _context_of,
-                reading,
-                part,
-                enforcements,
-                others,
-                self.plan,
-                self.budget,
-                moment.time,
-                self.host.simulated,
-            )
-        self.refused(moment.framework, part.device.uuid, moment.time, moment.requested)
-        record = hooks.refused(moment, context)
+            now = request.time, self.host.simulated
+            context = functools.partial(_context_of, reading, part, enforcements, others, self.plan, self.budget, *now)
+        request = hooks.refused(request, context)
+        self.refusals.add(request)
         if self._on_refusal is not None:
-            self._on_refusal(moment._replace(id=record))
-        return record
-
-    def _refusals_on(self, uuid: str, told: Sequence[str]) -> dict[str, tuple[int, float | None]]:
-        """How often each framework was refused, and when last; of those not `told` only if they had an error."""
-        found: dict[str, tuple[int, float | None]] = dict.fromkeys(told, (0, None))
-        for (name, where), known in [*self._refusals.items()] if self._refusals else ():
-            if where == uuid:
-                found[name] = known.count, known.last
-        return found
+            self._on_refusal(request)
+        return request.id
 
     def require(self, framework: FrameworkName, size: int | str, device: Device | None = None) -> None:
         """Raise BudgetExceeded if `framework` cannot get `size` more. May trim siblings' caches, on this thread."""

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from memguard._base.logs import log as _log
 from memguard._base.logs import text_of
 from memguard._base.specs import SPECS
-from memguard._base.types import Plan, RefusedRequest, Sample
+from memguard._base.types import RECORD, Plan, RefusedRequest, Sample
 
 if TYPE_CHECKING:  # what explains an error is loaded when there is one
     from memguard._budget import Budget
@@ -38,7 +38,7 @@ _MARK = "_memguard_report"
 """The attribute of a reported exception: process and number. It is pickled with it, and means nothing elsewhere."""
 _ATTRIBUTES = (
     "errno", "status", "code", "error_code", "_error_code", "result", "value", "_limit", "framework",
-    "requested", "memguard_requested", "memguard_refusal",
+    "requested", "memguard_requested", RECORD,
     *(row.size_attribute for row in SPECS.values() if row.size_attribute),
 )  # fmt: skip
 """Of exceptions of the frameworks, of memguard's simulated ones, and what memguard adds to PyCUDA's and Numba's."""
@@ -73,7 +73,7 @@ class OomContext(NamedTuple):
 class _Refusal(NamedTuple):
     """The record of a refused request: `context` makes an `OomContext` of what was read then."""
 
-    moment: RefusedRequest
+    request: RefusedRequest
     context: Callable[[], OomContext]
 
 
@@ -153,22 +153,22 @@ def seen(error: BaseException, *, show: bool = True) -> Report | None:
     return report
 
 
-def refused(moment: RefusedRequest, context: Callable[[], OomContext]) -> str | None:
+def refused(request: RefusedRequest, context: Callable[[], OomContext]) -> RefusedRequest:
     """Keep what is known of a request that was just refused, on the thread that made it, before its error is raised.
 
-    `context` makes an `OomContext` of what was read, if it is asked for: it reads nothing anew. Returns what the error
-    is to be marked with as `memguard_refusal`; None if no budget is active. Nothing is printed.
+    `context` makes an `OomContext` of what was read, if it is asked for: it reads nothing anew. Returns the
+    request with the id of its record; as it was if no budget is active. Nothing is printed.
     """
     if _installed is None or _pid != os.getpid():
-        return None
+        return request
     number = next(_numbers)
-    name = f"{_pid}:{number}"
-    _refusals[number] = _Refusal(moment._replace(id=name), context)
+    request = request._replace(id=f"{_pid}:{number}")
+    _refusals[number] = _Refusal(request, context)
     while len(_refusals) > _REFUSALS:
         oldest = min(list(_refusals), default=number)
         _refusals.pop(oldest, None)
         _caught.pop(oldest, None)
-    return name
+    return request
 
 
 def last_oom() -> Report | None:
@@ -186,7 +186,7 @@ def last_oom() -> Report | None:
         from memguard._oom.report import of_refusal
 
         context = _quietly("no reading at a refused request", refusals[last].context) or OomContext()
-        figures = refusals[last].moment, context.ledger, context.plan, context.processes or {}, context.budget
+        figures = refusals[last].request, context.ledger, context.plan, context.processes or {}, context.budget
         known = _quietly("no report on a refused request", of_refusal, *figures)
         if known is None:
             return reports[max(reports)] if reports else None
@@ -251,8 +251,8 @@ def _report(error: BaseException, facts: ErrorFacts, verdict: Verdict, installed
     context = _quietly("no reading at an out-of-memory error", installed.read) or then
     report = diagnose(
         facts, verdict, context.ledger, context.plan, then.processes or context.processes or {}, context.samples,
-        time=time.time() if record is None else record.moment.time, budget=context.budget, peaks=context.peaks,
-        recorded=None if record is None else record.moment, then=then.ledger,
+        time=time.time() if record is None else record.request.time, budget=context.budget, peaks=context.peaks,
+        recorded=None if record is None else record.request, then=then.ledger,
     )  # fmt: skip
     _reports[number] = report
     for old in sorted(dict(_reports))[:-_KEPT]:
@@ -272,11 +272,11 @@ def _claimed(facts: ErrorFacts, verdict: Verdict) -> _Refusal | None:
     return _refusals.pop(number, None)
 
 
-def moment_of(facts: ErrorFacts, verdict: Verdict) -> RefusedRequest | None:
-    """The figures of the refusal that the error comes from, if they were kept. The record stays for a report."""
+def request_of(facts: ErrorFacts, verdict: Verdict) -> RefusedRequest | None:
+    """The refused request that the error comes from, if it was recorded. The record stays for a report."""
     number = _record(facts, verdict) if _pid == os.getpid() else None
     record = _refusals.get(number) if number is not None else None
-    return record.moment if record is not None else None
+    return record.request if record is not None else None
 
 
 def _record(facts: ErrorFacts, verdict: Verdict) -> int | None:
@@ -285,9 +285,9 @@ def _record(facts: ErrorFacts, verdict: Verdict) -> int | None:
     from memguard._oom.classify import family
     from memguard._oom.refusal import record_of
 
-    moments = {number: one.moment for number, one in list(_refusals.items())}
+    requests = {number: one.request for number, one in list(_refusals.items())}
     name = verdict.requester or family(facts)
-    return record_of(moments, facts, verdict, name, os.getpid(), threading.get_ident())
+    return record_of(requests, facts, verdict, name, os.getpid(), threading.get_ident())
 
 
 def _quietly(what: str, call: Callable[..., Any], *arguments: Any) -> Any:

@@ -1,30 +1,169 @@
-"""The figures of the moment at which a request was refused: which of them a report uses, and what they say. Pure.
+"""One refused request, from the allocator that refused it to the report and the timeline. Pure but for two locks.
 
-When an exception reaches a hook or a block, what the failing code held may be gone, so the figures of then are taken
-from the best source there is: the record of the refusal itself (memguard's own allocators, torch's observer), the
-error's text, the most that the framework ever had in use, the monitor's last sample.
+The guard completes what an adapter knows of it to a `RefusedRequest` with an id, which the exception carries too.
+`RefusalCounts` counts it for the ledger and the metrics, `RefusalEvents` makes the timeline's events, and `record_of`
+finds the record that an exception belongs to. The rest says which figures a report uses: when an exception reaches a
+hook or a block, what the failing code held may be gone, so the figures of then are taken from the best source there is:
+the record itself (memguard's own allocators, torch's observer), the error's text, the most that the framework ever had
+in use, the monitor's last sample.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memguard._base.specs import NEVER_GIVE_BACK, SPECS
-from memguard._base.types import RefusedRequest, Sample
+from memguard._base.types import RECORD, Event, RefusedRequest, Sample
 from memguard._base.units import MIB, format_size, parse_size
-from memguard._ledger.types import DeviceLedger, Row
-from memguard._oom.classify import ErrorFacts, Verdict
 
-RECORD = "memguard_refusal"
-"""The attribute of an exception that names the record of its refusal: process and number."""
+if TYPE_CHECKING:  # what explains an error is loaded when there is one
+    from memguard._ledger.types import DeviceLedger, Row
+    from memguard._oom.classify import ErrorFacts, Verdict
+
+EVERY = 10.0
+"""Seconds between two events of one framework on one GPU: a program may probe batch sizes thousands of times."""
+_KEPT = 256
+"""Requests whose event is remembered, and events whose time is. Only the report of a recent one is still to come."""
 _DIFFERS = 64 * MIB
 """Figures of then and now that differ by less, or by less than a fiftieth, are the same to a reader."""
 _ROUNDED = Fraction(6, 1000)
 """Texts give two decimals: `1.00 GiB` may be a half per cent more or less."""
+
+
+class RefusalCounts:
+    """How often each framework was refused memory on each GPU (UUID), and the last such request.
+
+    Counted without a lock, also within an allocation.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, str], _Count] = {}
+
+    def add(self, request: RefusedRequest) -> None:
+        """Count one request, once."""
+        if request.uuid is None:
+            return
+        known = self._counts.setdefault((request.framework, request.uuid), _Count())
+        known.count, known.last = next(known.numbers), request
+
+    def on(self, uuid: str, told: Iterable[str]) -> dict[str, tuple[int, float | None]]:
+        """Count and time of the last by framework, on one GPU; of those not `told` only if they had an error."""
+        found: dict[str, tuple[int, float | None]] = dict.fromkeys(told, (0, None))
+        for (name, where), known in [*self._counts.items()] if self._counts else ():
+            if where == uuid and known.last is not None:
+                found[name] = known.count, known.last.time
+        return found
+
+    def totals(self) -> dict[tuple[str, str], int]:
+        """The counts by framework and UUID."""
+        return {key: known.count for key, known in [*self._counts.items()]}
+
+
+class _Count:
+    def __init__(self) -> None:
+        self.numbers = itertools.count(1)
+        self.count = 0
+        self.last: RefusedRequest | None = None
+
+
+class _Waiting:
+    """What came since the last event."""
+
+    def __init__(self, since: float) -> None:
+        self.since, self.count = since, 0
+        self.last: RefusedRequest | None = None
+        self.ids: deque[str | None] = deque(maxlen=_KEPT)
+
+
+class RefusalEvents:
+    """Refused requests as events of the timeline: the first at once, repetitions together.
+
+    Readers join an out-of-memory report with the event that counts its request. The event itself cannot carry the ids
+    of its requests, because memguard 0.1.0 refuses an event with a field that it does not know. So each event gets a
+    time of its own, and the report names its request's id and that time.
+
+    Thread-safe. Its lock is reentrant, for a signal handler, and held for no more than a few lines.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._lock = clock, threading.RLock()
+        self._waiting: dict[tuple[str, str | None], _Waiting] = {}
+        self._events: dict[str, float] = {}
+        """By the id of a request, the time of the event that counts it."""
+        self._times: deque[float] = deque(maxlen=_KEPT)
+
+    def refused(self, request: RefusedRequest) -> list[Event]:
+        """The events to write now."""
+        key = request.framework, request.uuid
+        with self._lock:
+            waiting = self._waiting.get(key)
+            if waiting is None:
+                self._waiting[key] = _Waiting(self._clock())
+                return [self._counted(request, 1, [request.id])]
+            waiting.count, waiting.last = waiting.count + 1, request
+            waiting.ids.append(request.id)
+            return self._due(False)
+
+    def forked(self) -> None:
+        """In a forked child: the parent writes its events, and another thread of it may have held the lock."""
+        self._lock, self._waiting = threading.RLock(), {}
+
+    def due(self, everything: bool = False) -> list[Event]:
+        """The events that have waited long enough, or all."""
+        if not self._waiting:  # mostly
+            return []
+        with self._lock:
+            return self._due(everything)
+
+    def event_of(self, request: str | None) -> float | None:
+        """The time of the event that counts the request with this id, as the timeline has it; None if unknown."""
+        return None if request is None else self._events.get(request)
+
+    def _counted(self, request: RefusedRequest, count: int, ids: Iterable[str | None]) -> Event:
+        """The event, at a time that no other has. A timeline's times are whole milliseconds."""
+        when = round(request.time, 3)
+        while when in self._times:
+            when = round(when + 0.001, 3)
+        self._times.append(when)
+        self._events.update((one, when) for one in ids if one is not None)
+        while len(self._events) > _KEPT:
+            del self._events[next(iter(self._events))]
+        return _event(request._replace(time=when), count)
+
+    def _due(self, everything: bool) -> list[Event]:
+        now, events = self._clock(), []
+        for key, waiting in list(self._waiting.items()):
+            if not everything and 0 <= now - waiting.since < EVERY:
+                continue
+            if waiting.last is None:
+                del self._waiting[key]
+                continue
+            events.append(self._counted(waiting.last, waiting.count, waiting.ids))
+            self._waiting[key] = _Waiting(now)
+        return events
+
+
+def _event(request: RefusedRequest, count: int) -> Event:
+    size = "" if request.requested is None else f" for {format_size(request.requested)}"
+    held = ""
+    if request.held is not None and request.cap is not None:
+        held = f"; it held {format_size(request.held)} of its cap of {format_size(request.cap)}"
+    free = "" if request.free is None else f", and the GPU had {format_size(request.free)} free"
+    what = f"a request{size} was refused" if count == 1 else f"{count} more requests were refused, the last{size}"
+    unhelped = "" if request.no_room is None else f"; no room was made for it: {request.no_room}"
+    text = f"{request.framework}: {what}{held}{free}{unhelped}"
+    return Event(
+        request.time, "refused", text, None, request.uuid, request.framework, bytes=request.requested, times=count,
+        held=request.held, in_use=request.in_use, reclaimable=request.reclaimable, cap=request.cap, free=request.free,
+    )  # fmt: skip
 
 
 def record_of(

@@ -21,8 +21,8 @@ from memguard._base.units import format_size
 from memguard._devices import contexts, suspension
 from memguard._guard.shares import own_thread
 from memguard._oom import hooks
+from memguard._oom.refusal import RefusalEvents
 from memguard._runtime.leaks import Workloads
-from memguard._runtime.refusals import Refusals
 from memguard.errors import MemguardError, UnderPressure
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Session:
         """What the budget claims of the GPUs, if it does: the guard gives it back last."""
         self._neighbours: LeaseWatch | None = None
         self._workloads = Workloads()
-        self._refusals = Refusals()
+        self._refusals = RefusalEvents()
         self._pid = os.getpid()
         self._beside: Beside | None = None  # with a timeline
         self._here = threading.local()  # per thread: whether it is the monitor's, or in a checkpoint already
@@ -336,10 +336,10 @@ class Session:
         samples = self.monitor.last(10.0) if self.monitor is not None else []
         return hooks.OomContext(ledger, guard.plan, processes, tuple(samples), guard.budget, guard.peaks())
 
-    def _refused(self, moment: RefusedRequest) -> None:
+    def _refused(self, request: RefusedRequest) -> None:
         """A request was refused, within the allocation: into the timeline. Callbacks run no user code in there."""
         if (writer := self._writer) is not None:
-            for event in self._refusals.refused(moment):
+            for event in self._refusals.refused(request):
                 writer.event(event)
 
     def _write_refusals(self, everything: bool = False) -> None:
@@ -348,14 +348,14 @@ class Session:
                 writer.event(event)
 
     def _write_oom(self, report: Report) -> None:
-        who, moment = report.verdict.requester, report.moment
-        counted = moment is not None and moment.source in ("refusal", "observer")
-        if not counted and report.uuid is not None and who is not None and who in self.guard.frameworks:
-            self.guard.refused(who, report.uuid, report.time, report.verdict.requested)
+        """Count the request of an error whose allocator told nobody, and write the report into the timeline."""
+        who, request = report.verdict.requester, None if report.moment is None else report.moment.id
+        if request is None and who is not None and who in self.guard.frameworks:
+            self.guard.refusals.add(RefusedRequest(who, "text", report.time, report.uuid, report.verdict.requested))
         self._write_refusals(everything=True)
         if self._writer is not None:
             record = report.as_dict()
-            if moment is not None and (event := self._refusals.event_of(moment.id)) is not None:
+            if (event := self._refusals.event_of(request)) is not None:
                 record["moment"]["event"] = event
             self._writer.oom(record)
 

@@ -171,9 +171,6 @@ class IdleGuard(_Inactive):
     def moved(self) -> list[Event]:
         return []
 
-    def refused(self, framework: str, uuid: str, when: float, size: int | None) -> None:
-        pass
-
     def make_room(self, framework: str, needed: int, device: Device | None = None) -> Room:
         return Room({}, None, 0, {})  # no cap is in the way
 

@@ -48,8 +48,8 @@ from memguard._ledger.types import DeviceLedger, Ledger
 from memguard._oom import hooks
 from memguard._oom import refusal as moments
 from memguard._oom.classify import ErrorFacts, Verdict, classify
+from memguard._oom.refusal import EVERY, RefusalEvents
 from memguard._oom.report import Report, diagnose
-from memguard._runtime.refusals import EVERY, Refusals
 from memguard._timeline import load_timeline
 from memguard._timeline.replay import replay_timeline
 from memguard.errors import PlanError
@@ -772,7 +772,7 @@ def test_ten_thousand_caught_errors_stay_cheap(guard: memguard.Guard, tmp_path: 
 
 def test_repetitions_become_one_event_at_times() -> None:
     now = [100.0]
-    refusals = Refusals(lambda: now[0])
+    refusals = RefusalEvents(lambda: now[0])
     moment = RefusedRequest("torch", "refusal", 1.0, "GPU-0", GIB, 3 * GIB, 3 * GIB, 0, 4 * GIB, 5 * GIB)
     other = RefusedRequest("cupy", "refusal", 1.0, "GPU-0")
     (first,) = refusals.refused(moment)

@@ -15,7 +15,7 @@ from memguard import cli
 from memguard._base.types import Event, FrameworkSample, RefusedRequest
 from memguard._base.units import GIB
 from memguard._oom import hooks
-from memguard._runtime.refusals import Refusals
+from memguard._oom.refusal import RefusalEvents
 from memguard._timeline import load_timeline
 from memguard._timeline.writer import Writer
 from memguard._tools.report import tables, texts
@@ -108,7 +108,7 @@ def test_an_event_of_several_requests_stays_and_the_error_says_that_it_is_one_of
 
 def test_two_requests_of_one_moment_and_size_are_not_taken_for_each_other(tmp_path: Path) -> None:
     """The report names the event, and no two events have the same time."""
-    plan, refusals = plan_of("h200", torch="11GiB"), Refusals(lambda: 0.0)
+    plan, refusals = plan_of("h200", torch="11GiB"), RefusalEvents(lambda: 0.0)
     uuid = plan.devices[0].device.uuid
     first, second = (
         RefusedRequest("torch", "refusal", START, uuid, 10 * GIB, held * GIB, cap=11 * GIB, id=f"7:{held}")

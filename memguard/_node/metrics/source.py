@@ -65,7 +65,7 @@ class Source:
             taken=taken[0].time if taken else None,
             levels=levels,
             told=frozenset(name for name, one in guard.frameworks.items() if one.unseen() is None),
-            refused={key: one.count for key, one in [*guard._refusals.items()]},
+            refused=guard.refusals.totals(),
             trims=dict([*guard.trims.items()]),
             returned=dict([*guard._reclaimer.returned.items()]),
             lends=dict([*guard._reclaimer.lends.items()]),

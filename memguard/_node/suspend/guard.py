@@ -86,7 +86,7 @@ class SuspendedGuard(Guard):
     def _serve(self, shortage: Shortage, device: Device) -> bool:
         return False
 
-    def _refused(self, moment: RefusedRequest) -> str | None:
+    def _refused(self, request: RefusedRequest) -> str | None:
         return None
 
     def _capturing(self) -> bool:

@@ -94,8 +94,8 @@ def _raise(guard: Guard, failure: Failure, who: str, device: Device, returned: d
     """Make room for as much as it may ever have; if that is not there, for what is, and at least for the same again."""
     now = _sample()
     held = 0 if now is None else _of(now, "held").get(device.uuid, {}).get(who, 0)
-    moment = failure.moment.held if failure.moment is not None else None
-    then = max(failure.held.get(device.uuid, {}).get(who, 0), moment or 0)
+    refused = failure.request.held if failure.request is not None else None
+    then = max(failure.held.get(device.uuid, {}).get(who, 0), refused or 0)
     size = WORKSPACE if failure.asked is None else failure.asked
     least = guard.frameworks[who].footprint(size) + max(then - held, 0)
     _, most = guard.part(device.uuid).elastic.get(who, (0, 0))
@@ -129,7 +129,7 @@ def _device(guard: Guard, failure: Failure) -> Device | None:
     parts = guard.plan.devices
     if len(parts) == 1:
         return parts[0].device
-    found = device_of(failure.facts.text, failure.verdict, guard.ledger(), failure.moment)
+    found = device_of(failure.facts.text, failure.verdict, guard.ledger(), failure.request)
     return None if found is None else found.device
 
 
