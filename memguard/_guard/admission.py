@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from memguard._base.advice import Advice
 from memguard._base.blocks import End
 from memguard._base.logs import log as _log
-from memguard._base.types import Device, DevicePlan, MemoryInfo, Plan, Room, Usage, WorkloadReport
+from memguard._base.types import Device, DevicePlan, MemoryInfo, Plan, Room, Usage, WhyNoHelp, WorkloadReport
 from memguard._base.units import format_size, parse_duration, parse_size
 from memguard._budget import joint, policy
 from memguard._devices import suspension
@@ -55,7 +55,7 @@ class Budgeted(Protocol):
 
     def _used_by(self, framework: str) -> Sequence[DevicePlan]: ...
     def _alone(self, framework: str, part: DevicePlan, usages: dict[str, Usage | None]) -> int: ...
-    def _frozen(self) -> str: ...
+    def _frozen(self) -> WhyNoHelp | None: ...
     def _trim(self, names: Sequence[str], device: Device) -> None: ...
     def _check_active(self) -> None: ...
     def _find_drift(self, only: str | None = None) -> None: ...
@@ -133,7 +133,7 @@ class Admission:
         """Have its cap raised and others give back what they can, beside what is reserved. With the guard's lock."""
         guard, device = self._guard, look.part.device
         if why := guard._frozen():
-            _log.info("%s: nothing is trimmed", why)
+            _log.info("%s: nothing is trimmed", why.text)
             return Room({}, None, 0, {})
         footprint = guard._framework(framework).footprint(needed)
         if framework in look.part.joined:  # the cap is that of the pool; who is not in it may have a cache of its own

@@ -261,16 +261,17 @@ class Guard(Shares):
         part = next((one for one in self.plan.devices if one.device.uuid == request.uuid), None)
         if part is None or not self.active:
             return None
-        request = request._replace(no_room=self._why_no_room(request))
         cap = part.caps.get(request.framework) if request.cap is None else request.cap
         context: Callable[[], hooks.OomContext] = hooks.OomContext
+        usages: Mapping[str, Usage | None] = {}
         try:
             reading, processes = self._reader.glance(part, self.frameworks)
         except MemguardError as error:  # a GPU is lost
             _log.debug("no reading at a refused request: %s", str(error))
             request = request._replace(cap=cap)
         else:
-            usage = reading.usages.get(request.framework) or Usage(None, None)
+            usages = reading.usages
+            usage = usages.get(request.framework) or Usage(None, None)
             request = request._replace(
                 cap=cap, held=usage.held,
                 in_use=usage.in_use if request.in_use is None else request.in_use,
@@ -284,7 +285,7 @@ class Guard(Shares):
             others = {pid: size for pid, size in processes.items() if pid != self.host.pid}
             now = request.time, self.host.simulated
             context = functools.partial(_context_of, reading, part, enforcements, others, self.plan, self.budget, *now)
-        request = hooks.refused(request, context)
+        request = hooks.refused(request._replace(why_no_help=self._why_no_help(request, part, usages)), context)
         self.refusals.add(request)
         if self._on_refusal is not None:
             self._on_refusal(request)

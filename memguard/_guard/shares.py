@@ -9,10 +9,24 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from memguard._base.logs import log as _log
-from memguard._base.types import Device, DevicePlan, Enforcement, Event, Plan, RefusedRequest, Room, Sample, Shortage
+from memguard._base.types import (
+    Device,
+    DevicePlan,
+    Enforcement,
+    Event,
+    NoHelp,
+    Plan,
+    RefusedRequest,
+    Room,
+    Sample,
+    Shortage,
+    Usage,
+    WhyNoHelp,
+)
 from memguard._base.units import format_size, round_down
 from memguard._budget import joint, policy
 from memguard._devices import contexts
+from memguard._guard import order
 from memguard._guard.caps import Caps, Entry
 from memguard._guard.reclaimer import Reclaimer, Sibling
 from memguard.errors import CapNotApplied
@@ -28,6 +42,8 @@ own_thread = threading.local()
 """`mine`, on a thread that memguard has started: what runs there is the background, also a function of the program."""
 _PATIENCE = 2.0
 """Seconds that a request which cannot be served waits for another thread's call of memguard, to have room made."""
+_BUSY = NoHelp.LOCK_HELD, NoHelp.WITHIN_CALL
+_CAPTURING = WhyNoHelp(NoHelp.CAPTURE, "a CUDA graph is being captured on this thread")
 
 
 class Shares(Caps):
@@ -41,7 +57,7 @@ class Shares(Caps):
         self.trims: Counter[tuple[str, str]] = Counter()
         """How often each framework was trimmed on each GPU (UUID). Counted with the guard's lock."""
         self._unserved = threading.local()
-        """`last`, of each thread: its last shortage for which nobody could look for room, and why."""
+        """`last`, of each thread: its last shortage, and why no room was made for it; None if room was made."""
 
     def make_room(self, framework: str, needed: int, device: Device | None = None) -> Room:
         """Have siblings give back what `framework` needs to take `needed` bytes from the driver, and raise its cap.
@@ -78,28 +94,52 @@ class Shares(Caps):
         part = next((one for one in self.plan.devices if one.device.uuid == shortage.uuid), None)
         if part is None or shortage.framework not in part.caps:
             return False
-        why = "the request was made within another memguard call on this thread"
-        if not self._turn.mine:
-            if (done := self._turn.take(self._serve, _PATIENCE, shortage, part.device)) is not None:
-                return done[0]
-            why = f"another thread held memguard's lock for {_PATIENCE:g} s"
+        why: WhyNoHelp | None
+        if self._turn.mine:
+            why = WhyNoHelp(NoHelp.WITHIN_CALL, "the request was made within another memguard call on this thread")
+        elif (done := self._turn.take(self._serve, _PATIENCE, shortage, part.device)) is not None:
+            why = done[0]
+        else:
+            why = WhyNoHelp(NoHelp.LOCK_HELD, f"another thread held memguard's lock for {_PATIENCE:g} s")
         self._unserved.last = shortage, why
-        _log.warning("%s: no room was made for %s: %s", shortage.framework, format_size(shortage.asked), why)
-        return False
+        if why is not None and why.kind in _BUSY:
+            asked = format_size(shortage.asked)
+            _log.warning("%s: no room was made for %s: %s", shortage.framework, asked, why.text)
+        return why is None
 
-    def _why_no_room(self, moment: RefusedRequest) -> str | None:
-        """Why nobody could look for room for this thread's request, which was refused just now; None if one did."""
+    def _why_no_help(
+        self, request: RefusedRequest, part: DevicePlan, usages: Mapping[str, Usage | None]
+    ) -> WhyNoHelp | None:
+        """Why no room was made for this thread's request, which was refused just now; None if room was made, or if none
+        would have served it: it does not fit under the highest cap, or neither cap nor GPU were short of room."""
         shortage, why = getattr(self._unserved, "last", None) or (None, None)
         self._unserved.last = None
-        mine = shortage is not None and shortage[:3] == (moment.framework, moment.uuid, moment.requested)
-        return why if mine else None
+        name, asked = request.framework, request.requested
+        if shortage is None or shortage[:3] != (name, request.uuid, asked):
+            why = _why_not_asked(self._frameworks.get(name))
+        if why is None or why.kind in _BUSY or asked is None:
+            return why
+        needed, cap = (request.held or 0) - (request.reclaimable or 0) + asked, request.cap or 0
+        most = max(cap, part.elastic.get(name, (0, 0))[1]) if cap == part.caps.get(name) else cap  # else the user's own
+        full = request.free is not None and request.free < asked
+        if why.kind is NoHelp.NOT_ASKED and full and usages:
+            full = (request.free or 0) + sum(one.most for one in order.offers(usages, name)) >= asked
+        return why if needed <= most and len(part.caps) > 1 and (needed > cap or full) else None
 
-    def _serve(self, shortage: Shortage, device: Device) -> bool:
-        if not self.active or self._frozen():
-            return False
+    def _serve(self, shortage: Shortage, device: Device) -> WhyNoHelp | None:
+        """Make room. Why that is not possible, or not enough; None if the request is worth another try."""
+        if not self.active:
+            return WhyNoHelp(NoHelp.NOT_ASKED, "the budget has ended")
+        if (why := self._frozen()) is not None:
+            return why
         who, full = shortage.framework, shortage.full
         room = self._reclaimer.make_room(device, who, shortage.needed, full=full, asked=True)
-        return not room.missing
+        if not room.missing:
+            return None
+        text, got = "too little was idle elsewhere", sum(room.returned.values())
+        if got:
+            text = f"others gave back {format_size(got)}, {format_size(room.missing)} too little"
+        return WhyNoHelp(NoHelp.NOTHING_IDLE, text)
 
     def settle(self, sample: Sample) -> Sample:
         """At a tick of the monitor: elastic caps get headroom, by what `sample` has read. Returns it, with the caps as
@@ -240,7 +280,7 @@ class Shares(Caps):
     def _trim(self, names: Sequence[str], device: Device) -> None:
         """On this thread, unless nothing may be freed on it; and nothing that spoils another thread's capture."""
         if names and (why := self._frozen()):
-            _log.info("%s: nothing is trimmed", why)
+            _log.info("%s: nothing is trimmed", why.text)
             return
         with contexts.beside_captures():
             for name in names:
@@ -256,8 +296,8 @@ class Shares(Caps):
             self._check_active()
             raise
 
-    def _frozen(self) -> str:
-        """Why nothing may be freed on this thread now, as a sentence; "" if it may.
+    def _frozen(self) -> WhyNoHelp | None:
+        """Why nothing may be freed on this thread now; None if it may.
 
         In the background (a function of `on_event` or `on_sample` that trims) nothing is freed while communicators
         live. Giving memory back waits for all work on the GPU, among it collectives that wait for other ranks, and
@@ -266,11 +306,12 @@ class Shares(Caps):
         the same way, with the same call. Moving a cap frees nothing, and goes on.
         """
         if self._capturing():
-            return "a CUDA graph is being captured on this thread"
+            return _CAPTURING
         if getattr(own_thread, "mine", False):
             who = next((framework.name for framework in self._known() if framework.communicating()), "")
-            return f"{who} has communicators, for which other processes wait" if who else ""
-        return ""
+            text = f"{who} has communicators, for which other processes wait"
+            return WhyNoHelp(NoHelp.COMMUNICATORS, text) if who else None
+        return None
 
     def _capturing(self) -> bool:
         """Whether this thread captures a CUDA graph."""
@@ -285,6 +326,17 @@ class Shares(Caps):
         for part in self.plan.devices:
             if name in part.elastic:
                 self.plan = policy.with_cap(self.plan, part.device.uuid, name, part.elastic[name][0])
+
+
+def _why_not_asked(framework: Framework | None) -> WhyNoHelp | None:
+    """Why an allocator that refused a request did not ask for room."""
+    if framework is None:
+        return None
+    if not framework.asks:
+        return WhyNoHelp(NoHelp.NOT_ASKED, f"{framework.name}'s allocator does not ask")
+    if framework.capturing():
+        return _CAPTURING
+    return WhyNoHelp(NoHelp.NOT_ASKED, f"{framework.name}'s allocator could not ask")
 
 
 def _with_caps(sample: Sample, plan: Plan) -> Sample:

@@ -158,7 +158,7 @@ def _event(request: RefusedRequest, count: int) -> Event:
         held = f"; it held {format_size(request.held)} of its cap of {format_size(request.cap)}"
     free = "" if request.free is None else f", and the GPU had {format_size(request.free)} free"
     what = f"a request{size} was refused" if count == 1 else f"{count} more requests were refused, the last{size}"
-    unhelped = "" if request.no_room is None else f"; no room was made for it: {request.no_room}"
+    unhelped = "" if request.why_no_help is None else f"; no room was made for it: {request.why_no_help.text}"
     text = f"{request.framework}: {what}{held}{free}{unhelped}"
     return Event(
         request.time, "refused", text, None, request.uuid, request.framework, bytes=request.requested, times=count,

@@ -10,7 +10,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from memguard._base.specs import CONTEXT_MAKER, NEVER_GIVE_BACK, SPECS
-from memguard._base.types import DevicePlan, Plan
+from memguard._base.types import DevicePlan, NoHelp, Plan
 from memguard._base.units import GRANULE, MIB, format_size, round_down, round_up
 from memguard._budget import policy
 from memguard._budget.joint import POOL
@@ -43,6 +43,14 @@ _ELSEWHERE = {
         "in a container give /dev/shm more: docker run --shm-size=8g; or use fewer loader workers",
     ),
 }
+
+_WITHOUT_HELP = {
+    NoHelp.LOCK_HELD: "run it again: memguard's lock is free once the call that has it (trim, resize, init) ends",
+    NoHelp.WITHIN_CALL: "run it again: memguard's lock is free once the call that has it (trim, resize, init) ends",
+    NoHelp.CAPTURE: "run the work once before the capture, or call memguard.require there: memguard can make room then",
+    NoHelp.COMMUNICATORS: "do it on a thread of the program, not in a callback of memguard's: room can be made there",
+}
+"""What to do where memguard could not look for room."""
 
 
 @dataclass(frozen=True)
@@ -222,6 +230,11 @@ def remedies(verdict: Verdict, case: Case | None, reason: str = "elsewhere") -> 
             found += _whole(case)
     found += _less(case, reason)
     return tuple(found)
+
+
+def without_help(why: NoHelp) -> tuple[Remedy, ...]:
+    """What to do first where memguard could not look for room."""
+    return (Remedy(_WITHOUT_HELP[why]),) if why in _WITHOUT_HELP else ()
 
 
 def _trims(case: Case) -> Iterator[Remedy]:

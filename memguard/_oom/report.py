@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from memguard._base.specs import NEVER_GIVE_BACK
 from memguard._base.text import shown, visible
-from memguard._base.types import Enforcement, Plan, RefusedRequest, Sample
+from memguard._base.types import Enforcement, NoHelp, Plan, RefusedRequest, Sample
 from memguard._base.units import MIB, format_size
 from memguard._ledger.types import DeviceLedger, Ledger
 from memguard._oom import refusal as moments
 from memguard._oom.classify import ErrorFacts, Verdict, classify, family
-from memguard._oom.remedies import Case, Remedy, remedies
+from memguard._oom.remedies import Case, Remedy, remedies, without_help
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -175,7 +175,8 @@ class Report:
             shared = ", the machine's memory" if part.device.unified else ""
             total = format_size(part.device.usable)
             lines += _wrap("GPU", f"{part.device.name}{ordinal}: {free} free of {total}{shared}", 1)
-        lines += _wrap("why", self.why, 2, "bold")
+        unhelped = self.moment.why_no_help if self.moment is not None else None
+        lines += _wrap("why", self.why, 2 if unhelped is None else 3, "bold")
         asker = self.verdict.requester
         holders = "; ".join(_described(holder, asker) for holder in self.holders[:_SHOWN])
         lines += _wrap("holds", holders, 2)
@@ -248,12 +249,12 @@ def diagnose(
     since = moments.since(before, None if caught else part, verdict.requester, pooled)
     reason, why = _reason(case, moment, since)
     found = remedies(verdict, case, reason)
-    if moment is not None and moment.no_room is not None:  # first: what follows may be cut off
-        why = f"no room was made for it: {moment.no_room}; {why}"
-        found = (
-            Remedy("run it again: memguard's lock is free once the call that has it (trim, resize, init) ends"),
-            *found,
-        )
+    if (unhelped := moment.why_no_help if moment is not None else None) is not None:
+        if unhelped.kind in (NoHelp.NOTHING_IDLE, NoHelp.NOT_ASKED):
+            why = f"{why}; no room was made: {unhelped.text}"
+        else:  # first: running it again may be all that it takes
+            why = f"no room was made for it: {unhelped.text}; {why}"
+        found = (*without_help(unhelped.kind), *found)
     return Report(
         time, verdict, _short(facts), ledger, others, tuple(samples), found, uuid, who, reason, why, _holders(case),
         moment, caught,
@@ -367,7 +368,7 @@ def _reason(case: Case, moment: RefusedRequest | None, since: str) -> tuple[Reas
     now = f" (elastic, at most {format_size(most)})" if most > row.cap else ""
     shared = "" if case.beside is None else f" of the shared pool, in which others {have} {format_size(case.beside)}"
     reached = f"{is_} reached"
-    if now and moment is not None and moment.no_room is not None:
+    if now and moment is not None and moment.why_no_help is not None:
         reached = "was not raised"
     cap = f"its cap of {format_size(row.cap)}{now} {reached}: it {held}{used}{shared}"
     asked = case.verdict.requested
@@ -481,9 +482,10 @@ def _wrap(label: str, text: str, most: int, style: str = "") -> list[tuple[str, 
 def _moment(moment: RefusedRequest | None) -> dict[str, Any] | None:
     if moment is None:
         return None
-    names = ("source", "id", "requested", "held", "in_use", "cached", "reclaimable", "free", "cap", "no_room")
+    names = ("source", "id", "requested", "held", "in_use", "cached", "reclaimable", "free", "cap")
     when = datetime.fromtimestamp(moment.time, UTC).isoformat()
-    return {"time": when, **{name: getattr(moment, name) for name in names}}
+    unhelped = None if moment.why_no_help is None else moment.why_no_help._asdict()
+    return {"time": when, **{name: getattr(moment, name) for name in names}, "why_no_help": unhelped}
 
 
 def _plain(value: Any) -> Any:

@@ -12,7 +12,17 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from memguard._base.blocks import End
-from memguard._base.types import Device, MemoryInfo, RefusedRequest, Room, Sample, Shortage, WorkloadReport
+from memguard._base.types import (
+    Device,
+    MemoryInfo,
+    NoHelp,
+    RefusedRequest,
+    Room,
+    Sample,
+    Shortage,
+    WhyNoHelp,
+    WorkloadReport,
+)
 from memguard._devices import suspension
 from memguard._devices.suspension import Off
 from memguard._guard.guard import Guard
@@ -83,8 +93,8 @@ class SuspendedGuard(Guard):
     ) -> tuple[WorkloadReport, End]:
         self._refuse(f"workload {name!r}")
 
-    def _serve(self, shortage: Shortage, device: Device) -> bool:
-        return False
+    def _serve(self, shortage: Shortage, device: Device) -> WhyNoHelp | None:
+        return WhyNoHelp(NoHelp.NOT_ASKED, "the process is off its GPUs")
 
     def _refused(self, request: RefusedRequest) -> str | None:
         return None
@@ -92,8 +102,8 @@ class SuspendedGuard(Guard):
     def _capturing(self) -> bool:
         return False  # a process that captures is not taken off its GPUs
 
-    def _frozen(self) -> str:
-        return ""  # nor one whose communicators live
+    def _frozen(self) -> WhyNoHelp | None:
+        return None  # nor one whose communicators live
 
     def _find_drift(self, only: str | None = None) -> None:
         pass
