@@ -17,8 +17,7 @@ from memguard._base.logs import text_of
 from memguard._base.types import Event, Room, Sample
 from memguard._budget.joint import POOL
 from memguard._devices import contexts, suspension
-from memguard._oom.remedies import WORKSPACE
-from memguard._oom.report import device_of
+from memguard._oom.causes import WORKSPACE, device_of
 from memguard._runtime.retry.types import Done, Failure
 
 _ASKED = 4
