@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from memguard._base.specs import NEVER_GIVE_BACK, SPECS
 from memguard._base.types import DevicePlan, Enforcement, Plan, RefusedRequest
@@ -26,6 +26,7 @@ _PIECES = 10
 """Fragmentation is the reason if it takes at least one part in so many of the cap."""
 _WHEN = {"peak": " at its peak", "sample": " in the last sample"}
 """Of when a figure is, by the moment's source, where that is not the refusal itself."""
+_PRESENT = "is", "has", "have", "holds"
 
 Reason = Literal["cap", "card", "cap and card", "fragmented", "unknown", "elsewhere"]
 """Why there was no memory: its own cap, the full card (or machine, where its memory is unified), or both; a fragmented
@@ -216,73 +217,168 @@ def unknown(ledger: Ledger | None) -> tuple[Reason, str]:
     return "unknown", "the error is about a GPU that the budget does not name"
 
 
+class Cause(NamedTuple):
+    """One row of the table: the reason, the figures that show it, and the sentence that says it."""
+
+    reason: Reason
+    shown_by: Callable[[_Figures], bool]
+    text: Callable[[_Figures], str]
+
+
 def reason(case: Case, moment: RefusedRequest | None, since: str) -> tuple[Reason, str]:
     """Whether it was its own cap or the full card, and the figures that show it: those of the moment, if known.
 
     `since` says what is different now. Figures of now alone do not tell a cache in pieces from memory that was freed.
     """
-    if since:
-        is_, has, have, holds = "was", "had", "had", "held"
-        end = f" when the request failed{since}"
-    else:
-        is_, has, have, holds = "is", "has", "have", "holds"
-        end = ""
-    place, full = ("the machine", "the machine's memory") if case.unified else ("the card", "the card")
-    row, card = case.row, f"{format_size(case.free)} free"
-    exact = moment is not None and moment.source in ("refusal", "observer", "text")
-    if row is None or row.cap is None:
-        if case.over_card:
-            about = "" if row else ", and this memory lies outside every cap"
-            if row is not None and case.planned is not None and row.name in case.planned.caps:
-                cap = format_size(case.planned.caps[row.name])
-                about = f"; {row.name}'s cap of {cap} is {row.enforcement}, not enforced"
-            return "card", f"{full} {is_} full: {card}{end}{about}"
-        if moment is not None and moment.free is not None and exact:
-            return "unknown", f"{place} {has} {card}{end}: the error means something else"
-        return "unknown", f"{place} has {card} now: memory was freed since, as far as is known"
-    held = f"{holds} an unknown part" if row.bytes is None else ""
-    held = held or f"{holds} {'at least ' if row.at_least is not None else ''}{format_size(row.bytes)}"
-    used = "" if row.in_use is None else f" ({format_size(row.in_use)} in use)"
-    if moment is not None and moment.source == "peak":
-        used = f" ({format_size(row.in_use)} in use at its peak)"
-    most = case.planned.elastic[row.name][1] if case.planned and row.name in case.planned.elastic else row.cap
-    now = f" (elastic, at most {format_size(most)})" if most > row.cap else ""
-    shared = "" if case.beside is None else f" of the shared pool, in which others {have} {format_size(case.beside)}"
-    reached = f"{is_} reached"
-    if now and moment is not None and moment.why_no_help is not None:
-        reached = "was not raised"
-    cap = f"its cap of {format_size(row.cap)}{now} {reached}: it {held}{used}{shared}"
-    asked = case.verdict.requested
-    if asked is not None and asked > most and case.over_cap:
-        whole = f"{format_size(asked)} is more than its whole cap of {format_size(most)}"
-        return "cap", f"{whole}; {place} {has} {card}{end}"
-    if case.shut_out:
-        what = "a request of unknown size" if asked is None else f"a request for {format_size(asked)}"
-        when = _WHEN.get(moment.source, "") if moment is not None else " now"
-        use = f", of which {format_size(row.in_use)} {'are' if moment is None else 'were'} in use{when}"
-        if row.in_use is None:
-            use = f"; how much of it {is_} in use is unknown"
-        return "cap", f"{what} did not fit under its cap of {format_size(row.cap)}{use}; {place} {has} {card}{end}"
-    if case.in_pieces and moment is None:
-        unknown = "what was in use when the request failed is not known"
-        return "cap", f"{cap} now; {unknown}; {place} has {card}"
-    if case.fragmented:
-        pieces = f"{format_size(case.split)} of its cache {is_} fragmented"
-        if case.silent:
-            pieces = f"{format_size(case.split)} of its pool {is_} free but fragmented"
-        large = f"its cap of {format_size(row.cap)} is large enough, but {pieces}"
-        return "fragmented", f"{large}; {place} {has} {card}{end}"
-    if case.over_cap and case.over_card:
-        return "cap and card", f"{cap}, and {place} {has} only {card}{end}"
-    if case.over_cap:
-        return "cap", f"{cap}{end}" if since else f"{cap}; {place} has {card}"
-    if case.over_card:
-        return "card", f"{full} {is_} full: {card}; {row.name} {held} of its cap of {format_size(row.cap)}{end}"
-    if case.verdict.refused and (asked is None or case.room is None):
-        left = "an unknown part" if case.room is None else format_size(case.room)
-        what = "the size of the request is unknown" if asked is None else "what it has in use is unknown"
-        return "unknown", f"{what}: {left} of its cap {'were' if since else 'are'} left, and {place} {has} {card}{end}"
-    room = f"({format_size(case.room)} under its cap, {card})"
-    if exact and moment is not None and (moment.held is not None or moment.in_use is not None):
-        return "unknown", f"there {is_} room {room}{end}: the error means something else"
-    return "unknown", f"there is room now {room}: memory was freed since, as far as is known"
+    figures = _Figures(case, moment, since)
+    cause = next(one for one in (CAUSES if figures.capped else CAUSES_WITHOUT_A_CAP) if one.shown_by(figures))
+    return cause.reason, cause.text(figures)
+
+
+class _Figures:
+    """What the table's tests and sentences need of a case: figures, formatted once, and the tense of the verbs."""
+
+    def __init__(self, case: Case, moment: RefusedRequest | None, since: str) -> None:
+        self.case, self.moment, self.since = case, moment, since
+        self.asked, row = case.verdict.requested, case.row
+        self.is_, self.has, self.have, self.holds = ("was", "had", "had", "held") if since else _PRESENT
+        self.end = f" when the request failed{since}" if since else ""
+        self.place, self.full = ("the machine", "the machine's memory") if case.unified else ("the card", "the card")
+        self.card = f"{format_size(case.free)} free"
+        self.exact = moment is not None and moment.source in ("refusal", "observer", "text")
+        self.capped = row is not None and row.cap is not None
+        if row is None or row.cap is None:
+            return
+        least = "at least " if row.at_least is not None else ""
+        self.name, self.in_use, self.cap_size = row.name, row.in_use, format_size(row.cap)
+        self.held = f"{self.holds} {'an unknown part' if row.bytes is None else f'{least}{format_size(row.bytes)}'}"
+        self.most = case.planned.elastic[row.name][1] if case.planned and row.name in case.planned.elastic else row.cap
+
+    @property
+    def outside(self) -> str:
+        """Why no cap counts, as the end of a sentence."""
+        row, planned = self.case.row, self.case.planned
+        if row is None:
+            return ", and this memory lies outside every cap"
+        if planned is None or row.name not in planned.caps:
+            return ""
+        return f"; {row.name}'s cap of {format_size(planned.caps[row.name])} is {row.enforcement}, not enforced"
+
+    @property
+    def cap(self) -> str:
+        """The cap that was reached, and what the requester holds of it."""
+        moment, beside = self.moment, self.case.beside
+        used = "" if self.in_use is None else f" ({format_size(self.in_use)} in use)"
+        if moment is not None and moment.source == "peak":
+            used = f" ({format_size(self.in_use)} in use at its peak)"
+        shared = "" if beside is None else f" of the shared pool, in which others {self.have} {format_size(beside)}"
+        rises = self.case.row is not None and self.most > (self.case.row.cap or 0)
+        elastic = f" (elastic, at most {format_size(self.most)})" if rises else ""
+        kept = rises and moment is not None and moment.why_no_help is not None
+        reached = "was not raised" if kept else f"{self.is_} reached"
+        return f"its cap of {self.cap_size}{elastic} {reached}: it {self.held}{used}{shared}"
+
+    @property
+    def shut_out(self) -> str:
+        what = "a request of unknown size" if self.asked is None else f"a request for {format_size(self.asked)}"
+        when = _WHEN.get(self.moment.source, "") if self.moment is not None else " now"
+        are = "are" if self.moment is None else "were"
+        use = f", of which {format_size(self.in_use)} {are} in use{when}"
+        if self.in_use is None:
+            use = f"; how much of it {self.is_} in use is unknown"
+        return f"{what} did not fit under its cap of {self.cap_size}{use}"
+
+    @property
+    def pieces(self) -> str:
+        size = format_size(self.case.split)
+        return f"{size} of its pool {self.is_} free but" if self.case.silent else f"{size} of its cache {self.is_}"
+
+    @property
+    def left(self) -> str:
+        """What is not known of a request that its own allocator refused, and what was left under the cap."""
+        what = "the size of the request is unknown" if self.asked is None else "what it has in use is unknown"
+        left = "an unknown part" if self.case.room is None else format_size(self.case.room)
+        return f"{what}: {left} of its cap {'were' if self.since else 'are'} left"
+
+    @property
+    def room(self) -> str:
+        return f"({format_size(self.case.room)} under its cap, {self.card})"
+
+    @property
+    def known(self) -> bool:
+        """Whether the requester's figures are those of the very moment."""
+        return self.exact and self.moment is not None and (self.moment.held, self.moment.in_use) != (None, None)
+
+
+CAUSES_WITHOUT_A_CAP = (  # a library, or a framework that is only watched
+    Cause("card", lambda it: it.case.over_card, lambda it: f"{it.full} {it.is_} full: {it.card}{it.end}{it.outside}"),
+    Cause(
+        "unknown",
+        lambda it: it.exact and it.moment is not None and it.moment.free is not None,
+        lambda it: f"{it.place} {it.has} {it.card}{it.end}: the error means something else",
+    ),
+    Cause(
+        "unknown",
+        lambda it: True,
+        lambda it: f"{it.place} has {it.card} now: memory was freed since, as far as is known",
+    ),
+)
+CAUSES = (
+    Cause(  # more than it may ever have
+        "cap",
+        lambda it: it.asked is not None and it.asked > it.most and it.case.over_cap,
+        lambda it: (
+            f"{format_size(it.asked)} is more than its whole cap of {format_size(it.most)}; "
+            f"{it.place} {it.has} {it.card}{it.end}"
+        ),
+    ),
+    Cause(  # size or use is unknown, and the card had room
+        "cap",
+        lambda it: it.case.shut_out,
+        lambda it: f"{it.shut_out}; {it.place} {it.has} {it.card}{it.end}",
+    ),
+    Cause(  # figures of now
+        "cap",
+        lambda it: it.case.in_pieces and it.moment is None,
+        lambda it: f"{it.cap} now; what was in use when the request failed is not known; {it.place} has {it.card}",
+    ),
+    Cause(
+        "fragmented",
+        lambda it: it.case.fragmented,
+        lambda it: (
+            f"its cap of {it.cap_size} is large enough, but {it.pieces} fragmented; "
+            f"{it.place} {it.has} {it.card}{it.end}"
+        ),
+    ),
+    Cause(
+        "cap and card",
+        lambda it: it.case.over_cap and it.case.over_card,
+        lambda it: f"{it.cap}, and {it.place} {it.has} only {it.card}{it.end}",
+    ),
+    Cause(
+        "cap",
+        lambda it: it.case.over_cap,
+        lambda it: f"{it.cap}{it.end}" if it.since else f"{it.cap}; {it.place} has {it.card}",
+    ),
+    Cause(
+        "card",
+        lambda it: it.case.over_card,
+        lambda it: f"{it.full} {it.is_} full: {it.card}; {it.name} {it.held} of its cap of {it.cap_size}{it.end}",
+    ),
+    Cause(
+        "unknown",
+        lambda it: it.case.verdict.refused and (it.asked is None or it.case.room is None),
+        lambda it: f"{it.left}, and {it.place} {it.has} {it.card}{it.end}",
+    ),
+    Cause(
+        "unknown",
+        lambda it: it.known,
+        lambda it: f"there {it.is_} room {it.room}{it.end}: the error means something else",
+    ),
+    Cause(
+        "unknown",
+        lambda it: True,
+        lambda it: f"there is room now {it.room}: memory was freed since, as far as is known",
+    ),
+)
+"""The first whose figures are there is the cause. The last of each table is what is left."""

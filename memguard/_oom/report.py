@@ -19,8 +19,7 @@ from memguard._base.text import shown, visible
 from memguard._base.types import NoHelp, Plan, RefusedRequest, Sample
 from memguard._base.units import MIB, format_size
 from memguard._ledger.types import DeviceLedger, Ledger
-from memguard._oom import causes
-from memguard._oom import refusal as moments
+from memguard._oom import causes, refusal
 from memguard._oom.causes import Case, Reason, caps_in_force, device_of
 from memguard._oom.classify import ErrorFacts, Verdict, classify, family
 from memguard._oom.remedies import Remedy, remedies, without_help
@@ -242,7 +241,7 @@ def diagnose(
         next((one.free for one in samples[-1].devices if one.uuid == uuid), None) if samples else None,
     )  # fmt: skip
     pooled = moment.pooled if moment is not None else None
-    since = moments.since(before, None if caught else part, verdict.requester, pooled)
+    since = refusal.since(before, None if caught else part, verdict.requester, pooled)
     reason, why = causes.reason(case, moment, since)
     found = remedies(verdict, case, reason)
     if (unhelped := moment.why_no_help if moment is not None else None) is not None:
@@ -269,18 +268,18 @@ def _then(
     time: float,
 ) -> tuple[DeviceLedger, RefusedRequest | None]:
     """The GPU's rows when the request was refused, and the figures behind that; as now, and None, if none are known."""
-    told = moments.of_text(facts, verdict, time)
+    told = refusal.of_text(facts, verdict, time)
     uuid = part.device.uuid
     if recorded is not None:
-        recorded = moments.complete(recorded, told)
+        recorded = refusal.complete(recorded, told)
         base = next((one for one in then.devices if one.device.uuid == uuid), part) if then is not None else part
-        return moments.at(base, recorded), recorded
+        return refusal.at(base, recorded), recorded
     if told is not None:
         told = told._replace(uuid=uuid)
-        return moments.at(part, told), told
+        return refusal.at(part, told), told
     need = Case(part, verdict, plan=plan).need
-    found = moments.from_now(part, verdict, need, peaks.get(verdict.requester or ""), samples, time)
-    return (part, None) if found is None else (moments.at(part, found), found)
+    found = refusal.from_now(part, verdict, need, peaks.get(verdict.requester or ""), samples, time)
+    return (part, None) if found is None else (refusal.at(part, found), found)
 
 
 def of_refusal(

@@ -45,8 +45,7 @@ from memguard._frameworks.torch.adapter import Torch
 from memguard._ledger.overhead import Overhead
 from memguard._ledger.rows import Reading, device_ledger
 from memguard._ledger.types import DeviceLedger, Ledger
-from memguard._oom import hooks
-from memguard._oom import refusal as moments
+from memguard._oom import hooks, refusal
 from memguard._oom.classify import ErrorFacts, Verdict, classify
 from memguard._oom.refusal import EVERY, RefusalEvents
 from memguard._oom.report import Report, diagnose
@@ -116,24 +115,24 @@ def near(found: int | None, size: float) -> bool:
 
 def test_the_text_of_torch_gives_the_figures_of_the_moment() -> None:
     facts = error("torch", GPT)
-    told = moments.of_text(facts, classify(facts), 3.0)
+    told = refusal.of_text(facts, classify(facts), 3.0)
     assert told is not None and told.source == "text" and told.reclaimable == 0
     assert near(told.in_use, 14.01 * GIB) and near(told.held, 14.01 * GIB + 305 * MIB) and near(told.free, 62.71 * GIB)
     facts = error("torch", OLD)
-    told = moments.of_text(facts, classify(facts), 3.0)
+    told = refusal.of_text(facts, classify(facts), 3.0)
     assert told is not None
     assert near(told.in_use, 1.72 * GIB) and near(told.held, 2.46 * GIB) and near(told.free, 354.88 * MIB)
     facts = error(
         "cupy", "Out of memory allocating 512 bytes (allocated so far: 8,589,934,592 bytes, limit set to: 9)."
     )
-    told = moments.of_text(facts, classify(facts), 3.0)
+    told = refusal.of_text(facts, classify(facts), 3.0)
     assert told is not None and (told.held, told.in_use) == (8 * GIB, None)
     facts = error("torch", ASYNC)
-    told = moments.of_text(facts, classify(facts), 3.0)
+    told = refusal.of_text(facts, classify(facts), 3.0)
     assert told is not None and (told.held, told.reclaimable) == (None, None)
     assert near(told.in_use, 136 * GIB) and near(told.free, 31.12 * MIB)
     for text in ("CUDA out of memory.", "CUDA out of memory. Of the allocated memory x GiB is allocated by PyTorch"):
-        assert moments.of_text(error("torch", text), classify(error("torch", text)), 3.0) is None
+        assert refusal.of_text(error("torch", text), classify(error("torch", text)), 3.0) is None
 
 
 def test_a_forward_pass_whose_activations_are_gone_reached_its_cap() -> None:
@@ -319,7 +318,7 @@ def test_what_idles_in_the_pools_of_cuda_graphs_serves_nobody() -> None:
     assert bare.verdict.requested == 301989888, "the record knows what the text does not"
     alone = explained(error("torch", GRAPHS), usage, cap)
     assert alone.reason == "cap", "the text alone tells as much"
-    exact = moments.complete(told, RefusedRequest("torch", "text", 9.0, in_use=1665000000))
+    exact = refusal.complete(told, RefusedRequest("torch", "text", 9.0, in_use=1665000000))
     assert exact.in_use == 1662010368, "a text's two decimals do not take the place of the exact figure"
 
 
@@ -426,9 +425,9 @@ def test_of_peak_and_last_sample_the_larger_that_explains_the_error_counts(peak:
     gpu = DeviceSample(H200.uuid, H200.total, 0, 90 * GIB, None, None, 0, None, {"jax": row})
     (part,) = ledger_of(plan, {"jax": Usage(14 * GIB, now * MIB, 0)}).devices
     verdict = Verdict("gpu", "jax", GIB, True)
-    found = moments.from_now(part, verdict, GIB, peak * MIB, [Sample(8.0, (gpu,))], 9.0)
+    found = refusal.from_now(part, verdict, GIB, peak * MIB, [Sample(8.0, (gpu,))], 9.0)
     assert found is not None and found.source == "peak" and found.in_use == peak * MIB
-    without = moments.from_now(part, verdict, GIB, None, [Sample(8.0, (gpu,))], 9.0)
+    without = refusal.from_now(part, verdict, GIB, None, [Sample(8.0, (gpu,))], 9.0)
     assert (without is None) == (sampled - now < 64) and (without is None or without.source == "sample")
 
 
@@ -443,7 +442,7 @@ def test_an_error_finds_the_record_of_its_own_request() -> None:
     bare = ErrorFacts("x", (), "", {})
 
     def of(facts: ErrorFacts, thread: int, name: str = "torch") -> int | None:
-        return moments.record_of(records, facts, verdict, name, 100, thread)
+        return refusal.record_of(records, facts, verdict, name, 100, thread)
 
     assert (of(bare, 7), of(bare, 8), of(bare, 9), of(bare, 1)) == (1, 2, 4, 4)
     assert of(bare, 7, "cupy") is None, "memguard's own allocators mark their errors"
