@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from memguard._base.specs import NEVER_GIVE_BACK
-from memguard._base.text import shown, visible
+from memguard._base.text import fitting, shown, visible
 from memguard._base.types import NoHelp, Plan, RefusedRequest, Sample
 from memguard._base.units import MIB, format_size
 from memguard._ledger.types import DeviceLedger, Ledger
@@ -131,14 +131,14 @@ class Report:
     def note(self) -> str:
         """For the exception itself: title, reason and the first remedy."""
         parts = [f"memguard: {self.title}", self.why, *(remedy.text for remedy in self.remedies[:1])]
-        return visible("\n  ".join(part for part in parts if part))
+        return "\n  ".join(visible(part) for part in parts if part)
 
     def __repr__(self) -> str:
         """One line, for a prompt; `print` shows the whole report."""
         return shown(f"<Report: {self.title}>")
 
     def __str__(self) -> str:
-        return shown(full_text(self))
+        return fitting(full_text(self))
 
     def __rich__(self) -> RenderableType:
         from rich.text import Text
@@ -186,7 +186,7 @@ class Report:
 
 def full_text(report: Report) -> str:
     """The whole report, for a log, a file or another process. `str` is for `print`: it fits standard output."""
-    return visible("\n".join(label + text for _, label, text in report._lines()))
+    return "\n".join(visible(label + text) for _, label, text in report._lines())
 
 
 def diagnose(
