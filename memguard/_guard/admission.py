@@ -109,7 +109,7 @@ class Admission:
         """Have its cap raised and others give back what they can, beside what is reserved. With the guard's lock."""
         caps, elastic, device = self._caps, self._elastic, look.part.device
         if why := elastic.why_trim_forbidden():
-            _log.info("%s: nothing is trimmed", why)
+            _log.info("%s: nothing is trimmed", why.text)
             return Room({}, None, 0, {})
         footprint = caps.framework(framework).footprint(needed)
         if framework in look.part.joined:  # the cap is that of the pool; who is not in it may have a cache of its own

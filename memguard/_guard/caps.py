@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from memguard._base.locks import InterruptSafeLock, Rank, Turn, ranked
 from memguard._base.logs import log as _log
-from memguard._base.types import Device, DevicePlan, Enforcement, Event, Moment, Plan, Usage, WorkloadReport
+from memguard._base.types import Device, DevicePlan, Enforcement, Event, Plan, RefusedRequest, Usage, WorkloadReport
 from memguard._base.undo import Undo
 from memguard._base.units import parse_size
 from memguard._budget import joint, policy
@@ -45,7 +45,7 @@ class Callbacks:
         """First in `require` and `workload`, on the user's thread. May raise UnderPressure."""
         self.workload: Callable[[WorkloadReport, float, str | None], None] | None = None
         """A workload has ended, after so many seconds, with an error of a class of that name."""
-        self.refusal: Callable[[Moment], None] | None = None
+        self.refusal: Callable[[RefusedRequest], None] | None = None
         """A framework was refused memory, within the allocation that fails."""
         self.stop: Undo | None = None
         """Run before the guard undoes everything, without its lock."""

@@ -9,10 +9,24 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from memguard._base.logs import log as _log
-from memguard._base.types import Device, DevicePlan, Enforcement, Event, Moment, Plan, Room, Sample, Shortage
+from memguard._base.types import (
+    Device,
+    DevicePlan,
+    Enforcement,
+    Event,
+    NoHelp,
+    Plan,
+    RefusedRequest,
+    Room,
+    Sample,
+    Shortage,
+    Usage,
+    WhyNoHelp,
+)
 from memguard._base.units import format_size, round_down
 from memguard._budget import joint, policy
 from memguard._devices import contexts
+from memguard._guard import lending
 from memguard._guard.caps import CappedFramework, CapTable, size_of
 from memguard._guard.reclaim import Reclaimer, Reserved, Sibling
 from memguard._ledger.reader import LedgerReader
@@ -26,6 +40,8 @@ own_thread = threading.local()
 """`mine`, on a thread that memguard has started: what runs there is the background, also a function of the program."""
 _PATIENCE = 2.0
 """Seconds that a request which cannot be served waits for another thread's call of memguard, to have room made."""
+_BUSY = NoHelp.LOCK_HELD, NoHelp.WITHIN_CALL
+_CAPTURING = WhyNoHelp(NoHelp.CAPTURE, "a CUDA graph is being captured on this thread")
 
 
 class ElasticCaps:
@@ -43,7 +59,7 @@ class ElasticCaps:
         self.trims: Counter[tuple[str, str]] = Counter()
         """How often each framework was trimmed on each GPU (UUID). Counted with the guard's lock."""
         self._unserved = threading.local()
-        """`last`, of each thread: its last shortage for which nobody could look for room, and why."""
+        """`last`, of each thread: its last shortage, and why no room was made for it; None if room was made."""
 
     def make_room(self, framework: str, needed: int, device: Device | None = None) -> Room:
         """Have siblings give back what `framework` needs to take `needed` bytes from the driver, and raise its cap.
@@ -72,28 +88,54 @@ class ElasticCaps:
         part = next((one for one in caps.plan.devices if one.device.uuid == shortage.uuid), None)
         if part is None or shortage.framework not in part.caps:
             return False
-        why = "the request was made within another memguard call on this thread"
-        if not caps.turn.mine:
-            if (done := caps.turn.take(self._serve, _PATIENCE, shortage, part.device)) is not None:
-                return done[0]
-            why = f"another thread held memguard's lock for {_PATIENCE:g} s"
+        why: WhyNoHelp | None
+        if caps.turn.mine:
+            why = WhyNoHelp(NoHelp.WITHIN_CALL, "the request was made within another memguard call on this thread")
+        elif (done := caps.turn.take(self._serve, _PATIENCE, shortage, part.device)) is not None:
+            why = done[0]
+        else:
+            why = WhyNoHelp(NoHelp.LOCK_HELD, f"another thread held memguard's lock for {_PATIENCE:g} s")
         self._unserved.last = shortage, why
-        _log.warning("%s: no room was made for %s: %s", shortage.framework, format_size(shortage.asked), why)
-        return False
+        if why is not None and why.kind in _BUSY:
+            asked = format_size(shortage.asked)
+            _log.warning("%s: no room was made for %s: %s", shortage.framework, asked, why.text)
+        return why is None
 
-    def why_no_room(self, moment: Moment) -> str | None:
-        """Why nobody could look for room for this thread's request, which was refused just now; None if one did."""
+    def why_no_help(
+        self, request: RefusedRequest, part: DevicePlan, usages: Mapping[str, Usage | None]
+    ) -> WhyNoHelp | None:
+        """Why no room was made for this thread's request, which was refused just now; None if room was made, or if none
+        would have served it: it does not fit under the highest cap, or neither cap nor GPU were short of room."""
         shortage, why = getattr(self._unserved, "last", None) or (None, None)
         self._unserved.last = None
-        mine = shortage is not None and shortage[:3] == (moment.framework, moment.uuid, moment.requested)
-        return why if mine else None
+        name, asked = request.framework, request.requested
+        if shortage is None or shortage[:3] != (name, request.uuid, asked):
+            why = _why_not_asked(self._caps.frameworks.get(name))
+        if why is None or why.kind in _BUSY or asked is None:
+            return why
+        needed, cap = (request.held or 0) - (request.reclaimable or 0) + asked, request.cap or 0
+        most = max(cap, part.elastic.get(name, (0, 0))[1]) if cap == part.caps.get(name) else cap  # else the user's own
+        full = request.free is not None and request.free < asked
+        if why.kind is NoHelp.NOT_ASKED and full and usages:
+            full = (request.free or 0) + sum(one.most for one in lending.reclaimable_caches(usages, name)) >= asked
+        return why if needed <= most and len(part.caps) > 1 and (needed > cap or full) else None
 
-    def _serve(self, shortage: Shortage, device: Device) -> bool:
-        if not self._caps.active or self._caps.off is not None or self.why_trim_forbidden():
-            return False
+    def _serve(self, shortage: Shortage, device: Device) -> WhyNoHelp | None:
+        """Make room. Why that is not possible, or not enough; None if the request is worth another try."""
+        if not self._caps.active:
+            return WhyNoHelp(NoHelp.NOT_ASKED, "the budget has ended")
+        if self._caps.off is not None:
+            return WhyNoHelp(NoHelp.NOT_ASKED, "the process is off its GPUs")
+        if (why := self.why_trim_forbidden()) is not None:
+            return why
         who, full = shortage.framework, shortage.full
         room = self.reclaimer.make_room(device, who, shortage.needed, full=full, asked=True)
-        return not room.missing
+        if not room.missing:
+            return None
+        text, got = "too little was idle elsewhere", sum(room.returned.values())
+        if got:
+            text = f"others gave back {format_size(got)}, {format_size(room.missing)} too little"
+        return WhyNoHelp(NoHelp.NOTHING_IDLE, text)
 
     def rebalance(self, sample: Sample) -> Sample:
         """At a tick of the monitor: elastic caps get headroom, by what `sample` has read. Returns it, with the caps as
@@ -203,7 +245,7 @@ class ElasticCaps:
     def trim_idle(self, names: Sequence[str], device: Device) -> None:
         """On this thread, unless nothing may be freed on it; and nothing that spoils another thread's capture."""
         if names and (why := self.why_trim_forbidden()):
-            _log.info("%s: nothing is trimmed", why)
+            _log.info("%s: nothing is trimmed", why.text)
             return
         with contexts.beside_captures():
             for name in names:
@@ -219,8 +261,8 @@ class ElasticCaps:
             self._caps.check_active()
             raise
 
-    def why_trim_forbidden(self) -> str:
-        """Why nothing may be freed on this thread now, as a sentence; "" if it may.
+    def why_trim_forbidden(self) -> WhyNoHelp | None:
+        """Why nothing may be freed on this thread now; None if it may.
 
         In the background (a function of `on_event` or `on_sample` that trims) nothing is freed while communicators
         live. Giving memory back waits for all work on the GPU, among it collectives that wait for other ranks, and
@@ -229,13 +271,14 @@ class ElasticCaps:
         the same way, with the same call. Moving a cap frees nothing, and goes on.
         """
         if self._caps.off is not None:  # a process that captures, or has communicators, is not taken off its GPUs
-            return ""
+            return None
         if self.capturing():
-            return "a CUDA graph is being captured on this thread"
+            return _CAPTURING
         if getattr(own_thread, "mine", False):
             who = next((framework.name for framework in self._known() if framework.communicating()), "")
-            return f"{who} has communicators, for which other processes wait" if who else ""
-        return ""
+            text = f"{who} has communicators, for which other processes wait"
+            return WhyNoHelp(NoHelp.COMMUNICATORS, text) if who else None
+        return None
 
     def capturing(self) -> bool:
         """Whether this thread captures a CUDA graph."""
@@ -244,6 +287,17 @@ class ElasticCaps:
     def _known(self) -> list[Framework]:
         """Those of the budget, and others that are live."""
         return [*(entry.framework for entry in self._caps.entries.values()), *self._reader.unnamed().values()]
+
+
+def _why_not_asked(framework: Framework | None) -> WhyNoHelp | None:
+    """Why an allocator that refused a request did not ask for room."""
+    if framework is None:
+        return None
+    if not framework.asks:
+        return WhyNoHelp(NoHelp.NOT_ASKED, f"{framework.name}'s allocator does not ask")
+    if framework.capturing():
+        return _CAPTURING
+    return WhyNoHelp(NoHelp.NOT_ASKED, f"{framework.name}'s allocator could not ask")
 
 
 def _with_caps(sample: Sample, plan: Plan) -> Sample:

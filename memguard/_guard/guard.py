@@ -7,10 +7,9 @@ are trimmed), `admission` (reservations) and `reader` (the ledger). `_budget.pol
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from memguard._base.blocks import Block, End
@@ -23,8 +22,8 @@ from memguard._base.types import (
     DevicePlan,
     Enforcement,
     Event,
-    Moment,
     Plan,
+    RefusedRequest,
     Room,
     Sample,
     State,
@@ -45,6 +44,7 @@ from memguard._ledger.reader import LedgerReader
 from memguard._ledger.rows import Reading, device_ledger
 from memguard._ledger.types import Ledger
 from memguard._oom import hooks
+from memguard._oom.refusal import RefusalCounts
 from memguard.errors import CapNotApplied, MemguardError, NotActive, PlanError, Suspended
 
 if TYPE_CHECKING:
@@ -66,15 +66,6 @@ _IMPORT = 5.0
 """Seconds that the import of a framework waits for another thread's call of memguard, to have its cap set."""
 _SAMPLES_PER_CHECK = 10
 """Samples from one check for drift to the next: a check calls into every framework once more."""
-
-
-class _Refused:
-    """How often a framework was refused memory on one GPU, and the last time. Counted without a lock."""
-
-    def __init__(self) -> None:
-        self.numbers = itertools.count(1)
-        self.count, self.last = 0, 0.0
-        self.size: int | None = None
 
 
 class AdmissionOnDemand:
@@ -137,7 +128,7 @@ class Guard:
         self.permanent: list[str] = []
         self.undo = Undo()
         """What takes back all that `start` did."""
-        self._refusals: dict[tuple[str, str], _Refused] = {}
+        self.refusals = RefusalCounts()
         self._hook = ImportHook()
         self._not_undone: list[str] = []
         self._late: set[str] = set()
@@ -318,7 +309,7 @@ class Guard:
         ledgers = []
         for part, reading in zip(plan.devices, readings, strict=True):
             usages = reading.usages
-            ledgers.append(reader.ledger_of(reading, part, enforcements, self._refusals_on(part.device.uuid, told)))
+            ledgers.append(reader.ledger_of(reading, part, enforcements, self.refusals.on(part.device.uuid, told)))
             for name, cap in part.caps.items():
                 if (usage := usages.get(name)) is not None and (held := usage[0]) is not None and held > cap:
                     notes += [above_cap(name, held, cap, enforcements.get(name, ""), part.device) or ""]
@@ -361,62 +352,45 @@ class Guard:
             found[part.device.uuid] = {n: u.peak for n, u in usages.items() if u is not None and u.peak is not None}
         return found
 
-    def refusals(self) -> dict[tuple[str, str], int]:
-        """How often each framework was refused memory on each GPU (UUID)."""
-        return {key: one.count for key, one in [*self._refusals.items()]}
-
-    def refused(self, framework: str, uuid: str, when: float, size: int | None) -> None:
-        """Count a refused request. Any thread, also within an allocation: it takes no lock."""
-        known = self._refusals.setdefault((framework, uuid), _Refused())
-        known.count, known.last, known.size = next(known.numbers), when, size
-
-    def _refused(self, moment: Moment) -> str | None:
-        """What adapters call when a request was refused for good. Returns the name of the record.
+    def _refused(self, request: RefusedRequest) -> str | None:
+        """What adapters call when a request was refused for good. Returns the id of its record.
 
         It runs within the allocation, on the thread that made it. So it waits for no lock of the guard or the reader:
         whoever holds that may be waiting for the allocator.
         """
         caps = self.caps
-        part = next((one for one in caps.plan.devices if one.device.uuid == moment.uuid), None)
+        part = next((one for one in caps.plan.devices if one.device.uuid == request.uuid), None)
         if part is None or caps.off is not None or not caps.active:
             return None
-        moment = moment._replace(no_room=self.elastic.why_no_room(moment))
-        cap = part.caps.get(moment.framework) if moment.cap is None else moment.cap
-        scene: Callable[[], hooks.Scene] = hooks.Scene
+        cap = part.caps.get(request.framework) if request.cap is None else request.cap
+        context: Callable[[], hooks.OomContext] = hooks.OomContext
+        usages: Mapping[str, Usage | None] = {}
         try:
             reading, processes = self.reader.read_unlocked(part, caps.frameworks)
         except MemguardError as error:  # a GPU is lost
             _log.debug("no reading at a refused request: %s", str(error))
-            moment = moment._replace(cap=cap)
+            request = request._replace(cap=cap)
         else:
-            usage = reading.usages.get(moment.framework) or Usage(None, None)
-            moment = moment._replace(
+            usages = reading.usages
+            usage = usages.get(request.framework) or Usage(None, None)
+            request = request._replace(
                 cap=cap, held=usage.held,
-                in_use=usage.in_use if moment.in_use is None else moment.in_use,
-                reclaimable=usage.reclaimable if moment.reclaimable is None else moment.reclaimable,
-                free=reading.memory.free if moment.free is None else moment.free,
+                in_use=usage.in_use if request.in_use is None else request.in_use,
+                reclaimable=usage.reclaimable if request.reclaimable is None else request.reclaimable,
+                free=reading.memory.free if request.free is None else request.free,
             )  # fmt: skip
             entries = caps.entries
             enforcements = {name: entry.enforcement.value for name, entry in entries.items()}
-            if (entry := entries.get(moment.framework)) is not None and caps.drift_of(moment.framework, entry):
-                enforcements[moment.framework] = Enforcement.WATCHED.value  # what refused was not this cap
+            if (entry := entries.get(request.framework)) is not None and caps.drift_of(request.framework, entry):
+                enforcements[request.framework] = Enforcement.WATCHED.value  # what refused was not this cap
             others = {pid: size for pid, size in processes.items() if pid != caps.host.pid}
-            scene = functools.partial(
-                _scene_of, reading, part, enforcements, others, caps.plan, self.budget, moment.time, caps.host.simulated
-            )
-        self.refused(moment.framework, part.device.uuid, moment.time, moment.requested)
-        record = hooks.refused(moment, scene)
+            now = request.time, caps.host.simulated
+            context = functools.partial(_context_of, reading, part, enforcements, others, caps.plan, self.budget, *now)
+        request = hooks.refused(request._replace(why_no_help=self.elastic.why_no_help(request, part, usages)), context)
+        self.refusals.add(request)
         if self.callbacks.refusal is not None:
-            self.callbacks.refusal(moment._replace(id=record))
-        return record
-
-    def _refusals_on(self, uuid: str, told: Sequence[str]) -> dict[str, tuple[int, float | None]]:
-        """How often each framework was refused, and when last; of those not `told` only if they had an error."""
-        found: dict[str, tuple[int, float | None]] = dict.fromkeys(told, (0, None))
-        for (name, where), known in [*self._refusals.items()] if self._refusals else ():
-            if where == uuid:
-                found[name] = known.count, known.last
-        return found
+            self.callbacks.refusal(request)
+        return request.id
 
     def require(self, framework: FrameworkName, size: int | str, device: Device | None = None) -> None:
         """Raise BudgetExceeded if `framework` cannot get `size` more. May trim siblings' caches, on this thread."""
@@ -687,7 +661,7 @@ class Guard:
                 self.caps.warn(str(warning))
 
 
-def _scene_of(
+def _context_of(
     reading: Reading,
     part: DevicePlan,
     enforcements: Mapping[str, str],
@@ -696,7 +670,7 @@ def _scene_of(
     budget: Budget,
     when: float,
     simulated: bool,
-) -> hooks.Scene:
+) -> hooks.OomContext:
     """What an out-of-memory report is made from, out of a reading of the moment."""
     ledger = Ledger(when, (device_ledger(reading, part, enforcements),), simulated)
-    return hooks.Scene(ledger, plan, {part.device.uuid: others}, budget=budget)
+    return hooks.OomContext(ledger, plan, {part.device.uuid: others}, budget=budget)

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from memguard._base.logs import log as _log
 from memguard._base.logs import text_of
-from memguard._base.types import Event, Moment, Pressure, Sample, WorkloadReport
+from memguard._base.types import Event, Pressure, RefusedRequest, Sample, WorkloadReport
 from memguard._base.undo import Undo
 from memguard._base.units import format_size
 from memguard._devices import contexts, suspension
 from memguard._guard.elastic import own_thread
 from memguard._oom import hooks
+from memguard._oom.refusal import RefusalEvents
 from memguard._runtime.leaks import Workloads
-from memguard._runtime.refusals import Refusals
 from memguard.errors import MemguardError, UnderPressure
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Session:
         """What the budget claims of the GPUs, if it does: the guard gives it back last."""
         self._neighbours: LeaseWatch | None = None
         self._workloads = Workloads()
-        self._refusals = Refusals()
+        self._refusals = RefusalEvents()
         self._pid = os.getpid()
         self._beside: Beside | None = None  # with a timeline
         self._here = threading.local()  # per thread: whether it is the monitor's, or in a checkpoint already
@@ -127,8 +127,8 @@ class Session:
             told = self.guard.callbacks
             told.event, told.checkpoint, told.workload = self._announce, self.checkpoint, self._finished
             told.refusal = self._refused
-            self._undo.add("hooks for uncaught errors", lambda: hooks.uninstall(self._scene))
-            hooks.install(self._scene, self._write_oom, self._announce_oom)
+            self._undo.add("hooks for uncaught errors", lambda: hooks.uninstall(self._oom_context))
+            hooks.install(self._oom_context, self._write_oom, self._announce_oom)
             if self.guard.budget.metrics is not None:  # before the first event; else `init` loads nothing of it
                 importlib.import_module("memguard._node.metrics").of_budget(self, self._undo)
             if self.guard.budget.monitor is not None:
@@ -325,7 +325,7 @@ class Session:
 
     # out-of-memory errors
 
-    def _scene(self) -> hooks.Scene:
+    def _oom_context(self) -> hooks.OomContext:
         """Ledger, plan, other processes and the last samples, read now."""
         guard = self.guard
         ledger = guard.ledger()
@@ -334,12 +334,12 @@ class Session:
             for part in (guard.plan.devices if suspension.now is None else ())
         }
         samples = self.monitor.last(10.0) if self.monitor is not None else []
-        return hooks.Scene(ledger, guard.plan, processes, tuple(samples), guard.budget, guard.peaks())
+        return hooks.OomContext(ledger, guard.plan, processes, tuple(samples), guard.budget, guard.peaks())
 
-    def _refused(self, moment: Moment) -> None:
+    def _refused(self, request: RefusedRequest) -> None:
         """A request was refused, within the allocation: into the timeline. Callbacks run no user code in there."""
         if (writer := self._writer) is not None:
-            for event in self._refusals.refused(moment):
+            for event in self._refusals.refused(request):
                 writer.event(event)
 
     def _write_refusals(self, everything: bool = False) -> None:
@@ -348,14 +348,14 @@ class Session:
                 writer.event(event)
 
     def _write_oom(self, report: Report) -> None:
-        who, moment = report.verdict.requester, report.moment
-        counted = moment is not None and moment.source in ("refusal", "observer")
-        if not counted and report.uuid is not None and who is not None and who in self.guard.frameworks:
-            self.guard.refused(who, report.uuid, report.time, report.verdict.requested)
+        """Count the request of an error whose allocator told nobody, and write the report into the timeline."""
+        who, request = report.verdict.requester, None if report.moment is None else report.moment.id
+        if request is None and who is not None and who in self.guard.frameworks:
+            self.guard.refusals.add(RefusedRequest(who, "text", report.time, report.uuid, report.verdict.requested))
         self._write_refusals(everything=True)
         if self._writer is not None:
             record = report.as_dict()
-            if moment is not None and (event := self._refusals.event_of(moment.id)) is not None:
+            if (event := self._refusals.event_of(request)) is not None:
                 record["moment"]["event"] = event
             self._writer.oom(record)
 

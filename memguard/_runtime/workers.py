@@ -18,6 +18,7 @@ from memguard._base.blocks import End
 from memguard._base.types import Device, Event, Plan, Room, Sample, WorkloadReport
 from memguard._guard.guard import Guard
 from memguard._ledger.types import Ledger
+from memguard._oom.refusal import RefusalCounts
 from memguard.errors import NotActive
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ class IdleGuard(_Inactive):
         self.why, self.given = why, given
         self.notes, self.permanent = [why], []
         self.plan = Plan((), notes=(why,))
-        self.sharing, self.trims = None, Counter()
+        self.sharing, self.trims, self.refusals = None, Counter(), RefusalCounts()
 
     def __getattr__(self, name: str) -> Any:
         if name != "budget":
@@ -171,17 +172,11 @@ class IdleGuard(_Inactive):
     def peaks(self) -> dict[str, dict[str, int]]:
         return {}
 
-    def refusals(self) -> dict[tuple[str, str], int]:
-        return {}
-
     def rebalance(self, sample: Sample) -> Sample:
         return sample
 
     def moved(self) -> list[Event]:
         return []
-
-    def refused(self, framework: str, uuid: str, when: float, size: int | None) -> None:
-        pass
 
     def make_room(self, framework: str, needed: int, device: Device | None = None) -> Room:
         return Room({}, None, 0, {})  # no cap is in the way

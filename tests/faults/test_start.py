@@ -32,7 +32,7 @@ ALWAYS = {
     "_frameworks.real_imports", "_frameworks.registry", "_frameworks.replacements", "_frameworks.second_contexts",
     "_frameworks.pycuda", "_frameworks.pycuda.contexts",
     "_ledger", "_ledger.overhead", "_ledger.reader", "_ledger.rows", "_ledger.types",
-    "_runtime", "_runtime.leaks", "_runtime.refusals", "_runtime.session", "_oom", "_oom.hooks",
+    "_runtime", "_runtime.leaks", "_runtime.session", "_oom", "_oom.hooks", "_oom.refusal",
     "_guard", "_guard.lending", "_guard.reclaim",
 }  # fmt: skip
 """What init loads of memguard for any budget: names below `memguard`, which is "" itself."""

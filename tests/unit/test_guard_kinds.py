@@ -22,7 +22,7 @@ NAMES: dict[str, tuple[Any, ...] | None] = {
     "caps": None, "elastic": None, "forked": (), "frameworks": None, "host": None, "last_sample": (), "ledger": (),
     "make_room": ("torch", 1), "moved": (), "notes": None, "own_plan": None, "part": ("UUID",), "peaks": (),
     "permanent": None, "plan": None, "reader": None, "rebalance": (Sample(0.0, ()),), "reclaimable": (),
-    "refusals": (), "refused": ("torch", "UUID", 0.0, 1), "require": ("torch", 1),
+    "refusals": None, "require": ("torch", 1),
     "reserved_not_taken": ("torch", "UUID"), "resize": ("torch", 1), "resumed": (), "sample": (), "sharing": None,
     "start": (), "stop": (), "suspend": (None, None, None), "trim": (), "trims": None, "undo": None, "undone": None,
     "workload": ("step",),
@@ -92,7 +92,7 @@ def test_what_an_idle_guard_says() -> None:
     assert guard.make_room("torch", 1 << 40) == Room({}, None, 0, {}), "no cap is in the way"
     assert guard.own_plan == guard.plan == Plan((), notes=(WHY,)) and guard.undone
     assert guard.moved() == [] and guard.last_sample() is None and guard.peaks() == {}
-    assert guard.refusals() == {} and not list(guard.busy())
+    assert guard.refusals.totals() == {} and not list(guard.busy())
 
 
 def test_what_a_suspended_guard_changes() -> None:

@@ -20,7 +20,7 @@ import waiting
 
 import memguard
 from memguard import api
-from memguard._base.types import Event, Pressure
+from memguard._base.types import Event, NoHelp, Pressure
 from memguard._base.units import GIB, MIB
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory, SimulatedFramework
@@ -123,9 +123,12 @@ def test_a_refusal_for_which_another_threads_call_left_no_time_says_so(
     why = "another thread held memguard's lock for 0.05 s"
     assert [text for text in caplog.messages if why in text and text.startswith("cupy: no room was made for")]
     report = memguard.last_oom()
-    assert report is not None and report.moment is not None and report.moment.no_room == why
+    assert report is not None and report.moment is not None and report.moment.why_no_help == (NoHelp.LOCK_HELD, why)
     assert report.why.startswith(f"no room was made for it: {why}; its cap of ") and " was not raised: " in report.why
-    assert report.as_dict()["moment"]["no_room"] == why and "run it again" in report.remedies[0].text
+    assert (
+        report.as_dict()["moment"]["why_no_help"] == {"kind": "lock held", "text": why}
+        and "run it again" in report.remedies[0].text
+    )
     shown = capsys.readouterr().err
     assert why in " ".join(shown.split())
     memguard.shutdown()
@@ -153,10 +156,10 @@ def test_the_reason_of_one_refusal_is_not_that_of_the_next(monkeypatch: pytest.M
             frameworks["cupy"].allocate(21 * GIB)
         report = memguard.last_oom()
         assert report is not None and report.moment is not None
-        reasons.append(report.moment.no_room)
+        reasons.append(report.moment.why_no_help)
         over.set()
         other.join(20)
-    assert reasons == ["another thread held memguard's lock for 0.05 s", None]
+    assert reasons == [(NoHelp.LOCK_HELD, "another thread held memguard's lock for 0.05 s"), None]
 
 
 def test_a_refusal_within_another_call_on_its_thread_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -166,7 +169,7 @@ def test_a_refusal_within_another_call_on_its_thread_says_so(caplog: pytest.LogC
     with caplog.at_level("WARNING", "memguard"), api.current().caps.lock, pytest.raises(FrameworkOutOfMemory):
         frameworks["cupy"].allocate(21 * GIB)
     report, why = memguard.last_oom(), "the request was made within another memguard call on this thread"
-    assert report is not None and report.moment is not None and report.moment.no_room == why
+    assert report is not None and report.moment is not None and report.moment.why_no_help == (NoHelp.WITHIN_CALL, why)
     assert caplog.messages == [f"cupy: no room was made for 21.00 GiB: {why}"]
 
 

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from memguard._base.locks import Rank, ranked
 from memguard._base.specs import SPECS
-from memguard._base.types import Applied, Device, Enforcement, Moment, TraceEvent, Usage, usage_of
+from memguard._base.types import Applied, Device, Enforcement, TraceEvent, Usage, usage_of
 from memguard._base.units import GRANULE, format_size, round_up
 from memguard._devices import contexts
 from memguard._frameworks.base import Framework
@@ -431,8 +431,7 @@ class PyCUDA(Framework):
     def _tell(self, error: BaseException, uuid: str, size: int) -> None:
         """Tell of a request that was refused, when the lock is free again."""
         if uuid in self._caps:
-            here = threading.get_ident()
-            self._refused(error, Moment(self.name, "refusal", time.time(), uuid, size, thread=here))
+            self._refused(error, uuid, size)
 
     def _counted(self, drv: Any, pool: Pool, size: int) -> Any:
         self._settle()

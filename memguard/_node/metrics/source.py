@@ -73,7 +73,7 @@ class Source:
             taken=taken[0].time if taken else None,
             levels=levels,
             told=frozenset(name for name, one in guard.frameworks.items() if one.unseen() is None),
-            refused=guard.refusals(),
+            refused=guard.refusals.totals(),
             trims=dict([*guard.trims.items()]),
             returned=dict([*guard.elastic.reclaimer.returned.items()]),
             lends=dict([*guard.elastic.reclaimer.lends.items()]),

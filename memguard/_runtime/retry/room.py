@@ -17,8 +17,7 @@ from memguard._base.logs import text_of
 from memguard._base.types import Event, Room, Sample
 from memguard._budget.joint import POOL
 from memguard._devices import contexts, suspension
-from memguard._oom.remedies import WORKSPACE
-from memguard._oom.report import device_of
+from memguard._oom.causes import WORKSPACE, device_of
 from memguard._runtime.retry.types import Done, Failure
 
 _ASKED = 4
@@ -94,8 +93,8 @@ def _raise(guard: Guard, failure: Failure, who: FrameworkName, device: Device, r
     """Make room for as much as it may ever have; if that is not there, for what is, and at least for the same again."""
     now = _sample()
     held = 0 if now is None else _of(now, "held").get(device.uuid, {}).get(who, 0)
-    moment = failure.moment.held if failure.moment is not None else None
-    then = max(failure.held.get(device.uuid, {}).get(who, 0), moment or 0)
+    refused = failure.request.held if failure.request is not None else None
+    then = max(failure.held.get(device.uuid, {}).get(who, 0), refused or 0)
     size = WORKSPACE if failure.asked is None else failure.asked
     least = guard.frameworks[who].footprint(size) + max(then - held, 0)
     _, most = guard.part(device.uuid).elastic.get(who, (0, 0))
@@ -129,7 +128,7 @@ def _device(guard: Guard, failure: Failure) -> Device | None:
     parts = guard.plan.devices
     if len(parts) == 1:
         return parts[0].device
-    found = device_of(failure.facts.text, failure.verdict, guard.ledger(), failure.moment)
+    found = device_of(failure.facts.text, failure.verdict, guard.ledger(), failure.request)
     return None if found is None else found.device
 
 
