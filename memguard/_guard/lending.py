@@ -1,5 +1,4 @@
-"""How elastic caps move between min and max, and whose idle cache goes when the GPU is full. Pure: figures in, caps
-out.
+"""How elastic caps move between min and max, and whose idle cache goes. Pure: figures in, caps out.
 
 On each GPU the room is limit − reserve. What is above the sum of the minima is lent. The rules:
 
