@@ -106,6 +106,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[Order]:
     monkeypatch.setattr(own, "_turn", Turn(rank=Rank.SUSPENSION))
     yield found
     memguard.shutdown()
+    until(lambda: all(thread.name != "memguard-suspended" for thread in threading.enumerate()))
 
 
 def budget(folder: Path) -> dict[str, Any]:
