@@ -127,8 +127,8 @@ def workload(
     def`, generators and async generators, where the block is the body, not the call.
     """
     return Block(
-        lambda: current()._begin_workload(name, framework, needs, wait),
-        lambda: current()._begin_workload_in_loop(name, framework, needs, wait),
+        lambda: current().begin_workload(name, framework, needs, wait),
+        lambda: current().begin_workload_in_loop(name, framework, needs, wait),
     )
 
 

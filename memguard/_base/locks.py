@@ -1,4 +1,4 @@
-"""Re-entrant locks that stay consistent if a signal handler or a finalizer interrupts their owner."""
+"""Re-entrant locks that stay consistent if a signal handler or a finalizer interrupts their owner; and their order."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 import threading
 from _thread import RLock
 from collections.abc import Callable
+from enum import IntEnum
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -22,6 +23,41 @@ _patient: list[int] = []
 """Threads that wait in a call that interrupted another one."""
 _awaited: list[int] = []
 """Threads that another thread waits for by `awaiting`, perhaps with a lock of its own."""
+
+
+class Rank(IntEnum):
+    """The lock order, outermost first: a thread that has one of these locks may wait only for locks of later ranks.
+
+    Not for a lock that it has already. A try that does not wait may be made in any order, and so may a call that
+    interrupted another one on its thread: `InterruptSafeLock` bounds its wait.
+    """
+
+    SUSPENSION = 1
+    """`_node.suspend.own`: one suspension or resumption of this process at a time. Its holder waits for the thread that
+    carries it out, which takes the others."""
+    RUNTIME = 2
+    """`api`: `init` and `shutdown`."""
+    GUARD = 3
+    """`CapTable.lock`: caps change, and caches are trimmed."""
+    READER = 4
+    """`LedgerReader`: readings that charge something. Never taken within an allocation."""
+    ALLOCATOR = 5
+    """The allocator of a framework. It lets go before it asks the guard for room."""
+    RESERVATIONS = 6
+    """`ReservationQueue`: one compare-and-swap."""
+    DRIFT = 7
+    """`CapTable.noting`: what changed of a cap is noted."""
+    TIMELINE = 8
+    """`Writer`: one line of the timeline."""
+
+
+check_order: Callable[[Any, Rank], Any] | None = None
+"""Set by a test before the locks are made: it returns a lock that checks the order, in place of the one it is given."""
+
+
+def ranked(lock: Any, rank: Rank) -> Any:
+    """The lock, which has that place in the order."""
+    return lock if check_order is None else check_order(lock, rank)
 
 
 def interrupting() -> bool:
@@ -124,11 +160,12 @@ def _leave(lock: Any) -> None:
 class Turn:
     """A re-entrant lock for work that is handed in, so that a Ctrl-C at any point leaves it free.
 
-    `lock` is one that others take by themselves.
+    `lock` is one that others take by themselves; without it, one of its own of that rank.
     """
 
-    def __init__(self, lock: Any = None) -> None:
-        self._lock: Any = threading.RLock() if lock is None else lock
+    def __init__(self, lock: Any = None, rank: Rank | None = None) -> None:
+        own = threading.RLock() if lock is None else lock
+        self._lock: Any = own if rank is None else ranked(own, rank)
 
     @property
     def mine(self) -> bool:

@@ -179,8 +179,8 @@ class FrameworkSpec:
     trims_on_own_thread   its cache can only be freed on the thread on which its CUDA context is current
     context_module    the module whose import makes a CUDA context beside the primary one
     unfragment        how the user avoids a fragmented cache, as the end of a sentence
-    figures           what its errors say of the moment: pairs of a field of `Moment` (or `cached`) and a pattern, whose
-                      first group is a size
+    figures           what its errors say of the moment: pairs of a field of `RefusedRequest` (or `cached`) and a
+                      pattern, whose first group is a size
     pads              what it holds beyond live arrays and what a trim returns is rounding: it caches nothing in pieces
     refuses_silently  its allocator tells nobody of a refused request, so an error that the program catches is not seen
     joint             module and class of its adapter under `strategy: pool`; empty if it cannot draw from that pool

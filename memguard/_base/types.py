@@ -140,15 +140,43 @@ memory_info_of: Callable[[tuple[int, int | None, int | None, int, int | None]], 
 memory_info_of = partial(tuple.__new__, MemoryInfo)
 
 
-class Moment(NamedTuple):
-    """What was known when one request for GPU memory was refused. Sizes are bytes; None if not known.
+class NoHelp(StrEnum):
+    """What kept memguard from making room for a request that was then refused. Equal to its name as text."""
+
+    CAPTURE = "capture"
+    """This thread was capturing a CUDA graph, which freeing memory would spoil."""
+    COMMUNICATORS = "communicators"
+    """A thread of memguard's own asked while NCCL communicators lived: freeing memory would wait for other ranks."""
+    LOCK_HELD = "lock held"
+    """Another thread held memguard's lock for too long."""
+    WITHIN_CALL = "within another call"
+    """The request was made within another memguard call on the same thread."""
+    NOTHING_IDLE = "nothing idle"
+    """memguard looked, and the other frameworks had too little to give back."""
+    NOT_ASKED = "not asked"
+    """The framework's allocator refused without asking."""
+
+
+class WhyNoHelp(NamedTuple):
+    """Why no room was made for one refused request: the kind, and the reason as the end of a sentence."""
+
+    kind: NoHelp
+    text: str
+
+
+RECORD = "memguard_refusal"
+"""The attribute of an exception that names the record of its refusal, `RefusedRequest.id`."""
+
+
+class RefusedRequest(NamedTuple):
+    """One request for GPU memory that was refused, and what was known then. Sizes are bytes; None if not known.
 
     source: refusal (memguard's own allocator refused it), observer (the framework's allocator told), text (of the
     error), peak (the most that the framework ever had in use) or sample (the monitor's last one). `held`, `in_use` and
     `reclaimable` are of the framework, as in `Usage`; `free` is of the GPU. `thread` is 0 if not known. `pooled` is the
     part of `in_use` that idles in private pools: readings of another time do not count it. `id` names the record of
-    the refusal, process and number, as `memguard_refusal` on its exception; None without a record. `no_room` is why
-    memguard could not try to make room for it (`another thread held memguard's lock for 2 s`).
+    the refusal, process and number, as `memguard_refusal` on its exception; None without a record. `why_no_help` is why
+    no room was made for it; None if that is not known, or if room would not have helped (a fixed cap refused it).
     """
 
     framework: str
@@ -164,7 +192,7 @@ class Moment(NamedTuple):
     thread: int = 0
     pooled: int | None = None
     id: str | None = None
-    no_room: str | None = None
+    why_no_help: WhyNoHelp | None = None
 
     @property
     def cached(self) -> int | None:

@@ -197,7 +197,7 @@ def forget_prepared() -> None:
     So a reading is not checked while the process is on its GPUs.
     """
     for one in list(_all):
-        one._ready = {}
+        one.forget_prepared()
 
 
 class _Here(threading.local):
@@ -331,6 +331,10 @@ class Nvml:
         nvmlDeviceGetProcessUtilization. Who is not in it did nothing. None if NVML does not say, or sampled nobody.
         """
         return self._call("utilisation of", self._utilisation, uuid)
+
+    def forget_prepared(self) -> None:
+        """The next reading of each GPU comes through `_call`."""
+        self._ready = {}
 
     def _prepare(self, uuid: str) -> None:
         """Remember NVML's functions and the handle, once a reading with them has worked."""

@@ -6,7 +6,9 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
+from memguard._base.locks import Rank, ranked
 from memguard._base.specs import DOORS
 from memguard._base.types import Device, MemoryInfo
 from memguard._base.units import MIB, format_size
@@ -71,7 +73,8 @@ class SimulatedHost:
             raise DeviceError("a simulated host needs at least one GPU", fix="name one, for example 'h200'")
         self.names = tuple(catalog.canonical(name) if isinstance(name, str) else name.name for name in names)
         kinds = [kind for name in names for kind in (catalog.models(name) if isinstance(name, str) else (name,))]
-        self.lock = threading.RLock()  # a signal handler or a finalizer may come within a call
+        # Re-entrant: a signal handler or a finalizer may come within a call.
+        self.lock: Any = ranked(threading.RLock(), Rank.ALLOCATOR)
         """Of the machine and the simulated frameworks on it: signal handlers would take two of them in any order."""
         self._states: dict[str, _State] = {}
         for index, kind in enumerate(kinds):

@@ -31,15 +31,27 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import threading
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from memguard._base.logs import log as _log
 from memguard._base.specs import FrameworkSpec
-from memguard._base.types import Applied, Device, Enforcement, Moment, Shortage, State, TraceEvent, Usage
+from memguard._base.types import (
+    RECORD,
+    Applied,
+    Device,
+    Enforcement,
+    RefusedRequest,
+    Shortage,
+    State,
+    TraceEvent,
+    Usage,
+)
 from memguard._base.undo import Undo
 from memguard._base.units import MIB, format_size
 from memguard._devices.host import Host
@@ -66,8 +78,8 @@ class Framework(ABC):
         """Called after a call of the user may have changed whether the cap holds: `drift` answers."""
         self.changes = Undo()
         """Takes back what an `apply` changed that was interrupted. What has returned is taken back by its `undo`."""
-        self.on_refusal: Callable[[Moment], str | None] | None = None
-        """Told of each refused request by `_refused`; the guard sets it. Returns the record's name."""
+        self.on_refusal: Callable[[RefusedRequest], str | None] | None = None
+        """Told of each refused request by `_refused`; the guard sets it. Returns the id of the record."""
         self.on_shortage: Callable[[Shortage], bool] | None = None
         """Asked by `_short` for room before a request is refused; the guard sets it."""
 
@@ -160,18 +172,26 @@ class Framework(ABC):
         """What this framework may take past its cap and its count; None if nothing is known. For `unaccounted`."""
         return None
 
-    def _refused(self, error: BaseException | None, moment: Moment) -> None:
+    def _refused(
+        self,
+        error: BaseException | None,
+        uuid: str | None,
+        requested: int,
+        source: Literal["refusal", "observer"] = "refusal",
+        **known: Any,
+    ) -> None:
         """Tell that a request was refused for good, on the thread that made it. Call it without a lock of the adapter.
 
-        The guard adds what this framework and the others hold. `error` is marked with the record, to know it again.
-        Raises nothing.
+        `known` are figures of the moment, by the names of `RefusedRequest`; the guard adds what this framework and the
+        others hold. `error` is marked with the id of the record, to know it again. Raises nothing.
         """
         if self.on_refusal is None:
             return
         try:
-            record = self.on_refusal(moment)
+            request = RefusedRequest(self.name, source, time.time(), uuid, requested, thread=threading.get_ident())
+            record = self.on_refusal(request._replace(**known))
             if error is not None and record is not None:
-                vars(BaseException)["__dict__"].__get__(error)["memguard_refusal"] = record
+                vars(BaseException)["__dict__"].__get__(error)[RECORD] = record
         except Exception as failure:
             _log.debug("%s: a refused request was not recorded: %s", self.name, failure)
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from memguard._base.types import Applied, Device, Enforcement, Moment, Shortage, Usage
+from memguard._base.types import Applied, Device, Enforcement, Shortage, Usage
 from memguard._base.units import round_up
 from memguard._frameworks.base import Framework, with_size
 from memguard._frameworks.driver_pools import PIECE
@@ -55,8 +53,7 @@ class JointCapped(_Pooled):
         """The error of a request that is refused, with its size, of which was told."""
         with_size(error, size)
         if uuid in caps:
-            here = threading.get_ident()
-            self._refused(error, Moment(self.name, "refusal", time.time(), uuid, size, reclaimable=0, thread=here))
+            self._refused(error, uuid, size, reclaimable=0)
         return error
 
 

@@ -6,22 +6,21 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 from memguard._base.advice import Advice
 from memguard._base.blocks import End
 from memguard._base.logs import log as _log
-from memguard._base.types import Device, DevicePlan, MemoryInfo, Plan, Room, Usage, WorkloadReport
+from memguard._base.types import Device, DevicePlan, MemoryInfo, Room, Usage, WorkloadReport
 from memguard._base.units import format_size, parse_duration, parse_size
 from memguard._budget import joint, policy
 from memguard._devices import suspension
-from memguard._devices.host import Host
-from memguard._frameworks.base import Framework
-from memguard._guard import refusals, reservations, turns
-from memguard._guard.reclaimer import Reclaimer
+from memguard._guard import queue, refusals, reservations
+from memguard._guard.caps import Callbacks, CapTable
+from memguard._guard.elastic import ElasticCaps
+from memguard._guard.queue import ReservationQueue, Ticket
 from memguard._guard.refusals import Look, Waiting
-from memguard._guard.reservations import EMPTY, Asked, Book, Entry, Verdict
-from memguard._guard.turns import Ticket, Turns
+from memguard._guard.reservations import EMPTY, Asked, Reservation, Reservations, Verdict
 from memguard._ledger.overhead import totals
 from memguard._oom import hooks
 from memguard.errors import BudgetExceeded, MemguardError
@@ -34,31 +33,6 @@ _LOOKS = 4
 
 _TRIES = 1000
 """Looks at room that others take before it is reserved, until that counts as a refusal. Each changes something."""
-
-
-class Budgeted(Protocol):
-    """What the guard gives: what is capped, and what may be trimmed."""
-
-    plan: Plan
-    host: Host
-    _lock: Any
-    _reclaimer: Reclaimer
-    _frameworks: Mapping[str, Framework]
-    _on_checkpoint: Callable[[], None] | None
-    _on_workload: Callable[[WorkloadReport, float, str | None], None] | None
-
-    def _framework(self, name: str) -> Framework:
-        """Raises MemguardError if the budget does not name it."""
-
-    def part(self, uuid: str) -> DevicePlan:
-        """The plan of this GPU, as it is now."""
-
-    def _used_by(self, framework: str) -> Sequence[DevicePlan]: ...
-    def _alone(self, framework: str, part: DevicePlan, usages: dict[str, Usage | None]) -> int: ...
-    def _frozen(self) -> str: ...
-    def _trim(self, names: Sequence[str], device: Device) -> None: ...
-    def _check_active(self) -> None: ...
-    def _find_drift(self, only: str | None = None) -> None: ...
 
 
 class _Work(NamedTuple):
@@ -74,49 +48,51 @@ class _Work(NamedTuple):
     deadline: float
 
     @property
-    def entry(self) -> Entry:
+    def entry(self) -> Reservation:
         uuids = tuple(device.uuid for device in self.devices)
-        return Entry(
-            self.ticket.number, self.name, self.framework, self.needed, uuids, self.began, turns.who(), self.mine
+        return Reservation(
+            self.ticket.number, self.name, self.framework, self.needed, uuids, self.began, queue.who(), self.mine
         )
 
 
 class Admission:
-    """That of one budget."""
+    """Admission control for one budget. `find_drift` checks whether the cap of a framework still holds."""
 
-    def __init__(self, guard: Budgeted) -> None:
-        self._guard = guard
-        self.turns = Turns()
+    def __init__(
+        self, caps: CapTable, elastic: ElasticCaps, callbacks: Callbacks, find_drift: Callable[[str], None]
+    ) -> None:
+        self._caps, self._elastic, self._callbacks, self._find_drift = caps, elastic, callbacks, find_drift
+        self.queue = ReservationQueue()
 
     @property
     def working(self) -> bool:
         """Whether a workload that has reserved memory is under way."""
-        return bool(self.turns.settled().active)
+        return bool(self.queue.settled().active)
 
-    def open_bytes(self, framework: str, uuid: str) -> int:
+    def not_taken_now(self, framework: str, uuid: str) -> int:
         """Bytes that its workloads have reserved there and not taken yet. Also within an allocation: no lock."""
-        return 0 if self.turns.book is EMPTY else self.promised(framework, uuid, self._in_use(framework).get(uuid))
+        return 0 if self.queue.current is EMPTY else self.not_taken(framework, uuid, self._in_use(framework).get(uuid))
 
-    def promised(self, framework: str, uuid: str, in_use: int | None) -> int:
+    def not_taken(self, framework: str, uuid: str, in_use: int | None) -> int:
         """The same, by what the framework has in use there; None: unknown."""
-        if self.turns.book is EMPTY:
+        if self.queue.current is EMPTY:
             return 0
-        book = self.turns.view()
+        book = self.queue.view()
         if (framework, uuid) not in book.bases:
             return 0
-        return reservations.open_bytes(book, framework, uuid, in_use)
+        return reservations.reserved_not_taken(book, framework, uuid, in_use)
 
     # require
 
     def fits(self, framework: str, needed: int, device: Device) -> bool:
         """Whether there is room on that GPU now, beside what is reserved. Nothing is trimmed."""
-        return self._look(framework, needed, device, turns.within()).fits
+        return self._look(framework, needed, device, queue.within()).fits
 
     def require(self, framework: str, needed: int, device: Device) -> None:
         """Raise BudgetExceeded if there is no room, after others gave back what they could. With the guard's lock."""
         before: object = None
         room: Room | None = None
-        again = functools.partial(self._look, framework, needed, device, turns.within(), everyone=True)
+        again = functools.partial(self._look, framework, needed, device, queue.within(), everyone=True)
         for number in range(1, _LOOKS + 1):
             look = again()
             if look.fits:
@@ -131,18 +107,18 @@ class Admission:
 
     def _make_room(self, framework: str, needed: int, look: Look, again: Callable[..., Look]) -> Room:
         """Have its cap raised and others give back what they can, beside what is reserved. With the guard's lock."""
-        guard, device = self._guard, look.part.device
-        if why := guard._frozen():
-            _log.info("%s: nothing is trimmed", why)
+        caps, elastic, device = self._caps, self._elastic, look.part.device
+        if why := elastic.why_trim_forbidden():
+            _log.info("%s: nothing is trimmed", why.text)
             return Room({}, None, 0, {})
-        footprint = guard._framework(framework).footprint(needed)
+        footprint = caps.framework(framework).footprint(needed)
         if framework in look.part.joined:  # the cap is that of the pool; who is not in it may have a cache of its own
-            return guard._reclaimer.make_room(device, framework, footprint, capped=False)
+            return elastic.reclaimer.make_room(device, framework, footprint, capped=False)
         if again(cap=refusals.most(look.part, framework)).verdict.refusal is not None:
             return Room({}, None, 0, {})  # it would not suffice, beside what others have reserved
-        room = guard._reclaimer.make_room(device, framework, footprint + look.verdict.beside)
+        room = elastic.reclaimer.make_room(device, framework, footprint + look.verdict.beside)
         if look.book is not EMPTY and (still := again().verdict.trim):  # what others reserved has to be free too
-            guard._trim(still, device)
+            elastic.trim_idle(still, device)
         return room
 
     # workloads
@@ -183,7 +159,7 @@ class Admission:
 
     def _asked(self, report: WorkloadReport, needs: int | str | None, wait: float | str | None) -> _Work | None:
         """What the workload asks for, after a checkpoint; None if it reserves nothing."""
-        guard, needed, patience = self._guard, 0, 0.0
+        caps, needed, patience = self._caps, 0, 0.0
         if needs is not None or wait is not None:
             try:
                 needed = 0 if needs is None else parse_size(needs)
@@ -195,16 +171,16 @@ class Admission:
                     f"workload {report.name!r}: wait= without needs=: there is nothing to wait for",
                     fix='say what it needs, for example needs="4GiB"',
                 )
-        if guard._on_checkpoint is not None:
-            guard._on_checkpoint()
+        if self._callbacks.checkpoint is not None:
+            self._callbacks.checkpoint()
         if not needed:
             return None
-        guard._find_drift(report.framework)
-        guard._check_active()
-        guard._framework(report.framework)
-        now, devices = time.monotonic(), [part.device for part in guard._used_by(report.framework)]
-        mine = turns.within() & self.turns.settled().ids
-        return _Work(self.turns.ticket(), report.name, report.framework, needed, devices, mine, now, now + patience)
+        self._find_drift(report.framework)
+        caps.check_active()
+        caps.framework(report.framework)
+        now, devices = time.monotonic(), [part.device for part in caps.used_by(report.framework)]
+        mine = queue.within() & self.queue.settled().ids
+        return _Work(self.queue.ticket(), report.name, report.framework, needed, devices, mine, now, now + patience)
 
     def _turn(self, work: _Work, report: WorkloadReport) -> Iterator[float]:
         """Try until it is admitted. Yields the seconds to wait before the next try; raises BudgetExceeded."""
@@ -232,8 +208,8 @@ class Admission:
 
     def _queue(self, work: _Work) -> bool:
         while True:
-            book = self.turns.settled()
-            if self.turns.replace(book, reservations.queued(book, work.entry._replace(size=work.needed))):
+            book = self.queue.settled()
+            if self.queue.replace(book, reservations.queued(book, work.entry._replace(size=work.needed))):
                 return True
 
     def _try(self, work: _Work) -> tuple[BudgetExceeded, bool] | None:
@@ -246,7 +222,7 @@ class Admission:
         number = 0
         while True:
             number += 1
-            self._guard._check_active()
+            self._caps.check_active()
             looks: list[Look] = []
             for device in work.devices:
                 looks.append(self._look_for(work, device, looks[-1].book if looks else None))
@@ -266,34 +242,34 @@ class Admission:
                 return self._refused(work, short, rooms[uuid])
             before = short.book, short.in_use  # others may just be allocating: it is refused if it stays so
 
-    def _look_for(self, work: _Work, device: Device, book: Book | None = None, cap: int | None = None) -> Look:
+    def _look_for(self, work: _Work, device: Device, book: Reservations | None = None, cap: int | None = None) -> Look:
         return self._look(work.framework, work.needed, device, work.mine, work.ticket.number, book, cap=cap)
 
     def _room_for(self, work: _Work, look: Look) -> Room:
         if (none := refusals.no_room(work.framework, look)) is not None:
             return none
-        with self._guard._lock:
-            self._guard._check_active()
+        with self._caps.lock:
+            self._caps.check_active()
             return self._make_room(
                 work.framework, work.needed, look, functools.partial(self._look_for, work, look.part.device)
             )
 
     def _reserve(self, work: _Work, looks: Sequence[Look]) -> bool:
-        """Put it into the book that was looked at. False if somebody was faster."""
+        """Put it into the reservations that were looked at. False if somebody was faster."""
         in_use = {look.part.device.uuid: look.in_use.get(work.framework) for look in looks}
         covered = all(look.verdict.covered for look in looks)
         entry = work.entry._replace(since=time.monotonic(), size=0 if covered else work.needed)
-        turns.enter(work.ticket, work.mine)
+        queue.enter(work.ticket, work.mine)
         book = looks[-1].book
-        if not self.turns.replace(book, reservations.begun(book, entry, in_use)):
+        if not self.queue.replace(book, reservations.begun(book, entry, in_use)):
             return False
         # From here on no cap is lowered below what is reserved. One may have been, since the look.
-        caps = [(self._guard.part(look.part.device.uuid).caps, look.part.caps) for look in looks]
+        caps = [(self._caps.part(look.part.device.uuid).caps, look.part.caps) for look in looks]
         if all(now[work.framework] >= then[work.framework] for now, then in caps):
             return True
         while True:
-            book = self.turns.settled()
-            if self.turns.replace(book, reservations.ended(book, entry.id, in_use)):
+            book = self.queue.settled()
+            if self.queue.replace(book, reservations.ended(book, entry.id, in_use)):
                 return False
 
     def _refused(self, work: _Work, look: Look, room: Room) -> tuple[BudgetExceeded, bool]:
@@ -301,7 +277,7 @@ class Admission:
         waiting = Waiting(work.ticket.number, work.began, work.deadline)
         shown = _at_most(work.framework, look, functools.partial(self._look_for, work, part.device))
         error = refusals.refused(work.framework, work.needed, shown, room, time.monotonic(), waiting)
-        asked = self._question(work.framework, work.needed, part, self.turns.here(work.mine))
+        asked = self._question(work.framework, work.needed, part, self.queue.here(work.mine))
         rest = part.limit - part.reserve
         why = None if look.verdict.covered else reservations.never(look.book, asked, rest, most)
         if why is not None:
@@ -321,7 +297,7 @@ class Admission:
         error: BaseException | None,
     ) -> None:
         seconds = time.monotonic() - began
-        book = EMPTY if ticket is None else self.turns.settled()
+        book = EMPTY if ticket is None else self.queue.settled()
         in_use: dict[str, int | None] | None = None
         try:
             try:
@@ -332,10 +308,10 @@ class Admission:
         finally:
             if ticket is not None:
                 try:
-                    self.turns.leave(ticket, functools.partial(self._in_use, report.framework), book, in_use)
+                    self.queue.leave(ticket, functools.partial(self._in_use, report.framework), book, in_use)
                 finally:
                     ticket.over = True  # if that was interrupted, the next one that looks ends it
-        if (told := self._guard._on_workload) is not None:
+        if (told := self._callbacks.workload) is not None:
             told(report, seconds, None if error is None else type(error).__name__)
 
     def _figures(
@@ -343,13 +319,13 @@ class Admission:
     ) -> dict[str, int | None] | None:
         """What is in use at the end, into the report; by UUID too, None if that cannot be read."""
         try:
-            self._guard._check_active()
+            self._caps.check_active()
             usages = self._usages_of(report.framework)
             report.after, peak = totals(usages)
             report.peak = peak if peak is not None and peak > (earlier or 0) else None
             if report.reserved is None:
                 return None
-            devices = [part.device.uuid for part in self._guard.plan.devices]
+            devices = [part.device.uuid for part in self._caps.plan.devices]
             return {uuid: policy.in_use(usage) for uuid, usage in zip(devices, usages, strict=True)}
         except Exception as failure:  # shut down in the block, or a GPU is lost: the user's own error goes first
             if error is None and not isinstance(failure, MemguardError):
@@ -363,7 +339,7 @@ class Admission:
         if ticket is None:
             return
         try:
-            self.turns.leave(ticket, functools.partial(self._in_use, framework))
+            self.queue.leave(ticket, functools.partial(self._in_use, framework))
         finally:
             ticket.over = True
 
@@ -376,7 +352,7 @@ class Admission:
         device: Device,
         mine: frozenset[int],
         number: int | None = None,
-        book: Book | None = None,
+        book: Reservations | None = None,
         everyone: bool = False,
         cap: int | None = None,
     ) -> Look:
@@ -385,34 +361,34 @@ class Admission:
 
         First those are asked who matter in any case, unless `everyone` is; the others if it does not fit.
         """
-        book = self.turns.settled() if book is None else book
-        part = self._guard.part(device.uuid)
+        book = self.queue.settled() if book is None else book
+        part = self._caps.part(device.uuid)
         asked = self._question(framework, needed, part, mine)
         if cap is not None:
             asked = asked._replace(cap=cap)
         if number is not None:
             asked = asked._replace(before=reservations.ahead(book, number, mine), keeps=True)
-        frameworks = self._guard._frameworks
+        frameworks = self._caps.frameworks
         first = frameworks if everyone else reservations.named(book, asked)
         usages = {name: frameworks[name].usage(device) for name in first if name in frameworks}
         if everyone:
-            usages.update(self._guard._reclaimer.beside(device, framework))
-        memory = self._guard.host.memory(device)  # after the usages: what is taken between them counts twice
+            usages.update(self._elastic.reclaimer.beside(device, framework))
+        memory = self._caps.host.memory(device)  # after the usages: what is taken between them counts twice
         verdict = self._admit(book, asked, part, usages, memory)
         if verdict.refusal is not None and not everyone:
             usages = {name: one.usage(device) for name, one in frameworks.items()}
-            usages.update(self._guard._reclaimer.beside(device, framework))
-            memory = self._guard.host.memory(device)
+            usages.update(self._elastic.reclaimer.beside(device, framework))
+            memory = self._caps.host.memory(device)
             verdict = self._admit(book, asked, part, usages, memory)
         in_use = {name: policy.in_use(usage) for name, usage in usages.items()}
         for name, size in in_use.items():
             lower = reservations.seen(book, name, {device.uuid: size})
-            if lower is not book and self.turns.replace(book, lower):
+            if lower is not book and self.queue.replace(book, lower):
                 book = lower
         return Look(book, part, memory, verdict, in_use)
 
     def _admit(
-        self, book: Book, asked: Asked, part: DevicePlan, usages: Mapping[str, Usage | None], memory: MemoryInfo
+        self, book: Reservations, asked: Asked, part: DevicePlan, usages: Mapping[str, Usage | None], memory: MemoryInfo
     ) -> Verdict:
         """The verdict. One that draws from the shared pool is looked at as if it were alone there, beside what the
         others have reserved."""
@@ -422,8 +398,8 @@ class Admission:
         if name not in part.joined:
             return reservations.admit(book, asked, usages, memory)
         usages = {**usages, name: usages.get(name)}
-        left = self._guard._alone(name, part, usages)
-        others = sum(self.open_bytes(other, part.device.uuid) for other in part.joined if other != name)
+        left = self._caps.alone(name, part, usages)
+        others = sum(self.not_taken_now(other, part.device.uuid) for other in part.joined if other != name)
         verdict = reservations.admit(book, asked._replace(cap=max(left - others, 0)), usages, memory)
         if not isinstance(verdict.refusal, (policy.OverCap, policy.NoneFree)):
             return verdict
@@ -433,21 +409,21 @@ class Admission:
         """Whether it asks for no more than is its own for good, whatever other frameworks hold or wait for."""
         least = part.elastic.get(asked.framework, (part.caps[asked.framework], 0))[0]
         taken = policy.in_use(own) or 0
-        return taken + self.open_bytes(asked.framework, asked.uuid) + asked.footprint <= least
+        return taken + self.not_taken_now(asked.framework, asked.uuid) + asked.footprint <= least
 
     def _question(self, framework: str, needed: int, part: DevicePlan, mine: frozenset[int]) -> Asked:
-        footprint = self._guard._framework(framework).footprint(needed)
+        footprint = self._caps.framework(framework).footprint(needed)
         return Asked(framework, part.device.uuid, needed, footprint, part.caps[framework], mine)
 
     def _usages_of(self, framework: str) -> list[Usage | None]:
-        one = self._guard._frameworks.get(framework) or self._guard._framework(framework)
-        return [one.usage(part.device) for part in self._guard.plan.devices]
+        one = self._caps.frameworks.get(framework) or self._caps.framework(framework)
+        return [one.usage(part.device) for part in self._caps.plan.devices]
 
     def _in_use(self, framework: str) -> dict[str, int | None]:
         """What its arrays occupy, by UUID; empty if that cannot be read."""
-        one = self._guard._frameworks.get(framework) if suspension.now is None else None
+        one = self._caps.frameworks.get(framework) if suspension.now is None else None
         found: dict[str, int | None] = {}
-        for part in self._guard.plan.devices if one is not None else ():
+        for part in self._caps.plan.devices if one is not None else ():
             assert one is not None
             try:
                 found[part.device.uuid] = policy.in_use(one.usage(part.device))

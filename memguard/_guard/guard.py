@@ -1,28 +1,30 @@
 """The guard: it applies a budget, reads what is held under it, admits requests, and undoes it.
 
-What is capped and whether it holds is in `caps`, how caps move and caches go in `shares`. `_budget.policy` plans.
+It owns the parts that do the work: `caps` (the plan, and how each cap holds), `elastic` (caps that move, caches that
+are trimmed), `admission` (reservations) and `reader` (the ledger). `_budget.policy` plans.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from memguard._base.blocks import Block, End
-from memguard._base.locks import InterruptSafeLock, Turn
 from memguard._base.logs import log as _log
 from memguard._base.logs import words_of
+from memguard._base.specs import SPECS
 from memguard._base.text import shown
 from memguard._base.types import (
     Device,
     DevicePlan,
     Enforcement,
-    Moment,
+    Event,
     Plan,
+    RefusedRequest,
+    Room,
     Sample,
     State,
     Usage,
@@ -30,27 +32,29 @@ from memguard._base.types import (
     sample_of,
 )
 from memguard._base.undo import Undo
-from memguard._budget import joint, policy
+from memguard._budget import policy
 from memguard._devices import suspension
-from memguard._frameworks import registry
 from memguard._frameworks.base import Framework
 from memguard._frameworks.import_hook import ImportHook
 from memguard._frameworks.real_imports import RealImports
-from memguard._guard.caps import Entry
-from memguard._guard.shares import Shares, above_cap
+from memguard._guard.caps import Callbacks, CappedFramework, CapTable, size_of
+from memguard._guard.elastic import ElasticCaps, above_cap
 from memguard._ledger.overhead import own_bytes
+from memguard._ledger.reader import LedgerReader
 from memguard._ledger.rows import Reading, device_ledger
 from memguard._ledger.types import Ledger
 from memguard._oom import hooks
+from memguard._oom.refusal import RefusalCounts
 from memguard.errors import CapNotApplied, MemguardError, NotActive, PlanError, Suspended
 
 if TYPE_CHECKING:
-    from memguard._base.specs import FrameworkName
+    from memguard._base.specs import CacheName, FrameworkName
     from memguard._budget import Budget
     from memguard._devices.host import Host
-    from memguard._frameworks.joint_pool import JointPool
+    from memguard._devices.suspension import Off
     from memguard._guard.admission import Admission
     from memguard._guard.figures import Reclaimable
+    from memguard._guard.suspended import Figures
 
 
 _SPILLS = (
@@ -64,84 +68,150 @@ _SAMPLES_PER_CHECK = 10
 """Samples from one check for drift to the next: a check calls into every framework once more."""
 
 
-class _Refused:
-    """How often a framework was refused memory on one GPU, and the last time. Counted without a lock."""
+class AdmissionOnDemand:
+    """The admission of one budget. Its modules are loaded when somebody first asks for room: `init` needs none."""
 
-    def __init__(self) -> None:
-        self.numbers = itertools.count(1)
-        self.count, self.last = 0, 0.0
-        self.size: int | None = None
+    def __init__(self, make: Callable[[], Admission]) -> None:
+        self._make = make
+        self._made: Admission | None = None
+
+    def get(self) -> Admission:
+        """It, made if it was not."""
+        if (made := self._made) is None:
+            made = vars(self).setdefault("_first", self._make())  # another thread's, if that was faster
+            self._made = made
+        return made
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is reserved, and nobody waits."""
+        return self._made is None or self._made.queue.idle
+
+    @property
+    def working(self) -> bool:
+        """Whether a workload that has reserved memory is under way."""
+        return self._made is not None and self._made.working
+
+    def not_taken(self, framework: str, uuid: str, in_use: int | None) -> int:
+        """Bytes that workloads of the framework have reserved there and not taken yet, by what it has in use."""
+        return 0 if self._made is None else self._made.not_taken(framework, uuid, in_use)
+
+    def not_taken_now(self, framework: str, uuid: str) -> int:
+        """The same; the framework is asked what it has in use. Takes no lock."""
+        return 0 if self._made is None else self._made.not_taken_now(framework, uuid)
+
+    def wake(self) -> None:
+        """Have all that wait for room look again."""
+        if self._made is not None:
+            self._made.queue.wake()
+
+    def forked(self) -> None:
+        """In a forked child: nothing is reserved."""
+        if self._made is not None:
+            self._made.queue.forked()
 
 
-class Guard(Shares):
+class Guard:
     """An applied budget, as `memguard.init` returns it. `print(guard)` shows the plan and how each cap holds."""
 
     def __init__(self, budget: Budget, host: Host) -> None:
-        super().__init__(budget, host)
+        self.budget = budget
+        self.callbacks = Callbacks()
+        self.caps = caps = CapTable(budget, host, self.callbacks)
+        self.notes, self.sharing = caps.notes, caps.sharing
+        # Frameworks that the budget does not name have no cap, but a row once they are live. Real ones only.
+        unnamed = () if host.simulated else tuple(name for name in SPECS if name not in budget.frameworks)
+        self.reader = LedgerReader(host, unnamed, caps.warn)
+        self.admission = AdmissionOnDemand(self._make_admission)
+        self.elastic = ElasticCaps(caps, self.reader, self.admission)
+        self.trims = self.elastic.trims
         self.permanent: list[str] = []
-        self._on_checkpoint: Callable[[], None] | None = None
-        """Called first by `require` and `workload`, on the user's thread. May raise UnderPressure."""
-        self._on_workload: Callable[[WorkloadReport, float, str | None], None] | None = None
-        """Called when a workload has ended, with its seconds and the name of the class of the error that ended it."""
-        self._on_stop: Undo | None = None
-        """Done before everything is undone, without the guard's lock."""
-        self._on_refusal: Callable[[Moment], None] | None = None
-        """Called when a framework was refused memory, within the allocation that fails."""
-        self._refusals: dict[tuple[str, str], _Refused] = {}
+        self.undo = Undo()
+        """What takes back all that `start` did."""
+        self.refusals = RefusalCounts()
         self._hook = ImportHook()
-        self._undo = Undo()
         self._not_undone: list[str] = []
         self._late: set[str] = set()
         """Frameworks that were imported while another thread had the lock: their caps are to be set."""
         self._samples = 0
         self._started = self._told = False
-        self._joint = self._joint_pool()
-        if self._joint is not None:
-            from memguard._frameworks.joint_cache import SharedCache
-
-            self._reclaimer.shared = SharedCache(self._joint, lambda: self._frameworks)
         self._real = RealImports([part.device.name for part in self.plan.devices]) if host.simulated else None
+
+    @property
+    def host(self) -> Host:
+        """The GPUs, real or simulated. While the process is suspended, its calls raise Suspended."""
+        return self.caps.host
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force: it changes with `resize` and as elastic caps move."""
+        return self.caps.plan
+
+    @plan.setter
+    def plan(self, plan: Plan) -> None:
+        self.caps.plan = plan
+
+    @property
+    def active(self) -> bool:
+        """False after `shutdown`, and in a forked child, where the parent's budget means nothing."""
+        return self.caps.active
+
+    @property
+    def frameworks(self) -> Mapping[str, Framework]:
+        """The frameworks of the budget by name; with simulated GPUs, their simulated stand-ins."""
+        return dict(self.caps.frameworks)
+
+    @property
+    def own_plan(self) -> Plan:
+        """The plan of the GPUs that this process uses: of a rank that is known to use one of several, of that one."""
+        return self.caps.own_plan
+
+    def part(self, uuid: str) -> DevicePlan:
+        """The plan of one GPU of the budget."""
+        return self.caps.part(uuid)
 
     @property
     def undone(self) -> bool:
         """Whether nothing of it is left. An interrupted `start` or `stop` leaves something, which `stop` takes back."""
-        return self._over and self._undo.done and (self._on_stop is None or self._on_stop.done)
+        before = self.callbacks.stop
+        return self.caps.over and self.undo.done and (before is None or before.done)
 
     def start(self) -> None:
         """Apply everything, or undo everything and raise. A guard starts once: a stopped one stays stopped."""
         if self._started:
             raise MemguardError("this guard was started before", fix="call memguard.init again")
         self._started = True
+        caps = self.caps
         try:
             if self._real is not None:
-                self._undo.add("the notice about real frameworks", self._real.stop)
+                self.undo.add("the notice about real frameworks", self._real.stop)
                 self._real.start()
             # `state` waits for an import that runs in another thread, and that import may wait for the guard in its
             # hook. So ask before there is a hook, and later again without the lock.
-            entries = {name: Entry(self._create(name)) for name in self.budget.frameworks}
+            entries = {name: CappedFramework(caps.create(name)) for name in self.budget.frameworks}
             for name, entry in entries.items():
-                entry.framework.on_warning = functools.partial(self._met_the_cap, name)
-                entry.framework.on_change = self._changed
+                entry.framework.on_warning = functools.partial(caps.met_the_cap, name)
+                entry.framework.on_change = self._find_drift
             states = {name: entry.framework.state() for name, entry in entries.items()}
             for entry in entries.values():
-                entry.framework.on_refusal, entry.framework.on_shortage = self._refused, self._shortage
-            with self._lock:
-                for note in self.plan.notes:
-                    self._warn(note)
+                entry.framework.on_refusal, entry.framework.on_shortage = self._refused, self.elastic.shortage
+            with caps.lock:
+                for note in caps.plan.notes:
+                    caps.warn(note)
                 if self.sharing is not None:
-                    self._note(self.sharing.note)
+                    caps.note(self.sharing.note)
                 self._warn_where_busy()
                 self._warn_of_mps()
-                if self.host.spills:
-                    self._warn(_SPILLS)
-                if self._over:
+                if caps.host.spills:
+                    caps.warn(_SPILLS)
+                if caps.over:
                     raise NotActive("this budget was shut down while it was being applied")
-                self._undo.add("import hooks", self._hook.clear)
-                self._entries, self._frameworks = entries, {name: one.framework for name, one in entries.items()}
+                self.undo.add("import hooks", self._hook.clear)
+                caps.entries, caps.frameworks = entries, {name: one.framework for name, one in entries.items()}
                 self._cure(states)
-                if self._joint is not None:
-                    self._undo.add("the shared pool", self._joint.restore)
-                    self._reader.joint = self._joint
+                if caps.joint is not None:
+                    self.undo.add("the shared pool", caps.joint.restore)
+                    self.reader.joint = caps.joint
                 for name, entry in entries.items():
                     self._start_framework(name, entry, states[name])
             for name, entry in entries.items():
@@ -156,21 +226,23 @@ class Guard(Shares):
 
         If it is interrupted, call it again: it does the rest.
         """
-        self._over = True  # from now on nothing may say that a cap holds
+        self._on_the_gpus("the end of the budget")
+        caps = self.caps
+        caps.over = True  # from now on nothing may say that a cap holds
         try:
-            if self._on_stop is not None:
-                self._on_stop.run()  # without the lock, for which the monitor's thread may be waiting
+            if self.callbacks.stop is not None:
+                self.callbacks.stop.run()  # without the lock, for which the monitor's thread may be waiting
         finally:
-            with self._lock:
+            with caps.lock:
                 try:
-                    self._undo.run()
+                    self.undo.run()
                 finally:
-                    for entry in self._entries.values():
+                    for entry in caps.entries.values():
                         entry.framework.on_refusal = entry.framework.on_shortage = None
-                    self._entries, self._frameworks = {}, {}  # new: other threads may be iterating over the old ones
-                    self._reader.clear()
-                    self.host.close()
-                    self._wake()
+                    caps.entries, caps.frameworks = {}, {}  # new: other threads may be iterating over the old ones
+                    self.reader.clear()
+                    caps.host.close()
+                    self.admission.wake()
         stays = [*self._not_undone, *self.permanent]
         if not self._told:
             self._told = True
@@ -180,39 +252,53 @@ class Guard(Shares):
 
     def forked(self) -> None:
         """In a forked child: let go of everything without touching CUDA. The parent's budget means nothing here."""
-        # Another thread of the parent may have held the old ones.
-        self._lock, self._noting = InterruptSafeLock(), Turn()
-        self._turn = Turn(self._lock)
-        self._reader.forked()
-        if self._admitting is not None:
-            self._admitting.turns.forked()
+        self.caps.forked()
+        self.reader.forked()
+        self.admission.forked()
         self._hook.clear()
         if self._real is not None:
             self._real.stop()
-        for entry in self._entries.values():
-            entry.framework.forked()
-        if self._joint is not None:
-            self._joint.forked()
+
+    def suspend(self, reading: Ledger, figures: Figures, off: Off) -> None:
+        """The process leaves its GPUs. From now on the guard answers from `reading`, or raises Suspended.
+
+        With the lock of `caps` held. `figures` as for `OffGpu`.
+        """
+        from memguard._guard.suspended import OffGpu, refusing
+
+        self.caps.off = OffGpu(reading, figures, off, self.caps.host)  # first: who is refused finds it
+        self.caps.host = self.reader.host = refusing(self.caps.host)
+
+    def resumed(self) -> None:
+        """The process is on its GPUs. Nothing happens if the guard was not suspended."""
+        if (off := self.caps.off) is not None:
+            self.caps.host = self.reader.host = off.host
+            self.caps.off = None
 
     def ledger(self) -> Ledger:
-        """A reading of every GPU. NVML is read before and after, and again if its figures moved meanwhile."""
+        """A reading of every GPU. NVML is read before and after, and again if its figures moved meanwhile.
+
+        While the process is off its GPUs: the last reading, with every framework's row as it was, and none of it there.
+        """
+        if (off := self.caps.off) is not None:
+            return off.ledger()
+        try:
+            return self._read_ledger()
+        except Suspended:  # the process left its GPUs while this thread read
+            off = self.caps.off
+        return off.ledger() if off is not None else self._read_ledger()  # it is back already
+
+    def _read_ledger(self) -> Ledger:
         self._find_drift()
         # Without the guard's lock, which another thread may have while it waits for one that this thread has.
-        if self._over or self._pid != os.getpid() or not self._entries:
-            self._check_active()
-        frameworks, plan, reader, entries = self._frameworks, self.plan, self._reader, self._entries
-        try:
-            readings = [reader.reading(part, frameworks) for part in plan.devices]
-        except Suspended:
-            # The process left its GPUs while this thread read. In a moment the guard answers from the last reading.
-            for _ in range(200):
-                if type(self).ledger is not Guard.ledger:
-                    return self.ledger()
-                time.sleep(0.01)
-            raise
-        if self._over:  # another thread's shutdown would leave half a reading
-            self._check_active()
-        notes, enforcements, told = [*self.notes], {}, []
+        caps, reader = self.caps, self.reader
+        if caps.over or caps.pid != os.getpid() or not caps.entries:
+            caps.check_active()
+        frameworks, plan, entries = caps.frameworks, caps.plan, caps.entries
+        readings = [reader.reading(part, frameworks) for part in plan.devices]
+        if caps.over:  # another thread's shutdown would leave half a reading
+            caps.check_active()
+        notes, enforcements, told = [*caps.notes], {}, []
         for name, entry in entries.items():
             framework = entry.framework
             enforcements[name] = entry.enforcement._value_
@@ -223,23 +309,26 @@ class Guard(Shares):
         ledgers = []
         for part, reading in zip(plan.devices, readings, strict=True):
             usages = reading.usages
-            ledgers.append(reader.ledger_of(reading, part, enforcements, self._refusals_on(part.device.uuid, told)))
+            ledgers.append(reader.ledger_of(reading, part, enforcements, self.refusals.on(part.device.uuid, told)))
             for name, cap in part.caps.items():
                 if (usage := usages.get(name)) is not None and (held := usage[0]) is not None and held > cap:
                     notes += [above_cap(name, held, cap, enforcements.get(name, ""), part.device) or ""]
-        return Ledger(time.time(), tuple(ledgers), self.host.simulated, tuple(notes))
+        return Ledger(time.time(), tuple(ledgers), caps.host.simulated, tuple(notes))
 
     def sample(self) -> Sample:
         """The ledger's figures without its rows, for several readings a second on any thread.
 
         Without the guard's lock: nobody has to wait for this thread if a driver hangs.
         """
-        if not self._entries or self._over or self._pid != os.getpid():
-            self._check_active()
+        caps = self.caps
+        if caps.off is not None:
+            caps.off.refuse("a sample of the GPUs")
+        if not caps.entries or caps.over or caps.pid != os.getpid():
+            caps.check_active()
         self._samples += 1
         if self._samples % _SAMPLES_PER_CHECK == 1 or self._late:
             self._find_drift()
-        frameworks, read, parts = self._frameworks, self._reader.sample, self.plan.devices
+        frameworks, read, parts = caps.frameworks, self.reader.sample, caps.plan.devices
         if len(parts) == 1:
             return sample_of((time.time(), (read(parts[0], frameworks),)))
         devices = tuple([read(part, frameworks) for part in parts])
@@ -248,143 +337,162 @@ class Guard(Shares):
     def last_sample(self) -> Sample | None:
         """The same while the budget ends: its caps are still set. None where nobody may ask: in a forked child, or
         while the process is off its GPUs."""
-        if self._pid != os.getpid() or suspension.now is not None or not self._entries:
+        caps = self.caps
+        if caps.pid != os.getpid() or suspension.now is not None or caps.off is not None or not caps.entries:
             return None
-        frameworks, read = self._frameworks, self._reader.sample
-        return sample_of((time.time(), tuple([read(part, frameworks) for part in self.plan.devices])))
+        frameworks, read = caps.frameworks, self.reader.sample
+        return sample_of((time.time(), tuple([read(part, frameworks) for part in caps.plan.devices])))
 
     def peaks(self) -> dict[str, dict[str, int]]:
         """The most that each framework of the budget ever had in use, by UUID and name, if it says that."""
+        caps = self.caps
         found: dict[str, dict[str, int]] = {}
-        for part in self.plan.devices:
-            usages = {name: one.usage(part.device) for name, one in self.frameworks.items()}
+        for part in caps.plan.devices if caps.off is None else ():
+            usages = {name: one.usage(part.device) for name, one in caps.frameworks.items()}
             found[part.device.uuid] = {n: u.peak for n, u in usages.items() if u is not None and u.peak is not None}
         return found
 
-    def refused(self, framework: str, uuid: str, when: float, size: int | None) -> None:
-        """Count a refused request. Any thread, also within an allocation: it takes no lock."""
-        known = self._refusals.setdefault((framework, uuid), _Refused())
-        known.count, known.last, known.size = next(known.numbers), when, size
-
-    def _refused(self, moment: Moment) -> str | None:
-        """What adapters call when a request was refused for good. Returns the name of the record.
+    def _refused(self, request: RefusedRequest) -> str | None:
+        """What adapters call when a request was refused for good. Returns the id of its record.
 
         It runs within the allocation, on the thread that made it. So it waits for no lock of the guard or the reader:
         whoever holds that may be waiting for the allocator.
         """
-        part = next((one for one in self.plan.devices if one.device.uuid == moment.uuid), None)
-        if part is None or not self.active:
+        caps = self.caps
+        part = next((one for one in caps.plan.devices if one.device.uuid == request.uuid), None)
+        if part is None or caps.off is not None or not caps.active:
             return None
-        moment = moment._replace(no_room=self._why_no_room(moment))
-        cap = part.caps.get(moment.framework) if moment.cap is None else moment.cap
-        scene: Callable[[], hooks.Scene] = hooks.Scene
+        cap = part.caps.get(request.framework) if request.cap is None else request.cap
+        context: Callable[[], hooks.OomContext] = hooks.OomContext
+        usages: Mapping[str, Usage | None] = {}
         try:
-            reading, processes = self._reader.glance(part, self.frameworks)
+            reading, processes = self.reader.read_unlocked(part, caps.frameworks)
         except MemguardError as error:  # a GPU is lost
             _log.debug("no reading at a refused request: %s", str(error))
-            moment = moment._replace(cap=cap)
+            request = request._replace(cap=cap)
         else:
-            usage = reading.usages.get(moment.framework) or Usage(None, None)
-            moment = moment._replace(
+            usages = reading.usages
+            usage = usages.get(request.framework) or Usage(None, None)
+            request = request._replace(
                 cap=cap, held=usage.held,
-                in_use=usage.in_use if moment.in_use is None else moment.in_use,
-                reclaimable=usage.reclaimable if moment.reclaimable is None else moment.reclaimable,
-                free=reading.memory.free if moment.free is None else moment.free,
+                in_use=usage.in_use if request.in_use is None else request.in_use,
+                reclaimable=usage.reclaimable if request.reclaimable is None else request.reclaimable,
+                free=reading.memory.free if request.free is None else request.free,
             )  # fmt: skip
-            entries = self._entries
+            entries = caps.entries
             enforcements = {name: entry.enforcement.value for name, entry in entries.items()}
-            if (entry := entries.get(moment.framework)) is not None and self._drift_of(moment.framework, entry):
-                enforcements[moment.framework] = Enforcement.WATCHED.value  # what refused was not this cap
-            others = {pid: size for pid, size in processes.items() if pid != self.host.pid}
-            scene = functools.partial(
-                _scene_of, reading, part, enforcements, others, self.plan, self.budget, moment.time, self.host.simulated
-            )
-        self.refused(moment.framework, part.device.uuid, moment.time, moment.requested)
-        record = hooks.refused(moment, scene)
-        if self._on_refusal is not None:
-            self._on_refusal(moment._replace(id=record))
-        return record
-
-    def _refusals_on(self, uuid: str, told: Sequence[str]) -> dict[str, tuple[int, float | None]]:
-        """How often each framework was refused, and when last; of those not `told` only if they had an error."""
-        found: dict[str, tuple[int, float | None]] = dict.fromkeys(told, (0, None))
-        for (name, where), known in [*self._refusals.items()] if self._refusals else ():
-            if where == uuid:
-                found[name] = known.count, known.last
-        return found
+            if (entry := entries.get(request.framework)) is not None and caps.drift_of(request.framework, entry):
+                enforcements[request.framework] = Enforcement.WATCHED.value  # what refused was not this cap
+            others = {pid: size for pid, size in processes.items() if pid != caps.host.pid}
+            now = request.time, caps.host.simulated
+            context = functools.partial(_context_of, reading, part, enforcements, others, caps.plan, self.budget, *now)
+        request = hooks.refused(request._replace(why_no_help=self.elastic.why_no_help(request, part, usages)), context)
+        self.refusals.add(request)
+        if self.callbacks.refusal is not None:
+            self.callbacks.refusal(request)
+        return request.id
 
     def require(self, framework: FrameworkName, size: int | str, device: Device | None = None) -> None:
         """Raise BudgetExceeded if `framework` cannot get `size` more. May trim siblings' caches, on this thread."""
-        needed = self._size(size)
-        if self._on_checkpoint is not None:
-            self._on_checkpoint()
+        caps = self.caps
+        if caps.off is not None:
+            caps.off.refuse("memguard.require")
+        needed = size_of(size)
+        if self.callbacks.checkpoint is not None:
+            self.callbacks.checkpoint()
         self._find_drift(framework)
-        parts, looked = self.plan.devices, False
-        if device is None and len(parts) == 1 and not self._over and self._pid == os.getpid():
+        parts, looked = caps.plan.devices, False
+        if device is None and len(parts) == 1 and not caps.over and caps.pid == os.getpid():
             if self._fits(framework, needed, parts[0]):  # mostly: it takes no lock
                 return
             looked = True
-        with self._lock:
-            self._check_active()
-            self._entry(framework)
-            for part in self._used_by(framework) if device is None else [self._planned(device)]:
+        with caps.lock:
+            caps.check_active()
+            caps.entry(framework)
+            for part in caps.used_by(framework) if device is None else [caps.planned(device)]:
                 if looked or not self._fits(framework, needed, part):
-                    self._admission.require(framework, needed, part.device)
+                    self.admission.get().require(framework, needed, part.device)
 
-    @property
-    def _admission(self) -> Admission:
-        """Made, and its modules loaded, when somebody first asks for room: `init` needs none of it."""
-        if (made := self._admitting) is None:
-            from memguard._guard.admission import Admission
+    def _make_admission(self) -> Admission:
+        from memguard._guard.admission import Admission
 
-            made = vars(self).setdefault("_admitted", Admission(self))  # that of another thread, if it was faster
-            self._admitting = made
-        return made
+        return Admission(self.caps, self.elastic, self.callbacks, self._find_drift)
 
     def _fits(self, framework: str, needed: int, part: DevicePlan) -> bool:
         """Whether there is room on that GPU. Its siblings are asked only if something has to be trimmed."""
-        admission = self._admitting
-        if admission is not None and not admission.turns.idle:
-            return admission.fits(framework, needed, part.device)
-        requester = self._entry(framework).framework
+        if not self.admission.idle:
+            return self.admission.get().fits(framework, needed, part.device)
+        caps = self.caps
+        requester = caps.entry(framework).framework
         footprint, usages = requester.footprint(needed), {framework: requester.usage(part.device)}
-        memory = self.host.memory(part.device)
-        cap = part.caps[framework] if self._joint is None else self._alone(framework, part, usages)
+        memory = caps.host.memory(part.device)
+        cap = part.caps[framework] if caps.joint is None else caps.alone(framework, part, usages)
         return policy.admit(framework, needed, footprint, cap, usages, memory).refusal is None
 
-    def _alone(self, framework: str, part: DevicePlan, usages: dict[str, Usage | None]) -> int:
-        """The cap to admit it under. One that draws from the shared pool is looked at as if it were alone there."""
-        cap = part.caps[framework]
-        if self._joint is None or framework not in part.joined:
-            return cap
-        reserved, used = self._joint.figures(part.device.uuid) or (0, 0)
-        cap, usages[framework] = joint.as_if_alone(usages[framework], cap, reserved, used)
-        return cap
+    def make_room(self, framework: FrameworkName, needed: int, device: Device | None = None) -> Room:
+        """Have siblings give back what `framework` needs to take `needed` bytes from the driver, and raise its cap.
+
+        On this thread: the least that serves, most reclaimable first. Where nothing may be freed, nothing is. Never
+        raises for a lack of memory: `missing` in what it returns says what is still not there.
+        """
+        self._on_the_gpus("making room")
+        return self.elastic.make_room(framework, needed, device)
+
+    def resize(self, framework: FrameworkName, size: int | str) -> None:
+        """Change a cap on every GPU. Lowering it trims, and warns about what is still held above it."""
+        self._on_the_gpus("memguard.resize")
+        self._find_drift()
+        self.elastic.resize(framework, size)
+
+    def trim(self, framework: CacheName | None = None) -> int:
+        """Give idle caches back to the driver, of one framework or all, on this thread. Returns the bytes freed."""
+        self._on_the_gpus("memguard.trim")
+        return self.elastic.trim(framework)
+
+    def rebalance(self, sample: Sample) -> Sample:
+        """At a tick of the monitor: elastic caps get headroom, by what `sample` has read. Returns it, with the caps as
+        they are then. Moves nothing while another thread is within a call."""
+        return self.elastic.rebalance(sample)
+
+    def moved(self) -> list[Event]:
+        """What was given back and lent since the last call."""
+        return self.elastic.moved()
+
+    def reserved_not_taken(self, framework: FrameworkName, uuid: str) -> int:
+        """Bytes that running workloads of the framework have reserved on that GPU and not taken yet. Takes no lock."""
+        return self.admission.not_taken_now(framework, uuid)
 
     def workload(
         self, name: str, *, framework: FrameworkName, needs: int | str | None = None, wait: float | str | None = None
     ) -> Block[WorkloadReport]:
         """A named block of work of one framework: `needs` is reserved until it ends. As `memguard.workload`."""
         return Block(
-            lambda: self._begin_workload(name, framework, needs, wait),
-            lambda: self._begin_workload_in_loop(name, framework, needs, wait),
+            lambda: self.begin_workload(name, framework, needs, wait),
+            lambda: self.begin_workload_in_loop(name, framework, needs, wait),
         )
 
-    def _begin_workload(
-        self, name: str, framework: str, needs: int | str | None, wait: float | str | None
+    def begin_workload(
+        self, name: str, framework: FrameworkName, needs: int | str | None, wait: float | str | None
     ) -> tuple[WorkloadReport, End]:
-        return self._admission.begin(name, framework, needs, wait)
+        """What the block of `workload` begins with."""
+        if self.caps.off is not None:
+            self.caps.off.refuse(f"workload {name!r}")
+        return self.admission.get().begin(name, framework, needs, wait)
 
-    async def _begin_workload_in_loop(
-        self, name: str, framework: str, needs: int | str | None, wait: float | str | None
+    async def begin_workload_in_loop(
+        self, name: str, framework: FrameworkName, needs: int | str | None, wait: float | str | None
     ) -> tuple[WorkloadReport, End]:
-        return await self._admission.begin_in_loop(name, framework, needs, wait)
+        """The same, without blocking the event loop."""
+        if self.caps.off is not None:
+            self.caps.off.refuse(f"workload {name!r}")
+        return await self.admission.get().begin_in_loop(name, framework, needs, wait)
 
     def reclaimable(self) -> Reclaimable:
         """What each framework could give back, as figures. Trims nothing."""
+        self._on_the_gpus("memguard.reclaimable")
         from memguard._guard.figures import of_sample
 
-        return of_sample(self.sample(), self.plan, self.host.simulated)
+        return of_sample(self.sample(), self.caps.plan, self.caps.host.simulated)
 
     def __repr__(self) -> str:
         """One line, for a prompt; `print` shows the plan."""
@@ -392,7 +500,7 @@ class Guard(Shares):
         mark = " (simulated)" if self.host.simulated else ""
         state = "active" if self.active else "not active"
         return shown(
-            f"<Guard {self.budget.source or 'of a mapping'}: {', '.join(self._entries)} on {gpus}{mark}, {state}>"
+            f"<Guard {self.budget.source or 'of a mapping'}: {', '.join(self.caps.entries)} on {gpus}{mark}, {state}>"
         )
 
     def __str__(self) -> str:
@@ -408,31 +516,14 @@ class Guard(Shares):
     def _said(self) -> tuple[Plan, dict[str, str], list[str]]:
         """The plan, how each cap holds, and the notes."""
         self._find_drift()
-        return self.plan, {name: entry.enforcement.value for name, entry in self._entries.items()}, self._all_notes()
+        caps = self.caps
+        return caps.plan, {name: entry.enforcement.value for name, entry in caps.entries.items()}, caps.all_notes()
 
-    def _joint_pool(self) -> JointPool | None:
-        """The pool that frameworks share, not made yet. Raises PlanError where there can be none."""
-        joined = {part.device.uuid: part.caps[part.joined[0]] for part in self.plan.devices if part.joined}
-        if joined and self.host.simulated:
-            fix = "write 'strategy: caps' for the simulation, or leave out simulate="
-            problem = self.budget.problem(("strategy",), "simulated GPUs have no driver pool to share", fix)
-            raise PlanError([problem], self.budget.source or "init")
-        if not joined:
-            return None
-        from memguard._frameworks.joint_pool import JointPool
-
-        return JointPool(joined, self._warn, joint.capped(self.plan.devices[0].joined))
-
-    def _create(self, name: str) -> Framework:
-        if self._joint is not None and name in self.plan.devices[0].joined:
-            return registry.joined(name, self.host, self._joint)
-        return registry.create(name, self.host)
-
-    def _start_framework(self, name: str, entry: Entry, state: State) -> None:
+    def _start_framework(self, name: str, entry: CappedFramework, state: State) -> None:
         if state is State.ABSENT:
             self._absent(name, entry)
         elif state is State.IMPORTABLE:
-            entry.framework.prepare(self._undo)
+            entry.framework.prepare(self.undo)
             self._hook.watch(entry.framework.hook, lambda: self._imported(name))
         else:
             self._apply(name, entry)
@@ -442,7 +533,9 @@ class Guard(Shares):
 
         The import does not wait for ever for another thread's call: then its cap is set by a later call (`_set_late`).
         """
-        if self._turn.take(self._apply_imported, _IMPORT, name) is None:
+        if self.caps.off is not None:  # its cap is set when the process is back
+            suspension.put_off(lambda: self._imported(name))
+        elif self.caps.turn.take(self._apply_imported, _IMPORT, name) is None:
             self._late.add(name)
             _log.warning(
                 "%s: its cap is not set yet: another thread held memguard's lock for %g s while it was imported; the "
@@ -452,9 +545,9 @@ class Guard(Shares):
             )
 
     def _apply_imported(self, name: str) -> None:
-        if not self.active:
+        if not self.caps.active:
             return
-        entry = self._entries[name]
+        entry = self.caps.entries[name]
         if entry.enforcement is not Enforcement.PENDING:
             return
         if entry.framework.state() is State.ABSENT:
@@ -465,7 +558,7 @@ class Guard(Shares):
     def _set_late(self) -> None:
         """Set the caps that an import could not wait for, unless a call has the lock now."""
         for name in [*self._late]:
-            if self._turn.mine or self._turn.take(self._apply_late, 0, name) is None:
+            if self.caps.turn.mine or self.caps.turn.take(self._apply_late, 0, name) is None:
                 return
             self._late.discard(name)
 
@@ -473,41 +566,46 @@ class Guard(Shares):
         try:
             self._apply_imported(name)
         except Exception as error:  # there is no import any more that it could fail
-            self._entries[name].enforcement = Enforcement.WATCHED
-            self._lend_nothing_to(name)
-            self._warn(f"{name}: its cap could not be set after its import: {words_of(error)}")
+            self.caps.entries[name].enforcement = Enforcement.WATCHED
+            self.caps.lend_nothing_to(name)
+            self.caps.warn(f"{name}: its cap could not be set after its import: {words_of(error)}")
 
     def _find_drift(self, only: str | None = None) -> None:
-        if self._late:
+        if self._late and self.caps.off is None:
             self._set_late()
-        super()._find_drift(only)
+        self.caps.find_drift(only)
 
-    def _absent(self, name: str, entry: Entry) -> None:
+    def _on_the_gpus(self, what: str) -> None:
+        """Raise Suspended while the process is off its GPUs. `what` names the call."""
+        if (off := self.caps.off) is not None:
+            off.refuse(what)
+
+    def _absent(self, name: str, entry: CappedFramework) -> None:
         entry.enforcement = Enforcement.ABSENT
-        self._lend_nothing_to(name)
-        self._warn(f"{name}: {entry.framework.why_absent()}; its share stays free")
+        self.caps.lend_nothing_to(name)
+        self.caps.warn(f"{name}: {entry.framework.why_absent()}; its share stays free")
 
-    def _apply(self, name: str, entry: Entry) -> None:
+    def _apply(self, name: str, entry: CappedFramework) -> None:
         framework = entry.framework
         if framework.fixed():
-            self._lend_nothing_to(name)
-        self._undo.add(name, lambda: self._take_back(name, framework.changes.run))  # if it is interrupted in the middle
-        applied = framework.apply(self.plan.caps(name), self.plan.options.get(name, {}))
+            self.caps.lend_nothing_to(name)
+        self.undo.add(name, lambda: self._take_back(name, framework.changes.run))  # if it is interrupted in the middle
+        applied = framework.apply(self.caps.plan.caps(name), self.caps.plan.options.get(name, {}))
         if applied.undo is not None:
             undo = applied.undo
-            self._undo.add(name, lambda: self._take_back(name, undo))
+            self.undo.add(name, lambda: self._take_back(name, undo))
         framework.changes.clear()
-        if self._over:  # by a signal handler, within `apply`
-            self._undo.run()
+        if self.caps.over:  # by a signal handler, within `apply`
+            self.undo.run()
             return
         entry.enforcement = applied.enforcement
         if applied.enforcement is not Enforcement.ENFORCED:
-            self._lend_nothing_to(name)
+            self.caps.lend_nothing_to(name)
         if applied.permanent is not None:
             self.permanent.append(f"{name}: {applied.permanent}")
         for note in applied.notes:
-            self._note(note)
-        self._trim_above_cap(name)
+            self.caps.note(note)
+        self.elastic.trim_above_cap(name)
 
     def _take_back(self, what: str, undo: Callable[[], None]) -> None:
         """One step of the undoing. What fails is listed, and does not stop the other steps."""
@@ -527,21 +625,22 @@ class Guard(Shares):
     def _cure(self, states: Mapping[str, State]) -> None:
         """Keep TensorFlow's CUDA runtime out of torch's way, if both are in the budget and installed."""
         both = [states.get(name, State.ABSENT) for name in ("torch", "tensorflow")]
-        if self.host.simulated or State.ABSENT in both:
+        if self.caps.host.simulated or State.ABSENT in both:
             return
         from memguard._frameworks import cudart
 
         done = cudart.cure_installed()
         if done is not None:
-            self._note(f"torch and tensorflow in one process: {done}")
+            self.caps.note(f"torch and tensorflow in one process: {done}")
             self.permanent.append("torch: the CUDA runtime loaded first stays loaded")
 
     def busy(self) -> Iterator[tuple[str, int | None]]:
         """Of each GPU of which others hold so much that the limit cannot be had: that, and what this process has."""
-        for part in self.plan.devices:
-            active = self.host.context_active(part.device)
-            own = own_bytes(self.host.processes(part.device), self.host.pid, bool(active))
-            if (warning := policy.busy(part, self.host.memory(part.device), own)) is not None:
+        self._on_the_gpus("a look at the GPUs' other processes")
+        for part in self.caps.plan.devices:
+            active = self.caps.host.context_active(part.device)
+            own = own_bytes(self.caps.host.processes(part.device), self.caps.host.pid, bool(active))
+            if (warning := policy.busy(part, self.caps.host.memory(part.device), own)) is not None:
                 yield warning, own
 
     def _warn_where_busy(self) -> None:
@@ -550,19 +649,19 @@ class Guard(Shares):
                 fix = "use another GPU, lower device.limit, or write 'on_busy: warn'"
                 problem = self.budget.problem(("on_busy",), warning, fix)
                 raise PlanError([problem], self.budget.source or "init")
-            self._warn(warning)
+            self.caps.warn(warning)
 
     def _warn_of_mps(self) -> None:
         """What CUDA's Multi-Process Service lets this process have, where that is less than the budget says."""
         given = os.environ.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT")
-        if given and not self.host.simulated:
+        if given and not self.caps.host.simulated:
             from memguard._budget import mps
 
-            for warning in mps.shortfalls(self.plan, given):
-                self._warn(str(warning))
+            for warning in mps.shortfalls(self.caps.plan, given):
+                self.caps.warn(str(warning))
 
 
-def _scene_of(
+def _context_of(
     reading: Reading,
     part: DevicePlan,
     enforcements: Mapping[str, str],
@@ -571,7 +670,7 @@ def _scene_of(
     budget: Budget,
     when: float,
     simulated: bool,
-) -> hooks.Scene:
+) -> hooks.OomContext:
     """What an out-of-memory report is made from, out of a reading of the moment."""
     ledger = Ledger(when, (device_ledger(reading, part, enforcements),), simulated)
-    return hooks.Scene(ledger, plan, {part.device.uuid: others}, budget=budget)
+    return hooks.OomContext(ledger, plan, {part.device.uuid: others}, budget=budget)

@@ -1,4 +1,4 @@
-"""How the caps of elastic frameworks move between their min and their max. Pure: figures in, caps out.
+"""How elastic caps move between min and max, and whose idle cache goes. Pure: figures in, caps out.
 
 On each GPU the room is limit − reserve. What is above the sum of the minima is lent. The rules:
 
@@ -21,9 +21,11 @@ something once, and nothing after that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from memguard._base.specs import NEVER_GIVE_BACK
+from memguard._base.types import Usage
 from memguard._base.units import GRANULE, MIB, round_down, round_up
 from memguard._budget.policy import room_left
 
@@ -68,7 +70,7 @@ class Part(NamedTuple):
         return max(max(self.taken) - self.unused - stays, 0)
 
 
-class Loan(NamedTuple):
+class CapChange(NamedTuple):
     """What to do for a framework that needs a larger cap, in bytes.
 
     `caps` are those that change, the lowered ones first: empty as long as something is missing. `calls` are siblings
@@ -82,13 +84,13 @@ class Loan(NamedTuple):
     live: Mapping[str, int] = {}
 
 
-def ask(parts: Mapping[str, Part], room: int, who: str, wanted: int) -> Loan:
+def plan_raise(parts: Mapping[str, Part], room: int, who: str, wanted: int) -> CapChange:
     """What has to change so that the cap of `who` is at least `wanted` bytes, in a room of so many."""
     own, wanted = parts[who], round_up(wanted)
     if wanted <= own.cap:
-        return Loan({})
+        return CapChange({})
     if wanted > own.most:
-        return Loan({}, missing=wanted - own.most)
+        return CapChange({}, missing=wanted - own.most)
     siblings = {name: part for name, part in parts.items() if name != who}
     need = wanted - room_left(room, [part.taken for part in siblings.values()])
     caps: dict[str, int] = {}
@@ -97,7 +99,7 @@ def ask(parts: Mapping[str, Part], room: int, who: str, wanted: int) -> Loan:
             caps[name] = part.cap - taken
             need -= taken
     if need <= 0:
-        return Loan({**caps, **_further(siblings, caps, room, who, own, wanted)})
+        return CapChange({**caps, **_further(siblings, caps, room, who, own, wanted)})
     live = {name: stuck for name, part in siblings.items() if (stuck := _live(part)) > 0}
     calls = []
     for name, part in sorted(siblings.items(), key=lambda item: -item[1].cached):
@@ -105,8 +107,8 @@ def ask(parts: Mapping[str, Part], room: int, who: str, wanted: int) -> Loan:
             calls.append((name, min(part.cached, need)))
             need -= part.cached
     if need > 0:  # it would not suffice
-        return Loan({}, missing=round_up(need), live=live)  # whole pages, as caps are
-    return Loan({}, tuple(calls), live=live)
+        return CapChange({}, missing=round_up(need), live=live)  # whole pages, as caps are
+    return CapChange({}, tuple(calls), live=live)
 
 
 def _further(
@@ -132,7 +134,7 @@ def _further(
     return {**lowered, who: wanted + got}
 
 
-def settle(parts: Mapping[str, Part], room: int) -> dict[str, int]:
+def rebalance(parts: Mapping[str, Part], room: int) -> dict[str, int]:
     """The caps that change at a tick, the lowered ones first: headroom for those that cannot ask within a request.
 
     It comes from what is lent to nobody, and from what those have unused that can ask for it again. There is none as
@@ -170,6 +172,40 @@ def called_back(parts: Mapping[str, Part], room: int) -> dict[str, int]:
             lowered[name] = part.cap - back
             need -= back
     return lowered
+
+
+class ReclaimableCache(NamedTuple):
+    """What a sibling could give back, in bytes. `idle` is what a trim returns as far as is known, `most` all its cache.
+
+    They differ where the framework does not say how its cache is split into pieces. `sure`: it does say.
+    """
+
+    name: str
+    idle: int
+    most: int
+    sure: bool
+
+
+def reclaimable_caches(usages: Mapping[str, Usage | None], who: str) -> list[ReclaimableCache]:
+    """Those of the siblings of `who` that cache something and give it back."""
+    found = []
+    for name, usage in usages.items():
+        if name == who or usage is None or name in NEVER_GIVE_BACK or usage.held is None or usage.in_use is None:
+            continue
+        cached = max(usage.held - usage.in_use, usage.reclaimable or 0)  # two readings, at two moments
+        idle = cached if usage.reclaimable is None else usage.reclaimable
+        if idle > 0:
+            found.append(ReclaimableCache(name, idle, cached, usage.reclaimable is not None))
+    return found
+
+
+def pick_donor(found: Iterable[ReclaimableCache], short: int) -> ReclaimableCache | None:
+    """The sibling that gives back first, if `short` bytes are missing: the one that has most, of those that know.
+
+    None if all of them together would not suffice: a request that fails in any case costs nobody a cache.
+    """
+    ordered = sorted(found, key=lambda one: (not one.sure, -one.idle))
+    return ordered[0] if ordered and sum(one.most for one in ordered) >= short else None
 
 
 def _live(part: Part) -> int:

@@ -11,14 +11,14 @@ from memguard._base.units import format_size
 from memguard._budget import policy
 from memguard._budget.joint import POOL
 from memguard._guard import reservations
-from memguard._guard.reservations import Book, Verdict
+from memguard._guard.reservations import Reservations, Verdict
 from memguard.errors import BudgetExceeded
 
 
 class Look(NamedTuple):
     """One reading of one GPU and what it means, by that book and that plan. `in_use` is by framework, in bytes."""
 
-    book: Book
+    book: Reservations
     part: DevicePlan
     memory: MemoryInfo
     verdict: Verdict

@@ -1,4 +1,4 @@
-"""The book of reservations: who reserved how much of which framework on which GPU, and who waits. Pure.
+"""Reservations: which workload reserved how many bytes of which framework on which GPU, and who waits. Pure.
 
 A workload that reserved memory takes it bit by bit, and frameworks do not say which of their arrays are whose. What is
 known is what all arrays of a framework occupy together: its `in_use`. So the reservations of one framework on one GPU
@@ -39,7 +39,7 @@ _SHOWN = 12
 """Holders that a message names."""
 
 
-class Entry(NamedTuple):
+class Reservation(NamedTuple):
     """One workload that has reserved, or waits to: `size` bytes of `framework` on each of `uuids`.
 
     `asked` is what the program asked for; `size` is 0 if the workload around it has reserved that already. `since` is
@@ -58,11 +58,11 @@ class Entry(NamedTuple):
     size: int = 0
 
 
-class Book(NamedTuple):
-    """All entries: `active` ones hold, `waiting` ones wait in this order. `bases` as the module's docstring says."""
+class Reservations(NamedTuple):
+    """All of one budget: `active` ones hold, `waiting` ones wait in this order. `bases`: see the module's docstring."""
 
-    active: tuple[Entry, ...] = ()
-    waiting: tuple[Entry, ...] = ()
+    active: tuple[Reservation, ...] = ()
+    waiting: tuple[Reservation, ...] = ()
     bases: Mapping[Key, int | None] = MappingProxyType({})
 
     @property
@@ -71,11 +71,11 @@ class Book(NamedTuple):
         return frozenset(entry.id for entry in (*self.active, *self.waiting))
 
 
-EMPTY = Book()
+EMPTY = Reservations()
 
 
-def begun(book: Book, entry: Entry, in_use: Mapping[str, int | None]) -> Book:
-    """The book with that entry among those that hold. `in_use` is the framework's, in bytes by UUID."""
+def begun(book: Reservations, entry: Reservation, in_use: Mapping[str, int | None]) -> Reservations:
+    """With that entry among those that hold. `in_use` is the framework's, in bytes by UUID."""
     bases = dict(book.bases)
     for uuid in entry.uuids if entry.size else ():
         key, now = (entry.framework, uuid), in_use.get(uuid)
@@ -86,11 +86,11 @@ def begun(book: Book, entry: Entry, in_use: Mapping[str, int | None]) -> Book:
         elif now is not None:
             bases[key] = max(min(base, now), now - before)
     waiting = tuple(one for one in book.waiting if one.id != entry.id)
-    return Book((*book.active, entry), waiting, bases)
+    return Reservations((*book.active, entry), waiting, bases)
 
 
-def ended(book: Book, number: int, in_use: Mapping[str, int | None] | None = None) -> Book:
-    """The book without the entry of that number, whether it held or waited. `in_use` as for `begun`; None: unknown."""
+def ended(book: Reservations, number: int, in_use: Mapping[str, int | None] | None = None) -> Reservations:
+    """Without the entry of that number, whether it held or waited. `in_use` as for `begun`; None: unknown."""
     entry = next((one for one in book.active if one.id == number), None)
     active = tuple(one for one in book.active if one.id != number)
     waiting = tuple(one for one in book.waiting if one.id != number)
@@ -105,16 +105,16 @@ def ended(book: Book, number: int, in_use: Mapping[str, int | None] | None = Non
             bases[key] = now
         else:
             bases[key] = base + entry.size if now is None else min(base + entry.size, now)
-    return Book(active, waiting, bases) if active or waiting else EMPTY
+    return Reservations(active, waiting, bases) if active or waiting else EMPTY
 
 
-def queued(book: Book, entry: Entry) -> Book:
-    """The book with that entry last among those that wait."""
+def queued(book: Reservations, entry: Reservation) -> Reservations:
+    """With that entry last among those that wait."""
     return book._replace(waiting=(*book.waiting, entry))
 
 
-def seen(book: Book, framework: str, in_use: Mapping[str, int | None]) -> Book:
-    """The book after a look at the framework: the same one if nothing is to be learned from that."""
+def seen(book: Reservations, framework: str, in_use: Mapping[str, int | None]) -> Reservations:
+    """After a look at the framework: the same object if nothing is to be learned from that."""
     lower = {
         (framework, uuid): now
         for uuid, now in in_use.items()
@@ -123,7 +123,7 @@ def seen(book: Book, framework: str, in_use: Mapping[str, int | None]) -> Book:
     return book._replace(bases={**book.bases, **lower}) if lower else book
 
 
-def growth(book: Book, framework: str, uuid: str, in_use: int | None) -> int:
+def growth(book: Reservations, framework: str, uuid: str, in_use: int | None) -> int:
     """What those that hold have taken of what they reserved, in bytes: all of one framework together."""
     base = book.bases.get((framework, uuid))
     if in_use is None or base is None:
@@ -131,8 +131,8 @@ def growth(book: Book, framework: str, uuid: str, in_use: int | None) -> int:
     return max(min(in_use - base, _sizes(book.active, framework, uuid)), 0)
 
 
-def open_bytes(
-    book: Book, framework: str, uuid: str, in_use: int | None, without: Collection[int] = frozenset()
+def reserved_not_taken(
+    book: Reservations, framework: str, uuid: str, in_use: int | None, without: Collection[int] = frozenset()
 ) -> int:
     """What is reserved and not yet taken, in bytes. `without`: entries that are not to count.
 
@@ -144,7 +144,7 @@ def open_bytes(
     return sizes - theirs - max(taken - theirs, 0)
 
 
-def may_have_left(book: Book, framework: str, uuid: str, in_use: int | None, mine: Collection[int]) -> int:
+def may_have_left(book: Reservations, framework: str, uuid: str, in_use: int | None, mine: Collection[int]) -> int:
     """The most that these entries may not have taken yet of what they reserved, in bytes."""
     sizes = _sizes(book.active, framework, uuid)
     own = _sizes([one for one in book.active if one.id in mine], framework, uuid)
@@ -157,14 +157,14 @@ def may_have_left(book: Book, framework: str, uuid: str, in_use: int | None, min
     return max(own - max(taken - (sizes - own), 0) - beside, 0)
 
 
-def ahead(book: Book, number: int | None, mine: Collection[int]) -> tuple[Entry, ...]:
+def ahead(book: Reservations, number: int | None, mine: Collection[int]) -> tuple[Reservation, ...]:
     """Those that wait and are served before the entry of that number; all that wait, if it has no place yet.
 
     Nobody, if it begins within a workload that holds: those that wait may wait for that one's end.
     """
     if any(one.id in mine for one in book.active):
         return ()
-    found: list[Entry] = []
+    found: list[Reservation] = []
     for one in book.waiting:
         if one.id == number:
             break
@@ -185,11 +185,11 @@ class Asked(NamedTuple):
     footprint: int
     cap: int
     mine: frozenset[int] = frozenset()
-    before: tuple[Entry, ...] = ()
+    before: tuple[Reservation, ...] = ()
     keeps: bool = False
 
 
-def named(book: Book, asked: Asked) -> set[str]:
+def named(book: Reservations, asked: Asked) -> set[str]:
     """The frameworks whose usage `admit` needs, to say that it fits without a trim."""
     return {asked.framework, *(one.framework for one in book.active), *(one.framework for one in asked.before)}
 
@@ -209,7 +209,7 @@ class Verdict(NamedTuple):
     beside: int = 0
 
 
-def admit(book: Book, asked: Asked, usages: Mapping[str, Usage | None], memory: MemoryInfo) -> Verdict:
+def admit(book: Reservations, asked: Asked, usages: Mapping[str, Usage | None], memory: MemoryInfo) -> Verdict:
     """Whether that many bytes can be had beside all that is reserved. The memory must be read after the usages.
 
     Within its cap: what it asks for and what its own framework's workloads may still take. On the GPU: the same, and
@@ -224,7 +224,7 @@ def admit(book: Book, asked: Asked, usages: Mapping[str, Usage | None], memory: 
     reserved: dict[str, int] = {}
     without = frozenset[int]() if asked.keeps else asked.mine
     for name in {one.framework for one in (*book.active, *asked.before)}:
-        size = open_bytes(book, name, uuid, in_use.get(name), without) + _sizes(asked.before, name, uuid)
+        size = reserved_not_taken(book, name, uuid, in_use.get(name), without) + _sizes(asked.before, name, uuid)
         if size:
             reserved[name] = size
     if not reserved or plain.refusal is not None:
@@ -248,7 +248,7 @@ def admit(book: Book, asked: Asked, usages: Mapping[str, Usage | None], memory: 
     return Verdict(available, refusal=refusal, reserved=True, beside=own)
 
 
-def never(book: Book, asked: Asked, room: int, own_cap: int) -> Advice | None:
+def never(book: Reservations, asked: Asked, room: int, own_cap: int) -> Advice | None:
     """Why waiting is of no use: the workloads around it hold what it waits for. None if it may be of use.
 
     `room` is what all frameworks may have on the GPU together, `own_cap` the most that this one ever may.
@@ -268,7 +268,7 @@ def never(book: Book, asked: Asked, room: int, own_cap: int) -> Advice | None:
     return None
 
 
-def who_holds(book: Book, uuid: str, in_use: Mapping[str, int | None], now: float) -> list[str]:
+def who_holds(book: Reservations, uuid: str, in_use: Mapping[str, int | None], now: float) -> list[str]:
     """One line for each that holds or waits on that GPU, in their order. `now` as `time.monotonic()`."""
     lines = []
     held = [one for one in book.active if uuid in one.uuids and one.size]
@@ -296,13 +296,13 @@ def cache(usage: Usage) -> int:
     return policy.cached(usage)
 
 
-def _sizes(entries: Iterable[Entry], framework: str, uuid: str) -> int:
+def _sizes(entries: Iterable[Reservation], framework: str, uuid: str) -> int:
     return sum(one.size for one in entries if _is_of(one, framework, uuid))
 
 
-def _is_of(entry: Entry, framework: str, uuid: str) -> bool:
+def _is_of(entry: Reservation, framework: str, uuid: str) -> bool:
     return entry.framework == framework and uuid in entry.uuids
 
 
-def _ago(entry: Entry, now: float) -> str:
+def _ago(entry: Reservation, now: float) -> str:
     return f"{max(now - entry.since, 0):.1f} s"

@@ -13,7 +13,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
-from memguard._base.locks import Turn, interrupting
+from memguard._base.locks import Rank, Turn, interrupting
 from memguard._base.specs import KERNELS, SECOND_CONTEXT, setting
 from memguard._base.types import (
     Device,
@@ -66,9 +66,9 @@ class LedgerReader:
     """One process's readings. `unnamed` are frameworks that the budget does not name; `warn` is given a sentence."""
 
     def __init__(self, host: Host, unnamed: Sequence[str], warn: Callable[[str], None]) -> None:
-        self._host, self._unnamed, self._warn = host, unnamed, warn
+        self.host, self._unnamed, self._warn = host, unnamed, warn
         self.joint: JointPool | None = None
-        self._turn = Turn()
+        self._turn = Turn(rank=Rank.READER)
         self._created: dict[str, Framework] = {}
         self._overhead: dict[str, Overhead] = {}
         self._warned: set[str] = set()
@@ -92,13 +92,17 @@ class LedgerReader:
 
     def forked(self) -> None:
         """In a forked child: another thread of the parent may have held the lock."""
-        self._turn = Turn()
+        self._turn = Turn(rank=Rank.READER)
+
+    def wait(self, seconds: float) -> bool:
+        """Whether the readings that are under way end within that time."""
+        return self._turn.take(bool, seconds) is not None
 
     def unnamed(self) -> Mapping[str, Framework]:
         """The frameworks that the budget does not name and the program imported. Others' adapters are not loaded."""
         for name in self._unnamed:
             if name in sys.modules and name not in self._created:
-                self._created[name] = registry.create(name, self._host)
+                self._created[name] = registry.create(name, self.host)
         return self._created
 
     def ledger(
@@ -130,7 +134,9 @@ class LedgerReader:
         watched[POOL] = ""
         return device_ledger(reading, part, {**watched, **enforcements}, refusals)
 
-    def glance(self, part: DevicePlan, frameworks: Mapping[str, Framework]) -> tuple[Reading, Mapping[int, int | None]]:
+    def read_unlocked(
+        self, part: DevicePlan, frameworks: Mapping[str, Framework]
+    ) -> tuple[Reading, Mapping[int, int | None]]:
         """One GPU's figures and processes, read once, without a lock, and nothing charged: when a request is refused.
 
         It is called within allocations, where another thread may wait for this one. Contexts and loans are left out.
@@ -144,15 +150,15 @@ class LedgerReader:
                 usages[name] = Usage(None, None)
         if self.joint is not None:
             usages.update(self._shared(device, frameworks, usages))
-        memory, processes = self._host.memory(device), self._host.processes(device)
-        own = own_bytes(processes, self._host.pid, True)
+        memory, processes = self.host.memory(device), self.host.processes(device)
+        own = own_bytes(processes, self.host.pid, True)
         slabs = driver_pages.slabs[device.uuid].gaps
         state = self._overhead.get(device.uuid, Overhead())
         gap = gap_of(own, usages.values(), slabs)
         if gap is not None:  # what has appeared since the last reading, which this one leaves to the next to charge
             live = {name for name, usage in usages.items() if usage is not None}
             silent = [usage.held_at_least or 0 for usage in usages.values() if usage is not None and usage.held is None]
-            entries = self._host.entries(mark=False) if gap > state.last else state.entries
+            entries = self.host.entries(mark=False) if gap > state.last else state.entries
             appeared = state.appeared.union(live, {"context"})
             loaded, now, least = state.loaded, time.monotonic(), sum(silent)
             state = state.after(gap, appeared, not silent, loaded, now, entries, least)
@@ -200,7 +206,7 @@ class LedgerReader:
         before and after NVML's. `earlier`: figures from just before; without them, or if they differ, the frameworks
         are asked once more where a charge depends on it.
         """
-        device, host = part.device, self._host
+        device, host = part.device, self.host
         pid, uuid = host.pid, device.uuid
         for attempt in range(_ATTEMPTS):
             memory_before, before = host.memory(device), host.processes(device).get(pid)
@@ -304,7 +310,7 @@ class LedgerReader:
                 held, in_use, reclaimable, at_least, _, _ = usages[name] = usage
                 known += held if held is not None else at_least or 0
                 figures[name] = framework_sample_of((held, in_use, reclaimable, caps.get(name)))
-        _, _, used, free, _ = self._host.memory(device)
+        _, _, used, free, _ = self.host.memory(device)
         before, own, age = self._owned.get(uuid, _NEVER)
         if used is None or used != before or age >= _TRUSTED:
             own, age = self._own(device, bool(figures)), 0
@@ -345,9 +351,9 @@ class LedgerReader:
         tells of those, it is not read within a second after it showed no new one."""
         came = appeared - state.appeared
         if not mark:  # in a signal handler: the next reading is to find it
-            return state.loaded, self._host.entries(mark=False)
+            return state.loaded, self.host.entries(mark=False)
         if came:
-            return self._host.libraries(), self._look(came)
+            return self.host.libraries(), self._look(came)
         now = time.monotonic()
         if gap <= state.last and now - self._looked < _FRESH:
             return state.loaded, state.entries
@@ -356,7 +362,7 @@ class LedgerReader:
         due = KERNELS in state.saw(entries, now).entered if told else now - self._in_vain >= _SECOND_LOOK
         if not due or not state.may_be_a_library(gap):
             return state.loaded, entries
-        loaded = self._host.libraries()
+        loaded = self.host.libraries()
         if loaded <= state.loaded:
             self._in_vain = now
             return loaded, entries
@@ -364,7 +370,7 @@ class LedgerReader:
 
     def _look(self, new: frozenset[str] = _NONE) -> frozenset[tuple[str, int]]:
         """What was entered, for the states of all GPUs: on which of them, nothing tells. `new`: what has appeared."""
-        entries, self._looked = self._host.entries(), time.monotonic()
+        entries, self._looked = self.host.entries(), time.monotonic()
         for uuid, state in self._overhead.items():
             self._overhead[uuid] = state.saw(entries, self._looked, new)
         return entries
@@ -385,14 +391,14 @@ class LedgerReader:
         """This process's bytes. NVML's list is the slowest of the probes: a sample asks for it when the card's figure
         has changed, and every tenth time, for a page that changes hands. With unified memory there is no such figure.
         """
-        processes, pid = self._host.processes(device), self._host.pid
+        processes, pid = self.host.processes(device), self.host.pid
         if pid not in processes and not live:
-            live = bool(self._host.context_active(device))
+            live = bool(self.host.context_active(device))
         return own_bytes(processes, pid, live)
 
     def _ordinal(self, device: Device) -> int | None:
         """CUDA's number of the GPU, by which the exchange counts. It stays the same while the process lives."""
-        if self._host.simulated:
+        if self.host.simulated:
             return None
         if device.ordinal is not None:
             return device.ordinal

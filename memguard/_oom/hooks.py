@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from memguard._base.logs import log as _log
 from memguard._base.logs import text_of
 from memguard._base.specs import SPECS
-from memguard._base.types import Moment, Plan, Sample
+from memguard._base.types import RECORD, Plan, RefusedRequest, Sample
 
 if TYPE_CHECKING:  # what explains an error is loaded when there is one
     from memguard._budget import Budget
@@ -38,7 +38,7 @@ _MARK = "_memguard_report"
 """The attribute of a reported exception: process and number. It is pickled with it, and means nothing elsewhere."""
 _ATTRIBUTES = (
     "errno", "status", "code", "error_code", "_error_code", "result", "value", "_limit", "framework",
-    "requested", "memguard_requested", "memguard_refusal",
+    "requested", "memguard_requested", RECORD,
     *(row.size_attribute for row in SPECS.values() if row.size_attribute),
 )  # fmt: skip
 """Of exceptions of the frameworks, of memguard's simulated ones, and what memguard adds to PyCUDA's and Numba's."""
@@ -58,7 +58,7 @@ _AGAIN = 60.0
 """Seconds in which a report like one that was shown in full is one line: for a loop that tries smaller batches."""
 
 
-class Scene(NamedTuple):
+class OomContext(NamedTuple):
     """What a report is made from, read while the error is alive. `processes`: the others, by UUID and PID. `peaks`: the
     most that each framework ever had in use, by UUID and name."""
 
@@ -71,10 +71,10 @@ class Scene(NamedTuple):
 
 
 class _Refusal(NamedTuple):
-    """The record of a refused request: `scene` makes a scene of what was read then."""
+    """The record of a refused request: `context` makes an `OomContext` of what was read then."""
 
-    moment: Moment
-    scene: Callable[[], Scene]
+    request: RefusedRequest
+    context: Callable[[], OomContext]
 
 
 class _Shown:
@@ -106,11 +106,11 @@ _shown: dict[tuple[str | None, ...], _Shown] = {}
 
 
 def install(
-    read: Callable[[], Scene], *sinks: Callable[[Report], None], clock: Callable[[], float] = time.monotonic
+    read: Callable[[], OomContext], *sinks: Callable[[Report], None], clock: Callable[[], float] = time.monotonic
 ) -> Callable[[], None]:
     """Look at uncaught exceptions, of the main thread and of others, until the returned call undoes it.
 
-    `read` reads the scene on the thread of the error; if it raises, the report says what the error itself tells. Each
+    `read` reads the context on the thread of the error; if it raises, the report says what the error itself tells. Each
     of `sinks` is given every new report. `clock` is as `time.monotonic`.
 
     The hooks that are there go on being called. What was installed before is replaced, and its undo then does
@@ -129,7 +129,7 @@ def install(
     return installed.undo
 
 
-def uninstall(read: Callable[[], Scene]) -> None:
+def uninstall(read: Callable[[], OomContext]) -> None:
     """Undo the `install` that was given `read`, also one that was interrupted; nothing if another took its place."""
     installed = _installed
     if installed is not None and installed.read == read:
@@ -153,22 +153,22 @@ def seen(error: BaseException, *, show: bool = True) -> Report | None:
     return report
 
 
-def refused(moment: Moment, scene: Callable[[], Scene]) -> str | None:
+def refused(request: RefusedRequest, context: Callable[[], OomContext]) -> RefusedRequest:
     """Keep what is known of a request that was just refused, on the thread that made it, before its error is raised.
 
-    `scene` makes a scene of what was read, if it is asked for: it reads nothing anew. Returns what the error is to be
-    marked with as `memguard_refusal`; None if no budget is active. Nothing is printed.
+    `context` makes an `OomContext` of what was read, if it is asked for: it reads nothing anew. Returns the
+    request with the id of its record; as it was if no budget is active. Nothing is printed.
     """
     if _installed is None or _pid != os.getpid():
-        return None
+        return request
     number = next(_numbers)
-    name = f"{_pid}:{number}"
-    _refusals[number] = _Refusal(moment._replace(id=name), scene)
+    request = request._replace(id=f"{_pid}:{number}")
+    _refusals[number] = _Refusal(request, context)
     while len(_refusals) > _REFUSALS:
         oldest = min(list(_refusals), default=number)
         _refusals.pop(oldest, None)
         _caught.pop(oldest, None)
-    return name
+    return request
 
 
 def last_oom() -> Report | None:
@@ -185,8 +185,8 @@ def last_oom() -> Report | None:
     if (known := _caught.get(last)) is None:
         from memguard._oom.report import of_refusal
 
-        scene = _quietly("no reading at a refused request", refusals[last].scene) or Scene()
-        figures = refusals[last].moment, scene.ledger, scene.plan, scene.processes or {}, scene.budget
+        context = _quietly("no reading at a refused request", refusals[last].context) or OomContext()
+        figures = refusals[last].request, context.ledger, context.plan, context.processes or {}, context.budget
         known = _quietly("no report on a refused request", of_refusal, *figures)
         if known is None:
             return reports[max(reports)] if reports else None
@@ -247,12 +247,12 @@ def _report(error: BaseException, facts: ErrorFacts, verdict: Verdict, installed
     number = next(_numbers)
     _own(error)[_MARK] = (os.getpid(), number)
     record = _claimed(facts, verdict)
-    then = (_quietly("no reading at a refused request", record.scene) if record is not None else None) or Scene()
-    scene = _quietly("no reading at an out-of-memory error", installed.read) or then
+    then = (_quietly("no reading at a refused request", record.context) if record is not None else None) or OomContext()
+    context = _quietly("no reading at an out-of-memory error", installed.read) or then
     report = diagnose(
-        facts, verdict, scene.ledger, scene.plan, then.processes or scene.processes or {}, scene.samples,
-        time=time.time() if record is None else record.moment.time, budget=scene.budget, peaks=scene.peaks,
-        recorded=None if record is None else record.moment, then=then.ledger,
+        facts, verdict, context.ledger, context.plan, then.processes or context.processes or {}, context.samples,
+        time=time.time() if record is None else record.request.time, budget=context.budget, peaks=context.peaks,
+        recorded=None if record is None else record.request, then=then.ledger,
     )  # fmt: skip
     _reports[number] = report
     for old in sorted(dict(_reports))[:-_KEPT]:
@@ -272,22 +272,22 @@ def _claimed(facts: ErrorFacts, verdict: Verdict) -> _Refusal | None:
     return _refusals.pop(number, None)
 
 
-def moment_of(facts: ErrorFacts, verdict: Verdict) -> Moment | None:
-    """The figures of the refusal that the error comes from, if they were kept. The record stays for a report."""
+def request_of(facts: ErrorFacts, verdict: Verdict) -> RefusedRequest | None:
+    """The refused request that the error comes from, if it was recorded. The record stays for a report."""
     number = _record(facts, verdict) if _pid == os.getpid() else None
     record = _refusals.get(number) if number is not None else None
-    return record.moment if record is not None else None
+    return record.request if record is not None else None
 
 
 def _record(facts: ErrorFacts, verdict: Verdict) -> int | None:
     if not _refusals:
         return None
     from memguard._oom.classify import family
-    from memguard._oom.moment import record_of
+    from memguard._oom.refusal import record_of
 
-    moments = {number: one.moment for number, one in list(_refusals.items())}
+    requests = {number: one.request for number, one in list(_refusals.items())}
     name = verdict.requester or family(facts)
-    return record_of(moments, facts, verdict, name, os.getpid(), threading.get_ident())
+    return record_of(requests, facts, verdict, name, os.getpid(), threading.get_ident())
 
 
 def _quietly(what: str, call: Callable[..., Any], *arguments: Any) -> Any:
@@ -563,7 +563,7 @@ class _Installed:
     """What `install` was given, and the hooks that it set."""
 
     def __init__(
-        self, read: Callable[[], Scene], sinks: tuple[Callable[[Report], None], ...], clock: Callable[[], float]
+        self, read: Callable[[], OomContext], sinks: tuple[Callable[[Report], None], ...], clock: Callable[[], float]
     ) -> None:
         self.read, self.sinks, self.clock = read, sinks, clock
         self._hooks = (_Hook(sys, "excepthook"), _Hook(threading, "excepthook"))

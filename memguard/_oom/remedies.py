@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
 from math import ceil
-from typing import TYPE_CHECKING
 
 from memguard._base.specs import CONTEXT_MAKER, NEVER_GIVE_BACK, SPECS
-from memguard._base.types import DevicePlan, Plan
+from memguard._base.types import DevicePlan, NoHelp, Plan
 from memguard._base.units import GRANULE, MIB, format_size, round_down, round_up
 from memguard._budget import policy
 from memguard._budget.joint import POOL
-from memguard._ledger.types import DeviceLedger, Row
+from memguard._oom.causes import WORKSPACE, Case
 from memguard._oom.classify import Verdict
 from memguard.errors import MemguardError
 
-if TYPE_CHECKING:
-    from memguard._budget import Budget
-
-SEGMENT = 20 * MIB
-"""The most that an allocator takes beyond a small request: a segment of torch (measured)."""
-WORKSPACE = 256 * MIB
-"""Assumed for a request of unknown size: above cuBLAS's and cuSOLVER's first use (measured: 100 MiB)."""
 _WORTH = 16 * MIB
 """A remedy that gains less is not worth showing."""
-_PIECES = 10
-"""Fragmentation is the reason if it takes at least one part in so many of the cap."""
 _ELSEWHERE = {
     "pinned": (
         "use fewer or smaller page-locked buffers (pin_memory, prefetching)",
@@ -44,6 +33,14 @@ _ELSEWHERE = {
     ),
 }
 
+_WITHOUT_HELP = {
+    NoHelp.LOCK_HELD: "run it again: memguard's lock is free once the call that has it (trim, resize, init) ends",
+    NoHelp.WITHIN_CALL: "run it again: memguard's lock is free once the call that has it (trim, resize, init) ends",
+    NoHelp.CAPTURE: "run the work once before the capture, or call memguard.require there: memguard can make room then",
+    NoHelp.COMMUNICATORS: "do it on a thread of the program, not in a callback of memguard's: room can be made there",
+}
+"""What to do where memguard could not look for room."""
+
 
 @dataclass(frozen=True)
 class Remedy:
@@ -51,156 +48,6 @@ class Remedy:
 
     text: str
     bytes: int | None = None
-
-
-@dataclass(frozen=True)
-class Case:
-    """An out-of-memory error on one GPU, and the figures behind its reason and its remedies. Sizes are bytes.
-
-    `row` is the requester's, None for a library: its memory lies outside every cap. `need` is how much was needed: the
-    request, and what its allocator takes beyond it. `of_then`: the requester's figures are those of the moment at which
-    the request was refused. `seen_free`: what the GPU had free in the last sample before.
-    """
-
-    part: DeviceLedger
-    verdict: Verdict
-    raised: str | None = None
-    plan: Plan | None = None
-    others: Mapping[int, int | None] = field(default_factory=dict)
-    budget: Budget | None = None
-    of_then: bool = False
-    seen_free: int | None = None
-
-    @cached_property
-    def row(self) -> Row | None:
-        named = (row for row in self.frameworks if row.name == self.verdict.requester)
-        return next(named, None)
-
-    @property
-    def unified(self) -> bool:
-        return self.part.device.unified
-
-    @cached_property
-    def frameworks(self) -> tuple[Row, ...]:
-        return tuple(row for row in self.part.rows if row.kind == "framework")
-
-    @cached_property
-    def free(self) -> int:
-        return self.part.row("free").bytes or 0
-
-    @cached_property
-    def need(self) -> int:
-        asked = self.verdict.requested
-        if asked is None:
-            return WORKSPACE
-        spec = SPECS.get(self.verdict.requester or "")
-        return asked + max(SEGMENT, int(asked * spec.rounds_up) if spec is not None else 0)
-
-    @cached_property
-    def taken(self) -> int | None:
-        """The part of its cap that the requester cannot reuse: held less what a trim returns. None if not known."""
-        if self.row is None:
-            return 0
-        if self.beside is not None:
-            return (self.row.in_use or 0) + self.beside
-        if self.row.at_least is not None:  # TensorFlow with growth: its pool is not known, live arrays are
-            return self.row.in_use or self.row.bytes or 0
-        if self.row.bytes is None:
-            return self.row.in_use
-        return max(self.row.bytes - (self.row.reclaimable or 0), 0)
-
-    @cached_property
-    def beside(self) -> int | None:
-        """What others have in use in the pool that the requester draws from, in bytes; None if it draws from none."""
-        joined = self.planned.joined if self.planned is not None else ()
-        if self.row is None or self.row.name not in joined:
-            return None
-        others = {POOL, *joined} - {self.row.name}
-        return sum(row.in_use or 0 for row in self.frameworks if row.name in others)
-
-    @cached_property
-    def room(self) -> int | None:
-        """What is left under its cap; None without a cap, or if it is not known."""
-        if self.row is None or self.row.cap is None or self.taken is None:
-            return None
-        return max(self.row.cap - self.taken, 0)
-
-    @cached_property
-    def split(self) -> int:
-        """What the requester caches in pieces that neither serve a large request nor can be given back.
-
-        That is what a trim leaves of its cache. For torch it is `inactive_split_bytes`, which `reclaimable` leaves out.
-        """
-        spec = SPECS.get(self.row.name) if self.row is not None else None
-        if self.row is None or (spec is not None and spec.pads):
-            return 0
-        if self.silent:
-            return self.room or 0
-        known = self.row.reclaimable is not None or self.row.name in NEVER_GIVE_BACK
-        return max((self.row.cached or 0) - (self.row.reclaimable or 0), 0) if known else 0
-
-    @cached_property
-    def over_cap(self) -> bool:
-        if self.room is None:  # more than the whole cap, whatever is left of it
-            cap = self.row.cap if self.row is not None else None
-            return cap is not None and (self.verdict.requested or 0) > cap
-        return self.room < self.need
-
-    @cached_property
-    def over_card(self) -> bool:
-        return self.free + self._own < self.need
-
-    @cached_property
-    def shut_out(self) -> bool:
-        """Whether its cap is the reason though size or use is unknown: its own allocator refused, and not for the card.
-
-        An allocator refuses what does not fit under its cap or on the card. So it was the cap if the card had more free
-        than was left under the cap, or more than the request.
-        """
-        cap = self.row.cap if self.row is not None else None
-        if not cap or not self.verdict.refused or (self.verdict.requested is not None and self.taken is not None):
-            return False
-        free = min(self.free, self.free if self.seen_free is None else self.seen_free) + self._own
-        if self.verdict.requested is None:
-            return free >= (cap if self.room is None else self.room) + self.need
-        return free >= self.need
-
-    @property
-    def _own(self) -> int:
-        """What the requester gives back by itself before it fails, or what its pool has idle for it."""
-        if self.beside is not None:
-            return next((row.cached or 0 for row in self.frameworks if row.name == POOL), 0)
-        return (self.row.reclaimable or 0) if self.row is not None else 0
-
-    @property
-    def fragmented(self) -> bool:
-        """Whether fragmentation is the reason. A few per cent of each cache are in pieces always."""
-        cap = (self.row.cap if self.row is not None else None) or 0
-        return self.of_then and self.in_pieces and self.split * _PIECES >= cap
-
-    @cached_property
-    def in_pieces(self) -> bool:
-        """Whether the request would fit under its cap if its cache were in one piece."""
-        if self.verdict.requested is None:
-            return False
-        if self.silent:  # by its live arrays both cap and GPU have room, so its pool has no piece of that size
-            return not self.over_card and self.room is not None and self.room >= self.need
-        return self.over_cap and (self.room or 0) + self.split >= self.need
-
-    @property
-    def silent(self) -> bool:
-        """Whether the requester does not say what its pool holds: TensorFlow with growth."""
-        return self.row is not None and self.row.at_least is not None
-
-    @cached_property
-    def headroom(self) -> int:
-        room = self.row.cap if self.room is None and self.row is not None else self.room
-        return self.free if room is None else min(self.free, room)
-
-    @cached_property
-    def planned(self) -> DevicePlan | None:
-        devices = self.plan.devices if self.plan is not None else ()
-        return next((part for part in devices if part.device.uuid == self.part.device.uuid), None)
 
 
 def remedies(verdict: Verdict, case: Case | None, reason: str = "elsewhere") -> tuple[Remedy, ...]:
@@ -222,6 +69,11 @@ def remedies(verdict: Verdict, case: Case | None, reason: str = "elsewhere") -> 
             found += _whole(case)
     found += _less(case, reason)
     return tuple(found)
+
+
+def without_help(why: NoHelp) -> tuple[Remedy, ...]:
+    """What to do first where memguard could not look for room."""
+    return (Remedy(_WITHOUT_HELP[why]),) if why in _WITHOUT_HELP else ()
 
 
 def _trims(case: Case) -> Iterator[Remedy]:

@@ -12,16 +12,17 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from memguard._base.specs import NEVER_GIVE_BACK
-from memguard._base.text import shown, visible
-from memguard._base.types import Enforcement, Moment, Plan, Sample
+from memguard._base.text import fitting, shown, visible
+from memguard._base.types import NoHelp, Plan, RefusedRequest, Sample
 from memguard._base.units import MIB, format_size
 from memguard._ledger.types import DeviceLedger, Ledger
-from memguard._oom import moment as moments
+from memguard._oom import causes, refusal
+from memguard._oom.causes import Case, Reason, caps_in_force, device_of
 from memguard._oom.classify import ErrorFacts, Verdict, classify, family
-from memguard._oom.remedies import Case, Remedy, remedies
+from memguard._oom.remedies import Remedy, remedies, without_help
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -34,14 +35,8 @@ LINES, WIDTH = 14, 80
 """What a report takes on the screen at most."""
 _SHOWN = 4
 """Holders that are printed. The JSON has all."""
-_WHEN = {"peak": " at its peak", "sample": " in the last sample"}
-"""Of when a figure is, by the moment's source, where that is not the refusal itself."""
 _GROWTH = 64 * MIB
 """Growth below this before the error is not worth a line."""
-
-Reason = Literal["cap", "card", "cap and card", "fragmented", "unknown", "elsewhere"]
-"""Why there was no memory: its own cap, the full card (or machine, where its memory is unified), or both; a fragmented
-cache under a large enough cap; unknown; or it was no GPU memory at all."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +78,7 @@ class Report:
     reason: Reason = "unknown"
     why: str = ""
     holders: tuple[Holder, ...] = field(default=())
-    moment: Moment | None = None
+    moment: RefusedRequest | None = None
     caught: bool = False
 
     @property
@@ -136,14 +131,14 @@ class Report:
     def note(self) -> str:
         """For the exception itself: title, reason and the first remedy."""
         parts = [f"memguard: {self.title}", self.why, *(remedy.text for remedy in self.remedies[:1])]
-        return visible("\n  ".join(part for part in parts if part))
+        return "\n  ".join(visible(part) for part in parts if part)
 
     def __repr__(self) -> str:
         """One line, for a prompt; `print` shows the whole report."""
         return shown(f"<Report: {self.title}>")
 
     def __str__(self) -> str:
-        return shown(full_text(self))
+        return fitting(full_text(self))
 
     def __rich__(self) -> RenderableType:
         from rich.text import Text
@@ -175,7 +170,8 @@ class Report:
             shared = ", the machine's memory" if part.device.unified else ""
             total = format_size(part.device.usable)
             lines += _wrap("GPU", f"{part.device.name}{ordinal}: {free} free of {total}{shared}", 1)
-        lines += _wrap("why", self.why, 2, "bold")
+        unhelped = self.moment.why_no_help if self.moment is not None else None
+        lines += _wrap("why", self.why, 2 if unhelped is None else 3, "bold")
         asker = self.verdict.requester
         holders = "; ".join(_described(holder, asker) for holder in self.holders[:_SHOWN])
         lines += _wrap("holds", holders, 2)
@@ -190,7 +186,7 @@ class Report:
 
 def full_text(report: Report) -> str:
     """The whole report, for a log, a file or another process. `str` is for `print`: it fits standard output."""
-    return visible("\n".join(label + text for _, label, text in report._lines()))
+    return "\n".join(visible(label + text) for _, label, text in report._lines())
 
 
 def diagnose(
@@ -204,7 +200,7 @@ def diagnose(
     time: float,
     budget: Budget | None = None,
     peaks: Mapping[str, Mapping[str, int]] | None = None,
-    recorded: Moment | None = None,
+    recorded: RefusedRequest | None = None,
     then: Ledger | None = None,
     caught: bool = False,
 ) -> Report:
@@ -230,7 +226,7 @@ def diagnose(
         return Report(time, verdict, _short(facts), ledger, {}, (), found, None, who, "elsewhere", why)
     part = device_of(facts.text, verdict, ledger, recorded)
     if part is None:
-        reason, why = _unknown(ledger)
+        reason, why = causes.unknown(ledger)
         return Report(
             time, verdict, _short(facts), ledger, {}, tuple(samples), (), None, who, reason, why, (), recorded, caught
         )
@@ -241,19 +237,19 @@ def diagnose(
     before, moment = _then(part, facts, verdict, plan, then, recorded, samples, (peaks or {}).get(uuid, {}), time)
     others = dict(processes.get(uuid, {}))
     case = Case(
-        _caps_in_force(before, verdict), verdict, raised, plan, others, budget, moment is not None,
+        caps_in_force(before, verdict), verdict, raised, plan, others, budget, moment is not None,
         next((one.free for one in samples[-1].devices if one.uuid == uuid), None) if samples else None,
     )  # fmt: skip
     pooled = moment.pooled if moment is not None else None
-    since = moments.since(before, None if caught else part, verdict.requester, pooled)
-    reason, why = _reason(case, moment, since)
+    since = refusal.since(before, None if caught else part, verdict.requester, pooled)
+    reason, why = causes.reason(case, moment, since)
     found = remedies(verdict, case, reason)
-    if moment is not None and moment.no_room is not None:  # first: what follows may be cut off
-        why = f"no room was made for it: {moment.no_room}; {why}"
-        found = (
-            Remedy("run it again: memguard's lock is free once the call that has it (trim, resize, init) ends"),
-            *found,
-        )
+    if (unhelped := moment.why_no_help if moment is not None else None) is not None:
+        if unhelped.kind in (NoHelp.NOTHING_IDLE, NoHelp.NOT_ASKED):
+            why = f"{why}; no room was made: {unhelped.text}"
+        else:  # first: running it again may be all that it takes
+            why = f"no room was made for it: {unhelped.text}; {why}"
+        found = (*without_help(unhelped.kind), *found)
     return Report(
         time, verdict, _short(facts), ledger, others, tuple(samples), found, uuid, who, reason, why, _holders(case),
         moment, caught,
@@ -266,28 +262,28 @@ def _then(
     verdict: Verdict,
     plan: Plan | None,
     then: Ledger | None,
-    recorded: Moment | None,
+    recorded: RefusedRequest | None,
     samples: Sequence[Sample],
     peaks: Mapping[str, int],
     time: float,
-) -> tuple[DeviceLedger, Moment | None]:
+) -> tuple[DeviceLedger, RefusedRequest | None]:
     """The GPU's rows when the request was refused, and the figures behind that; as now, and None, if none are known."""
-    told = moments.of_text(facts, verdict, time)
+    told = refusal.of_text(facts, verdict, time)
     uuid = part.device.uuid
     if recorded is not None:
-        recorded = moments.complete(recorded, told)
+        recorded = refusal.complete(recorded, told)
         base = next((one for one in then.devices if one.device.uuid == uuid), part) if then is not None else part
-        return moments.at(base, recorded), recorded
+        return refusal.at(base, recorded), recorded
     if told is not None:
         told = told._replace(uuid=uuid)
-        return moments.at(part, told), told
+        return refusal.at(part, told), told
     need = Case(part, verdict, plan=plan).need
-    found = moments.from_now(part, verdict, need, peaks.get(verdict.requester or ""), samples, time)
-    return (part, None) if found is None else (moments.at(part, found), found)
+    found = refusal.from_now(part, verdict, need, peaks.get(verdict.requester or ""), samples, time)
+    return (part, None) if found is None else (refusal.at(part, found), found)
 
 
 def of_refusal(
-    moment: Moment, then: Ledger | None, plan: Plan | None, processes: Mapping[str, Mapping[int, int | None]],
+    moment: RefusedRequest, then: Ledger | None, plan: Plan | None, processes: Mapping[str, Mapping[int, int | None]],
     budget: Budget | None = None,
 ) -> Report:  # fmt: skip
     """The report on a refused request whose exception nobody has seen: the program has most likely caught it."""
@@ -298,110 +294,6 @@ def of_refusal(
         facts, verdict, then, plan, processes, (), time=moment.time, budget=budget, recorded=moment, then=then,
         caught=True,
     )  # fmt: skip
-
-
-def device_of(text: str, verdict: Verdict, ledger: Ledger | None, recorded: Moment | None) -> DeviceLedger | None:
-    """The GPU of the record, or that the text names by CUDA's number; else where the requester has least room."""
-    if ledger is None or not ledger.devices:
-        return None
-    if recorded is not None and recorded.uuid is not None:
-        return next((part for part in ledger.devices if part.device.uuid == recorded.uuid), None)
-    if named := re.search(r"\bGPU[ :_](\d+)\b|\bon device (\d+)\b", text):
-        number = int(named[1] or named[2])
-        known = all(part.device.ordinal is not None for part in ledger.devices)
-        numbers = [part.device.ordinal if known else at for at, part in enumerate(ledger.devices)]
-        if number in numbers:
-            return ledger.devices[numbers.index(number)]
-        return ledger.devices[0] if len(ledger.devices) == 1 and not known else None
-    return min(ledger.devices, key=lambda part: Case(_caps_in_force(part, verdict), verdict).headroom)
-
-
-def _caps_in_force(part: DeviceLedger, verdict: Verdict) -> DeviceLedger:
-    """A cap that is only watched refuses nothing: it is no reason for the error."""
-    watched = Enforcement.WATCHED.value
-    rows = (
-        replace(row, cap=None) if row.name == verdict.requester and row.enforcement == watched else row
-        for row in part.rows
-    )
-    return replace(part, rows=tuple(rows))
-
-
-def _unknown(ledger: Ledger | None) -> tuple[Reason, str]:
-    if ledger is None or not ledger.devices:
-        return "unknown", "the GPU could not be read"
-    return "unknown", "the error is about a GPU that the budget does not name"
-
-
-def _reason(case: Case, moment: Moment | None, since: str) -> tuple[Reason, str]:
-    """Whether it was its own cap or the full card, and the figures that show it: those of the moment, if known.
-
-    `since` says what is different now. Figures of now alone do not tell a cache in pieces from memory that was freed.
-    """
-    if since:
-        is_, has, have, holds = "was", "had", "had", "held"
-        end = f" when the request failed{since}"
-    else:
-        is_, has, have, holds = "is", "has", "have", "holds"
-        end = ""
-    place, full = ("the machine", "the machine's memory") if case.unified else ("the card", "the card")
-    row, card = case.row, f"{format_size(case.free)} free"
-    exact = moment is not None and moment.source in ("refusal", "observer", "text")
-    if row is None or row.cap is None:
-        if case.over_card:
-            about = "" if row else ", and this memory lies outside every cap"
-            if row is not None and case.planned is not None and row.name in case.planned.caps:
-                cap = format_size(case.planned.caps[row.name])
-                about = f"; {row.name}'s cap of {cap} is {row.enforcement}, not enforced"
-            return "card", f"{full} {is_} full: {card}{end}{about}"
-        if moment is not None and moment.free is not None and exact:
-            return "unknown", f"{place} {has} {card}{end}: the error means something else"
-        return "unknown", f"{place} has {card} now: memory was freed since, as far as is known"
-    held = f"{holds} an unknown part" if row.bytes is None else ""
-    held = held or f"{holds} {'at least ' if row.at_least is not None else ''}{format_size(row.bytes)}"
-    used = "" if row.in_use is None else f" ({format_size(row.in_use)} in use)"
-    if moment is not None and moment.source == "peak":
-        used = f" ({format_size(row.in_use)} in use at its peak)"
-    most = case.planned.elastic[row.name][1] if case.planned and row.name in case.planned.elastic else row.cap
-    now = f" (elastic, at most {format_size(most)})" if most > row.cap else ""
-    shared = "" if case.beside is None else f" of the shared pool, in which others {have} {format_size(case.beside)}"
-    reached = f"{is_} reached"
-    if now and moment is not None and moment.no_room is not None:
-        reached = "was not raised"
-    cap = f"its cap of {format_size(row.cap)}{now} {reached}: it {held}{used}{shared}"
-    asked = case.verdict.requested
-    if asked is not None and asked > most and case.over_cap:
-        whole = f"{format_size(asked)} is more than its whole cap of {format_size(most)}"
-        return "cap", f"{whole}; {place} {has} {card}{end}"
-    if case.shut_out:
-        what = "a request of unknown size" if asked is None else f"a request for {format_size(asked)}"
-        when = _WHEN.get(moment.source, "") if moment is not None else " now"
-        use = f", of which {format_size(row.in_use)} {'are' if moment is None else 'were'} in use{when}"
-        if row.in_use is None:
-            use = f"; how much of it {is_} in use is unknown"
-        return "cap", f"{what} did not fit under its cap of {format_size(row.cap)}{use}; {place} {has} {card}{end}"
-    if case.in_pieces and moment is None:
-        unknown = "what was in use when the request failed is not known"
-        return "cap", f"{cap} now; {unknown}; {place} has {card}"
-    if case.fragmented:
-        pieces = f"{format_size(case.split)} of its cache {is_} fragmented"
-        if case.silent:
-            pieces = f"{format_size(case.split)} of its pool {is_} free but fragmented"
-        large = f"its cap of {format_size(row.cap)} is large enough, but {pieces}"
-        return "fragmented", f"{large}; {place} {has} {card}{end}"
-    if case.over_cap and case.over_card:
-        return "cap and card", f"{cap}, and {place} {has} only {card}{end}"
-    if case.over_cap:
-        return "cap", f"{cap}{end}" if since else f"{cap}; {place} has {card}"
-    if case.over_card:
-        return "card", f"{full} {is_} full: {card}; {row.name} {held} of its cap of {format_size(row.cap)}{end}"
-    if case.verdict.refused and (asked is None or case.room is None):
-        left = "an unknown part" if case.room is None else format_size(case.room)
-        what = "the size of the request is unknown" if asked is None else "what it has in use is unknown"
-        return "unknown", f"{what}: {left} of its cap {'were' if since else 'are'} left, and {place} {has} {card}{end}"
-    room = f"({format_size(case.room)} under its cap, {card})"
-    if exact and moment is not None and (moment.held is not None or moment.in_use is not None):
-        return "unknown", f"there {is_} room {room}{end}: the error means something else"
-    return "unknown", f"there is room now {room}: memory was freed since, as far as is known"
 
 
 def _holders(case: Case) -> tuple[Holder, ...]:
@@ -476,12 +368,13 @@ def _wrap(label: str, text: str, most: int, style: str = "") -> list[tuple[str, 
     return [(style, f"  {label if not number else '':<{indent - 2}}", line) for number, line in enumerate(lines)]
 
 
-def _moment(moment: Moment | None) -> dict[str, Any] | None:
+def _moment(moment: RefusedRequest | None) -> dict[str, Any] | None:
     if moment is None:
         return None
-    names = ("source", "id", "requested", "held", "in_use", "cached", "reclaimable", "free", "cap", "no_room")
+    names = ("source", "id", "requested", "held", "in_use", "cached", "reclaimable", "free", "cap")
     when = datetime.fromtimestamp(moment.time, UTC).isoformat()
-    return {"time": when, **{name: getattr(moment, name) for name in names}}
+    unhelped = None if moment.why_no_help is None else moment.why_no_help._asdict()
+    return {"time": when, **{name: getattr(moment, name) for name in names}, "why_no_help": unhelped}
 
 
 def _plain(value: Any) -> Any:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args
 
 from memguard._base import life
 from memguard._base.advice import Advice
-from memguard._base.locks import InterruptSafeLock, free
+from memguard._base.locks import InterruptSafeLock, Rank, free, ranked
 from memguard._base.logs import is_heard
 from memguard._base.logs import log as _log
 from memguard._devices import suspension
@@ -148,7 +148,7 @@ class Runtime:
     """The budget of one process. Changes are made with `lock` held; readers take `state` as it is."""
 
     def __init__(self) -> None:
-        self.lock = InterruptSafeLock()
+        self.lock: InterruptSafeLock = ranked(InterruptSafeLock(), Rank.RUNTIME)
         self.extensions: Mapping[str, str] = {}
         """What a section of the budget adds to its session: `extensions.load`."""
         self.simulated_by_default: Sequence[str] | None = None
@@ -491,7 +491,7 @@ class Runtime:
 
     def forked(self) -> None:
         """A forked child starts without a budget, and with a lock of its own: the parent's may be held for ever."""
-        self.lock, self.claiming, self.applying = InterruptSafeLock(), False, False
+        self.lock, self.claiming, self.applying = ranked(InterruptSafeLock(), Rank.RUNTIME), False, False
         self.claimed.clear()
         watches.clear()  # what they write to has its threads in the parent
         before = self.session

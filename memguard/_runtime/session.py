@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, cast
 from memguard._base import life
 from memguard._base.logs import log as _log
 from memguard._base.logs import text_of
-from memguard._base.types import Event, Moment, Pressure, Sample, WorkloadReport
+from memguard._base.types import Event, Pressure, RefusedRequest, Sample, WorkloadReport
 from memguard._base.undo import Undo
 from memguard._base.units import format_size
 from memguard._devices import contexts, suspension
-from memguard._guard.shares import own_thread
+from memguard._guard.elastic import own_thread
 from memguard._oom import hooks
+from memguard._oom.refusal import RefusalEvents
 from memguard._runtime.leaks import Workloads
-from memguard._runtime.refusals import Refusals
 from memguard.errors import MemguardError, UnderPressure
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Session:
         self.stands_in = False
         """Whether its GPU is simulated because there was none: `init` with the same budget means this one."""
         self._workloads = Workloads()
-        self._refusals = Refusals()
+        self._refusals = RefusalEvents()
         self._pid = os.getpid()
         self._here = threading.local()  # per thread: whether it is the monitor's, or in a checkpoint already
 
@@ -100,7 +100,7 @@ class Session:
     def have(self, lease: Claimed) -> None:
         """The budget's lease: not claimed yet, or that of the same budget before. It outlives every cap."""
         self.lease = lease
-        self.guard._undo.add("the lease", lease.close)
+        self.guard.undo.add("the lease", lease.close)
 
     @property
     def writer(self) -> Writer | None:
@@ -119,15 +119,15 @@ class Session:
 
     def start(self) -> None:
         """Apply the budget, then hook errors. A thread and a file only if the budget has `monitor`."""
-        self.guard._on_stop = self.undo
+        self.guard.callbacks.stop = self.undo
         self.undo.add("monitor", self._forget)
         self.guard.start()
         try:
-            self.guard._on_event = self._announce
-            self.guard._on_checkpoint, self.guard._on_workload = self.checkpoint, self._finished
-            self.guard._on_refusal = self._refused
-            self.undo.add("hooks for uncaught errors", lambda: hooks.uninstall(self._scene))
-            hooks.install(self._scene, self._write_oom, self._announce_oom)
+            told = self.guard.callbacks
+            told.event, told.checkpoint, told.workload = self._announce, self.checkpoint, self._finished
+            told.refusal = self._refused
+            self.undo.add("hooks for uncaught errors", lambda: hooks.uninstall(self._oom_context))
+            hooks.install(self._oom_context, self._write_oom, self._announce_oom)
             monitor = self._make_monitor()
             for extension in self.extensions:
                 if extension.before_monitor:
@@ -258,7 +258,7 @@ class Session:
 
     # out-of-memory errors
 
-    def _scene(self) -> hooks.Scene:
+    def _oom_context(self) -> hooks.OomContext:
         """Ledger, plan, other processes and the last samples, read now."""
         guard = self.guard
         ledger = guard.ledger()
@@ -267,12 +267,12 @@ class Session:
             for part in (guard.plan.devices if suspension.now is None else ())
         }
         samples = self.monitor.last(10.0) if self.monitor is not None else []
-        return hooks.Scene(ledger, guard.plan, processes, tuple(samples), guard.budget, guard.peaks())
+        return hooks.OomContext(ledger, guard.plan, processes, tuple(samples), guard.budget, guard.peaks())
 
-    def _refused(self, moment: Moment) -> None:
+    def _refused(self, request: RefusedRequest) -> None:
         """A request was refused, within the allocation: into the timeline. Callbacks run no user code in there."""
         if (writer := self._writer) is not None:
-            for event in self._refusals.refused(moment):
+            for event in self._refusals.refused(request):
                 writer.event(event)
 
     def _write_refusals(self, everything: bool = False) -> None:
@@ -281,14 +281,14 @@ class Session:
                 writer.event(event)
 
     def _write_oom(self, report: Report) -> None:
-        who, moment = report.verdict.requester, report.moment
-        counted = moment is not None and moment.source in ("refusal", "observer")
-        if not counted and report.uuid is not None and who is not None and who in self.guard.frameworks:
-            self.guard.refused(who, report.uuid, report.time, report.verdict.requested)
+        """Count the request of an error whose allocator told nobody, and write the report into the timeline."""
+        who, request = report.verdict.requester, None if report.moment is None else report.moment.id
+        if request is None and who is not None and who in self.guard.frameworks:
+            self.guard.refusals.add(RefusedRequest(who, "text", report.time, report.uuid, report.verdict.requested))
         self._write_refusals(everything=True)
         if self._writer is not None:
             record = report.as_dict()
-            if moment is not None and (event := self._refusals.event_of(moment.id)) is not None:
+            if (event := self._refusals.event_of(request)) is not None:
                 record["moment"]["event"] = event
             self._writer.oom(record)
 
@@ -305,7 +305,7 @@ class Session:
             self._here.relaxed = contexts.relax()
         sample = self.guard.sample()
         try:
-            return self.guard.settle(sample)
+            return self.guard.rebalance(sample)
         except Exception as error:  # a sample is taken all the same
             _log.debug("no headroom was given: %s", text_of(error))
         return sample

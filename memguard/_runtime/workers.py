@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from memguard._base.advice import Advice
@@ -18,6 +18,7 @@ from memguard._base.blocks import End
 from memguard._base.types import Device, Event, Plan, Room, Sample, WorkloadReport
 from memguard._guard.guard import Guard
 from memguard._ledger.types import Ledger
+from memguard._oom.refusal import RefusalCounts
 from memguard.errors import NotActive
 
 if TYPE_CHECKING:
@@ -124,14 +125,16 @@ class IdleGuard(_Inactive):
 
     `why` says why nothing is applied, `given` is what `init` was given: `budget` reads it when it is asked for.
     `ledger()` and `sample()` are empty, what is unknown is None. Where there is no value without a GPU,
-    `part` and `set_cap` raise NotActive, and `host` is an AttributeError with the reason.
+    `part` raises NotActive, and `host` and the parts of a guard are an AttributeError with the reason.
     """
+
+    plan = Plan(())  # in place of the guard's property
 
     def __init__(self, why: str, given: Any) -> None:  # not Guard's, which asks for GPUs
         self.why, self.given = why, given
         self.notes, self.permanent = [why], []
         self.plan = Plan((), notes=(why,))
-        self.sharing, self.trims = None, Counter()
+        self.sharing, self.trims, self.refusals = None, Counter(), RefusalCounts()
 
     def __getattr__(self, name: str) -> Any:
         if name != "budget":
@@ -159,20 +162,21 @@ class IdleGuard(_Inactive):
     def part(self, uuid: str) -> NoReturn:
         self._refuse()
 
-    def movable(self, name: str) -> bool:
-        return False
+    @property
+    def own_plan(self) -> Plan:
+        return self.plan
 
-    def set_cap(self, name: str, uuid: str, cap: int) -> NoReturn:
-        self._refuse()
+    def busy(self) -> Iterator[tuple[str, int | None]]:
+        return iter(())
 
-    def settle(self, sample: Sample) -> Sample:
+    def peaks(self) -> dict[str, dict[str, int]]:
+        return {}
+
+    def rebalance(self, sample: Sample) -> Sample:
         return sample
 
     def moved(self) -> list[Event]:
         return []
-
-    def refused(self, framework: str, uuid: str, when: float, size: int | None) -> None:
-        pass
 
     def make_room(self, framework: str, needed: int, device: Device | None = None) -> Room:
         return Room({}, None, 0, {})  # no cap is in the way
@@ -180,20 +184,17 @@ class IdleGuard(_Inactive):
     def require(self, framework: str, size: int | str, device: Device | None = None) -> None:
         pass
 
-    def _begin_workload(
+    def begin_workload(
         self, name: str, framework: str, needs: int | str | None, wait: float | str | None
     ) -> tuple[WorkloadReport, End]:
         return WorkloadReport(name, framework), lambda error: None
 
-    async def _begin_workload_in_loop(
+    async def begin_workload_in_loop(
         self, name: str, framework: str, needs: int | str | None, wait: float | str | None
     ) -> tuple[WorkloadReport, End]:
-        return self._begin_workload(name, framework, needs, wait)
+        return self.begin_workload(name, framework, needs, wait)
 
-    def open_bytes(self, framework: str, uuid: str) -> int:
-        return 0
-
-    def promised(self, name: str, uuid: str, in_use: int | None) -> int:
+    def reserved_not_taken(self, framework: str, uuid: str) -> int:
         return 0
 
     def reclaimable(self) -> Reclaimable:

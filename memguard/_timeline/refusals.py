@@ -1,7 +1,7 @@
-"""Requests that were refused. A timeline may have one twice: as an event, and as the out-of-memory report. Pure.
+"""Refused requests of a timeline, which may have one twice: as an event, and as an out-of-memory report. Pure.
 
-A report names the event that counts its request. Those of memguard 0.1.0 do not: they are matched by time and size.
-All sizes are bytes; None is unknown.
+A report names the event that counts its request. Those of memguard 0.1.0, and those whose record was lost, do not: only
+these are matched by time and size, in `counting_event`. All sizes are bytes; None is unknown.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import Any
 
-from memguard._base.units import GRANULE
+from memguard._base.units import GRANULE, is_whole
 
 _MOMENT, _REPORT = 0.01, 1.0
 """Seconds by which the times of one request differ: the moment's, which is written, and the report's, made later."""
@@ -52,19 +53,46 @@ class Reported:
     event: float | None = None
 
 
-def event_of(moment: Mapping[str, Any]) -> float | None:
-    """The time of the event that counts the request of a report with this `moment`; None if it names none."""
+def moment_of(report: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The report's figures of the moment of the refusal; empty if it has none."""
+    moment = report.get("moment")
+    return moment if isinstance(moment, Mapping) else {}
+
+
+def is_counted(report: Mapping[str, Any]) -> bool:
+    """Whether an event counts the report's request: its allocator told of it when it was refused."""
+    return moment_of(report).get("source") in ("refusal", "observer")
+
+
+def reported(report: Mapping[str, Any], refusal: Refusal, exact: bool = False) -> Reported:
+    """The `refusal` of this report, with what finds its event."""
+    moment = moment_of(report)
+    if not is_counted(report):
+        return Reported(refusal, None, exact)
     time = moment.get("event")
-    return time if type(time) in (int, float) else None
+    return Reported(refusal, _time(moment.get("time")), exact, time if type(time) in (int, float) else None)
+
+
+def times_of(times: int | None) -> int:
+    """The requests that an event of kind `refused` counts."""
+    return times if is_whole(times) and times else 1
+
+
+def _time(value: object) -> float | None:
+    """As of `time.time()`, of what a report has."""
+    try:
+        return datetime.fromisoformat(str(value)).timestamp()
+    except (ValueError, OverflowError, OSError):
+        return None
 
 
 def once(events: Sequence[Refusal], reports: Sequence[Reported]) -> tuple[Refusal, ...]:
     """All of them, each request once. An event of several requests takes as many reports."""
     found = sorted(events, key=lambda event: event.time)
-    times, left = [event.time for event in found], [event.times for event in found]
+    left = [event.times for event in found]
     alone = []
     for report in sorted(reports, key=lambda report: (report.event is None, report.refusal.time)):
-        at = _event(found, times, left, report)
+        at = counting_event(found, left, report)
         if at is None:
             alone.append(report.refusal)
             continue
@@ -73,14 +101,18 @@ def once(events: Sequence[Refusal], reports: Sequence[Reported]) -> tuple[Refusa
     return (*found, *alone)
 
 
-def _event(events: Sequence[Refusal], times: Sequence[float], left: Sequence[int], report: Reported) -> int | None:
-    """The index of the event that tells of the same request. One of several requests has the time of the last."""
+def counting_event(events: Sequence[Refusal], left: Sequence[int], report: Reported) -> int | None:
+    """The index of the event that counts the report's request; None if there is none.
+
+    `events` are one framework's on one GPU, by time; `left` says how many reports each may still take. An event of
+    several requests has the time of the last.
+    """
     if report.event is not None:
-        at = bisect_left(times, report.event)
-        return at if at < len(times) and times[at] == report.event and left[at] else None
+        at = bisect_left(events, report.event, key=_when)
+        return at if at < len(events) and events[at].time == report.event and left[at] else None
     when, by = (report.refusal.time, _REPORT) if report.moment is None else (report.moment, _MOMENT)
     asked, counted = report.refusal.asked, not report.refusal.times
-    first = bisect_left(times, when - by)
+    first = bisect_left(events, when - by, key=_when)
     for at in range(first, len(events)):
         event = events[at]
         if event.time > when + by and not (at == first and event.times > 1 and counted):
@@ -88,6 +120,10 @@ def _event(events: Sequence[Refusal], times: Sequence[float], left: Sequence[int
         if left[at] and (asked is None or event.asked is None or asked == event.asked):
             return at
     return None
+
+
+def _when(event: Refusal) -> float:
+    return event.time
 
 
 def _merged(event: Refusal, report: Reported) -> Refusal:

@@ -15,7 +15,7 @@ cap that is smaller than that.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -26,7 +26,7 @@ from memguard._base.units import format_size, round_up
 from memguard._ledger.types import EXCHANGE
 from memguard._timeline import Oom
 from memguard._timeline.format import PEAK
-from memguard._timeline.refusals import Refusal
+from memguard._timeline.refusals import Refusal, is_counted, times_of
 from memguard._timeline.smallest import Smallest, with_headroom
 from memguard._timeline.unmet import Unmet
 
@@ -201,7 +201,7 @@ def replay_timeline(
             run.oom(record)
         elif isinstance(record, Event) and record.kind == "refused":
             run.unmet.event(record)
-            run.refused(record.framework, record.uuid, record.times or 1)
+            run.refused(record.framework, record.uuid, times_of(record.times))
         elif isinstance(record, Event) and record.kind == PEAK:
             run.peak(record)
     return run.outcome(simulated, recorded)
@@ -368,12 +368,8 @@ class _Run:
         """A report. If its request was recorded when it was refused, an event has counted it."""
         self.unmet.oom(record)
         report = record.report
-        moment = report.get("moment")
-        if report.get("memory", "gpu") != "gpu":
-            return
-        if isinstance(moment, Mapping) and moment.get("source") in ("refusal", "observer"):
-            return
-        self.refused(report.get("requester"), report.get("uuid"), 1)
+        if report.get("memory", "gpu") == "gpu" and not is_counted(report):
+            self.refused(report.get("requester"), report.get("uuid"), 1)
 
     def refused(self, name: object, uuid: object, count: int) -> None:
         self.ooms += count

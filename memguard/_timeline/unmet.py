@@ -7,15 +7,14 @@ the last sample stand for them. All sizes are bytes; None is unknown.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from datetime import datetime
+from collections.abc import Callable
 
 from memguard._base.specs import NEVER_GIVE_BACK
 from memguard._base.types import DevicePlan, DeviceSample, Event, FrameworkSample, Plan, Sample
 from memguard._base.units import GRANULE, is_whole
 from memguard._budget import FRAMEWORKS
 from memguard._timeline.format import Oom
-from memguard._timeline.refusals import Refusal, Reported, event_of, once
+from memguard._timeline.refusals import Refusal, Reported, is_counted, moment_of, once, reported, times_of
 
 REGIONS = frozenset({"jax"})
 """Frameworks whose pool grows by regions that it neither joins nor gives back: a request must fit into one of them."""
@@ -64,7 +63,7 @@ class Unmet:
         if (then := self._pinned_of(key, event.held, event.in_use, event.reclaimable, cap)) is not None:
             held = then
         free = free if event.free is None else event.free
-        times = event.times if is_whole(event.times) and event.times else 1
+        times = times_of(event.times)
         asked = event.bytes if is_whole(event.bytes) else None
         self._add(key, self._refusal(key, event.time, asked, held, cap, free, times))
 
@@ -80,9 +79,7 @@ class Unmet:
                 name = who if len(who) <= 40 else who[:37] + "..."
                 self.elsewhere[name] = self.elsewhere.get(name, 0) + 1
             return
-        moment = report.get("moment")
-        if not isinstance(moment, Mapping):
-            moment = {}
+        moment = moment_of(report)
         asked = _whole(moment.get("requested"))
         asked = _whole(report.get("requested")) if asked is None else asked
         held, cap, free = self._before(key)
@@ -92,10 +89,8 @@ class Unmet:
         pool, in_use, reclaimable = (_whole(moment.get(name)) for name in ("held", "in_use", "reclaimable"))
         then = self._pinned_of(key, pool, in_use, reclaimable, cap)
         held = held if then is None else then
-        counted = moment.get("source") in ("refusal", "observer")  # by an event
-        when = _time(moment.get("time")) if counted else None
-        refusal = self._refusal(key, record.time, asked, held, cap, free, 0 if counted else 1)
-        self._add(key, Reported(refusal, when, then is not None, event_of(moment) if counted else None))
+        refusal = self._refusal(key, record.time, asked, held, cap, free, 0 if is_counted(report) else 1)
+        self._add(key, reported(report, refusal, then is not None))
 
     def _refusal(
         self, key: Key, time: float, asked: int | None, held: int | None, cap: int | None, free: int | None, times: int
@@ -164,14 +159,6 @@ def _pinned_of(name: str, held: int | None, in_use: int | None, reclaimable: int
     if held is not None and reclaimable is not None and name not in NEVER_GIVE_BACK:
         pinned = max(held - reclaimable, pinned or 0)
     return pinned
-
-
-def _time(value: object) -> float | None:
-    """As of `time.time()`, of what a report has."""
-    try:
-        return datetime.fromisoformat(str(value)).timestamp()
-    except (ValueError, OverflowError, OSError):
-        return None
 
 
 def _whole(value: object) -> int | None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from memguard._base.locks import Turn, awaiting
+from memguard._base.locks import Rank, Turn, awaiting
 from memguard._base.types import Event, Plan, Sample
 from memguard._base.units import KIB, MIB, format_size
 from memguard._timeline import files
@@ -68,7 +68,7 @@ class Writer:
     ) -> None:
         self._pid = os.getpid()
         self.path = files.expand(path, self._pid, rank)
-        self._say, self._clock, self._turn = say, clock, Turn()
+        self._say, self._clock, self._turn = say, clock, Turn(rank=Rank.TIMELINE)
         self._waiting: deque[Callable[[], object]] = deque()  # records that came within the writing of another one
         self._begun = False
         self._over = False  # told to close; whoever has the turn does it, if `close` cannot

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from memguard._base.types import Moment, Shortage
+from memguard._base.types import RefusedRequest, Shortage
 from memguard._base.units import MIB
 
 PAGE = 2 * MIB
@@ -19,8 +19,8 @@ def noted(setting: Any) -> None:
     setting.framework.on_refusal = setting.refusals.append
 
 
-def refusals(setting: Any) -> list[Moment]:
-    found: list[Moment] = setting.refusals
+def refusals(setting: Any) -> list[RefusedRequest]:
+    found: list[RefusedRequest] = setting.refusals
     return found
 
 

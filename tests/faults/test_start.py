@@ -23,7 +23,7 @@ SIX = ("tensorflow", "torch", "jax", "cupy", "pycuda", "numba")
 ALWAYS = {
     "", "_base.advice", "api", "_base",
     "_base.blocks", "_guard.caps", "_guard.guard", "_base.life", "_base.locks", "_base.logs",
-    "_budget.policy", "_guard.shares", "_base.specs", "_base.text",
+    "_budget.policy", "_guard.elastic", "_base.specs", "_base.text",
     "_base.types", "_base.undo", "_base.units",
     "_runtime.workers", "errors", "_base.findings", "_budget.joint",
     "_budget", "_budget.rules", "_budget.schema", "_budget.source_map", "_budget.values",
@@ -32,9 +32,8 @@ ALWAYS = {
     "_frameworks.real_imports", "_frameworks.registry", "_frameworks.replacements", "_frameworks.second_contexts",
     "_frameworks.pycuda", "_frameworks.pycuda.contexts",
     "_ledger", "_ledger.overhead", "_ledger.reader", "_ledger.rows", "_ledger.types",
-    "_runtime", "_runtime.extensions", "_runtime.leaks", "_runtime.refusals", "_runtime.runtime",
-    "_runtime.session", "_oom", "_oom.hooks",
-    "_guard", "_guard.lending", "_guard.order", "_guard.reclaimer",
+    "_runtime", "_runtime.extensions", "_runtime.leaks", "_runtime.runtime", "_runtime.session",
+    "_oom", "_oom.hooks", "_oom.refusal", "_guard", "_guard.lending", "_guard.reclaim",
 }  # fmt: skip
 """What init loads of memguard for any budget: names below `memguard`, which is "" itself."""
 FILE = {"_budget.yaml"}

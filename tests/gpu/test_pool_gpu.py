@@ -22,7 +22,7 @@ import pycuda.autoinit, pycuda.driver as drv
 from numba import cuda
 from memguard._budget.joint import POOL
 def device(): return memguard.ledger().devices[0]
-def pool(): return guard._joint.figures(device().device.uuid)
+def pool(): return guard.caps.joint.figures(device().device.uuid)
 def refused(call):
     try:
         kept = call()
@@ -172,7 +172,7 @@ uuid = device().device.uuid
 x = ASK["cupy"](64 * MIB)
 del x
 y = ASK["torch"](64 * MIB)
-ours = guard._joint._pools[uuid]
+ours = guard.caps.joint._pools[uuid]
 cupy.cuda.MemoryAsyncPool().set_limit(size=1)  # the current pool's release threshold
 memguard.ledger()
 result["kept"] = ours._attribute(4) == 2**64 - 1
@@ -247,9 +247,9 @@ for turn in range(2):
 stop.set()
 thread.join()
 uuid = device().device.uuid
-result.update(most=most[0], rows=rows, held=guard._joint.figures(uuid)[0])
-result["threshold"] = guard._joint._pools[uuid]._attribute(4) == 2**64 - 1
-pool = guard._joint._pools[uuid]
+result.update(most=most[0], rows=rows, held=guard.caps.joint.figures(uuid)[0])
+result["threshold"] = guard.caps.joint._pools[uuid]._attribute(4) == 2**64 - 1
+pool = guard.caps.joint._pools[uuid]
 result["stays"] = memguard.shutdown()
 result["after"] = pool._attribute(4) != 2**64 - 1
 """

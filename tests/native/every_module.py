@@ -84,7 +84,7 @@ def outcome(name):
 def caps():
     # How it stands with each framework that the import brought, and what the undo left.
     found = {}
-    for name, entry in guard._entries.items():
+    for name, entry in guard.caps.entries.items():
         loaded = sys.modules.get(entry.framework.hook)
         if loaded is not None and not getattr(loaded.__spec__, "_initializing", False):
             found[name] = entry.enforcement.value
@@ -101,7 +101,7 @@ for line in sys.stdin:
     if pid == 0:
         signal.alarm(120)
         if mode == "budget":
-            guard._pid = os.getpid()  # a forked child has no budget, but this one stands for a process of its own
+            guard.caps.pid = os.getpid()  # a forked child has no budget, but this one stands for a process of its own
         answer = [outcome(line.strip())]
         if mode == "budget":
             answer += caps()

@@ -61,11 +61,12 @@ BROKEN: dict[str, Broken] = {
         "tests/native/test_pycuda.py::test_a_hit_asks_the_driver_for_nothing_and_waits_for_no_lock",
     ),
     "a refusal is not reported": Broken(
-        "_frameworks/base.py", "            record = self.on_refusal(moment)\n", "            record = None\n",
+        "_frameworks/base.py",
+        "            record = self.on_refusal(request._replace(**known))\n", "            record = None\n",
         "tests/gpu/test_moment.py::test_memguards_own_refusals_caught_and_retried[pycuda]",
     ),
     "a trim reports more than came back": Broken(
-        "_guard/reclaimer.py", "        got = max(self.available(device) - before, 0)\n",
+        "_guard/reclaim.py", "        got = max(self.available(device) - before, 0)\n",
         "        got = 2 * max(self.available(device) - before, 0)\n",
         "tests/gpu/test_elastic_gpu.py::test_cupys_cache_goes_to_torch_when_room_is_made",
     ),

@@ -47,7 +47,7 @@ class SimulatedRunner:
     def idle(self) -> None:
         sample = self.guard.sample()
         if self.lends:
-            self.guard.settle(sample)
+            self.guard.rebalance(sample)
 
     def held(self) -> Mapping[str, int]:
         return {name: one.stats(self.gpu).held for name, one in self.frameworks.items()}

@@ -19,7 +19,7 @@ from support.oracle import MIB, PAGE, Entry, in_the_way, judge
 from memguard._base.specs import SPECS
 from memguard._base.types import State
 from memguard._base.units import round_up
-from memguard._guard.lending import Part, ask, settle
+from memguard._guard.lending import Part, plan_raise, rebalance
 from memguard.errors import BudgetExceeded
 
 names = st.sampled_from(_schedules.FRAMEWORKS)
@@ -150,7 +150,7 @@ class Figures:
         elif kind < 0.9:
             self.trim(name, int(rng.random() * part.idle))
         else:
-            self.move(settle(self.parts, self.room))
+            self.move(rebalance(self.parts, self.room))
 
     def take(self, name: str, size: int) -> None:
         """A request: from its own cache, from the driver below its cap, or after a loan. Its live bytes grow by it."""
@@ -167,7 +167,7 @@ class Figures:
 
     def lent(self, name: str, wanted: int) -> bool:
         for _ in range(2 * len(self.parts)):
-            loan = ask(self.parts, self.room, name, wanted)
+            loan = plan_raise(self.parts, self.room, name, wanted)
             if loan.missing:
                 others = sum(
                     max(part.least, round_up(part.held - part.idle)) for one, part in self.parts.items() if one != name

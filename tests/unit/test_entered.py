@@ -409,12 +409,12 @@ def test_a_glance_and_a_signal_handler_see_it_and_leave_it_to_the_next_reading(
     entries = host.entries
     monkeypatch.setattr(host, "entries", lambda mark=True: marks.append(mark) or entries(mark))
     guard, begun = api.current(), rows()
-    part, reader = guard.plan.devices[0], guard._reader
+    part, reader = guard.plan.devices[0], guard.reader
     clock[0] += 5
     host.enter("cusolver")
     host.take(host.devices()[0], 98 * MIB)
     marks.clear()
-    assert reader.glance(part, guard.frameworks)[0].overhead.charged // MIB == begun[0] + 98
+    assert reader.read_unlocked(part, guard.frameworks)[0].overhead.charged // MIB == begun[0] + 98
     assert reader._read(part, guard.frameworks, False).overhead.charged // MIB == begun[0] + 98
     assert marks == [False, False]
     assert rows() == (begun[0] + 98, begun[1]) and marks == [False, False, True]

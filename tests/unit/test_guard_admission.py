@@ -43,7 +43,7 @@ def test_what_fits_waits_for_no_other_thread_and_what_does_not_is_judged_after_i
     guard = start()
     torch, other = simulated(guard, "torch"), concurrent.futures.ThreadPoolExecutor(2)
     array = torch.allocate(3 * GIB)
-    with guard._lock:
+    with guard.caps.lock:
         assert other.submit(lambda: memguard.require("torch", GIB)).result(10) is None
         refused = other.submit(lambda: memguard.require("torch", 2 * GIB))
         assert not concurrent.futures.wait([refused], 0.05).done

@@ -298,7 +298,7 @@ def test_every_view_finds_drift_by_itself(drifting: dict[str, Drifting], caplog:
     ]
     for view in views:
         guard, events = start(TORCH), list[Event]()
-        guard._on_event = events.append
+        guard.callbacks.event = events.append
         drifting["torch"].allocate(MIB)
         drifting["torch"].lost = (RAISED,)
         caplog.clear()
@@ -373,7 +373,7 @@ def test_a_check_during_a_resize_is_not_taken_for_drift(
     monkeypatch.setattr(Drifting, "drift", drift)
     monkeypatch.setattr(Drifting, "resize", halfway)
     events: list[Event] = []
-    guard._on_event = events.append
+    guard.callbacks.event = events.append
     memguard.resize("torch", "5GiB")
     threads[0].join()
     assert events == [] and enforcements() == {"torch": "enforced"}
@@ -465,7 +465,7 @@ def test_what_a_later_call_lifts_is_told_at_the_call(
     drifting: dict[str, Drifting], caplog: pytest.LogCaptureFixture
 ) -> None:
     guard, events = start(TORCH), list[Event]()
-    guard._on_event = events.append
+    guard.callbacks.event = events.append
     torch = drifting["torch"]
     torch.allocate(MIB)
     torch.lost = (RAISED,)
@@ -490,7 +490,7 @@ def test_it_is_told_at_the_call_while_another_thread_has_the_lock(
     drifting["torch"].allocate(MIB)
 
     def hold() -> None:
-        with guard._lock:
+        with guard.caps.lock:
             held.set()
             done.wait(10)
 

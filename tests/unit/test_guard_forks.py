@@ -106,7 +106,7 @@ def test_locks_that_another_thread_held_at_the_fork_do_not_stop_the_child(lock: 
     held, release = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with guard._lock if lock == "guard" else runtime.this.lock:
+        with guard.caps.lock if lock == "guard" else runtime.this.lock:
             held.set()
             release.wait(20)
 
@@ -134,14 +134,15 @@ def test_a_child_that_was_forked_while_another_thread_noted_a_refusal_ends(tmp_p
     code = f"""
 import os, signal, sys, threading
 import memguard
-from memguard._runtime import refusals, session
+from memguard._oom import refusal
+from memguard._runtime import session
 has, over = threading.Event(), threading.Event()
 def clock():
     if threading.current_thread().name == "noting":
         has.set()
         over.wait(20)
     return 0.0
-session.Refusals = lambda: refusals.Refusals(clock)
+session.RefusalEvents = lambda: refusal.RefusalEvents(clock)
 guard = memguard.init({{
     "version": 1, "frameworks": {{"torch": {{"limit": "1GiB"}}}},
     "monitor": {{"interval": "10s", "timeline": {str(tmp_path / "{pid}.jsonl")!r}}},

@@ -100,7 +100,7 @@ def test_an_import_that_waits_while_the_budget_is_shut_down() -> None:
         except BaseException as error:
             errors.append(error)
 
-    with guard._lock:
+    with guard.caps.lock:
         thread = threading.Thread(target=importing, daemon=True)
         thread.start()
         assert patient(lambda: hooks() == [])  # its callback is on its way, and waits for us
@@ -126,7 +126,7 @@ def test_an_import_does_not_wait_for_ever_for_another_threads_call_and_a_later_c
     guard.sample()  # its first one looks for drift anyway
 
     def hold() -> None:
-        with guard._lock:
+        with guard.caps.lock:
             has.set()
             over.wait(5)
 
@@ -159,7 +159,7 @@ def test_a_cap_that_cannot_be_set_after_the_import_is_said_and_watched(
     guard, has, over = start(TORCH), threading.Event(), threading.Event()
 
     def hold() -> None:
-        with guard._lock:
+        with guard.caps.lock:
             has.set()
             over.wait(5)
 

@@ -198,7 +198,7 @@ def test_after_an_interrupted_shutdown_nothing_says_that_a_cap_holds(
         if len(calls) == 1:
             raise KeyboardInterrupt
 
-    guard._undo.add("a step", lambda: guard._take_back("a step", interrupted))
+    guard.undo.add("a step", lambda: guard._take_back("a step", interrupted))
     with pytest.raises(KeyboardInterrupt):
         memguard.shutdown()
     assert not guard.active and cap_of(torch) is None, "the other steps ran"

@@ -77,7 +77,7 @@ def test_a_block_within_another_call_does_not_wait_for_ever(monkeypatch: pytest.
         shutting = threading.Thread(target=memguard.shutdown, daemon=True)
         threads.append(shutting)
         shutting.start()
-        while not guard._over:  # until `shutdown` has its lock, and comes to the one that this thread has
+        while not guard.caps.over:  # until `shutdown` has its lock, and comes to the one that this thread has
             time.sleep(0.01)
         try:
             with block():
@@ -116,12 +116,12 @@ def test_a_trim_whose_budget_a_finalizer_ends_says_so(monkeypatch: pytest.Monkey
 
 def test_one_that_ends_it_just_before_a_framework_is_looked_up_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     guard = memguard.init({**BUDGET, "frameworks": {"torch": {"limit": "4GiB"}}}, simulate="h200")
-    looked_up = guard._reclaimer.sibling
+    looked_up = guard.elastic.reclaimer.sibling
 
     def ending(name: str) -> Any:
         memguard.shutdown()
         return looked_up(name)
 
-    monkeypatch.setattr(guard._reclaimer, "sibling", ending)
+    monkeypatch.setattr(guard.elastic.reclaimer, "sibling", ending)
     with pytest.raises(NotActive, match="it was shut down"):
         memguard.trim()

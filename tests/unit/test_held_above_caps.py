@@ -128,11 +128,11 @@ def test_neither_a_trim_nor_a_tick_nor_a_demand_gives_it_away() -> None:
     guard, _ = lowered(budget(torch={"min": "2GiB", "max": "90%"}, cupy={"limit": "4GiB"}, numba={"limit": "16GiB"}))
     for _ in range(3):
         filled(guard, "torch")
-        guard.settle(guard.sample())
+        guard.rebalance(guard.sample())
         memguard.trim()
         with contextlib.suppress(BudgetExceeded):
             memguard.require("torch", "1GiB")
-        guard.settle(guard.sample())
+        guard.rebalance(guard.sample())
     filled(guard, "cupy")
     assert within_limit(guard) and guard.plan.devices[0].caps["torch"] == 20 * GIB, "all that is left"
 
@@ -142,7 +142,7 @@ def test_it_is_held_back_after_a_suspension_too() -> None:
     with memguard.suspended():
         pass
     filled(guard, "torch"), filled(guard, "cupy")
-    guard.settle(guard.sample())
+    guard.rebalance(guard.sample())
     filled(guard, "cupy")
     assert within_limit(guard)
 
@@ -176,7 +176,7 @@ def test_a_framework_whose_cap_came_too_late_counts_with_what_it_holds() -> None
     part, seen = guard.plan.devices[0], Usage(14 * GIB, 14 * GIB, 0)
     guard.frameworks["jax"].usage = lambda device: seen  # type: ignore[method-assign]
     host_of(guard).take(part.device, 14 * GIB)
-    guard.settle(guard.sample())
+    guard.rebalance(guard.sample())
     assert guard.plan.devices[0].caps["cupy"] == 24 * GIB, "a tick calls back what nobody uses"
     filled(guard, "cupy")
     assert within_limit(guard)
@@ -218,11 +218,11 @@ def test_a_tick_shows_the_caps_that_it_has_set() -> None:
     memguard.trim()
     torch.allocate(guard.plan.devices[0].caps["torch"] - MIB)
     before = guard.sample()
-    after = guard.settle(before)
+    after = guard.rebalance(before)
     caps = guard.plan.devices[0].caps
     assert after.devices[0].frameworks["torch"].cap == caps["torch"] > (before.devices[0].frameworks["torch"].cap or 0)
     assert after.devices[0].frameworks["cupy"].cap == caps["cupy"]
-    assert guard.settle(before) is before, "by caps of before nothing is moved"
+    assert guard.rebalance(before) is before, "by caps of before nothing is moved"
 
 
 # Whatever a program does
@@ -251,8 +251,8 @@ class HeldAboveCaps(RuleBasedStateMachine):
         if live:  # before the budget: more than its cap, at times more than the limit
             before = SimulatedFramework(host, "cupy", imported=True)
             self.arrays += [("cupy", before.allocate(GIB)) for _ in range(live)]
-            create = self.guard._create
-            self.guard._create = lambda name: before if name == "cupy" else create(name)  # type: ignore[method-assign]
+            create = self.guard.caps.create
+            self.guard.caps.create = lambda name: before if name == "cupy" else create(name)  # type: ignore[method-assign]
         self.guard.start()
         caps = self.guard.plan.devices[0].caps
         self.above = sum(
@@ -317,7 +317,7 @@ class HeldAboveCaps(RuleBasedStateMachine):
 
     @rule()
     def tick(self) -> None:
-        self.guard.settle(self.guard.sample())
+        self.guard.rebalance(self.guard.sample())
 
     @rule(name=st.none() | names)
     def trim(self, name: str | None) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memguard._base.units import GIB, GRANULE, MIB, round_up
-from memguard._guard.lending import Loan, Part, ask, settle
+from memguard._guard.lending import CapChange, Part, plan_raise, rebalance
 
 NAMES = ("torch", "cupy", "pycuda", "numba", "jax")
 granules = st.integers(1, 400).map(lambda count: count * GRANULE)
@@ -57,8 +57,8 @@ def holds(parts: Mapping[str, Part], room: int, caps: Mapping[str, int]) -> None
 @given(scenes(), granules)
 def test_what_is_lent_is_never_anybodys_min_nor_live(scene: tuple[dict[str, Part], int, str], more: int) -> None:
     parts, room, who = scene
-    holds(parts, room, ask(parts, room, who, parts[who].cap + 1).caps)
-    loan = ask(parts, room, who, parts[who].held + more)
+    holds(parts, room, plan_raise(parts, room, who, parts[who].cap + 1).caps)
+    loan = plan_raise(parts, room, who, parts[who].held + more)
     holds(parts, room, loan.caps)
     if loan.caps:
         assert loan.caps[who] >= parts[who].held + more and not loan.calls and not loan.missing
@@ -68,7 +68,7 @@ def test_what_is_lent_is_never_anybodys_min_nor_live(scene: tuple[dict[str, Part
 @given(scenes(), granules)
 def test_a_request_within_its_min_asks_nobody(scene: tuple[dict[str, Part], int, str], more: int) -> None:
     parts, room, who = scene
-    assert ask(parts, room, who, min(more, parts[who].least)) == Loan({})
+    assert plan_raise(parts, room, who, min(more, parts[who].least)) == CapChange({})
 
 
 @given(scenes(), granules)
@@ -80,7 +80,7 @@ def test_it_is_refused_only_if_all_caches_together_would_not_serve(
     others = [part for name, part in parts.items() if name != who]
     # What stays with a sibling whatever happens: its min, or what it has live above that.
     stays = sum(max(part.least, round_up(max(part.held - part.idle, 0))) for part in others)
-    loan = ask(parts, room, who, wanted)
+    loan = plan_raise(parts, room, who, wanted)
     if wanted <= parts[who].most and round_up(wanted) + stays <= room:
         assert not loan.missing
     if loan.missing:
@@ -94,7 +94,7 @@ def test_following_what_it_says_ends_served_and_calls_no_cache_in_vain(
     parts, room, who = scene
     wanted, called = parts[who].held + more, 0
     for _ in range(3 * len(parts)):  # rounding may call the rest of a granule
-        loan = ask(parts, room, who, wanted)
+        loan = plan_raise(parts, room, who, wanted)
         assert not (called and loan.missing)
         if not loan.calls:
             break
@@ -111,10 +111,10 @@ def test_following_what_it_says_ends_served_and_calls_no_cache_in_vain(
 @given(scenes())
 def test_a_tick_moves_something_once_under_a_constant_load(scene: tuple[dict[str, Part], int, str]) -> None:
     parts, room, _ = scene
-    caps = settle(parts, room)
+    caps = rebalance(parts, room)
     holds(parts, room, caps)
     assert all(not parts[name].asks for name, cap in caps.items() if cap > parts[name].cap)
-    assert settle(after(parts, caps), room) == {}
+    assert rebalance(after(parts, caps), room) == {}
 
 
 def test_what_is_held_above_a_lowered_cap_is_lent_to_nobody() -> None:
@@ -123,14 +123,14 @@ def test_what_is_held_above_a_lowered_cap_is_lent_to_nobody() -> None:
         "cupy": Part(GIB, 30 * GIB, 2 * GIB, 2 * GIB),
         "numba": Part(GIB, GIB, GIB, 14 * GIB),
     }
-    refused = ask(parts, 28 * GIB, "cupy", 13 * GIB)
+    refused = plan_raise(parts, 28 * GIB, "cupy", 13 * GIB)
     assert (refused.missing, refused.live) == (GIB, {"torch": GIB, "numba": 13 * GIB})
-    assert ask(parts, 28 * GIB, "cupy", 12 * GIB).caps == {"torch": 2 * GIB, "cupy": 12 * GIB}
+    assert plan_raise(parts, 28 * GIB, "cupy", 12 * GIB).caps == {"torch": 2 * GIB, "cupy": 12 * GIB}
     cached = {**parts, "numba": parts["numba"]._replace(idle=9 * GIB)}
-    assert ask(cached, 28 * GIB, "cupy", 13 * GIB).calls == (("numba", GIB),)
-    assert settle(parts, 28 * GIB) == {}, "it fits"
-    assert settle(parts, 20 * GIB) == {"torch": 4 * GIB}, "eight too much, which nobody uses"
-    assert settle(parts, 10 * GIB) == {"torch": 2 * GIB}, "as far as that goes"
+    assert plan_raise(cached, 28 * GIB, "cupy", 13 * GIB).calls == (("numba", GIB),)
+    assert rebalance(parts, 28 * GIB) == {}, "it fits"
+    assert rebalance(parts, 20 * GIB) == {"torch": 4 * GIB}, "eight too much, which nobody uses"
+    assert rebalance(parts, 10 * GIB) == {"torch": 2 * GIB}, "as far as that goes"
 
 
 def test_unlent_memory_goes_first_then_what_is_unused_then_cache() -> None:
@@ -140,9 +140,9 @@ def test_unlent_memory_goes_first_then_what_is_unused_then_cache() -> None:
     }
     room = 12 * GIB  # one is lent to nobody
 
-    def for_numba(wanted: int, most: int | None = None, **other: Part) -> Loan:
+    def for_numba(wanted: int, most: int | None = None, **other: Part) -> CapChange:
         numba = Part(1 * GIB, most or wanted, 1 * GIB, 1 * GIB, 0)
-        return ask({**siblings, **other, "numba": numba}, room, "numba", wanted)
+        return plan_raise({**siblings, **other, "numba": numba}, room, "numba", wanted)
 
     assert for_numba(2 * GIB).caps == {"numba": 2 * GIB}
     # What can ask again lends first, and torch keeps its headroom.
@@ -159,9 +159,9 @@ def test_what_is_missing_is_in_whole_pages_so_that_asking_for_so_much_less_serve
     """A room is no whole number of pages, and caps are."""
     room = 16 * GIB - 5 * MIB // 2
     parts = {"torch": Part(GIB, 15 * GIB, GIB, asks=False), "cupy": Part(GIB, 15 * GIB, 15 * GIB - 4 * MIB)}
-    most = ask(parts, room, "torch", 15 * GIB)
+    most = plan_raise(parts, room, "torch", 15 * GIB)
     assert most.missing % GRANULE == 0 and most.missing > 0
-    assert ask(parts, room, "torch", 15 * GIB - most.missing).caps["torch"] >= 15 * GIB - most.missing
+    assert plan_raise(parts, room, "torch", 15 * GIB - most.missing).caps["torch"] >= 15 * GIB - most.missing
 
 
 def test_a_cap_rises_further_than_it_must_by_what_nobody_uses() -> None:
@@ -171,11 +171,13 @@ def test_a_cap_rises_further_than_it_must_by_what_nobody_uses() -> None:
         "cupy": Part(GIB, 16 * GIB, 5 * GIB, GIB),
         "numba": Part(GIB, 17 * GIB, GIB, GIB),
     }
-    assert ask(parts, 13 * GIB, "numba", 2 * GIB).caps == {"cupy": 4 * GIB, "numba": 3 * GIB}
+    assert plan_raise(parts, 13 * GIB, "numba", 2 * GIB).caps == {"cupy": 4 * GIB, "numba": 3 * GIB}
     parts["numba"] = Part(GIB, 17 * GIB, 5 * GIB, 5 * GIB)
-    assert ask(parts, 17 * GIB, "numba", 6 * GIB).caps == {"torch": 5 * GIB, "cupy": 3 * GIB, "numba": 9 * GIB}
+    assert plan_raise(parts, 17 * GIB, "numba", 6 * GIB).caps == {"torch": 5 * GIB, "cupy": 3 * GIB, "numba": 9 * GIB}
     parts["cupy"] = Part(GIB, 16 * GIB, 8 * GIB, GIB)
-    assert ask(parts, 19 * GIB, "torch", 7 * GIB).caps == {"cupy": 5 * GIB, "torch": 9 * GIB}, "twice its headroom"
+    assert plan_raise(parts, 19 * GIB, "torch", 7 * GIB).caps == {"cupy": 5 * GIB, "torch": 9 * GIB}, (
+        "twice its headroom"
+    )
 
 
 def test_a_framework_that_cannot_ask_gets_headroom_from_those_that_can() -> None:
@@ -183,10 +185,10 @@ def test_a_framework_that_cannot_ask_gets_headroom_from_those_that_can() -> None
         "torch": Part(GIB, 8 * GIB, GIB, GIB - MIB, asks=False),
         "cupy": Part(GIB, 8 * GIB, 7 * GIB, 2 * GIB, 0),
     }
-    assert settle(parts, 8 * GIB) == {"cupy": 6 * GIB, "torch": 2 * GIB}
+    assert rebalance(parts, 8 * GIB) == {"cupy": 6 * GIB, "torch": 2 * GIB}
 
 
 @pytest.mark.parametrize("wanted", [9 * GIB, 100 * GIB])
 def test_above_its_max_nothing_is_lent(wanted: int) -> None:
     parts = {"cupy": Part(GIB, 8 * GIB, GIB, 0, 0), "numba": Part(GIB, GIB, GIB, GIB, GIB)}
-    assert ask(parts, 16 * GIB, "cupy", wanted) == Loan({}, missing=wanted - 8 * GIB)
+    assert plan_raise(parts, 16 * GIB, "cupy", wanted) == CapChange({}, missing=wanted - 8 * GIB)

@@ -139,7 +139,7 @@ def test_a_call_within_another_one_ends_wherever_a_second_thread_takes_the_lock(
         while owned < OWNED:
             at += 1
             guard = memguard.init({"version": 1, "frameworks": {"torch": {"limit": "4GiB"}}}, simulate="h200")
-            lock = runtime.this.lock if name == "shutdown" else guard._lock
+            lock = runtime.this.lock if name == "shutdown" else guard.caps.lock
             other, within = Other(lock), [False]
 
             def take(lock: Any = lock, other: Other = other) -> None:

@@ -353,7 +353,7 @@ def test_counters_of_lends(port: int) -> None:
     held = [other.allocate(GIB) for _ in range(18)]  # what the cache of the first has, too
     series = read(get(port))
     assert value(series, "memguard_lends_total", framework="pycuda")
-    moved = guard._reclaimer.returned
+    moved = guard.elastic.reclaimer.returned
     uuid = guard.plan.devices[0].device.uuid
     assert len(held) == 18
     assert value(series, "memguard_returned_bytes_total", framework="cupy") == moved["cupy", uuid]
@@ -399,7 +399,7 @@ def test_a_scrape_waits_for_no_lock(port: int) -> None:
     taken, done = threading.Event(), threading.Event()
 
     def hang() -> None:
-        with guard._lock, guard._reader._turn._lock:
+        with guard.caps.lock, guard.reader._turn._lock:
             taken.set()
             done.wait(20)
 

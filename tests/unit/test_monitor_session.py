@@ -20,7 +20,7 @@ import waiting
 
 import memguard
 from memguard import api
-from memguard._base.types import Event, Pressure
+from memguard._base.types import Event, NoHelp, Pressure
 from memguard._base.units import GIB, MIB
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory, SimulatedFramework
@@ -94,7 +94,7 @@ def test_a_refusal_for_which_another_threads_call_left_no_time_says_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """In the log, the report and the timeline: its elastic cap would have risen."""
-    monkeypatch.setattr("memguard._guard.shares._PATIENCE", 0.05)
+    monkeypatch.setattr("memguard._guard.elastic._PATIENCE", 0.05)
     elastic = {"torch": {"min": "10%", "max": "70%"}, "cupy": {"min": "10%", "max": "70%"}}
     path = tmp_path / "{pid}.jsonl"
     _, frameworks = begin(frameworks=elastic, monitor={"interval": "10s", "timeline": str(path)})
@@ -102,7 +102,7 @@ def test_a_refusal_for_which_another_threads_call_left_no_time_says_so(
     frameworks["cupy"].start_importing()
 
     def hold() -> None:
-        with guard._lock:
+        with guard.caps.lock:
             has.set()
             over.wait(20)
 
@@ -123,9 +123,12 @@ def test_a_refusal_for_which_another_threads_call_left_no_time_says_so(
     why = "another thread held memguard's lock for 0.05 s"
     assert [text for text in caplog.messages if why in text and text.startswith("cupy: no room was made for")]
     report = memguard.last_oom()
-    assert report is not None and report.moment is not None and report.moment.no_room == why
+    assert report is not None and report.moment is not None and report.moment.why_no_help == (NoHelp.LOCK_HELD, why)
     assert report.why.startswith(f"no room was made for it: {why}; its cap of ") and " was not raised: " in report.why
-    assert report.as_dict()["moment"]["no_room"] == why and "run it again" in report.remedies[0].text
+    assert (
+        report.as_dict()["moment"]["why_no_help"] == {"kind": "lock held", "text": why}
+        and "run it again" in report.remedies[0].text
+    )
     shown = capsys.readouterr().err
     assert why in " ".join(shown.split())
     memguard.shutdown()
@@ -134,13 +137,13 @@ def test_a_refusal_for_which_another_threads_call_left_no_time_says_so(
 
 
 def test_the_reason_of_one_refusal_is_not_that_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memguard._guard.shares._PATIENCE", 0.05)
+    monkeypatch.setattr("memguard._guard.elastic._PATIENCE", 0.05)
     _, frameworks = begin()
     guard, has, over = api.current(), threading.Event(), threading.Event()
     frameworks["cupy"].start_importing()
 
     def hold() -> None:
-        with guard._lock:
+        with guard.caps.lock:
             has.set()
             over.wait(20)
 
@@ -153,20 +156,20 @@ def test_the_reason_of_one_refusal_is_not_that_of_the_next(monkeypatch: pytest.M
             frameworks["cupy"].allocate(21 * GIB)
         report = memguard.last_oom()
         assert report is not None and report.moment is not None
-        reasons.append(report.moment.no_room)
+        reasons.append(report.moment.why_no_help)
         over.set()
         other.join(20)
-    assert reasons == ["another thread held memguard's lock for 0.05 s", None]
+    assert reasons == [(NoHelp.LOCK_HELD, "another thread held memguard's lock for 0.05 s"), None]
 
 
 def test_a_refusal_within_another_call_on_its_thread_says_so(caplog: pytest.LogCaptureFixture) -> None:
     """A signal handler or finalizer that allocates within, say, a trim: nobody can be asked for room then."""
     _, frameworks = begin()
     frameworks["cupy"].start_importing()
-    with caplog.at_level("WARNING", "memguard"), api.current()._lock, pytest.raises(FrameworkOutOfMemory):
+    with caplog.at_level("WARNING", "memguard"), api.current().caps.lock, pytest.raises(FrameworkOutOfMemory):
         frameworks["cupy"].allocate(21 * GIB)
     report, why = memguard.last_oom(), "the request was made within another memguard call on this thread"
-    assert report is not None and report.moment is not None and report.moment.no_room == why
+    assert report is not None and report.moment is not None and report.moment.why_no_help == (NoHelp.WITHIN_CALL, why)
     assert caplog.messages == [f"cupy: no room was made for 21.00 GiB: {why}"]
 
 

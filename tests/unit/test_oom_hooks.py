@@ -25,7 +25,7 @@ import pytest
 import memguard
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory
 from memguard._oom import hooks
-from memguard._oom.hooks import Scene, facts_of, install, last_oom, seen
+from memguard._oom.hooks import OomContext, facts_of, install, last_oom, seen
 from memguard._oom.report import Report
 
 ROOT = Path(memguard.__file__).parents[1]
@@ -42,7 +42,7 @@ TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capaci
 class Budget:
     """Stands for the active budget: a scene to read, and the reports that it was given."""
 
-    def __init__(self, scene: Callable[[], Scene] = Scene) -> None:
+    def __init__(self, scene: Callable[[], OomContext] = OomContext) -> None:
         self.scene, self.recorded = scene, list[Report]()
 
     def install(self, **more: Any) -> Callable[[], None]:
@@ -238,7 +238,7 @@ def test_facts_hold_no_object_of_the_exceptions() -> None:
 def test_a_failure_in_memguard_never_replaces_the_users_error(
     budget: Budget, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def broken() -> Scene:
+    def broken() -> OomContext:
         raise OSError("NVML is gone")
 
     budget.read = broken
@@ -626,7 +626,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
         from memguard._oom import hooks
         class OutOfMemoryError(RuntimeError): pass
         OutOfMemoryError.__module__ = "torch"
-        undo = hooks.install(hooks.Scene)
+        undo = hooks.install(hooks.OomContext)
         def fail(): raise OutOfMemoryError({TEXT!r})
     """
     environ = {**os.environ, "PYTHONPATH": str(ROOT)} if ROOT.name != "site-packages" else dict(os.environ)
@@ -668,9 +668,9 @@ def test_the_example_of_the_documents_and_that_its_first_remedy_helps() -> None:
     with memguard.guard({"version": 1, "frameworks": shares}, simulate="h200") as guard:
         device, frameworks = guard.plan.devices[0].device, guard.frameworks
 
-        def scene() -> Scene:
+        def scene() -> OomContext:
             others = {pid: size for pid, size in guard.host.processes(device).items() if pid != guard.host.pid}
-            return Scene(guard.ledger(), guard.plan, {device.uuid: others})
+            return OomContext(guard.ledger(), guard.plan, {device.uuid: others})
 
         undo = Budget(scene).install()
         try:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from memguard._base.types import Device, DeviceSample, FrameworkSample, MemoryInfo, Moment, Plan, Sample, Usage
+from memguard._base.types import Device, DeviceSample, FrameworkSample, MemoryInfo, Plan, RefusedRequest, Sample, Usage
 from memguard._base.units import GIB, MIB
 from memguard._budget import from_mapping, policy
 from memguard._ledger.overhead import Overhead
@@ -59,9 +59,9 @@ def report(
     return diagnose(facts, classify(facts), ledger, plan, processes, more.pop("samples", ()), time=0.0, **more)
 
 
-def told(name: str, usage: Usage) -> Moment:
+def told(name: str, usage: Usage) -> RefusedRequest:
     """What the framework's own allocator told when it refused."""
-    return Moment(name, "observer", 0.0, H200.uuid, None, usage.held, usage.in_use, usage.reclaimable)
+    return RefusedRequest(name, "observer", 0.0, H200.uuid, None, usage.held, usage.in_use, usage.reclaimable)
 
 
 SIBLINGS = {
@@ -437,7 +437,7 @@ def test_where_the_gpu_uses_the_machines_memory_nobody_looks_for_a_card(
     ledger = Ledger(0.0, (device_ledger(reading, plan.devices[0]),))
     moment = None
     if source is not None and who != "library":
-        moment = Moment(who, source, 0.0, SHARED.uuid, asked, held, max(held - idle, 0), 0, free=free)
+        moment = RefusedRequest(who, source, 0.0, SHARED.uuid, asked, held, max(held - idle, 0), 0, free=free)
     found = diagnose(
         facts, classify(facts), ledger, plan, {SHARED.uuid: others}, (), time=0.0, recorded=moment,
         budget=from_mapping({"version": 1, "frameworks": SHARES if capped else {"jax": {"share": "20%"}}}),

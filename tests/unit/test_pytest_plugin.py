@@ -25,7 +25,7 @@ BUDGET = """
 
     @pytest.fixture
     def budget():
-        undo = hooks.install(hooks.Scene)
+        undo = hooks.install(hooks.OomContext)
         yield
         undo()
 """

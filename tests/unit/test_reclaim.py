@@ -11,7 +11,7 @@ from guards import host_of, replaced, simulated, start
 from memguard._base.types import Device, Room, Shortage, Usage
 from memguard._base.units import GIB, MIB
 from memguard._frameworks.simulated.adapter import SimulatedFramework
-from memguard._guard.order import Offer, first, offers
+from memguard._guard.lending import ReclaimableCache, pick_donor, reclaimable_caches
 
 pytestmark = pytest.mark.usefixtures("nothing_stays")
 
@@ -96,23 +96,23 @@ def test_within_a_capture_nothing_is_given_back(monkeypatch: pytest.MonkeyPatch)
     cached(guard, "torch", 8 * GIB)
     gpu = leave(guard, GIB)
     assert guard.make_room("cupy", 4 * GIB) == Room({}, None, 4 * GIB, {})
-    assert not guard._shortage(Shortage("cupy", gpu.uuid, GIB, 4 * GIB, True))
+    assert not guard.elastic.shortage(Shortage("cupy", gpu.uuid, GIB, 4 * GIB, True))
 
 
 def test_a_request_does_not_wait_for_a_call_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memguard._guard.shares._PATIENCE", 0.05)
+    monkeypatch.setattr("memguard._guard.elastic._PATIENCE", 0.05)
     guard = start(FOUR)
     cached(guard, "torch", 8 * GIB)
     gpu = leave(guard, GIB)
     shortage = Shortage("cupy", gpu.uuid, 4 * GIB, 4 * GIB, True)
     answers: list[bool] = []
-    with guard._lock:
-        assert not guard._shortage(shortage), "within a call of the guard on this thread"
-        other = threading.Thread(target=lambda: answers.append(guard._shortage(shortage)))
+    with guard.caps.lock:
+        assert not guard.elastic.shortage(shortage), "within a call of the guard on this thread"
+        other = threading.Thread(target=lambda: answers.append(guard.elastic.shortage(shortage)))
         other.start()
         other.join(10)
     assert answers == [False]
-    assert guard._shortage(shortage)
+    assert guard.elastic.shortage(shortage)
 
 
 def test_a_budget_that_is_over_makes_no_room() -> None:
@@ -120,7 +120,7 @@ def test_a_budget_that_is_over_makes_no_room() -> None:
     gpu = leave(guard, GIB)
     torch = simulated(guard, "torch")
     guard.stop()
-    assert not guard._shortage(Shortage("cupy", gpu.uuid, GIB, GIB, True))
+    assert not guard.elastic.shortage(Shortage("cupy", gpu.uuid, GIB, GIB, True))
     assert torch.on_shortage is None
 
 
@@ -133,9 +133,11 @@ def test_who_never_gives_back_or_says_nothing_offers_nothing() -> None:
         "cupy": Usage(8 * GIB, 2 * GIB, None),
         "pycuda": None,
     }
-    assert offers(usages, "torch") == [Offer("cupy", 6 * GIB, 6 * GIB, False)]
-    assert first(offers(usages, "pycuda"), GIB) == Offer("torch", 5 * GIB, 7 * GIB, True), "who knows comes first"
-    assert first(offers(usages, "pycuda"), 14 * GIB) is None
+    assert reclaimable_caches(usages, "torch") == [ReclaimableCache("cupy", 6 * GIB, 6 * GIB, False)]
+    assert pick_donor(reclaimable_caches(usages, "pycuda"), GIB) == ReclaimableCache("torch", 5 * GIB, 7 * GIB, True), (
+        "who knows comes first"
+    )
+    assert pick_donor(reclaimable_caches(usages, "pycuda"), 14 * GIB) is None
 
 
 def test_a_pool_that_grows_by_regions_of_its_own_choice_gets_all_that_its_cap_leaves() -> None:

@@ -73,7 +73,7 @@ def test_a_cap_that_does_not_move_fails_neither_a_request_nor_the_monitor(
         memguard.require("cupy", "60GiB")
     assert caplog.text.count("torch: its cap stays at") == 1
     simulated(guard, "torch").allocate(GIB)
-    guard.settle(guard.sample())
+    guard.rebalance(guard.sample())
     assert guard.sample().devices
 
 
@@ -82,7 +82,7 @@ def test_what_is_reserved_while_somebody_lends_is_not_lent() -> None:
     cupy, pycuda = simulated(guard, "cupy"), simulated(guard, "pycuda")
     cupy.free(cupy.allocate(90 * GIB))
     memguard.trim()
-    lowering, reserved, set_cap = threading.Event(), threading.Event(), guard.set_cap
+    lowering, reserved, set_cap = threading.Event(), threading.Event(), guard.caps.set_cap
     outcome: list[object] = []
 
     def slow(name: str, uuid: str, cap: int) -> None:
@@ -97,7 +97,7 @@ def test_what_is_reserved_while_somebody_lends_is_not_lent() -> None:
         except Exception as error:
             outcome.append(type(error).__name__)
 
-    guard.set_cap = slow  # type: ignore[method-assign]
+    guard.caps.set_cap = slow  # type: ignore[method-assign]
     asking = threading.Thread(target=ask)
     asking.start()
     assert lowering.wait(10)
@@ -145,7 +145,7 @@ def test_a_min_is_there_for_a_workload_though_others_wait_for_more() -> None:
         target=lambda: memguard.workload("big", framework="torch", needs=room * 6 // 10, wait=60).__enter__()
     )
     waiting.start()
-    until(lambda: api.current()._admission.turns.settled().waiting)
+    until(lambda: api.current().admission.get().queue.settled().waiting)
     with memguard.workload("small", framework="numba", needs=least - 4 * GIB):
         simulated(guard, "numba").allocate(least - 4 * GIB)
     assert waiting.is_alive(), "it was not waited for"
@@ -209,9 +209,9 @@ def test_a_tick_that_moves_a_cap_says_so() -> None:
     guard.moved()
     low = caps(guard)
     torch.allocate(low["torch"] - GIB)
-    guard.settle(guard.sample())
+    guard.rebalance(guard.sample())
     (event,) = guard.moved()
     assert (event.kind, event.framework) == ("reclaim", "torch") and "its cap moved from" in event.text
     assert caps(guard)["torch"] > low["torch"] and caps(guard)["cupy"] < low["cupy"]
-    guard.settle(guard.sample())
+    guard.rebalance(guard.sample())
     assert guard.moved() == []

@@ -12,10 +12,10 @@ from timelines import START, Clock, plan_of, sample_of
 
 import memguard
 from memguard import cli
-from memguard._base.types import Event, FrameworkSample, Moment
+from memguard._base.types import Event, FrameworkSample, RefusedRequest
 from memguard._base.units import GIB
 from memguard._oom import hooks
-from memguard._runtime.refusals import Refusals
+from memguard._oom.refusal import RefusalEvents
 from memguard._timeline import load_timeline
 from memguard._timeline.writer import Writer
 from memguard._tools.report import tables, texts
@@ -106,12 +106,28 @@ def test_an_event_of_several_requests_stays_and_the_error_says_that_it_is_one_of
     assert run.entries[1].lines[-1] == ("refused", "the last of 4 requests, which an event counts together")
 
 
+def test_a_file_of_0_1_0_is_joined_as_memguard_suggest_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its event of several requests has the time of the last; the error is an earlier one of the same size."""
+    path = refused(tmp_path, times=4, moment_at=-0.5)
+    run = run_of(path)
+    assert run.entries[1].lines[-1] == ("refused", "one of 4 requests, which an event counts together")
+    assert run.gpus[0].frameworks[0].refused == 4 and suggested(path, capsys)["yaml"].count(" were refused ") == 1
+
+
+@pytest.mark.parametrize("requester", [["torch"], {"a": 1}, 7])
+def test_an_error_of_who_knows_whom_is_joined_with_nothing(tmp_path: Path, requester: object) -> None:
+    path = refused(tmp_path)
+    path.write_text(path.read_text().replace('"requester":"torch"', f'"requester":{json.dumps(requester)}'))
+    assert [entry.severity for entry in run_of(path).entries] == ["critical", "oom"]
+
+
 def test_two_requests_of_one_moment_and_size_are_not_taken_for_each_other(tmp_path: Path) -> None:
     """The report names the event, and no two events have the same time."""
-    plan, refusals = plan_of("h200", torch="11GiB"), Refusals(lambda: 0.0)
+    plan, refusals = plan_of("h200", torch="11GiB"), RefusalEvents(lambda: 0.0)
     uuid = plan.devices[0].device.uuid
     first, second = (
-        Moment("torch", "refusal", START, uuid, 10 * GIB, held * GIB, cap=11 * GIB, id=f"7:{held}") for held in (5, 6)
+        RefusedRequest("torch", "refusal", START, uuid, 10 * GIB, held * GIB, cap=11 * GIB, id=f"7:{held}")
+        for held in (5, 6)
     )
     events = [*refusals.refused(first), *refusals.refused(second), *refusals.due(True)]
     when = datetime.fromtimestamp(START, UTC).isoformat()

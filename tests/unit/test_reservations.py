@@ -12,23 +12,23 @@ from hypothesis import strategies as st
 from memguard._base.types import MemoryInfo, Usage
 from memguard._base.units import GIB
 from memguard._guard import reservations
-from memguard._guard.reservations import EMPTY, Asked, Book, Entry
+from memguard._guard.reservations import EMPTY, Asked, Reservation, Reservations
 
 GPU = "GPU-0"
 CAPS = {"torch": 12, "cupy": 10}
 CARD = 16
 
 
-def entry(number: int, framework: str = "torch", size: int = 6, **more: object) -> Entry:
-    made = Entry(number, f"w{number}", framework, size, (GPU,), 0.0, f"thread {number}", size=size)
+def entry(number: int, framework: str = "torch", size: int = 6, **more: object) -> Reservation:
+    made = Reservation(number, f"w{number}", framework, size, (GPU,), 0.0, f"thread {number}", size=size)
     return made._replace(**more)  # type: ignore[arg-type]
 
 
-def begun(book: Book, one: Entry, in_use: int | None) -> Book:
+def begun(book: Reservations, one: Reservation, in_use: int | None) -> Reservations:
     return reservations.begun(book, one, {GPU: in_use})
 
 
-def ended(book: Book, number: int, in_use: int | None) -> Book:
+def ended(book: Reservations, number: int, in_use: int | None) -> Reservations:
     return reservations.ended(book, number, {GPU: in_use})
 
 
@@ -101,7 +101,9 @@ class Process:
             promised = sum(size for own, size in self.sizes.values() if own == name)
             assert self.left[name] + promised <= cap, "its own cap"
             rest = sum(size - self.used[n] for n, (own, size) in self.sizes.items() if own == name)
-            assert reservations.open_bytes(self.book, name, GPU, self.in_use(name)) >= rest, "counted too little"
+            assert reservations.reserved_not_taken(self.book, name, GPU, self.in_use(name)) >= rest, (
+                "counted too little"
+            )
         assert sum(self.left.values()) + sum(size for _, size in self.sizes.values()) <= CARD, "the card"
         assert self.free >= 0
 
@@ -175,32 +177,38 @@ def test_one_workload_at_a_time_is_counted_exactly(steps: list[tuple[bool, int]]
     assert process.begin("torch", 8)
     for more, size in steps:
         process.allocate(1, size) if more else process.free_some(1, size)
-        assert reservations.open_bytes(process.book, "torch", GPU, process.in_use("torch")) == 8 - process.used[1]
+        assert (
+            reservations.reserved_not_taken(process.book, "torch", GPU, process.in_use("torch")) == 8 - process.used[1]
+        )
 
 
 def test_what_an_ended_workload_may_have_left_is_not_taken_for_that_of_another() -> None:
     book = begun(begun(EMPTY, entry(1), 0), entry(2, size=4), 0)
     book = ended(book, 1, 4)  # the 4 bytes may be those that 1 left, or those of 2
-    assert reservations.open_bytes(book, "torch", GPU, 4) == 4
+    assert reservations.reserved_not_taken(book, "torch", GPU, 4) == 4
     book = reservations.seen(book, "torch", {GPU: 1})
-    assert reservations.open_bytes(book, "torch", GPU, 3) == 2
+    assert reservations.reserved_not_taken(book, "torch", GPU, 3) == 2
 
 
 def test_more_than_was_reserved_counts_as_nobody_s() -> None:
     book = begun(EMPTY, entry(1), 2)
-    assert reservations.open_bytes(book, "torch", GPU, 20) == 0
+    assert reservations.reserved_not_taken(book, "torch", GPU, 20) == 0
     book = begun(book, entry(2, size=4), 20)
-    assert reservations.open_bytes(book, "torch", GPU, 20) == 4
+    assert reservations.reserved_not_taken(book, "torch", GPU, 20) == 4
 
 
 def test_a_figure_that_is_not_known_counts_as_no_growth() -> None:
     book = begun(EMPTY, entry(1), None)
-    assert reservations.open_bytes(book, "torch", GPU, 5) == reservations.open_bytes(book, "torch", GPU, None) == 6
+    assert (
+        reservations.reserved_not_taken(book, "torch", GPU, 5)
+        == reservations.reserved_not_taken(book, "torch", GPU, None)
+        == 6
+    )
     book = ended(begun(book, entry(2, size=4), 3), 1, 3)
-    assert reservations.open_bytes(book, "torch", GPU, 3) == 4
+    assert reservations.reserved_not_taken(book, "torch", GPU, 3) == 4
 
 
-def admit(book: Book, asked: Asked, free: int = CARD, **usages: Usage) -> reservations.Verdict:
+def admit(book: Reservations, asked: Asked, free: int = CARD, **usages: Usage) -> reservations.Verdict:
     return reservations.admit(book, asked, usages, MemoryInfo(CARD, 0, CARD - free, free))
 
 

@@ -574,9 +574,9 @@ def test_a_librarys_error_and_one_without_a_size(
 
 
 def test_what_fails_in_making_room_stops_nothing(guard: memguard.Guard, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("make_room", "trim", "sample", "_capturing"):
+    for part, name in ((guard, "make_room"), (guard, "trim"), (guard, "sample"), (guard.elastic, "capturing")):
         with monkeypatch.context() as patch:
-            patch.setattr(guard, name, Fails(99, lambda: RuntimeError("a driver is lost")))
+            patch.setattr(part, name, Fails(99, lambda: RuntimeError("a driver is lost")))
             assert memguard.retry.call(Fails(1)) == "fine"
     with monkeypatch.context() as patch:
         patch.setattr(room, "with_figures", Fails(99, lambda: RuntimeError("a driver is lost")))

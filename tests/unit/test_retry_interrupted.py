@@ -100,7 +100,7 @@ def interrupted(name: str, at: int | None) -> tuple[Points, list[str]]:
     free: list[bool] = []
 
     def take() -> None:
-        lock = program.guard._lock
+        lock = program.guard.caps.lock
         free.append(lock.acquire(timeout=10))
         if free[0]:
             lock.release()

@@ -17,7 +17,7 @@ from simulated_runner import SimulatedRunner
 from support import schedules as _schedules
 from support.oracle import FIXED, MIB, PAGE, Books, Entry, Refused, Terms, judge
 
-from memguard._guard import lending, reclaimer
+from memguard._guard import lending, reclaim
 from memguard._guard.guard import Guard
 
 SEEDS, AT_ONCE = 300, 50
@@ -50,7 +50,7 @@ def test_without_lending_refusals_are_avoidable() -> None:
 @pytest.mark.long
 def test_without_giving_back_refusals_are_avoidable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unused headroom is lent, but nobody gives back a cache."""
-    monkeypatch.setattr(reclaimer.Reclaimer, "_give_back", lambda *_: 0)
+    monkeypatch.setattr(reclaim.Reclaimer, "_give_back", lambda *_: 0)
     assert sum(len(played(seed).verdicts.avoidable) for seed in CONTROLS) > len(CONTROLS)
 
 
@@ -67,12 +67,12 @@ def test_caps_that_may_all_reach_their_max_pass_the_limit() -> None:
 
 @pytest.mark.long
 def test_lending_that_forgets_the_minima_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    ask = lending.ask
+    ask = lending.plan_raise
 
-    def forgetful(parts: dict[str, lending.Part], room: int, who: str, wanted: int) -> lending.Loan:
+    def forgetful(parts: dict[str, lending.Part], room: int, who: str, wanted: int) -> lending.CapChange:
         return ask({name: part._replace(least=0) for name, part in parts.items()}, room, who, wanted)
 
-    monkeypatch.setattr(lending, "ask", forgetful)
+    monkeypatch.setattr(lending, "plan_raise", forgetful)
     found = [played(seed).verdicts for seed in range(40)]
     assert sum(len(verdicts.minima) for verdicts in found) > 0
     assert any("within its min" in fault.what for verdicts in found for fault in verdicts.avoidable)

@@ -14,7 +14,7 @@ from memguard import _budget
 from memguard._base.types import Plan
 from memguard._base.units import GIB
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory
-from memguard._runtime.refusals import Refusals
+from memguard._oom.refusal import RefusalEvents
 from memguard._tools.suggest import decide, text
 from memguard._tools.suggest.evidence import Run, observe
 
@@ -34,8 +34,8 @@ def ran(budget: Any, seed: int) -> tuple[list[object], Plan, int]:
     rng, refused = random.Random(seed), 0
     records: list[object] = []
     guard = start(budget, simulate="h100")
-    refusals = Refusals(lambda: 1e9 * len(records))
-    guard._on_refusal = lambda moment: records.extend(refusals.refused(moment))
+    refusals = RefusalEvents(lambda: 1e9 * len(records))
+    guard.callbacks.refusal = lambda moment: records.extend(refusals.refused(moment))
     sizes = {name: [int(2 ** rng.uniform(16, 27)) for _ in range(12)] for name in WIDE}
 
     def take(name: str, wanted: list[int]) -> list[int]:

@@ -22,7 +22,7 @@ from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory
 from memguard._ledger.overhead import Overhead
 from memguard._ledger.rows import Reading, device_ledger
-from memguard._oom import hooks, remedies
+from memguard._oom import causes, hooks, remedies
 from memguard._oom.classify import Verdict
 
 pytestmark = pytest.mark.long  # no version of what is installed changes what this code does
@@ -352,7 +352,7 @@ def test_every_wording_that_names_a_call_or_a_process_is_followed_as_it_stands()
             memory = MemoryInfo(device.total, device.total - device.usable, 5 * GIB, 256 * MIB)
             state = Overhead().after(200 * MIB, frozenset({"context"}))
             part = device_ledger(Reading(device, memory, 5 * GIB, usages, state), plan.devices[0])
-            case = remedies.Case(part, Verdict("gpu", "cupy", 3 * GIB, True), plan=plan, others={77: 5 * GIB})
+            case = causes.Case(part, Verdict("gpu", "cupy", 3 * GIB, True), plan=plan, others={77: 5 * GIB})
             for remedy in remedies.remedies(case.verdict, case, "card"):
                 said = {"requested": 3 * GIB, "remedies": [{"text": remedy.text, "bytes": remedy.bytes}]}
                 deed, skipped = moment.follow(one, moment.Ran(1, "", "", said, 0, 77))

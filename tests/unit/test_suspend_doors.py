@@ -23,6 +23,7 @@ from memguard import api, exchange
 from memguard._base.types import Event, Pressure, Shortage
 from memguard._base.units import GIB
 from memguard._devices import contexts, pool_blocks, suspension
+from memguard._devices.host import Host
 from memguard._devices.nvml import Nvml
 from memguard._devices.simulated import SimulatedHost
 from memguard._devices.suspension import Off
@@ -203,9 +204,9 @@ def test_the_guard_itself_answers_or_refuses(guard: Guard) -> None:
     with memguard.suspended():
         assert "suspended, " in str(guard) and repr(guard) and guard.active
         assert guard.peaks() == {} and guard.moved() == []
-        assert guard.settle(sample) is sample
-        assert not guard._capturing()
-        assert not guard._shortage(Shortage("torch", guard.plan.devices[0].device.uuid, 1, 1, True))
+        assert guard.rebalance(sample) is sample
+        assert not guard.elastic.capturing()
+        assert not guard.elastic.shortage(Shortage("torch", guard.plan.devices[0].device.uuid, 1, 1, True))
         for refused in (guard.sample, guard.stop, guard.trim, lambda: guard.make_room("torch", 1)):
             with pytest.raises(Suspended):
                 refused()  # type: ignore[operator]
@@ -253,7 +254,7 @@ def test_a_block_of_work_that_was_open_ends_without_figures(guard: Guard) -> Non
         memguard.suspend()
     assert report.after is None and report.reserved == GIB
     memguard.resume()
-    assert guard.open_bytes("torch", guard.plan.devices[0].device.uuid) == 0
+    assert guard.reserved_not_taken("torch", guard.plan.devices[0].device.uuid) == 0
 
 
 def test_a_workload_that_waits_for_room_goes_on_waiting(guard: Guard) -> None:
@@ -268,7 +269,7 @@ def test_a_workload_that_waits_for_room_goes_on_waiting(guard: Guard) -> None:
             went_on.set()
 
     first, second = threading.Thread(target=holding), threading.Thread(target=waiting)
-    turns = guard._admission.turns
+    turns = guard.admission.get().queue
     first.start()
     until(lambda: turns.settled().active)
     second.start()
@@ -290,11 +291,11 @@ def test_a_notebook_shows_the_record(guard: Guard) -> None:
 
 
 def test_nothing_stays_replaced(guard: Guard) -> None:
-    before = (type(guard), dict(vars(guard)).keys(), sys.exit, sys.excepthook)
+    before = (guard.caps.off, guard.host, dict(vars(guard)).keys(), sys.exit, sys.excepthook)
     for _ in range(3):
         with memguard.suspended():
             pass
-    assert (type(guard), dict(vars(guard)).keys(), sys.exit, sys.excepthook) == before
+    assert (guard.caps.off, guard.host, dict(vars(guard)).keys(), sys.exit, sys.excepthook) == before
     assert guard.ledger().devices[0].row("torch").bytes == 2 * GIB
 
 
@@ -485,7 +486,7 @@ def test_a_forked_child_gives_nothing_back() -> None:
 
 def test_a_framework_imported_meanwhile_gets_its_cap_afterwards(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
     capped: list[str] = []
-    monkeypatch.setattr(Guard, "_imported", lambda self, name: capped.append(name))
+    monkeypatch.setattr(Guard, "_apply_imported", lambda self, name: capped.append(name))
     with memguard.suspended():
         guard._imported("cupy")
         assert capped == []
@@ -515,3 +516,35 @@ def test_a_view_that_dies_just_then_keeps_its_memory_too(
         lifetimes.sweep()
         time.sleep(0.005)
     assert ends == ["owner"]
+
+
+CALLS = sorted(name for name, one in vars(Host).items() if callable(one) and not name.startswith("_"))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_that_nobody_thought_of_reaches_a_host_that_refuses(guard: Guard, name: str) -> None:
+    real = guard.host
+    with memguard.suspended():
+        assert type(guard) is Guard
+        assert guard.host is not real and guard.host.pid == real.pid and guard.host.simulated == real.simulated
+        with pytest.raises(Suspended, match=rf"a look at the GPUs \({name}\): this process is off its GPUs"):
+            getattr(guard.host, name)()
+        with pytest.raises(Suspended):
+            guard.reader.reading(guard.plan.devices[0], guard.frameworks)
+    assert guard.host is real
+
+
+def test_a_reading_that_was_refused_while_the_process_came_back_is_read_again(
+    guard: Guard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, refusals = guard.reader.reading, iter([True])
+
+    def read(*given: Any) -> Any:
+        if next(refusals, False):
+            with memguard.suspended(), pytest.raises(Suspended) as caught:
+                reading(*given)
+            raise caught.value
+        return reading(*given)
+
+    monkeypatch.setattr(guard.reader, "reading", read)
+    assert guard.ledger().devices[0].suspended is None

@@ -193,7 +193,7 @@ def test_a_ledger_that_was_being_read_when_the_process_left_answers(
 ) -> None:
     """NVML refuses between its begin and its end; the guard then answers from the last reading."""
     guard = api.current()
-    reading, begun, left = guard._reader.reading, threading.Event(), threading.Event()
+    reading, begun, left = guard.reader.reading, threading.Event(), threading.Event()
 
     def read(*given: Any) -> Any:
         if threading.current_thread() is not reader:
@@ -205,7 +205,7 @@ def test_a_ledger_that_was_being_read_when_the_process_left_answers(
 
     found: list[Any] = []
     reader = threading.Thread(target=lambda: found.append(memguard.ledger()))
-    monkeypatch.setattr(guard._reader, "reading", read)
+    monkeypatch.setattr(guard.reader, "reading", read)
     reader.start()
     assert begun.wait(60)
     with memguard.suspended():

@@ -17,14 +17,14 @@ from waiting import until
 
 import memguard
 from memguard import api
-from memguard._base.types import Event, Moment
+from memguard._base.types import Event, RefusedRequest
 from memguard._base.units import GIB, MIB
 from memguard._devices import suspension
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import SimulatedFramework
+from memguard._oom.refusal import RefusalEvents
 from memguard._runtime import ending
 from memguard._runtime.beside import MOST, OTHERS, PEAK, PEAKS_EVERY, Peaks, Spans, Timeline, _Row
-from memguard._runtime.refusals import Refusals
 
 HOME = Path(memguard.__file__).parents[1]
 BUDGET: dict[str, Any] = {"version": 1, "frameworks": {"torch": {"limit": "10GiB"}, "cupy": {"limit": "4GiB"}}}
@@ -397,6 +397,6 @@ def test_a_refused_request_has_the_figures_of_its_moment(tmp_path: Path) -> None
 
 
 def test_what_is_not_known_of_a_refusal_stays_unknown() -> None:
-    (event,) = Refusals().refused(Moment("torch", "observer", 5.0, "GPU-0", 7))
+    (event,) = RefusalEvents().refused(RefusedRequest("torch", "observer", 5.0, "GPU-0", 7))
     assert (event.held, event.in_use, event.reclaimable, event.cap, event.free) == (None,) * 5
     assert event.bytes == 7

@@ -110,8 +110,8 @@ def test_another_process_in_its_place_is_not_believed(served: server.Served, fol
 def test_events_and_levels_come_along(guard: Guard, served: server.Served) -> None:
     uuid = guard.plan.devices[0].device.uuid
     assert target().shares[0].frameworks[0].level == "ok"
-    assert guard._on_event is not None
-    guard._on_event(Event(1.0, "pressure", "pressure warn: torch", Pressure.WARN, uuid, "torch"))
+    assert guard.callbacks.event is not None
+    guard.callbacks.event(Event(1.0, "pressure", "pressure warn: torch", Pressure.WARN, uuid, "torch"))
     found = target()
     assert found.shares[0].frameworks[0].level == "warn"
     assert [(said.kind, said.level) for said in found.events] == [("pressure", "warn")]
@@ -236,9 +236,9 @@ def test_the_end_of_the_budget_is_an_answer(guard: Guard, served: server.Served)
 
 
 def test_a_long_snapshot_comes_in_pieces(guard: Guard, served: server.Served) -> None:
-    assert guard._on_event is not None
+    assert guard.callbacks.event is not None
     for _ in range(60):
-        guard._on_event(Event(2.0, "note", '"\\\N{SNOWMAN}\x1b' * 120))
+        guard.callbacks.event(Event(2.0, "note", '"\\\N{SNOWMAN}\x1b' * 120))
     found = target()
     assert len(found.events) == 50 and found.events[-1].text == '"\\\N{SNOWMAN}\x1b' * 120
 

@@ -165,15 +165,15 @@ def test_a_suspended_program_is_shown_and_does_what_was_asked_when_it_is_back(fo
 
 
 def test_while_it_is_suspended_no_call_of_the_driver_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    guard = start(WATCHED)
+    host = type(start(WATCHED).host)
     calls: list[str] = []
     memguard.suspend()
     try:
         monkeypatch.setattr(server.contexts, "relax", lambda: calls.append("relax"))
         for name in ("memory", "processes", "context_active"):
-            asked = getattr(type(guard.host), name)
+            asked = getattr(host, name)
             monkeypatch.setattr(
-                type(guard.host), name, lambda *given, asked=asked, name=name: (calls.append(name), asked(*given))[1]
+                host, name, lambda *given, asked=asked, name=name: (calls.append(name), asked(*given))[1]
             )
         assert client.snapshot(ME)[0].state == "suspended" and calls == []
     finally:

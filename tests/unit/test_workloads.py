@@ -27,7 +27,7 @@ from memguard import api
 from memguard._base.types import WorkloadReport
 from memguard._base.units import GIB, MIB
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory
-from memguard._guard import admission, reservations, turns
+from memguard._guard import admission, queue, reservations
 from memguard._guard.reservations import EMPTY
 from memguard.errors import BudgetExceeded, MemguardError, NotActive
 
@@ -41,8 +41,8 @@ SMALL = {
 }
 
 
-def book() -> reservations.Book:
-    return api.current()._admission.turns.settled()
+def book() -> reservations.Reservations:
+    return api.current().admission.get().queue.settled()
 
 
 until = functools.partial(waiting.until, pause=0.002)
@@ -118,14 +118,16 @@ def test_what_is_open_is_told_for_lending() -> None:
     guard = start()
     torch = simulated(guard, "torch")
     (gpu,) = guard.host.devices()
-    assert guard.open_bytes("torch", gpu.uuid) == 0
+    assert guard.reserved_not_taken("torch", gpu.uuid) == 0
     with block("3GiB"):
-        assert guard.open_bytes("torch", gpu.uuid) == 3 * GIB and guard.open_bytes("pycuda", gpu.uuid) == 0
+        assert (
+            guard.reserved_not_taken("torch", gpu.uuid) == 3 * GIB and guard.reserved_not_taken("pycuda", gpu.uuid) == 0
+        )
         array = torch.allocate(GIB)
-        assert guard.open_bytes("torch", gpu.uuid) == 2 * GIB
+        assert guard.reserved_not_taken("torch", gpu.uuid) == 2 * GIB
         torch.free(array)
-        assert guard.open_bytes("torch", gpu.uuid) == 3 * GIB
-    assert guard.open_bytes("torch", gpu.uuid) == 0
+        assert guard.reserved_not_taken("torch", gpu.uuid) == 3 * GIB
+    assert guard.reserved_not_taken("torch", gpu.uuid) == 0
 
 
 def test_with_several_gpus_it_reserves_on_those_the_framework_uses() -> None:
@@ -133,7 +135,10 @@ def test_with_several_gpus_it_reserves_on_those_the_framework_uses() -> None:
     simulated(guard, "torch").allocate(1, device=1)
     first, second = guard.host.devices()
     with block("3GiB"):
-        assert guard.open_bytes("torch", first.uuid) == 0 and guard.open_bytes("torch", second.uuid) == 3 * GIB
+        assert (
+            guard.reserved_not_taken("torch", first.uuid) == 0
+            and guard.reserved_not_taken("torch", second.uuid) == 3 * GIB
+        )
 
 
 def test_a_workload_within_a_workload_takes_its_bytes() -> None:
@@ -324,7 +329,7 @@ def test_a_block_that_is_dropped_reserves_nothing() -> None:
 def test_a_forked_child_has_an_empty_book() -> None:
     guard = start()
     with block():
-        guard._admission.turns.forked()
+        guard.admission.get().queue.forked()
         assert book() is EMPTY
 
 
@@ -420,8 +425,8 @@ def test_ctrl_c_at_any_point_leaves_nothing_reserved(wait: float | None, full: b
         place = interrupted(call, at).place
         if book() is not EMPTY:
             stays[place] = book()
-            guard._admission.turns.forked()
-        assert turns.within() & book().ids == frozenset()
+            guard.admission.get().queue.forked()
+        assert queue.within() & book().ids == frozenset()
     print(f"{len(tried)} points tried")
     assert stays == {}
 
@@ -611,7 +616,7 @@ def test_who_a_generator_yields_to_is_not_within_its_block() -> None:
         with pytest.raises(BudgetExceeded, match="'batches'"):
             block("2GiB").__enter__()
         with block("1GiB"):
-            seen.append((number, len(turns.within())))
+            seen.append((number, len(queue.within())))
 
     async def loop() -> None:
         async for number in later():

@@ -30,8 +30,9 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
+from memguard._base.locks import Rank, ranked
 from memguard._base.specs import SPECS
-from memguard._base.types import Applied, Device, Enforcement, Moment, Shortage, Usage, usage_of
+from memguard._base.types import Applied, Device, Enforcement, Shortage, Usage, usage_of
 from memguard._base.units import GRANULE, round_up
 from memguard._devices import contexts
 from memguard._frameworks.base import with_size
@@ -297,7 +298,7 @@ class CuPy(Limits):
         return {"allocator": "rmm" if self._rmm is not None else type(self._asked(cupy)).__name__}
 
     def forked(self) -> None:
-        self._lock, self._caps, self._limited = threading.RLock(), {}, {}
+        self._lock, self._caps, self._limited = ranked(threading.RLock(), Rank.ALLOCATOR), {}, {}
         self._blocks = blocks.Blocks()
 
     def _capped(self, cupy: Any, pool: Any) -> Callable[[int], Any]:
@@ -471,10 +472,7 @@ class CuPy(Limits):
         if uuid in self._caps:
             _, limit = self._limited.get(ordinal, (0, 0))
             own = limit if 0 < limit < self._caps[uuid] else None  # its own limit, which is stricter
-            here = threading.get_ident()
-            self._refused(
-                error, Moment(self.name, "refusal", time.time(), uuid, size, reclaimable=0, cap=own, thread=here)
-            )
+            self._refused(error, uuid, size, reclaimable=0, cap=own)
 
     def _replace(self, cupy: Any, replaced: Replacements) -> None:
         """Hold the allocators that the user sets from now on, or tell at once that they are not held."""

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from memguard._base.locks import Rank, ranked
 from memguard._base.units import MIB, format_size
 from memguard._devices import contexts
 from memguard._frameworks.base import Framework
@@ -25,7 +26,7 @@ class Limits(Framework):
 
     def __init__(self, host: Any) -> None:
         super().__init__(host)
-        self._lock = threading.RLock()
+        self._lock: Any = ranked(threading.RLock(), Rank.ALLOCATOR)
         self._caps: dict[str, int] = {}
         self._limited: dict[int, tuple[int, int]] = {}  # by ordinal: the pool's own limit before, and what was set
         self._pieces: dict[int, Pieces] = {}

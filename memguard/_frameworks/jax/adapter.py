@@ -35,7 +35,7 @@ _FRACTION, _DEPRECATED = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACT
 _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 _ALLOCATORS = SPECS["jax"].allocators
 _NOWHERE: tuple[Callable[[], object], int] = (lambda: None, 0)
-_standing: dict[str, int] = {}
+standing_caps: dict[str, int] = {}
 """The caps that JAX went live with, by device UUID. They stay until the process ends."""
 
 
@@ -75,12 +75,12 @@ class JAX(Framework):
         return State.ABSENT if found is State.IMPORTED and self.why_absent() else found
 
     def _live(self, module: ModuleType) -> bool:
-        return _client() is not None
+        return live_client() is not None
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
         jax: Any = sys.modules["jax"]
-        if _client() is not None:
-            standing = {uuid: (cap, cap) for uuid, cap in _standing.items()}
+        if live_client() is not None:
+            standing = {uuid: (cap, cap) for uuid, cap in standing_caps.items()}
             applied = accept_standing(self.name, "JAX", "pool", standing, caps)
             self._caps, self._settled = dict(caps), None
             return applied
@@ -105,8 +105,8 @@ class JAX(Framework):
 
         def undo() -> None:
             replaced.undo()
-            if _client() is not None:
-                _standing.update(self._caps)
+            if live_client() is not None:
+                standing_caps.update(self._caps)
                 raise CapNotApplied(self.name, "its backend has started; its limit stays", "restart the process")
             if getattr(jax.config, _OPTIONS) == self._options:
                 jax.config.update(_OPTIONS, self._asked)
@@ -133,7 +133,7 @@ class JAX(Framework):
 
     def usage(self, device: Device) -> Usage | None:
         """From `memory_stats()` of the live backend (1.4 µs); `pool_bytes` is what it holds."""
-        backends = getattr(sys.modules.get(_BRIDGE), "_backends", None)  # as `_client`
+        backends = getattr(sys.modules.get(_BRIDGE), "_backends", None)  # as `live_client`
         client = backends.get("cuda") if isinstance(backends, dict) else None
         if client is None:
             return None
@@ -179,7 +179,7 @@ class JAX(Framework):
     def drift(self) -> list[str]:
         if not self._caps:
             return []
-        client = _client()
+        client = live_client()
         if client is None:
             now = as_mapping(getattr(getattr(sys.modules.get("jax"), "config", None), _OPTIONS, None))
             lost = any(now.get(key) != self._options.get(key) for key in ("memory_fraction", "allocator"))
@@ -198,7 +198,7 @@ class JAX(Framework):
         self._caps = {}  # what the child sets is its own
 
     def about(self) -> dict[str, str]:
-        if _client() is None:
+        if live_client() is None:
             return {}
         return {"allocator": str(as_mapping(self._options).get("allocator", "bfc"))}
 
@@ -231,7 +231,7 @@ class JAX(Framework):
         """`jax.config.update` that keeps the client's options within the cap, until the backend has read them."""
 
         def update(config: Any, name: str, val: Any) -> Any:
-            if name != _OPTIONS or not self._caps or _client() is not None:
+            if name != _OPTIONS or not self._caps or live_client() is not None:
                 return original(config, name, val)
             original(config, name, val)  # JAX's own error, for what it does not accept
             theirs, lost = as_mapping(val), []
@@ -303,7 +303,7 @@ class JAX(Framework):
 
     def _locals(self) -> list[tuple[Any, str]]:
         """The devices of a live backend, each with its UUID, or "" if unknown. JAX numbers devices as CUDA does."""
-        client = _client()
+        client = live_client()
         if client is None:
             return []
         known = self._numbering()
@@ -332,7 +332,7 @@ def _ordinal(local: Any) -> int:
     return int(local.id if ordinal is None else ordinal)
 
 
-def _client() -> Any:
+def live_client() -> Any:
     """JAX's CUDA backend if it has started, else None. Never starts one."""
     bridge = sys.modules.get(_BRIDGE)
     backends = getattr(bridge, "_backends", None)

@@ -22,17 +22,17 @@ class JointJAX(JointWatched, JAX):
     _allocator = "cuda_async"
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
-        if adapter._client() is not None:
+        if adapter.live_client() is not None:
             raise CapNotApplied(
                 self.name,
                 "its backend has started with an allocator, which cannot change",
                 "call memguard.init() before JAX's first operation, or write 'strategy: caps'",
             )
-        before = dict(adapter._standing)
+        before = dict(adapter.standing_caps)
         applied = super().apply(caps, options)
         note = "jax: watched, not capped: it draws from the device's default pool, where its fraction is no limit"
         stays = "its backend has started and stays on the default pool"
-        return self._watched(applied, adapter._standing, before, stays, note)
+        return self._watched(applied, adapter.standing_caps, before, stays, note)
 
     def _why_not(self, allocator: str) -> str | None:
         if allocator.strip().lower() in ("", self._allocator):

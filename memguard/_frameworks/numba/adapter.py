@@ -18,14 +18,14 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from memguard._base.locks import Rank, ranked
 from memguard._base.logs import log as _log
 from memguard._base.specs import SPECS
-from memguard._base.types import Applied, Device, Enforcement, Moment, State, Usage, usage_of
+from memguard._base.types import Applied, Device, Enforcement, State, Usage, usage_of
 from memguard._base.units import round_up
 from memguard._devices import contexts
 from memguard._frameworks.base import Framework
@@ -229,7 +229,8 @@ class Numba(Framework):
             return
         self._manager.pooling = False
         for bank in self._manager.banks.values():
-            bank.lock = threading.RLock()  # another thread of the parent may have held the old one
+            # Another thread of the parent may have held the old one.
+            bank.lock = ranked(threading.RLock(), Rank.ALLOCATOR)
 
     def room_for(self, error: BaseException, uuid: str, size: int) -> bool:
         """Whether room was made for a request that was short, when the count's lock is free again."""
@@ -239,8 +240,7 @@ class Numba(Framework):
     def tell(self, error: BaseException, uuid: str, size: int) -> None:
         """Tell of a request that was refused, when the count's lock is free again."""
         if uuid in self.caps:
-            here = threading.get_ident()
-            self._refused(error, Moment(self.name, "refusal", time.time(), uuid, size, thread=here))
+            self._refused(error, uuid, size)
 
     def _apply_rmm(self, caps: Mapping[str, int]) -> Applied:
         try:

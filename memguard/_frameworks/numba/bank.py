@@ -6,6 +6,8 @@ import threading
 import weakref
 from typing import Any
 
+from memguard._base.locks import Rank, ranked
+
 
 class Bank:
     """The capped managers of one GPU, whose contexts share its cap.
@@ -14,7 +16,7 @@ class Bank:
     """
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self.lock: Any = ranked(threading.RLock(), Rank.ALLOCATOR)
         self.members: weakref.WeakSet[Any] = weakref.WeakSet()
         """Those that have allocated since their last reset."""
         self.single = True

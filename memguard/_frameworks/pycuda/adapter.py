@@ -23,8 +23,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
+from memguard._base.locks import Rank, ranked
 from memguard._base.specs import SPECS
-from memguard._base.types import Applied, Device, Enforcement, Moment, TraceEvent, Usage, usage_of
+from memguard._base.types import Applied, Device, Enforcement, TraceEvent, Usage, usage_of
 from memguard._base.units import GRANULE, format_size, round_up
 from memguard._devices import contexts
 from memguard._frameworks.base import Framework
@@ -48,7 +49,7 @@ class PyCUDA(Framework):
 
     def __init__(self, host: Any) -> None:
         super().__init__(host)
-        self._lock = threading.RLock()
+        self._lock: Any = ranked(threading.RLock(), Rank.ALLOCATOR)
         self._caps: dict[str, int] = {}
         self._by_ordinal: dict[int, str] = {}
         self._ordinals: dict[str, int] = {}
@@ -217,7 +218,7 @@ class PyCUDA(Framework):
         return stop
 
     def forked(self) -> None:
-        self._lock, self._caps = threading.RLock(), {}
+        self._lock, self._caps = ranked(threading.RLock(), Rank.ALLOCATOR), {}
 
     def _patch(self, drv: Any, own_context: bool) -> Callable[[], None]:
         raw_alloc, raw_pitch, pool_class = drv.mem_alloc, drv.mem_alloc_pitch, drv.DeviceMemoryPool
@@ -430,8 +431,7 @@ class PyCUDA(Framework):
     def _tell(self, error: BaseException, uuid: str, size: int) -> None:
         """Tell of a request that was refused, when the lock is free again."""
         if uuid in self._caps:
-            here = threading.get_ident()
-            self._refused(error, Moment(self.name, "refusal", time.time(), uuid, size, thread=here))
+            self._refused(error, uuid, size)
 
     def _counted(self, drv: Any, pool: Pool, size: int) -> Any:
         self._settle()

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from memguard._base.specs import SPECS, FrameworkSpec
-from memguard._base.types import Applied, Device, Enforcement, Moment, Shortage, State, TraceEvent, Usage
+from memguard._base.types import Applied, Device, Enforcement, Shortage, State, TraceEvent, Usage
 from memguard._base.units import MIB, format_size, round_up
 from memguard._devices.simulated import CONTEXT, SimulatedHost, SimulatedOutOfMemory
 from memguard._frameworks.base import Framework
@@ -302,8 +302,7 @@ class SimulatedFramework(Framework):
             return self._served(gpu, nbytes, exact)
         except FrameworkOutOfMemory as error:
             if self.unseen() is None:
-                here = threading.get_ident()
-                self._refused(error, Moment(self.name, "refusal", time.time(), gpu.uuid, nbytes, thread=here))
+                self._refused(error, gpu.uuid, nbytes)
             raise
 
     def _served(self, gpu: Device, nbytes: int, exact: bool) -> int:

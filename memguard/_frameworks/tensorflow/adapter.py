@@ -27,12 +27,12 @@ from memguard._frameworks.base import Framework, accept_standing, weakly
 from memguard._frameworks.replacements import Replacements
 from memguard.errors import CapNotApplied, ConflictingSetting, DeviceError
 
-_standing: dict[str, tuple[int, int, bool]] = {}
+standing_caps: dict[str, tuple[int, int, bool]] = {}
 """Cap, limit and growth that TensorFlow went live with, by device UUID. They stay until the process ends."""
 _EAGER = "tensorflow.python.eager.context"
 _GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 _ALLOCATORS = SPECS["tensorflow"].allocators
-_ALLOCATOR = _ALLOCATORS.variable
+ALLOCATOR = _ALLOCATORS.variable
 
 
 class TensorFlow(Framework):
@@ -80,7 +80,7 @@ class TensorFlow(Framework):
             wanted, own = ("true" if self._growth else "false"), os.environ.get(_GROWTH, "").strip().lower()
             if own not in ("", wanted):
                 self._say(f"tensorflow: {_GROWTH}={own} was set, but the budget's growth: {wanted} holds")
-            undo.append(_as_it_is(_GROWTH))
+            undo.append(as_it_is(_GROWTH))
             self.changes.add(self.name, undo[0])
             os.environ[_GROWTH] = wanted
             for gpu, uuid in by_gpu:
@@ -104,7 +104,7 @@ class TensorFlow(Framework):
             undo[-1]()
             self._undo_allocator()
             if self._live(tf) or self._session:
-                _standing.update({u: (self._caps[u], self._limits[u], self._growth) for u in self._logical})
+                standing_caps.update({u: (self._caps[u], self._limits[u], self._growth) for u in self._logical})
                 raise CapNotApplied(self.name, "its allocator exists; its limit stays", "restart the process")
             for step in reversed(undo[1:]):
                 step()
@@ -113,10 +113,10 @@ class TensorFlow(Framework):
         return Applied(Enforcement.ENFORCED, undo_all)
 
     def _accept_standing(self, caps: Mapping[str, int]) -> Applied:
-        standing = {uuid: (cap, limit) for uuid, (cap, limit, _) in _standing.items()}
+        standing = {uuid: (cap, limit) for uuid, (cap, limit, _) in standing_caps.items()}
         applied = accept_standing(self.name, "TensorFlow", "allocator", standing, caps)
         self._caps, self._settled = dict(caps), None
-        for position, (uuid, (_, limit, self._growth)) in enumerate(_standing.items()):
+        for position, (uuid, (_, limit, self._growth)) in enumerate(standing_caps.items()):
             self._limits[uuid], self._logical[uuid] = limit, position
             self._say_stricter(f"GPU:{position}", limit, caps[uuid])
         return applied
@@ -193,14 +193,14 @@ class TensorFlow(Framework):
         self._gpus = {}  # what the child configures is its own
 
     def _refuse_unlimited(self) -> None:
-        value = os.environ.get(_ALLOCATOR, "").strip().lower()
+        value = os.environ.get(ALLOCATOR, "").strip().lower()
         why = _ALLOCATORS.why_uncapped(value)
         if why is not None:
             raise ConflictingSetting(
                 self.name,
-                f"{_ALLOCATOR}={value}",
+                f"{ALLOCATOR}={value}",
                 why,
-                f"unset {_ALLOCATOR}, so that TensorFlow uses its BFC allocator",
+                f"unset {ALLOCATOR}, so that TensorFlow uses its BFC allocator",
             )
 
     def _match(self, gpus: list[Any]) -> list[tuple[Any, str]]:
@@ -350,13 +350,13 @@ class TensorFlow(Framework):
 
     def _limited_allocator(self) -> None:
         """TensorFlow is about to read which allocator to build: one without a limit, chosen since, is not built."""
-        value = os.environ.get(_ALLOCATOR, "")
+        value = os.environ.get(ALLOCATOR, "")
         why = _ALLOCATORS.why_uncapped(value)
         if self._gpus and why is not None and not self._started():
-            self._undo_allocator = _as_it_is(_ALLOCATOR)
-            os.environ.pop(_ALLOCATOR, None)
+            self._undo_allocator = as_it_is(ALLOCATOR)
+            os.environ.pop(ALLOCATOR, None)
             self._warn(
-                f"tensorflow: {_ALLOCATOR}={value} was set after memguard.init, and it {why}: it is unset, so that "
+                f"tensorflow: {ALLOCATOR}={value} was set after memguard.init, and it {why}: it is unset, so that "
                 "the cap holds"
             )
 
@@ -490,7 +490,7 @@ def _context() -> Any:
     return safe() if safe is not None else None
 
 
-def _as_it_is(name: str) -> Callable[[], None]:
+def as_it_is(name: str) -> Callable[[], None]:
     """What sets the environment variable back to what it is now."""
     before = os.environ.get(name)
 

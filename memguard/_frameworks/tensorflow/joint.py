@@ -18,7 +18,7 @@ from memguard._frameworks.tensorflow.adapter import TensorFlow
 from memguard.errors import CapNotApplied, ConflictingSetting
 
 _WANTED = "cuda_malloc_async"
-_VARIABLE = adapter._ALLOCATOR
+_VARIABLE = adapter.ALLOCATOR
 
 
 class JointTensorFlow(JointWatched, TensorFlow):
@@ -32,7 +32,7 @@ class JointTensorFlow(JointWatched, TensorFlow):
                 "call memguard.init() before TensorFlow's first operation, or write 'strategy: caps'",
             )
         self._refuse_unlimited()
-        before, restore = dict(adapter._standing), adapter._as_it_is(_VARIABLE)
+        before, restore = dict(adapter.standing_caps), adapter.as_it_is(_VARIABLE)
         self.changes.add(self.name, restore)
         os.environ[_VARIABLE] = _WANTED
         try:
@@ -45,7 +45,7 @@ class JointTensorFlow(JointWatched, TensorFlow):
             return applied
         note = "tensorflow: watched, not capped: it draws from the device's default pool, where its limit is none"
         stays = "its allocator exists and stays on the default pool"
-        return self._watched(applied, adapter._standing, before, stays, note, restore)
+        return self._watched(applied, adapter.standing_caps, before, stays, note, restore)
 
     def _refuse_unlimited(self) -> None:
         value = os.environ.get(_VARIABLE, "").strip().lower()

@@ -21,8 +21,6 @@ from __future__ import annotations
 import math
 import os
 import sys
-import threading
-import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from types import ModuleType
@@ -30,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from memguard._base.logs import log as _log
 from memguard._base.specs import SPECS
-from memguard._base.types import Applied, Device, Enforcement, Moment, State, TraceEvent, Usage, usage_of
+from memguard._base.types import Applied, Device, Enforcement, State, TraceEvent, Usage, usage_of
 from memguard._base.units import GRANULE, MIB, format_size, round_up
 from memguard._frameworks.base import Framework
 from memguard._frameworks.driver_pools import PIECE, returned_by_trim
@@ -459,10 +457,9 @@ class Torch(Framework):
         uuid = next((uuid for uuid, number in (self._uuids or {}).items() if number == ordinal), None)
         if uuid in self._caps:
             own = allowed if allowed < self._caps[uuid] - SEGMENT else None  # its own fraction, which is stricter
-            here = threading.get_ident()
-            moment = Moment(self.name, "observer", time.time(), uuid, requested, cap=own, free=free, thread=here)
             in_use, pooled = self._in_use(ordinal, requested)
-            self._refused(None, moment._replace(in_use=in_use, pooled=pooled, reclaimable=0))
+            figures = {"cap": own, "free": free, "in_use": in_use, "pooled": pooled}
+            self._refused(None, uuid, requested, "observer", reclaimable=0, **figures)
 
     def _in_use(self, ordinal: int, requested: int) -> tuple[int | None, int | None]:
         """What is in use with what idles in private pools, and that part; None if the counters alone tell enough."""

@@ -73,10 +73,10 @@ class Source:
             taken=taken[0].time if taken else None,
             levels=levels,
             told=frozenset(name for name, one in guard.frameworks.items() if one.unseen() is None),
-            refused={key: one.count for key, one in [*guard._refusals.items()]},
+            refused=guard.refusals.totals(),
             trims=dict([*guard.trims.items()]),
-            returned=dict([*guard._reclaimer.returned.items()]),
-            lends=dict([*guard._reclaimer.lends.items()]),
+            returned=dict([*guard.elastic.reclaimer.returned.items()]),
+            lends=dict([*guard.elastic.reclaimer.lends.items()]),
             events=dict([*self._events.items()]),
             off=off,
         )

@@ -72,8 +72,7 @@ def _at_work() -> str:
         return ""
     if this.applying:  # it may end the active budget, which cannot be ended off the GPUs
         return "memguard.init is at work in it"
-    admitting = session.guard._admitting
-    if admitting is not None and admitting.working:
+    if session.guard.admission.working:
         return "a workload runs in it"
     suspend = session.guard.budget.suspend
     since = time.monotonic() - _back

@@ -12,14 +12,13 @@ from types import ModuleType
 from typing import Protocol
 
 from memguard._base import life
-from memguard._base.locks import Turn
+from memguard._base.locks import Rank, Turn
 from memguard._base.logs import log as _log
 from memguard._base.types import Event, MemoryInfo
 from memguard._base.undo import Undo
 from memguard._base.units import format_size
 from memguard._devices import contexts, suspension
 from memguard._node.identity import Process
-from memguard._node.suspend import guard as guards
 from memguard._node.suspend import leaving, quiet
 from memguard._node.suspend.types import Progress, Suspension, Why
 from memguard._node.suspend.waiting import Calls, Task
@@ -106,7 +105,7 @@ class _Own:
         suspension.catch_up()
 
 
-_turn = Turn()
+_turn = Turn(rank=Rank.SUSPENSION)
 """Of the thread that takes the process off its GPUs, or brings it back."""
 _BUSY = "another call takes this process off its GPUs, or brings it back"
 _now: _Own | None = None
@@ -368,7 +367,7 @@ def _watch_forks() -> None:
 def _forked() -> None:
     """A forked child has no CUDA: it is not suspended, and waits at no gate."""
     global _now, _turn
-    own, _now, _turn = _now, None, Turn()
+    own, _now, _turn = _now, None, Turn(rank=Rank.SUSPENSION)
     suspension.forked()
     leaving.dismiss()
     if own is not None:
@@ -377,4 +376,4 @@ def _forked() -> None:
         if own.gate is not None:
             own.gate.closed = False
         if own.guard is not None:
-            guards.again(own.guard)
+            own.guard.resumed()

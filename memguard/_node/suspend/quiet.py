@@ -16,8 +16,8 @@ from memguard._base.undo import Undo
 from memguard._devices import suspension
 from memguard._devices.suspension import Off
 from memguard._guard.guard import Guard
+from memguard._guard.suspended import Figures
 from memguard._ledger.types import Ledger
-from memguard._node.suspend import guard as guards
 from memguard._runtime.runtime import this
 from memguard._runtime.session import Session
 from memguard.errors import CannotSuspend
@@ -26,7 +26,7 @@ _NVML = "memguard._devices.nvml"
 """If it was never loaded, there is nothing to forget."""
 
 
-def begin(undo: Undo, seconds: float, figures: guards.Figures | None = None) -> Ledger | None:
+def begin(undo: Undo, seconds: float, figures: Figures | None = None) -> Ledger | None:
     """Be quiet, until `undo` runs. The last reading, if a budget is active.
 
     Raises CannotSuspend if something that is under way does not end within `seconds`; DeviceError if a GPU cannot be
@@ -41,7 +41,7 @@ def begin(undo: Undo, seconds: float, figures: guards.Figures | None = None) -> 
         this.lock.release()
 
 
-def _begin(undo: Undo, until: float, figures: guards.Figures | None) -> Ledger | None:
+def _begin(undo: Undo, until: float, figures: Figures | None) -> Ledger | None:
     session = this.session
     if session is None or not session.active:
         undo.add("the word that the process is suspended", end)
@@ -53,10 +53,12 @@ def _begin(undo: Undo, until: float, figures: guards.Figures | None) -> Ledger |
     reading = guard.ledger()
     with _alone(guard, until):
         undo.add("the guard of a suspended process", lambda: _wake(guard))
-        suspension.now = Off(_own_bytes(reading), time.time(), moving=True)
-        guards.become(guard, reading, figures if figures is not None else _unknown)
+        off = Off(_own_bytes(reading), time.time(), moving=True)
+        # First: a reading on another thread, which is refused from the next line on, finds the guard suspended.
+        guard.suspend(reading, figures if figures is not None else _unknown, off)
+        suspension.now = off
     _forget_nvml()
-    if guard._reader._turn.take(_nothing, _left(until)) is None:  # one that began before
+    if not guard.reader.wait(_left(until)):  # one that began before
         raise _busy("a reading of the GPUs", "run `nvidia-smi` to see if the driver hangs, and try again")
     return reading
 
@@ -87,12 +89,12 @@ def end() -> None:
     session = this.session
     suspension.now = None
     if session is not None:
-        guards.again(session.guard)
+        session.guard.resumed()
 
 
 def _wake(guard: Guard) -> None:
     suspension.now = None  # first: the guard asks the GPUs from now on
-    guards.again(guard)
+    guard.resumed()
 
 
 def _pause(session: Session, undo: Undo, until: float) -> None:
@@ -107,12 +109,12 @@ def _pause(session: Session, undo: Undo, until: float) -> None:
 @contextmanager
 def _alone(guard: Guard, until: float) -> Iterator[None]:
     """With no thread within a call of the guard that frees memory or changes a cap."""
-    if not guard._lock.acquire(timeout=_left(until)):
+    if not guard.caps.lock.acquire(timeout=_left(until)):
         raise _busy("a call of memguard on another thread", "let it end (a trim, a resize, a request for room)")
     try:
         yield
     finally:
-        guard._lock.release()
+        guard.caps.lock.release()
 
 
 def _busy(what: str, remedy: str) -> CannotSuspend:
@@ -131,10 +133,6 @@ def _forget_nvml() -> None:
 
 def _left(until: float) -> float:
     return max(until - time.monotonic(), 0.0)
-
-
-def _nothing(*_: object) -> None:
-    pass
 
 
 def _unknown(uuid: str) -> MemoryInfo | None:

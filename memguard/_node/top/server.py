@@ -182,7 +182,7 @@ class Served:
                 what = f"trim {framework or 'all frameworks'}"
                 number = self._requests.add(what, lambda: self._trim(framework, pid))
             else:
-                if any(framework in part.elastic for part in self._guard.plan.devices):  # as `Shares.resize`
+                if any(framework in part.elastic for part in self._guard.plan.devices):  # as `ElasticCaps.resize`
                     raise MemguardError(
                         f"{framework}'s cap cannot be changed: its share is elastic, and moves between min and max",
                         fix=f"change frameworks.{framework}.min or .max in the budget",
@@ -214,8 +214,7 @@ class Served:
 
     def _tell(self, kind: str, text: str, framework: str | None, size: int) -> None:
         _log.info("%s", text)
-        if (announce := self._guard._on_event) is not None:
-            announce(Event(time.time(), kind, text, framework=framework, bytes=size))
+        self._guard.caps.announce(Event(time.time(), kind, text, framework=framework, bytes=size))
 
 
 class Top(Extension):

@@ -27,9 +27,9 @@ def recognised(error: BaseException, outer: int | None = None) -> Failure | None
     if found is None:
         return None
     facts, verdict = found
-    moment = hooks.moment_of(facts, verdict)
-    asked = moment.requested if moment is not None and moment.requested is not None else verdict.requested
-    return Failure(verdict.requester, asked, verdict.certain, moment, facts, verdict, _words(hooks.facts_of(error)))
+    request = hooks.request_of(facts, verdict)
+    asked = request.requested if request is not None and request.requested is not None else verdict.requested
+    return Failure(verdict.requester, asked, verdict.certain, request, facts, verdict, _words(hooks.facts_of(error)))
 
 
 def _words(facts: ErrorFacts) -> str:

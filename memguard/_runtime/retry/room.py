@@ -16,8 +16,7 @@ from memguard._base.logs import text_of
 from memguard._base.types import Event, Room, Sample
 from memguard._budget.joint import POOL
 from memguard._devices import contexts, suspension
-from memguard._oom.remedies import WORKSPACE
-from memguard._oom.report import device_of
+from memguard._oom.causes import WORKSPACE, device_of
 from memguard._runtime.retry.types import Done, Failure
 from memguard._runtime.runtime import this
 
@@ -25,7 +24,7 @@ _ASKED = 4
 """How often the guard is asked for less than before: what it lacks for the most may be of the card, or of the caps."""
 
 if TYPE_CHECKING:
-    from memguard._base.specs import CacheName
+    from memguard._base.specs import CacheName, FrameworkName
     from memguard._base.types import Device
     from memguard._guard.guard import Guard
 
@@ -43,7 +42,7 @@ def capturing() -> bool:
     try:
         guard = active()
         if guard is not None:
-            return guard._capturing()
+            return guard.elastic.capturing()
         cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
         if cuda is not None and cuda.is_initialized() and cuda.is_current_stream_capturing():
             return True
@@ -84,18 +83,18 @@ def make(failure: Failure) -> Done:
     if device is None or who is None or who not in guard.frameworks:  # a library: its memory lies outside every cap
         return Done(freed, returned, uuid=uuid)
     cap = guard.part(device.uuid).caps.get(who)
-    room = _raise(guard, failure, who, device, returned)
+    room = _raise(guard, failure, cast("FrameworkName", who), device, returned)
     after = guard.part(device.uuid).caps.get(who)
     moved = (cap, after) if cap is not None and after is not None and cap != after else None
     return Done(freed, returned, moved, room.live, uuid)
 
 
-def _raise(guard: Guard, failure: Failure, who: str, device: Device, returned: dict[str, int]) -> Room:
+def _raise(guard: Guard, failure: Failure, who: FrameworkName, device: Device, returned: dict[str, int]) -> Room:
     """Make room for as much as it may ever have; if that is not there, for what is, and at least for the same again."""
     now = _sample()
     held = 0 if now is None else _of(now, "held").get(device.uuid, {}).get(who, 0)
-    moment = failure.moment.held if failure.moment is not None else None
-    then = max(failure.held.get(device.uuid, {}).get(who, 0), moment or 0)
+    refused = failure.request.held if failure.request is not None else None
+    then = max(failure.held.get(device.uuid, {}).get(who, 0), refused or 0)
     size = WORKSPACE if failure.asked is None else failure.asked
     least = guard.frameworks[who].footprint(size) + max(then - held, 0)
     _, most = guard.part(device.uuid).elastic.get(who, (0, 0))
@@ -115,7 +114,7 @@ def announce(failure: Failure, done: Done, text: str) -> None:
     session = this.session
     if session is not None and session.active:
         size = sum(done.returned.values())
-        session._announce(Event(time.time(), "retry", text, uuid=done.uuid, framework=failure.who, bytes=size))
+        session.announce(Event(time.time(), "retry", text, uuid=done.uuid, framework=failure.who, bytes=size))
 
 
 def _add(returned: dict[str, int], more: Mapping[str, int]) -> None:
@@ -129,7 +128,7 @@ def _device(guard: Guard, failure: Failure) -> Device | None:
     parts = guard.plan.devices
     if len(parts) == 1:
         return parts[0].device
-    found = device_of(failure.facts.text, failure.verdict, guard.ledger(), failure.moment)
+    found = device_of(failure.facts.text, failure.verdict, guard.ledger(), failure.request)
     return None if found is None else found.device
 
 

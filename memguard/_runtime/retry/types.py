@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from memguard._base.types import Moment
+from memguard._base.types import RefusedRequest
 from memguard._base.units import format_size
 from memguard._oom.classify import ErrorFacts, Verdict
 
@@ -14,7 +14,7 @@ class Failure(NamedTuple):
     """One failed run as plain data. Sizes are bytes; None if not known.
 
     who     the framework or library that asked
-    moment  the record of the refusal, if the allocator told of one
+    request  the record of its refusal, if the allocator told of one
     words   type and text of the error, in one line
     in_use  what each framework had in live arrays when the error was caught, by UUID and name
     held    the same of what it had taken from the driver
@@ -23,7 +23,7 @@ class Failure(NamedTuple):
     who: str | None
     asked: int | None
     certain: bool
-    moment: Moment | None
+    request: RefusedRequest | None
     facts: ErrorFacts
     verdict: Verdict
     words: str

@@ -4,58 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from datetime import datetime
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from memguard._base.types import Event
 from memguard._base.units import is_whole
 from memguard._timeline import Oom
-from memguard._timeline.refusals import event_of
+from memguard._timeline.refusals import Refusal, Reported, counting_event, is_counted, moment_of, reported, times_of
 from memguard._tools.report.model import Entry
 
 _SAME = 0.002
-"""Seconds: both have the time of the refusal, and a timeline has milliseconds. Reports of 0.1.0 name no event."""
+"""Seconds: an event of several requests has the time of the last, and a timeline has milliseconds."""
 
 
 class Refused(NamedTuple):
-    """Who asked for how much, and when that was refused.
+    """Who was refused memory on which GPU, as an event or an error tells it."""
 
-    `times` says how many requests it stands for. `event` is the time of the event that counts it, if a report names it.
-    """
-
-    framework: object
-    uuid: object
-    size: object
-    time: float
-    times: int = 1
-    event: float | None = None
-
-    def counts(self, other: Refused) -> bool:
-        """Whether this event counts the request of a report."""
-        if other.event is not None:
-            return self.time == other.event
-        return self[:3] == other[:3] and abs(self.time - other.time) <= _SAME
+    framework: str | None
+    uuid: str | None
+    told: Refusal | Reported
 
 
 def of_event(event: Event) -> Refused | None:
     if event.kind != "refused":
         return None
-    times = event.times if is_whole(event.times) and event.times else 1
-    return Refused(event.framework, event.uuid, event.bytes, event.time, times)
+    told = _refusal(event.time, event.bytes, times_of(event.times))
+    return Refused(event.framework, event.uuid, told)
 
 
 def of_oom(oom: Oom) -> Refused | None:
     """The refusal that the error came of, if it was recorded when it happened: then an event has it too."""
-    report: Mapping[str, Any] = oom.report
-    moment = report.get("moment")
-    if not isinstance(moment, Mapping) or moment.get("source") not in ("refusal", "observer"):
+    report = oom.report
+    if not is_counted(report):
         return None
-    try:
-        time = datetime.fromisoformat(moment["time"]).timestamp()
-    except (KeyError, TypeError, ValueError, OverflowError, OSError):
-        return None
-    requester, uuid, event = report.get("requester"), report.get("uuid"), event_of(moment)
-    return Refused(requester, uuid, moment.get("requested"), time, event=event)
+    told = reported(report, _refusal(oom.time, moment_of(report).get("requested"), 0))
+    who, uuid = (one if isinstance(one, str) else None for one in (report.get("requester"), report.get("uuid")))
+    return None if told.moment is None else Refused(who, uuid, told)
+
+
+def _refusal(time: float, asked: object, times: int) -> Refusal:
+    return Refusal(time, asked if is_whole(asked) else None, None, None, times, False)
 
 
 def merged(entries: Iterable[Entry], requests: Mapping[int, Refused]) -> list[Entry]:
@@ -64,20 +51,23 @@ def merged(entries: Iterable[Entry], requests: Mapping[int, Refused]) -> list[En
     The error stays, with what the event said. An event of several requests stays too, and the error says so.
     """
     found = list(entries)
-    events = [entry for entry in found if entry.severity != "oom" and id(entry) in requests]
+    known = [(entry, requests[id(entry)]) for entry in found if id(entry) in requests]
     gone: set[int] = set()
     instead: dict[int, Entry] = {}
-    for entry in found:
-        request = requests.get(id(entry))
-        if request is None or entry.severity != "oom":
-            continue
-        event = next((one for one in events if id(one) not in gone and requests[id(one)].counts(request)), None)
-        if event is None:
-            continue
-        times = requests[id(event)].times
-        which = "the last" if request.event is None else "one"
-        said = event.title if times == 1 else f"{which} of {times:,} requests, which an event counts together"
-        instead[id(entry)] = replace(entry, lines=(*entry.lines, ("refused", said)))
-        if times == 1:
-            gone.add(id(event))
+    for key in {request[:2] for _, request in known}:
+        own = [(entry, request.told) for entry, request in known if request[:2] == key]
+        counted = [(told, entry) for entry, told in own if isinstance(told, Refusal)]
+        counted.sort(key=lambda one: one[0].time)
+        events, left = [told for told, _ in counted], [told.times for told, _ in counted]
+        for entry, told in own:
+            if not isinstance(told, Reported) or (at := counting_event(events, left, told)) is None:
+                continue
+            left[at] -= 1
+            event, said = events[at], counted[at][1].title
+            if event.times == 1:
+                gone.add(id(counted[at][1]))
+            else:
+                last = told.event is None and event.time - (told.moment or 0) <= _SAME
+                said = f"{'the last' if last else 'one'} of {event.times:,} requests, which an event counts together"
+            instead[id(entry)] = replace(entry, lines=(*entry.lines, ("refused", said)))
     return [instead.get(id(entry), entry) for entry in found if id(entry) not in gone]

@@ -26,7 +26,17 @@ from hypothesis import strategies as st
 
 import memguard
 from memguard._base.specs import SPECS
-from memguard._base.types import Device, DeviceSample, Event, FrameworkSample, MemoryInfo, Moment, Plan, Sample, Usage
+from memguard._base.types import (
+    Device,
+    DeviceSample,
+    Event,
+    FrameworkSample,
+    MemoryInfo,
+    Plan,
+    RefusedRequest,
+    Sample,
+    Usage,
+)
 from memguard._base.units import GIB, MIB, format_size
 from memguard._budget import from_mapping, policy
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory
@@ -35,11 +45,10 @@ from memguard._frameworks.torch.adapter import Torch
 from memguard._ledger.overhead import Overhead
 from memguard._ledger.rows import Reading, device_ledger
 from memguard._ledger.types import DeviceLedger, Ledger
-from memguard._oom import hooks
-from memguard._oom import moment as moments
+from memguard._oom import hooks, refusal
 from memguard._oom.classify import ErrorFacts, Verdict, classify
+from memguard._oom.refusal import EVERY, RefusalEvents
 from memguard._oom.report import Report, diagnose
-from memguard._runtime.refusals import EVERY, Refusals
 from memguard._timeline import load_timeline
 from memguard._timeline.replay import replay_timeline
 from memguard.errors import PlanError
@@ -106,24 +115,24 @@ def near(found: int | None, size: float) -> bool:
 
 def test_the_text_of_torch_gives_the_figures_of_the_moment() -> None:
     facts = error("torch", GPT)
-    told = moments.of_text(facts, classify(facts), 3.0)
+    told = refusal.of_text(facts, classify(facts), 3.0)
     assert told is not None and told.source == "text" and told.reclaimable == 0
     assert near(told.in_use, 14.01 * GIB) and near(told.held, 14.01 * GIB + 305 * MIB) and near(told.free, 62.71 * GIB)
     facts = error("torch", OLD)
-    told = moments.of_text(facts, classify(facts), 3.0)
+    told = refusal.of_text(facts, classify(facts), 3.0)
     assert told is not None
     assert near(told.in_use, 1.72 * GIB) and near(told.held, 2.46 * GIB) and near(told.free, 354.88 * MIB)
     facts = error(
         "cupy", "Out of memory allocating 512 bytes (allocated so far: 8,589,934,592 bytes, limit set to: 9)."
     )
-    told = moments.of_text(facts, classify(facts), 3.0)
+    told = refusal.of_text(facts, classify(facts), 3.0)
     assert told is not None and (told.held, told.in_use) == (8 * GIB, None)
     facts = error("torch", ASYNC)
-    told = moments.of_text(facts, classify(facts), 3.0)
+    told = refusal.of_text(facts, classify(facts), 3.0)
     assert told is not None and (told.held, told.reclaimable) == (None, None)
     assert near(told.in_use, 136 * GIB) and near(told.free, 31.12 * MIB)
     for text in ("CUDA out of memory.", "CUDA out of memory. Of the allocated memory x GiB is allocated by PyTorch"):
-        assert moments.of_text(error("torch", text), classify(error("torch", text)), 3.0) is None
+        assert refusal.of_text(error("torch", text), classify(error("torch", text)), 3.0) is None
 
 
 def test_a_forward_pass_whose_activations_are_gone_reached_its_cap() -> None:
@@ -145,7 +154,7 @@ def test_a_forward_pass_whose_activations_are_gone_reached_its_cap() -> None:
 
 def test_a_stricter_limit_of_the_users_own_is_what_has_to_be_raised() -> None:
     usage: dict[str, Usage | None] = {"torch": Usage(3 * GIB, 3 * GIB, 0)}
-    told = Moment("torch", "observer", 1.0, H200.uuid, GIB, 3 * GIB, 3 * GIB, 0, 3 * GIB + MIB)
+    told = RefusedRequest("torch", "observer", 1.0, H200.uuid, GIB, 3 * GIB, 3 * GIB, 0, 3 * GIB + MIB)
     text = "CUDA out of memory. Tried to allocate 1.00 GiB."
     found = explained(error("torch", text), usage, {"torch": {"limit": "14GiB"}}, recorded=told, then=usage)
     assert found.reason == "cap" and found.why.startswith("its cap of 3.00 GiB is reached")
@@ -160,10 +169,12 @@ def test_that_the_error_means_something_else_is_said_only_of_figures_of_the_mome
     text = "CUDA out of memory. Tried to allocate 2.00 GiB."
     now = explained(error("torch", text), small, cap)
     assert now.reason == "unknown" and "something else" not in now.why and "freed since" in now.why
-    told = Moment("torch", "observer", 1.0, H200.uuid, 2 * GIB, GIB, GIB, 0, free=100 * GIB)
+    told = RefusedRequest("torch", "observer", 1.0, H200.uuid, 2 * GIB, GIB, GIB, 0, free=100 * GIB)
     sure = explained(error("torch", text), small, cap, recorded=told, then=small)
     assert sure.reason == "unknown" and sure.why.endswith("the error means something else")
-    full = explained(error("torch", text), small, cap, recorded=Moment("torch", "observer", 1.0, H200.uuid, free=GIB))
+    full = explained(
+        error("torch", text), small, cap, recorded=RefusedRequest("torch", "observer", 1.0, H200.uuid, free=GIB)
+    )
     assert full.reason == "card" and "was full" in full.why and "now the card has" in full.why
 
 
@@ -297,7 +308,7 @@ def test_what_idles_in_the_pools_of_cuda_graphs_serves_nobody() -> None:
     cap = {"torch": {"limit": "2928MiB"}}
     free, rest = 59912683520, H200.usable - 612 * MIB - 2877292544  # what others have now, so that nothing changed
     usage: dict[str, Usage | None] = {"torch": Usage(2877292544, 1662010368, 1207959552)}
-    told = Moment("torch", "observer", 9.0, H200.uuid, 301989888, 2877292544, 1662010368, 0, 2928 * MIB, free)
+    told = RefusedRequest("torch", "observer", 9.0, H200.uuid, 301989888, 2877292544, 1662010368, 0, 2928 * MIB, free)
     found = explained(error("torch", GRAPHS), usage, cap, rest - free, recorded=told, then=usage)
     assert found.reason == "cap" and found.why.startswith("its cap of 2.86 GiB is reached"), found.why
     assert found.moment is not None and near(found.moment.in_use, 2.67 * GIB)
@@ -307,7 +318,7 @@ def test_what_idles_in_the_pools_of_cuda_graphs_serves_nobody() -> None:
     assert bare.verdict.requested == 301989888, "the record knows what the text does not"
     alone = explained(error("torch", GRAPHS), usage, cap)
     assert alone.reason == "cap", "the text alone tells as much"
-    exact = moments.complete(told, Moment("torch", "text", 9.0, in_use=1665000000))
+    exact = refusal.complete(told, RefusedRequest("torch", "text", 9.0, in_use=1665000000))
     assert exact.in_use == 1662010368, "a text's two decimals do not take the place of the exact figure"
 
 
@@ -414,9 +425,9 @@ def test_of_peak_and_last_sample_the_larger_that_explains_the_error_counts(peak:
     gpu = DeviceSample(H200.uuid, H200.total, 0, 90 * GIB, None, None, 0, None, {"jax": row})
     (part,) = ledger_of(plan, {"jax": Usage(14 * GIB, now * MIB, 0)}).devices
     verdict = Verdict("gpu", "jax", GIB, True)
-    found = moments.from_now(part, verdict, GIB, peak * MIB, [Sample(8.0, (gpu,))], 9.0)
+    found = refusal.from_now(part, verdict, GIB, peak * MIB, [Sample(8.0, (gpu,))], 9.0)
     assert found is not None and found.source == "peak" and found.in_use == peak * MIB
-    without = moments.from_now(part, verdict, GIB, None, [Sample(8.0, (gpu,))], 9.0)
+    without = refusal.from_now(part, verdict, GIB, None, [Sample(8.0, (gpu,))], 9.0)
     assert (without is None) == (sampled - now < 64) and (without is None or without.source == "sample")
 
 
@@ -424,14 +435,14 @@ def test_an_error_finds_the_record_of_its_own_request() -> None:
     """By its mark; or, of an observer, by framework and size, first of the same thread and then the newest."""
     verdict = Verdict("gpu", "torch", 2 * GIB, True)
     records = {
-        number: Moment("torch", "observer", 0.0, requested=size, thread=thread)
+        number: RefusedRequest("torch", "observer", 0.0, requested=size, thread=thread)
         for number, size, thread in ((1, 2 * GIB, 7), (2, 2 * GIB + 4 * MIB, 8), (3, 3 * GIB, 7), (4, None, 9))
     }
-    records[5] = Moment("cupy", "refusal", 0.0, requested=2 * GIB, thread=7)
+    records[5] = RefusedRequest("cupy", "refusal", 0.0, requested=2 * GIB, thread=7)
     bare = ErrorFacts("x", (), "", {})
 
     def of(facts: ErrorFacts, thread: int, name: str = "torch") -> int | None:
-        return moments.record_of(records, facts, verdict, name, 100, thread)
+        return refusal.record_of(records, facts, verdict, name, 100, thread)
 
     assert (of(bare, 7), of(bare, 8), of(bare, 9), of(bare, 1)) == (1, 2, 4, 4)
     assert of(bare, 7, "cupy") is None, "memguard's own allocators mark their errors"
@@ -454,7 +465,7 @@ def test_any_figures_give_a_report(
 ) -> None:
     """Nothing raises; a fragmented cache and another meaning are only claimed where figures of then show it."""
     usage = Usage(None, now["in_use"], None, now["held"], 60 * GIB) if silent else Usage(now["held"], now["in_use"], 0)
-    moment = Moment(
+    moment = RefusedRequest(
         "torch", source, 1.0, H200.uuid, asked, then["held"], then["in_use"], then["reclaimable"], free=then["free"]
     )
     found = explained(error("torch", f"CUDA out of memory. Tried to allocate {asked / GIB:.2f} GiB"),
@@ -501,7 +512,7 @@ def test_followed_advice_about_the_budget_helps(
     usages: dict[str, Usage | None] = {"torch": Usage(held, held, 0)}
     usages |= {name: Usage(int(caps[name] * idle), int(caps[name] * idle), 0) for name in names[1:]}
     facts = error("torch", f"CUDA out of memory. Tried to allocate {asked}.00 MiB. GPU 0")
-    moment = Moment("torch", "observer", 1.0, H200.uuid, asked * MIB, held, held, 0, free=H200.usable)
+    moment = RefusedRequest("torch", "observer", 1.0, H200.uuid, asked * MIB, held, held, 0, free=H200.usable)
     ledger = ledger_of(plan, usages)
     found = diagnose(
         facts, classify(facts), ledger, plan, {}, (), time=0.0, budget=budget, recorded=moment, then=ledger
@@ -760,9 +771,9 @@ def test_ten_thousand_caught_errors_stay_cheap(guard: memguard.Guard, tmp_path: 
 
 def test_repetitions_become_one_event_at_times() -> None:
     now = [100.0]
-    refusals = Refusals(lambda: now[0])
-    moment = Moment("torch", "refusal", 1.0, "GPU-0", GIB, 3 * GIB, 3 * GIB, 0, 4 * GIB, 5 * GIB)
-    other = Moment("cupy", "refusal", 1.0, "GPU-0")
+    refusals = RefusalEvents(lambda: now[0])
+    moment = RefusedRequest("torch", "refusal", 1.0, "GPU-0", GIB, 3 * GIB, 3 * GIB, 0, 4 * GIB, 5 * GIB)
+    other = RefusedRequest("cupy", "refusal", 1.0, "GPU-0")
     (first,) = refusals.refused(moment)
     assert first.times == 1 and first.text == (
         "torch: a request for 1.00 GiB was refused; it held 3.00 GiB of its cap of 4.00 GiB, and the GPU had 5.00 GiB "
@@ -942,7 +953,7 @@ def test_no_line_about_another_time_comes_before_the_first_report(
         write(shown)
 
     monkeypatch.setattr(hooks, "_write", slow)
-    undo = hooks.install(hooks.Scene)
+    undo = hooks.install(hooks.OomContext)
     try:
         for _ in range(200):
             hooks.in_full_again()
@@ -974,7 +985,7 @@ def test_a_signal_handler_that_runs_out_of_memory_within_a_report(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the claim and the writing of the first: nothing waits for itself, and the line comes after the report."""
-    undo = hooks.install(hooks.Scene)
+    undo = hooks.install(hooks.OomContext)
     write, fired = hooks._write, []
 
     def interrupted(shown: Any) -> None:

@@ -1,7 +1,7 @@
-"""The book of reservations in the hands of threads: who changes it, who waits, who wakes them.
+"""Thread-safe reservations: compare-and-swap updates, waiting and wake-up.
 
-The book is never changed, only replaced, if it is still the one that was looked at. A reservation lives as long as its
-`Ticket`: whatever interrupts the thread that has it, nothing stays reserved.
+`Reservations` are never changed, only replaced, if they are still the object that was looked at. A reservation lives as
+long as its `Ticket`: whatever interrupts the thread that has it, nothing stays reserved.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from collections.abc import Callable
 from typing import Any
 
 from memguard._base.blocks import WITHIN
-from memguard._base.locks import Turn
+from memguard._base.locks import Rank, Turn
 from memguard._guard import reservations
-from memguard._guard.reservations import EMPTY, Book
+from memguard._guard.reservations import EMPTY, Reservations
 
 _PATIENCE = 1.0
-"""Seconds to wait for another thread that replaces the book, which takes no time."""
+"""Seconds to wait for another thread that replaces the reservations, which takes no time."""
 _numbers = itertools.count(1)
 
 
 class Ticket:
-    """A place in the book: of one that waits, and then of one that holds."""
+    """The place of one workload among the reservations: it waits, and then it holds."""
 
     def __init__(self) -> None:
         self.number = next(_numbers)
@@ -66,51 +66,51 @@ class Ticket:
                     self._woken.get_nowait()
 
 
-class Turns:
-    """The book of one budget."""
+class ReservationQueue:
+    """The reservations of one budget, which threads replace and wait for."""
 
     def __init__(self) -> None:
-        self.book: Book = EMPTY
-        self._turn = Turn()
+        self.current: Reservations = EMPTY
+        self._turn = Turn(rank=Rank.RESERVATIONS)
         self._tickets: dict[int, weakref.ref[Ticket]] = {}
 
     @property
     def idle(self) -> bool:
         """Whether nothing is reserved, and nobody waits."""
-        return self.book is EMPTY
+        return self.current is EMPTY
 
     def forked(self) -> None:
         """In a forked child: nothing is reserved, and no lock of the parent's is waited for."""
-        self.book, self._turn, self._tickets = EMPTY, Turn(), {}
+        self.current, self._turn, self._tickets = EMPTY, Turn(rank=Rank.RESERVATIONS), {}
 
     def ticket(self) -> Ticket:
         made = Ticket()
         self._tickets[made.number] = weakref.ref(made, functools.partial(self._gone, made.number))
         return made
 
-    def replace(self, before: Book, after: Book) -> bool:
-        """Put another book in the place of that one. False if it is not there any more: look again."""
+    def replace(self, before: Reservations, after: Reservations) -> bool:
+        """Put `after` in the place of `before`. False if that is not in force any more: look again."""
 
         def put() -> bool:
-            if self.book is before:  # no signal handler comes between this and the next line
-                self.book = after
+            if self.current is before:  # no signal handler comes between this and the next line
+                self.current = after
                 return True
             return False
 
         return self._turn.take(put, _PATIENCE) == (True,)
 
-    def settled(self) -> Book:
-        """The book without those that are over, or whose ticket is gone."""
+    def settled(self) -> Reservations:
+        """The reservations without those that are over, or whose ticket is gone."""
         while True:
-            before = book = self.book
+            before = book = self.current
             for number in self._dead(book):
                 book = reservations.ended(book, number)
             if book is before or self.replace(before, book):
                 return book
 
-    def view(self) -> Book:
+    def view(self) -> Reservations:
         """As `settled`, and changes nothing: for calls within an allocation."""
-        book = self.book
+        book = self.current
         for number in self._dead(book):
             book = reservations.ended(book, number)
         return book
@@ -119,11 +119,11 @@ class Turns:
         self,
         ticket: Ticket,
         read: Callable[[], dict[str, int | None]],
-        before: Book = EMPTY,
+        before: Reservations = EMPTY,
         in_use: dict[str, int | None] | None = None,
     ) -> None:
         """End it, whether it holds or waits, and have the others look. `read` reads what its framework has in use, by
-        UUID. `in_use` was read already, when the book was `before`.
+        UUID. `in_use` was read already, when the reservations were `before`.
         """
         leave(ticket)
         try:
@@ -147,12 +147,12 @@ class Turns:
 
     def wake(self) -> None:
         """Have all that wait look again: something may have become free."""
-        for entry in self.book.waiting:
+        for entry in self.current.waiting:
             found = self._tickets.get(entry.id)
             if found is not None and (ticket := found()) is not None:
                 ticket.wake()
 
-    def _dead(self, book: Book) -> list[int]:
+    def _dead(self, book: Reservations) -> list[int]:
         dead = []
         for entry in (*book.active, *book.waiting):
             found = self._tickets.get(entry.id)
@@ -164,7 +164,7 @@ class Turns:
     def _gone(self, number: int, _: Any) -> None:
         """A ticket was dropped. Perhaps it was never left: its block was interrupted, or given up without an end."""
         self._tickets.pop(number, None)
-        if self.book is not EMPTY:
+        if self.current is not EMPTY:
             self.wake()
 
 

@@ -1,6 +1,6 @@
 """Makes room for one request: raises an elastic cap, and has siblings give back what idles.
 
-`lending` and `order` decide. It may run within the allocation that fails, on the user's thread, with no lock of the
+`lending` decides. It may run within the allocation that fails, on the user's thread, with no lock of the
 adapter that asks. What came back is what NVML says of this process before and after, never what was called:
 `torch.cuda.empty_cache()` does nothing, silently, in a capture or while a `MemPool` is in use.
 """
@@ -20,33 +20,22 @@ from memguard._base.units import GRANULE, format_size
 from memguard._budget import policy
 from memguard._budget.joint import POOL
 from memguard._devices import contexts
-from memguard._devices.host import Host
-from memguard._frameworks.base import Framework
-from memguard._guard import lending, order
+from memguard._guard import lending
+from memguard._guard.caps import CapTable
 from memguard.errors import CapNotApplied
 
 _KEPT = 64
 """Events that wait for somebody who writes them down."""
 
 
-class Budgeted(Protocol):
-    """What the guard gives: what is capped, and how caps are set. All with its lock held."""
+class Reserved(Protocol):
+    """What running workloads have reserved: `_guard.admission`, whose modules are loaded at the first request."""
 
-    host: Host
+    def not_taken(self, framework: str, uuid: str, in_use: int | None) -> int:
+        """Bytes that they have reserved and not taken yet, by what the framework has in use there."""
 
-    @property
-    def frameworks(self) -> Mapping[str, Framework]: ...
-    def part(self, uuid: str) -> DevicePlan:
-        """The plan of this GPU, as it is now."""
-
-    def movable(self, name: str) -> bool:
-        """Whether its cap can be set now: it holds, or is set once the framework is imported."""
-
-    def set_cap(self, name: str, uuid: str, cap: int) -> None:
-        """Set one cap. Raises CapNotApplied."""
-
-    def promised(self, name: str, uuid: str, in_use: int | None) -> int:
-        """Bytes that its running blocks of work have reserved and not taken yet, by what it has in use."""
+    def wake(self) -> None:
+        """Have all that wait for room look again."""
 
 
 class Sibling(Protocol):
@@ -58,12 +47,13 @@ class Sibling(Protocol):
 
 
 class Reclaimer:
-    """The hands. Each call is made with the guard's lock held."""
+    """Carries out what `lending` decides. Callers hold the guard's lock, but for `headroom`.
 
-    def __init__(self, guard: Budgeted) -> None:
-        self._guard = guard
-        self.shared: Sibling | None = None
-        """The cache of the shared pool, under `strategy: pool`."""
+    `shared` is the cache of the shared pool, under `strategy: pool`.
+    """
+
+    def __init__(self, caps: CapTable, reserved: Reserved, shared: Sibling | None = None) -> None:
+        self._caps, self._reserved, self.shared = caps, reserved, shared
         self._fixed: set[str] = set()
         """Elastic by the budget, but their caps turned out not to change."""
         self.events: deque[Event] = deque(maxlen=_KEPT)
@@ -90,11 +80,11 @@ class Reclaimer:
         """
         uuid = device.uuid
         returned: dict[str, int] = {}
-        before = self._guard.part(uuid).caps.get(who)
+        before = self._caps.part(uuid).caps.get(who)
         missing, live = (0, {}) if full or not capped else self._raise_cap(device, who, needed, asked, returned)
         if not missing:
             missing = self._empty(device, who, needed, full, asked, returned)
-        after = self._guard.part(uuid).caps.get(who)
+        after = self._caps.part(uuid).caps.get(who)
         moved = (before, after) if before is not None and after is not None and after != before else None
         self._note(who, uuid, returned, moved)
         return Room(returned, moved, max(missing, 0), live)
@@ -105,42 +95,42 @@ class Reclaimer:
         spent: set[str] = set()
         returned: dict[str, int] = {}
         missing, live = cap, dict[str, int]()
-        for _ in range(2 * len(self._guard.frameworks) + 2):
-            part = self._guard.part(device.uuid)
+        for _ in range(2 * len(self._caps.frameworks) + 2):
+            part = self._caps.part(device.uuid)
             parts = self._parts(part, self._usages(device), spent)
             parts[who] = parts[who]._replace(most=max(cap, parts[who].cap))
-            loan = lending.ask(parts, part.limit - part.reserve, who, cap)
-            missing, live = loan.missing, dict(loan.live)
+            change = lending.plan_raise(parts, part.limit - part.reserve, who, cap)
+            missing, live = change.missing, dict(change.live)
             if missing or not act:
                 break
-            if not loan.calls:
-                if self._set(device, {name: size for name, size in loan.caps.items() if name != who}):
+            if not change.calls:
+                if self._set(device, {name: size for name, size in change.caps.items() if name != who}):
                     break
-            elif not self._give_back(loan.calls[0][0], device, loan.calls[0][1], returned):
-                spent.add(loan.calls[0][0])
+            elif not self._give_back(change.calls[0][0], device, change.calls[0][1], returned):
+                spent.add(change.calls[0][0])
         self._note(who, device.uuid, returned, None)
         return Room(returned, None, missing, live)
 
     def headroom(self, sample: DeviceSample) -> tuple[DevicePlan, dict[str, int]]:
         """At a tick: the caps that should move so that elastic frameworks which cannot ask have headroom, and the plan
         by which they should. None if caps have moved since it was read. It needs no lock, and asks no framework."""
-        part, read = self._guard.part(sample.uuid), sample.frameworks
+        part, read = self._caps.part(sample.uuid), sample.frameworks
         if any(one.cap != part.caps[name] for name, one in read.items() if name in part.caps):
             return part, {}
         usages = {name: Usage(one.held, one.in_use, one.reclaimable) for name, one in read.items()}
-        return part, lending.settle(self._parts(part, usages), part.limit - part.reserve)
+        return part, lending.rebalance(self._parts(part, usages), part.limit - part.reserve)
 
     def call_back_unused(self, device: Device) -> None:
         """Lower what is lent and not used, as far as all have more than the room: one holds more than its cap."""
-        part = self._guard.part(device.uuid)
+        part = self._caps.part(device.uuid)
         if part.elastic:
             parts = self._parts(part, self._usages(device))
             self._set(device, lending.called_back(parts, part.limit - part.reserve))
 
-    def settle(self, before: DevicePlan, caps: Mapping[str, int]) -> None:
+    def rebalance(self, before: DevicePlan, caps: Mapping[str, int]) -> None:
         """Move these caps, unless others have moved since."""
         device = before.device
-        if self._guard.part(device.uuid) is before and self._set(device, caps):
+        if self._caps.part(device.uuid) is before and self._set(device, caps):
             for name, cap in caps.items():
                 if cap > before.caps[name]:
                     self._note(name, device.uuid, {}, (before.caps[name], cap))
@@ -150,25 +140,25 @@ class Reclaimer:
     ) -> tuple[int, Mapping[str, int]]:
         """What is missing under its cap, and what siblings hold that it may borrow when it is free."""
         spent: set[str] = set()
-        for _ in range(2 * len(self._guard.frameworks) + 2):
+        for _ in range(2 * len(self._caps.frameworks) + 2):
             usages = self._usages(device)
             own = usages.get(who) or Usage(0, 0)
             if own.held is None:  # TensorFlow with growth, whose cap is fixed
                 return 0, {}
-            part = self._guard.part(device.uuid)
+            part = self._caps.part(device.uuid)
             parts = self._parts(part, usages, spent)
             wanted = own.held + needed - (0 if asked else own.reclaimable or 0)
             capped = part.joined[0] if who in part.joined else who
-            loan = lending.ask(parts, part.limit - part.reserve, capped, wanted)
-            if loan.missing:
-                return loan.missing, loan.live
-            if not loan.calls:
+            change = lending.plan_raise(parts, part.limit - part.reserve, capped, wanted)
+            if change.missing:
+                return change.missing, change.live
+            if not change.calls:
                 # A cap that is large enough is set again: a Ctrl-C may have come before it was.
-                caps = loan.caps or ({who: part.caps[who]} if asked and who in part.elastic else {})
+                caps = change.caps or ({who: part.caps[who]} if asked and who in part.elastic else {})
                 if self._set(device, caps):
                     return 0, {}
                 continue
-            name, size = loan.calls[0]
+            name, size = change.calls[0]
             if not self._give_back(name, device, size, returned):
                 spent.add(name)
         return needed, {}
@@ -179,19 +169,19 @@ class Reclaimer:
         while True:
             usages = {**self._usages(device), **self.beside(device, who)}
             own = usages.get(who) or Usage(0, 0)
-            free = self._guard.host.memory(device).free + (0 if asked else own.reclaimable or 0)
+            free = self._caps.host.memory(device).free + (0 if asked else own.reclaimable or 0)
             short, wished = needed - free, self._wish(who, device.uuid, own, needed) - free
             if full and not returned:
                 wished = max(wished, GRANULE)  # it refused, whatever is free by now
             if wished <= 0:
                 return 0
-            found = [one for one in order.offers(usages, who) if one.name not in spent]
-            offer = order.first(found, max(short, 1))
-            if offer is None:
+            found = [one for one in lending.reclaimable_caches(usages, who) if one.name not in spent]
+            donor = lending.pick_donor(found, max(short, 1))
+            if donor is None:
                 return max(short, GRANULE if full and not returned else 0)
             # Somewhat more: the driver keeps some for itself, for the tables of what it gives.
-            if not self._give_back(offer.name, device, wished + GRANULE, returned):
-                spent.add(offer.name)
+            if not self._give_back(donor.name, device, wished + GRANULE, returned):
+                spent.add(donor.name)
 
     def _wish(self, who: str, uuid: str, own: Usage, needed: int) -> int:
         """What has to be free so that the driver refuses nothing of the request.
@@ -199,7 +189,7 @@ class Reclaimer:
         A pool that never shrinks grows by regions of its own choice, up to all that its cap leaves. Only its first
         failure ever makes it try smaller ones (TensorFlow's and XLA's BFC allocator).
         """
-        cap = self._guard.part(uuid).caps.get(who)
+        cap = self._caps.part(uuid).caps.get(who)
         if who not in NEVER_GIVE_BACK or cap is None:
             return needed
         # Unknown with growth: less than its peak if it gave back regions, as TensorFlow does before it refuses.
@@ -222,22 +212,22 @@ class Reclaimer:
 
     def available(self, device: Device) -> int:
         """What is free to this process, whatever others do meanwhile; what is free on the card if NVML omits it."""
-        host = self._guard.host
+        host = self._caps.host
         own = host.processes(device).get(host.pid)
         return host.memory(device).free if own is None else device.total - own
 
     def sibling(self, name: str) -> Sibling:
         """Who is called so in `_usages` and `beside`."""
-        return self.shared if name == POOL and self.shared is not None else self._guard.frameworks[name]
+        return self.shared if name == POOL and self.shared is not None else self._caps.frameworks[name]
 
     def beside(self, device: Device, who: str) -> dict[str, Usage | None]:
         """What the shared pool caches, if `who` is not in it: else it is the cache of `who` itself."""
-        if self.shared is None or who in self._guard.part(device.uuid).joined:
+        if self.shared is None or who in self._caps.part(device.uuid).joined:
             return {}
         return {POOL: self.shared.usage(device)}
 
     def _usages(self, device: Device) -> dict[str, Usage | None]:
-        return {name: framework.usage(device) for name, framework in self._guard.frameworks.items()}
+        return {name: framework.usage(device) for name, framework in self._caps.frameworks.items()}
 
     def _parts(
         self, plan: DevicePlan, usages: Mapping[str, Usage | None], spent: set[str] | frozenset[str] = frozenset()
@@ -245,8 +235,8 @@ class Reclaimer:
         """The figures for `lending`, one for each cap: that of the shared pool by the first framework that draws from
         it. `spent`: their caches did not come back."""
         parts: dict[str, lending.Part] = {}
-        frameworks = self._guard.frameworks
-        offers = {one.name: one.most for one in order.offers(usages, "")}
+        frameworks = self._caps.frameworks
+        offers = {one.name: one.most for one in lending.reclaimable_caches(usages, "")}
         for name, cap in plan.caps.items():
             if name in plan.joined:
                 held = sum(policy.known_held(usages.get(one)) for one in plan.joined)
@@ -254,13 +244,13 @@ class Reclaimer:
                 continue
             framework, usage = frameworks[name], usages.get(name)
             least, most = plan.elastic.get(name, (cap, cap))
-            if name in self._fixed or framework.fixed() or not self._guard.movable(name):
+            if name in self._fixed or framework.fixed() or not self._caps.movable(name):
                 least = most = cap
             held, promised = policy.known_held(usage), 0
             if usage is not None and usage.held is None:
                 held = max(held, cap)
             else:
-                promised = self._guard.promised(name, plan.device.uuid, policy.in_use(usage))
+                promised = self._reserved.not_taken(name, plan.device.uuid, policy.in_use(usage))
             idle = 0 if name in spent else offers.get(name, 0)
             parts[name] = lending.Part(least, most, cap, held + promised, idle, framework.asks, promised)
         return parts
@@ -269,21 +259,21 @@ class Reclaimer:
         """Set these caps, the lowered ones first. False if one could not be set, or was passed meanwhile."""
         uuid, done = device.uuid, True
         for name, cap in caps.items():
-            now = self._guard.part(uuid).caps[name]
+            now = self._caps.part(uuid).caps[name]
             if cap > now and not done:
                 return False
             try:
-                self._guard.set_cap(name, uuid, cap)
+                self._caps.set_cap(name, uuid, cap)
             except Exception as error:  # of the framework too: a cap that does not move must not fail a request
                 why = error.reason if isinstance(error, CapNotApplied) else words_of(error)
                 _log.warning("%s: its cap stays at %s: %s", name, format_size(now), why)
                 self._fixed.add(name)
                 done = False
                 continue
-            usage = self._guard.frameworks[name].usage(device) if cap < now else None
+            usage = self._caps.frameworks[name].usage(device) if cap < now else None
             held = (usage.held or 0) if usage is not None else 0
-            if cap < now and held + self._guard.promised(name, uuid, policy.in_use(usage)) > cap:
-                self._guard.set_cap(name, uuid, now)  # it has allocated meanwhile, or has it reserved
+            if cap < now and held + self._reserved.not_taken(name, uuid, policy.in_use(usage)) > cap:
+                self._caps.set_cap(name, uuid, now)  # it has allocated meanwhile, or has it reserved
                 done = False
         return done
 

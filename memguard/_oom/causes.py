@@ -1,0 +1,384 @@
+"""Why an out-of-memory error happened, from the figures of the moment: a table of causes, first match first. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from memguard._base.specs import NEVER_GIVE_BACK, SPECS
+from memguard._base.types import DevicePlan, Enforcement, Plan, RefusedRequest
+from memguard._base.units import MIB, format_size
+from memguard._budget.joint import POOL
+from memguard._ledger.types import DeviceLedger, Ledger, Row
+from memguard._oom.classify import Verdict
+
+if TYPE_CHECKING:
+    from memguard._budget import Budget
+
+SEGMENT = 20 * MIB
+"""The most that an allocator takes beyond a small request: a segment of torch (measured)."""
+WORKSPACE = 256 * MIB
+"""Assumed for a request of unknown size: above cuBLAS's and cuSOLVER's first use (measured: 100 MiB)."""
+_PIECES = 10
+"""Fragmentation is the reason if it takes at least one part in so many of the cap."""
+_WHEN = {"peak": " at its peak", "sample": " in the last sample"}
+"""Of when a figure is, by the moment's source, where that is not the refusal itself."""
+_PRESENT = "is", "has", "have", "holds"
+
+Reason = Literal["cap", "card", "cap and card", "fragmented", "unknown", "elsewhere"]
+"""Why there was no memory: its own cap, the full card (or machine, where its memory is unified), or both; a fragmented
+cache under a large enough cap; unknown; or it was no GPU memory at all."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """An out-of-memory error on one GPU, and the figures behind its reason and its remedies. Sizes are bytes.
+
+    `row` is the requester's, None for a library: its memory lies outside every cap. `need` is how much was needed: the
+    request, and what its allocator takes beyond it. `of_then`: the requester's figures are those of the moment at which
+    the request was refused. `seen_free`: what the GPU had free in the last sample before.
+    """
+
+    part: DeviceLedger
+    verdict: Verdict
+    raised: str | None = None
+    plan: Plan | None = None
+    others: Mapping[int, int | None] = field(default_factory=dict)
+    budget: Budget | None = None
+    of_then: bool = False
+    seen_free: int | None = None
+
+    @cached_property
+    def row(self) -> Row | None:
+        named = (row for row in self.frameworks if row.name == self.verdict.requester)
+        return next(named, None)
+
+    @property
+    def unified(self) -> bool:
+        return self.part.device.unified
+
+    @cached_property
+    def frameworks(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.part.rows if row.kind == "framework")
+
+    @cached_property
+    def free(self) -> int:
+        return self.part.row("free").bytes or 0
+
+    @cached_property
+    def need(self) -> int:
+        asked = self.verdict.requested
+        if asked is None:
+            return WORKSPACE
+        spec = SPECS.get(self.verdict.requester or "")
+        return asked + max(SEGMENT, int(asked * spec.rounds_up) if spec is not None else 0)
+
+    @cached_property
+    def taken(self) -> int | None:
+        """The part of its cap that the requester cannot reuse: held less what a trim returns. None if not known."""
+        if self.row is None:
+            return 0
+        if self.beside is not None:
+            return (self.row.in_use or 0) + self.beside
+        if self.row.at_least is not None:  # TensorFlow with growth: its pool is not known, live arrays are
+            return self.row.in_use or self.row.bytes or 0
+        if self.row.bytes is None:
+            return self.row.in_use
+        return max(self.row.bytes - (self.row.reclaimable or 0), 0)
+
+    @cached_property
+    def beside(self) -> int | None:
+        """What others have in use in the pool that the requester draws from, in bytes; None if it draws from none."""
+        joined = self.planned.joined if self.planned is not None else ()
+        if self.row is None or self.row.name not in joined:
+            return None
+        others = {POOL, *joined} - {self.row.name}
+        return sum(row.in_use or 0 for row in self.frameworks if row.name in others)
+
+    @cached_property
+    def room(self) -> int | None:
+        """What is left under its cap; None without a cap, or if it is not known."""
+        if self.row is None or self.row.cap is None or self.taken is None:
+            return None
+        return max(self.row.cap - self.taken, 0)
+
+    @cached_property
+    def split(self) -> int:
+        """What the requester caches in pieces that neither serve a large request nor can be given back.
+
+        That is what a trim leaves of its cache. For torch it is `inactive_split_bytes`, which `reclaimable` leaves out.
+        """
+        spec = SPECS.get(self.row.name) if self.row is not None else None
+        if self.row is None or (spec is not None and spec.pads):
+            return 0
+        if self.silent:
+            return self.room or 0
+        known = self.row.reclaimable is not None or self.row.name in NEVER_GIVE_BACK
+        return max((self.row.cached or 0) - (self.row.reclaimable or 0), 0) if known else 0
+
+    @cached_property
+    def over_cap(self) -> bool:
+        if self.room is None:  # more than the whole cap, whatever is left of it
+            cap = self.row.cap if self.row is not None else None
+            return cap is not None and (self.verdict.requested or 0) > cap
+        return self.room < self.need
+
+    @cached_property
+    def over_card(self) -> bool:
+        return self.free + self._own < self.need
+
+    @cached_property
+    def shut_out(self) -> bool:
+        """Whether its cap is the reason though size or use is unknown: its own allocator refused, and not for the card.
+
+        An allocator refuses what does not fit under its cap or on the card. So it was the cap if the card had more free
+        than was left under the cap, or more than the request.
+        """
+        cap = self.row.cap if self.row is not None else None
+        if not cap or not self.verdict.refused or (self.verdict.requested is not None and self.taken is not None):
+            return False
+        free = min(self.free, self.free if self.seen_free is None else self.seen_free) + self._own
+        if self.verdict.requested is None:
+            return free >= (cap if self.room is None else self.room) + self.need
+        return free >= self.need
+
+    @property
+    def _own(self) -> int:
+        """What the requester gives back by itself before it fails, or what its pool has idle for it."""
+        if self.beside is not None:
+            return next((row.cached or 0 for row in self.frameworks if row.name == POOL), 0)
+        return (self.row.reclaimable or 0) if self.row is not None else 0
+
+    @property
+    def fragmented(self) -> bool:
+        """Whether fragmentation is the reason. A few per cent of each cache are in pieces always."""
+        cap = (self.row.cap if self.row is not None else None) or 0
+        return self.of_then and self.in_pieces and self.split * _PIECES >= cap
+
+    @cached_property
+    def in_pieces(self) -> bool:
+        """Whether the request would fit under its cap if its cache were in one piece."""
+        if self.verdict.requested is None:
+            return False
+        if self.silent:  # by its live arrays both cap and GPU have room, so its pool has no piece of that size
+            return not self.over_card and self.room is not None and self.room >= self.need
+        return self.over_cap and (self.room or 0) + self.split >= self.need
+
+    @property
+    def silent(self) -> bool:
+        """Whether the requester does not say what its pool holds: TensorFlow with growth."""
+        return self.row is not None and self.row.at_least is not None
+
+    @cached_property
+    def headroom(self) -> int:
+        room = self.row.cap if self.room is None and self.row is not None else self.room
+        return self.free if room is None else min(self.free, room)
+
+    @cached_property
+    def planned(self) -> DevicePlan | None:
+        devices = self.plan.devices if self.plan is not None else ()
+        return next((part for part in devices if part.device.uuid == self.part.device.uuid), None)
+
+
+def device_of(
+    text: str, verdict: Verdict, ledger: Ledger | None, recorded: RefusedRequest | None
+) -> DeviceLedger | None:
+    """The GPU of the record, or that the text names by CUDA's number; else where the requester has least room."""
+    if ledger is None or not ledger.devices:
+        return None
+    if recorded is not None and recorded.uuid is not None:
+        return next((part for part in ledger.devices if part.device.uuid == recorded.uuid), None)
+    if named := re.search(r"\bGPU[ :_](\d+)\b|\bon device (\d+)\b", text):
+        number = int(named[1] or named[2])
+        known = all(part.device.ordinal is not None for part in ledger.devices)
+        numbers = [part.device.ordinal if known else at for at, part in enumerate(ledger.devices)]
+        if number in numbers:
+            return ledger.devices[numbers.index(number)]
+        return ledger.devices[0] if len(ledger.devices) == 1 and not known else None
+    return min(ledger.devices, key=lambda part: Case(caps_in_force(part, verdict), verdict).headroom)
+
+
+def caps_in_force(part: DeviceLedger, verdict: Verdict) -> DeviceLedger:
+    """A cap that is only watched refuses nothing: it is no reason for the error."""
+    watched = Enforcement.WATCHED.value
+    rows = (
+        replace(row, cap=None) if row.name == verdict.requester and row.enforcement == watched else row
+        for row in part.rows
+    )
+    return replace(part, rows=tuple(rows))
+
+
+def unknown(ledger: Ledger | None) -> tuple[Reason, str]:
+    if ledger is None or not ledger.devices:
+        return "unknown", "the GPU could not be read"
+    return "unknown", "the error is about a GPU that the budget does not name"
+
+
+class Cause(NamedTuple):
+    """One row of the table: the reason, the figures that show it, and the sentence that says it."""
+
+    reason: Reason
+    shown_by: Callable[[_Figures], bool]
+    text: Callable[[_Figures], str]
+
+
+def reason(case: Case, moment: RefusedRequest | None, since: str) -> tuple[Reason, str]:
+    """Whether it was its own cap or the full card, and the figures that show it: those of the moment, if known.
+
+    `since` says what is different now. Figures of now alone do not tell a cache in pieces from memory that was freed.
+    """
+    figures = _Figures(case, moment, since)
+    cause = next(one for one in (CAUSES if figures.capped else CAUSES_WITHOUT_A_CAP) if one.shown_by(figures))
+    return cause.reason, cause.text(figures)
+
+
+class _Figures:
+    """What the table's tests and sentences need of a case: figures, formatted once, and the tense of the verbs."""
+
+    def __init__(self, case: Case, moment: RefusedRequest | None, since: str) -> None:
+        self.case, self.moment, self.since = case, moment, since
+        self.asked, row = case.verdict.requested, case.row
+        self.is_, self.has, self.have, self.holds = ("was", "had", "had", "held") if since else _PRESENT
+        self.end = f" when the request failed{since}" if since else ""
+        self.place, self.full = ("the machine", "the machine's memory") if case.unified else ("the card", "the card")
+        self.card = f"{format_size(case.free)} free"
+        self.exact = moment is not None and moment.source in ("refusal", "observer", "text")
+        self.capped = row is not None and row.cap is not None
+        if row is None or row.cap is None:
+            return
+        least = "at least " if row.at_least is not None else ""
+        self.name, self.in_use, self.cap_size = row.name, row.in_use, format_size(row.cap)
+        self.held = f"{self.holds} {'an unknown part' if row.bytes is None else f'{least}{format_size(row.bytes)}'}"
+        self.most = case.planned.elastic[row.name][1] if case.planned and row.name in case.planned.elastic else row.cap
+
+    @property
+    def outside(self) -> str:
+        """Why no cap counts, as the end of a sentence."""
+        row, planned = self.case.row, self.case.planned
+        if row is None:
+            return ", and this memory lies outside every cap"
+        if planned is None or row.name not in planned.caps:
+            return ""
+        return f"; {row.name}'s cap of {format_size(planned.caps[row.name])} is {row.enforcement}, not enforced"
+
+    @property
+    def cap(self) -> str:
+        """The cap that was reached, and what the requester holds of it."""
+        moment, beside = self.moment, self.case.beside
+        used = "" if self.in_use is None else f" ({format_size(self.in_use)} in use)"
+        if moment is not None and moment.source == "peak":
+            used = f" ({format_size(self.in_use)} in use at its peak)"
+        shared = "" if beside is None else f" of the shared pool, in which others {self.have} {format_size(beside)}"
+        rises = self.case.row is not None and self.most > (self.case.row.cap or 0)
+        elastic = f" (elastic, at most {format_size(self.most)})" if rises else ""
+        kept = rises and moment is not None and moment.why_no_help is not None
+        reached = "was not raised" if kept else f"{self.is_} reached"
+        return f"its cap of {self.cap_size}{elastic} {reached}: it {self.held}{used}{shared}"
+
+    @property
+    def shut_out(self) -> str:
+        what = "a request of unknown size" if self.asked is None else f"a request for {format_size(self.asked)}"
+        when = _WHEN.get(self.moment.source, "") if self.moment is not None else " now"
+        are = "are" if self.moment is None else "were"
+        use = f", of which {format_size(self.in_use)} {are} in use{when}"
+        if self.in_use is None:
+            use = f"; how much of it {self.is_} in use is unknown"
+        return f"{what} did not fit under its cap of {self.cap_size}{use}"
+
+    @property
+    def pieces(self) -> str:
+        size = format_size(self.case.split)
+        return f"{size} of its pool {self.is_} free but" if self.case.silent else f"{size} of its cache {self.is_}"
+
+    @property
+    def left(self) -> str:
+        """What is not known of a request that its own allocator refused, and what was left under the cap."""
+        what = "the size of the request is unknown" if self.asked is None else "what it has in use is unknown"
+        left = "an unknown part" if self.case.room is None else format_size(self.case.room)
+        return f"{what}: {left} of its cap {'were' if self.since else 'are'} left"
+
+    @property
+    def room(self) -> str:
+        return f"({format_size(self.case.room)} under its cap, {self.card})"
+
+    @property
+    def known(self) -> bool:
+        """Whether the requester's figures are those of the very moment."""
+        return self.exact and self.moment is not None and (self.moment.held, self.moment.in_use) != (None, None)
+
+
+CAUSES_WITHOUT_A_CAP = (  # a library, or a framework that is only watched
+    Cause("card", lambda it: it.case.over_card, lambda it: f"{it.full} {it.is_} full: {it.card}{it.end}{it.outside}"),
+    Cause(
+        "unknown",
+        lambda it: it.exact and it.moment is not None and it.moment.free is not None,
+        lambda it: f"{it.place} {it.has} {it.card}{it.end}: the error means something else",
+    ),
+    Cause(
+        "unknown",
+        lambda it: True,
+        lambda it: f"{it.place} has {it.card} now: memory was freed since, as far as is known",
+    ),
+)
+CAUSES = (
+    Cause(  # more than it may ever have
+        "cap",
+        lambda it: it.asked is not None and it.asked > it.most and it.case.over_cap,
+        lambda it: (
+            f"{format_size(it.asked)} is more than its whole cap of {format_size(it.most)}; "
+            f"{it.place} {it.has} {it.card}{it.end}"
+        ),
+    ),
+    Cause(  # size or use is unknown, and the card had room
+        "cap",
+        lambda it: it.case.shut_out,
+        lambda it: f"{it.shut_out}; {it.place} {it.has} {it.card}{it.end}",
+    ),
+    Cause(  # figures of now
+        "cap",
+        lambda it: it.case.in_pieces and it.moment is None,
+        lambda it: f"{it.cap} now; what was in use when the request failed is not known; {it.place} has {it.card}",
+    ),
+    Cause(
+        "fragmented",
+        lambda it: it.case.fragmented,
+        lambda it: (
+            f"its cap of {it.cap_size} is large enough, but {it.pieces} fragmented; "
+            f"{it.place} {it.has} {it.card}{it.end}"
+        ),
+    ),
+    Cause(
+        "cap and card",
+        lambda it: it.case.over_cap and it.case.over_card,
+        lambda it: f"{it.cap}, and {it.place} {it.has} only {it.card}{it.end}",
+    ),
+    Cause(
+        "cap",
+        lambda it: it.case.over_cap,
+        lambda it: f"{it.cap}{it.end}" if it.since else f"{it.cap}; {it.place} has {it.card}",
+    ),
+    Cause(
+        "card",
+        lambda it: it.case.over_card,
+        lambda it: f"{it.full} {it.is_} full: {it.card}; {it.name} {it.held} of its cap of {it.cap_size}{it.end}",
+    ),
+    Cause(
+        "unknown",
+        lambda it: it.case.verdict.refused and (it.asked is None or it.case.room is None),
+        lambda it: f"{it.left}, and {it.place} {it.has} {it.card}{it.end}",
+    ),
+    Cause(
+        "unknown",
+        lambda it: it.known,
+        lambda it: f"there {it.is_} room {it.room}{it.end}: the error means something else",
+    ),
+    Cause(
+        "unknown",
+        lambda it: True,
+        lambda it: f"there is room now {it.room}: memory was freed since, as far as is known",
+    ),
+)
+"""The first whose figures are there is the cause. The last of each table is what is left."""

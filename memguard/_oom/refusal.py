@@ -1,0 +1,333 @@
+"""One refused request, from the allocator that refused it to the report and the timeline. Pure but for two locks.
+
+The guard completes what an adapter knows of it to a `RefusedRequest` with an id, which the exception carries too.
+`RefusalCounts` counts it for the ledger and the metrics, `RefusalEvents` makes the timeline's events, and `record_of`
+finds the record that an exception belongs to. The rest says which figures a report uses: when an exception reaches a
+hook or a block, what the failing code held may be gone, so the figures of then are taken from the best source there is:
+the record itself (memguard's own allocators, torch's observer), the error's text, the most that the framework ever had
+in use, the monitor's last sample.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from memguard._base.specs import NEVER_GIVE_BACK, SPECS
+from memguard._base.types import RECORD, Event, RefusedRequest, Sample
+from memguard._base.units import MIB, format_size, parse_size
+
+if TYPE_CHECKING:  # what explains an error is loaded when there is one
+    from memguard._ledger.types import DeviceLedger, Row
+    from memguard._oom.classify import ErrorFacts, Verdict
+
+EVERY = 10.0
+"""Seconds between two events of one framework on one GPU: a program may probe batch sizes thousands of times."""
+_KEPT = 256
+"""Requests whose event is remembered, and events whose time is. Only the report of a recent one is still to come."""
+_DIFFERS = 64 * MIB
+"""Figures of then and now that differ by less, or by less than a fiftieth, are the same to a reader."""
+_ROUNDED = Fraction(6, 1000)
+"""Texts give two decimals: `1.00 GiB` may be a half per cent more or less."""
+
+
+class RefusalCounts:
+    """How often each framework was refused memory on each GPU (UUID), and the last such request.
+
+    Counted without a lock, also within an allocation.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, str], _Count] = {}
+
+    def add(self, request: RefusedRequest) -> None:
+        """Count one request, once."""
+        if request.uuid is None:
+            return
+        known = self._counts.setdefault((request.framework, request.uuid), _Count())
+        known.count, known.last = next(known.numbers), request
+
+    def on(self, uuid: str, told: Iterable[str]) -> dict[str, tuple[int, float | None]]:
+        """Count and time of the last by framework, on one GPU; of those not `told` only if they had an error."""
+        found: dict[str, tuple[int, float | None]] = dict.fromkeys(told, (0, None))
+        for (name, where), known in [*self._counts.items()] if self._counts else ():
+            if where == uuid and known.last is not None:
+                found[name] = known.count, known.last.time
+        return found
+
+    def totals(self) -> dict[tuple[str, str], int]:
+        """The counts by framework and UUID."""
+        return {key: known.count for key, known in [*self._counts.items()]}
+
+
+class _Count:
+    def __init__(self) -> None:
+        self.numbers = itertools.count(1)
+        self.count = 0
+        self.last: RefusedRequest | None = None
+
+
+class _Waiting:
+    """What came since the last event."""
+
+    def __init__(self, since: float) -> None:
+        self.since, self.count = since, 0
+        self.last: RefusedRequest | None = None
+        self.ids: deque[str | None] = deque(maxlen=_KEPT)
+
+
+class RefusalEvents:
+    """Refused requests as events of the timeline: the first at once, repetitions together.
+
+    Readers join an out-of-memory report with the event that counts its request. The event itself cannot carry the ids
+    of its requests, because memguard 0.1.0 refuses an event with a field that it does not know. So each event gets a
+    time of its own, and the report names its request's id and that time.
+
+    Thread-safe. Its lock is reentrant, for a signal handler, and held for no more than a few lines.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._lock = clock, threading.RLock()
+        self._waiting: dict[tuple[str, str | None], _Waiting] = {}
+        self._events: dict[str, float] = {}
+        """By the id of a request, the time of the event that counts it."""
+        self._times: deque[float] = deque(maxlen=_KEPT)
+
+    def refused(self, request: RefusedRequest) -> list[Event]:
+        """The events to write now."""
+        key = request.framework, request.uuid
+        with self._lock:
+            waiting = self._waiting.get(key)
+            if waiting is None:
+                self._waiting[key] = _Waiting(self._clock())
+                return [self._counted(request, 1, [request.id])]
+            waiting.count, waiting.last = waiting.count + 1, request
+            waiting.ids.append(request.id)
+            return self._due(False)
+
+    def forked(self) -> None:
+        """In a forked child: the parent writes its events, and another thread of it may have held the lock."""
+        self._lock, self._waiting = threading.RLock(), {}
+
+    def due(self, everything: bool = False) -> list[Event]:
+        """The events that have waited long enough, or all."""
+        if not self._waiting:  # mostly
+            return []
+        with self._lock:
+            return self._due(everything)
+
+    def event_of(self, request: str | None) -> float | None:
+        """The time of the event that counts the request with this id, as the timeline has it; None if unknown."""
+        return None if request is None else self._events.get(request)
+
+    def _counted(self, request: RefusedRequest, count: int, ids: Iterable[str | None]) -> Event:
+        """The event, at a time that no other has. A timeline's times are whole milliseconds."""
+        when = round(request.time, 3)
+        while when in self._times:
+            when = round(when + 0.001, 3)
+        self._times.append(when)
+        self._events.update((one, when) for one in ids if one is not None)
+        while len(self._events) > _KEPT:
+            del self._events[next(iter(self._events))]
+        return _event(request._replace(time=when), count)
+
+    def _due(self, everything: bool) -> list[Event]:
+        now, events = self._clock(), []
+        for key, waiting in list(self._waiting.items()):
+            if not everything and 0 <= now - waiting.since < EVERY:
+                continue
+            if waiting.last is None:
+                del self._waiting[key]
+                continue
+            events.append(self._counted(waiting.last, waiting.count, waiting.ids))
+            self._waiting[key] = _Waiting(now)
+        return events
+
+
+def _event(request: RefusedRequest, count: int) -> Event:
+    size = "" if request.requested is None else f" for {format_size(request.requested)}"
+    held = ""
+    if request.held is not None and request.cap is not None:
+        held = f"; it held {format_size(request.held)} of its cap of {format_size(request.cap)}"
+    free = "" if request.free is None else f", and the GPU had {format_size(request.free)} free"
+    what = f"a request{size} was refused" if count == 1 else f"{count} more requests were refused, the last{size}"
+    unhelped = "" if request.why_no_help is None else f"; no room was made for it: {request.why_no_help.text}"
+    text = f"{request.framework}: {what}{held}{free}{unhelped}"
+    return Event(
+        request.time, "refused", text, None, request.uuid, request.framework, bytes=request.requested, times=count,
+        held=request.held, in_use=request.in_use, reclaimable=request.reclaimable, cap=request.cap, free=request.free,
+    )  # fmt: skip
+
+
+def record_of(
+    records: Mapping[int, RefusedRequest], facts: ErrorFacts, verdict: Verdict, name: str | None, pid: int, thread: int
+) -> int | None:
+    """The number of the record that the error belongs to; None if there is none. `records` are those of no error yet.
+
+    An allocator of memguard's own marks its error. The observer of another knows only framework and size; of several
+    the newest of this thread is taken, or else the newest: `backward` allocates on a thread of its own.
+    """
+    marked = facts.attributes.get(RECORD)
+    if isinstance(marked, str) and marked.startswith(f"{pid}:"):
+        number = int(marked.partition(":")[2])
+        return number if number in records else None
+    if verdict.memory != "gpu":
+        return None
+    fit = [
+        (moment.thread == thread, number)
+        for number, moment in records.items()
+        if moment.source == "observer" and moment.framework == name and _same(moment.requested, verdict.requested)
+    ]
+    return max(fit)[1] if fit else None
+
+
+def _same(exact: int | None, printed: int | None) -> bool:
+    return exact is None or printed is None or abs(exact - printed) <= int(exact * _ROUNDED) + 1024
+
+
+def of_text(facts: ErrorFacts, verdict: Verdict, time: float) -> RefusedRequest | None:
+    """The figures in the error's text, as the framework's row finds them; None if there are none."""
+    spec = SPECS.get(verdict.requester or "")
+    found: dict[str, Any] = {}
+    for field, pattern in spec.figures if spec is not None else ():
+        if field not in found and (match := re.search(pattern, facts.text)):
+            size = _size(match[1])
+            if size is not None:
+                found[field] = size
+    if not found or spec is None:
+        return None
+    if (cached := found.pop("cached", None)) is not None and "in_use" in found:
+        found["held"] = found["in_use"] + cached
+    # An allocator that prints what it holds has emptied its cache before it refused. torch's cudaMallocAsync backend
+    # prints only what is in use: how much of the driver's pool a trim would return is not known.
+    reclaimable = 0 if "held" in found else None
+    return RefusedRequest(spec.name, "text", time, requested=verdict.requested)._replace(
+        reclaimable=reclaimable, **found
+    )
+
+
+def _size(text: str) -> int | None:
+    number, _, unit = text.replace(",", "").partition(" ")
+    try:
+        return int(number) if unit == "bytes" else parse_size(f"{number}{unit}")
+    except ValueError:
+        return None
+
+
+def from_now(
+    part: DeviceLedger, verdict: Verdict, need: int, peak: int | None, samples: Sequence[Sample], time: float
+) -> RefusedRequest | None:
+    """The last resorts, for an error without figures of its own: the last sample, or the peak; None if neither helps.
+
+    need  the bytes that the request needed of the requester's cap
+    peak  the most that the requester ever had in use on this GPU
+    """
+    row = next((row for row in part.rows if row.kind == "framework" and row.name == verdict.requester), None)
+    seen = next((d for d in samples[-1].devices if d.uuid == part.device.uuid), None) if samples else None
+    free = part.row("free").bytes
+    if row is None:
+        if seen is None or free is None or free - seen.free < _DIFFERS:
+            return None
+        return RefusedRequest(verdict.requester or "", "sample", samples[-1].time, part.device.uuid, free=seen.free)
+    last = seen.frameworks.get(row.name) if seen is not None else None
+    sampled = peaked = None
+    if last is not None and seen is not None and _more(last.in_use, row.in_use):
+        sampled = RefusedRequest(
+            row.name, "sample", samples[-1].time, part.device.uuid, verdict.requested, last.held, last.in_use,
+            last.reclaimable, free=seen.free,
+        )  # fmt: skip
+    if (
+        peak is not None and row.name in NEVER_GIVE_BACK and peak >= (row.in_use or 0)
+    ):  # else it may have held less then
+        held = row.bytes if row.at_least is None else None
+        held = max(held, peak) if held is not None else None
+        peaked = RefusedRequest(row.name, "peak", time, part.device.uuid, verdict.requested, held, peak, 0)
+    # The peak may be from long before, and the sample is from before the last requests. Of those that explain the error
+    # the larger is the better bound: no more was in use at the moment than at the peak.
+    fills = [one for one in (peaked, sampled) if one is not None and row.cap and (one.in_use or 0) + need > row.cap]
+    return max(fills, key=lambda one: one.in_use or 0, default=peaked or sampled)
+
+
+def _more(then: int | None, now: int | None) -> bool:
+    return then is not None and now is not None and then - now >= _DIFFERS
+
+
+def complete(moment: RefusedRequest, other: RefusedRequest | None) -> RefusedRequest:
+    """The moment, with what only `other` knows, and its figure of what was in use if that is larger.
+
+    PyTorch's text counts what idles in the pools of CUDA graphs as in use, and its counters do not.
+    """
+    if other is None:
+        return moment
+    known = {"requested", "held", "in_use", "reclaimable", "cap", "free", "pooled"}
+    found = moment._replace(**{name: getattr(other, name) for name in known if getattr(moment, name) is None})
+    if other.in_use is None or found.in_use is None or other.in_use * (1 - _ROUNDED) <= found.in_use:
+        return found
+    return found._replace(in_use=other.in_use if found.held is None else min(other.in_use, found.held))
+
+
+def at(part: DeviceLedger, moment: RefusedRequest) -> DeviceLedger:
+    """The rows of one GPU as they were at the moment, as far as it is known; of the others as in `part`.
+
+    What the requester has given back since was not free then.
+    """
+    rows, returned = [], 0
+    for row in part.rows:
+        if row.kind == "framework" and row.name == moment.framework:
+            then = _row(row, moment)
+            returned = max((then.bytes or 0) - (row.bytes or 0), 0)
+            rows.append(then)
+        else:
+            rows.append(row)
+    free = moment.free
+    if free is None and returned and (now := part.row("free").bytes) is not None:
+        free = max(now - returned, 0)
+    if free is not None:
+        rows = [replace(row, bytes=free) if row.kind == "free" else row for row in rows]
+    return replace(part, rows=tuple(rows))
+
+
+def _row(row: Row, moment: RefusedRequest) -> Row:
+    """The requester's row at the moment. What the moment does not know of the row is unknown then, and not as now."""
+    if moment.cap is not None and row.cap is not None and moment.cap < row.cap:
+        row = replace(row, cap=moment.cap)  # the user's own limit
+    if moment.held is None and moment.in_use is None:
+        return row
+    held, in_use = moment.held, moment.in_use
+    if held is None:  # at least what was in use
+        held = max(row.bytes or 0, in_use or 0)
+    if row.at_least is not None:
+        return replace(row, bytes=held, at_least=held, in_use=in_use)
+    cached = None if in_use is None else max(held - in_use, 0)
+    return replace(row, bytes=held, in_use=in_use, cached=cached, reclaimable=moment.reclaimable)
+
+
+def since(then: DeviceLedger, now: DeviceLedger | None, name: str | None, pooled: int | None = None) -> str:
+    """What is different now, as the end of a sentence; empty if nothing is, or nothing is known of now.
+
+    pooled  what was in use then and is in no figure of now
+    """
+    if now is None:
+        return ""
+    before, after = (
+        next((row for row in part.rows if row.kind == "framework" and row.name == name), None) for part in (then, now)
+    )
+    if before is not None and after is not None:
+        if before.in_use is not None and _differ(before.in_use - (pooled or 0), after.in_use):
+            return f"; now {format_size(after.in_use)} are in use"
+        if _differ(before.bytes, after.bytes):
+            return f"; now it holds {format_size(after.bytes)}"
+    if _differ(then.row("free").bytes, free := now.row("free").bytes):
+        return f"; now the {'machine' if then.device.unified else 'card'} has {format_size(free)} free"
+    return ""
+
+
+def _differ(then: int | None, now: int | None) -> bool:
+    return then is not None and now is not None and abs(then - now) >= max(_DIFFERS, then // 50)
