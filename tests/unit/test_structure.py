@@ -6,6 +6,8 @@ docstrings. `python tests/support/structure.py` prints rooms, arrows and circles
 
 from __future__ import annotations
 
+import ast
+import re
 import tomllib
 from collections.abc import Mapping
 from functools import cache
@@ -98,6 +100,32 @@ def test_each_module_says_in_its_first_line_what_it_is() -> None:
 def test_the_page_of_all_modules_is_up_to_date() -> None:
     written = (structure.HOME / "docs" / "modules.md").read_text(encoding="utf-8")
     assert written == structure.page(), "python tests/support/structure.py --page > docs/modules.md"
+
+
+def test_what_happens_when_names_what_is_there() -> None:
+    """Each function of CONTRIBUTING's flows, after its file; a name alone in brackets is of the file before it."""
+    text = (structure.HOME / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    flows = text.partition("## What happens when\n")[2].partition("\n## ")[0]
+    named = re.findall(r"`([\w/]+\.py)`(?:\s+`([\w.]+)`)?", flows)
+    assert len(named) > 40 and flows.count("\n1. ") == 5
+    missing = []
+    for path, function in named:
+        file = structure.HOME / "memguard" / path
+        if not file.exists() or (function and function not in defined(file)):
+            missing.append((path, function))
+    assert missing == []
+
+
+def defined(path: Path) -> set[str]:
+    """The functions and classes of a file, and the methods as `Class.method`."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            inner = [one for one in node.body if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef))]
+            found |= {f"{node.name}.{one.name}" for one in inner}
+    return found
 
 
 # the reader itself
