@@ -27,7 +27,6 @@ BY_STRING = {
 }
 """Rooms that a module of a lower one names in a string, and why."""
 CIRCLES = {
-    ("_frameworks.pycuda.aside", "_frameworks.pycuda.pool"): "a type alone",
     (
         "_node.suspend",
         *(f"_node.suspend.{name}" for name in ("cells", "for_lease", "leaving", "listener", "making_room", "own")),
