@@ -23,7 +23,6 @@ ARROWS = structure.arrows(MODULES)
 BY_STRING = {
     ("_base", "_frameworks"): "the specs name each framework's adapter, which the registry loads",
     ("_runtime", "_node"): "the session loads what the budget asks for",
-    ("_runtime", "api"): "`memguard run` and MEMGUARD_CONFIG begin a budget when Python starts",
 }
 """Rooms that a module of a lower one names in a string, and why."""
 CIRCLES = {
@@ -36,7 +35,7 @@ CIRCLES = {
     ("integrations.ray", "integrations.ray.asked", "integrations.ray.worker"): "Ray is given a function's name",
 }
 """Modules of one room that reach each other, and why. Each pair of another circle belongs apart, or together."""
-OUTSIDE = "_runtime/activation"
+OUTSIDE = "_tools/activation"
 """Modules here run before memguard can be imported: their names must not hide another package's."""
 
 
