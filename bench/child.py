@@ -24,6 +24,10 @@ TOKEN = "BENCH_RUN"  # In the environment of every process of a run; finds those
 _MARK = "BENCH-RESULT "
 
 
+class Failed(Exception):
+    """A measurement has no figure. Says why, with the end of the process's stderr if a process failed."""
+
+
 def package() -> Path:
     """The folder `memguard/`: of this tree, or the installed one where the tree is tested against a wheel."""
     here = ROOT / "memguard"
@@ -57,7 +61,7 @@ def environment(more: Mapping[str, str | None] | None = None) -> dict[str, str]:
 
 class Child:
     """A Python process in a session of its own. `ask` and `read` exchange lines with it; `end` waits for its end.
-    Raises bench.measure.Failed where the process fails or takes longer than its time limit."""
+    Raises Failed where the process fails or takes longer than its time limit."""
 
     def __init__(
         self, words: Sequence[str], *, name: str = "", env: Mapping[str, str | None] | None = None,
@@ -158,9 +162,7 @@ class Child:
             return f"killed: it took longer than {self.timeout:.0f} s"
         return f"ended with {self.process.returncode} {when}"
 
-    def _failed(self, what: str) -> Exception:
-        from bench.measure import Failed
-
+    def _failed(self, what: str) -> Failed:
         return Failed(f"{self.name}: {what}: {self.stderr()}")
 
     def stderr(self, characters: int = 1500) -> str:

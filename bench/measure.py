@@ -17,13 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from bench import child
+from bench.child import Failed as Failed  # noqa: PLC0414 (for measures)
 
 Values = Sequence[float] | Sequence[Sequence[float]]
 """Values of one row, or values grouped by process. Groups are resampled before the values within them."""
-
-
-class Failed(Exception):
-    """A measurement has no figure. Says why, with the end of the process's stderr if a process failed."""
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ def short(value: float) -> float:
 def file_of(name: str) -> Path | None:
     """The file of a module of this checkout, or of a path relative to it; None if there is none."""
     if name in ("_memguard_child", "_memguard_environment"):
-        name = f"memguard._runtime.activation.{name}"
+        name = f"memguard._tools.activation.{name}"
     root = package().parent if name.startswith("memguard") else ROOT
     base = root / name if "/" in name else root.joinpath(*name.split("."))
     for path in (base,) if "/" in name else (base.with_name(f"{base.name}.py"), base / "__init__.py"):

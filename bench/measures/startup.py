@@ -204,7 +204,7 @@ def inits(place: Place, rounds: int) -> dict[str, list[float]]:
 
 def starts(run: Run, rounds: int) -> dict[str, list[float]]:
     """Three environments, one with memguard.pth and two without, start in turn; then the file alone, read by `site`."""
-    activation = package() / "_runtime/activation"
+    activation = package() / "_tools/activation"
     file, installed = activation / "memguard.pth", package().parent / "memguard.pth"  # where a wheel puts it
     file = file if file.exists() else installed
     for path in (file, activation / "_memguard_environment.py"):

@@ -7,7 +7,7 @@ Adding a framework takes three things:
 3. A fragment in `changes/`.
 
 The row makes `tests/contract` test the adapter. Also add its module to the import contract `frameworks` in
-pyproject.toml, and what to import first to `MODULES` in `memguard/_runtime/activation/_memguard_environment.py`: both
+pyproject.toml, and what to import first to `MODULES` in `memguard/_tools/activation/_memguard_environment.py`: both
 are literals, and a test compares them with the rows.
 
 The rules for every method:

@@ -1,1 +1,1 @@
-"""What runs beside a budget: the session, the monitor, pressure and leaks, retry, and activation at Python's start."""
+"""What runs beside a budget: the session, the monitor, pressure, leaks, and retry."""

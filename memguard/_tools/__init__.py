@@ -1,1 +1,1 @@
-"""Tools for people: the doctor, suggestions, simulation, reports, `memguard top` and testing."""
+"""Tools for people: doctor, suggestions, simulation, reports, `memguard top`, testing; activation at Python's start."""

@@ -1,7 +1,7 @@
 """`memguard run`: start a program under a budget without changing it.
 
 The command replaces this process (`exec`), so its exit code and signals are its own. Its environment makes the first
-Python activate the budget: see `memguard/_runtime/activation`.
+Python activate the budget: see `memguard/_tools/activation`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from memguard.errors import MemguardError
 if TYPE_CHECKING:
     from memguard._budget import Budget
 
-_ACTIVATE = Path(__file__).resolve().parents[1] / "_runtime" / "activation"
+_ACTIVATE = Path(__file__).resolve().parents[1] / "_tools" / "activation"
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127  # as in shells
 _TIMEOUT = 60.0
 """Seconds for each framework under `--doctor`."""

@@ -34,7 +34,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 import memguard
 from memguard import api
 from memguard._runtime import runtime
-from memguard._runtime.activation._memguard_environment import MODULES
+from memguard._tools.activation._memguard_environment import MODULES
 from memguard.integrations.ray import options, runtime_env
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])

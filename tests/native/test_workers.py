@@ -105,7 +105,7 @@ LOOK = (
     "'memguard.api' in __import__('sys').modules "
     "and __import__('sys').modules['memguard._runtime.runtime'].this.session is not None, "
     "[n for n in __import__('os').environ if n.startswith('MEMGUARD')], "
-    "[p for p in __import__('sys').path if '_runtime/activation' in p], "
+    "[p for p in __import__('sys').path if '_tools/activation' in p], "
     "[type(f).__name__ for f in __import__('sys').meta_path if type(f).__name__ == 'ImportHook'])"
 )
 

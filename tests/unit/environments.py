@@ -11,9 +11,7 @@ from pathlib import Path
 import memguard
 
 PACKAGE = Path(memguard.__file__).parent
-PTH = next(
-    p for p in (PACKAGE / "_runtime/activation" / "memguard.pth", PACKAGE.parent / "memguard.pth") if p.is_file()
-)
+PTH = next(p for p in (PACKAGE / "_tools/activation" / "memguard.pth", PACKAGE.parent / "memguard.pth") if p.is_file())
 """Its place in a checkout, else its place in an installation."""
 
 

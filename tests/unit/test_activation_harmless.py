@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from environments import environ, make
 
-from memguard._runtime.activation import _memguard_environment as environment
+from memguard._tools.activation import _memguard_environment as environment
 
 BUDGET = "version: 1\nframeworks:\n  torch: {share: 50%}\n"
 WARNS = BUDGET + "devices: {'A100*': {limit: 50%}}\n"  # names no GPU of this program: a warning is logged

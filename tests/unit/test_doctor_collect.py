@@ -105,7 +105,7 @@ def test_no_budget_applies_in_the_probes(site: Path, tmp_path: Path) -> None:
     (site / "torch" / "__init__.py").write_text(
         f"import os, sys\nopen({str(note)!r}, 'w').write(repr(['memguard' in sys.modules, dict(os.environ)]))\n{TORCH}"
     )
-    activate = str(Path(memguard.__file__).parent / "_runtime/activation")
+    activate = str(Path(memguard.__file__).parent / "_tools/activation")
     given = environ(site, MEMGUARD_RUN="/no/budget.yaml", MEMGUARD_CONFIG="/no/budget.yaml")
     given["PYTHONPATH"] = os.pathsep.join((activate, str(site)))
     found = gathered(site, frameworks=["torch"], environ=given)
@@ -118,7 +118,7 @@ def test_no_budget_applies_in_the_probes(site: Path, tmp_path: Path) -> None:
 
 
 def test_what_memguard_has_put_into_the_environment_is_taken_out_of_the_probes() -> None:
-    activate = str(Path(memguard.__file__).parent / "_runtime/activation")
+    activate = str(Path(memguard.__file__).parent / "_tools/activation")
     assert machine.clean({"PYTHONPATH": activate, "MEMGUARD_RUN": "x", "A": "b"}) == {"A": "b", "MEMGUARD_DISABLE": "1"}
     assert machine.clean({"PYTHONPATH": f"{activate}:/mine:/y/_activation"})["PYTHONPATH"] == "/mine:/y/_activation"
 

@@ -324,8 +324,8 @@ def test_the_memguard_that_was_installed_last_is_the_one_found(
     monkeypatch.chdir(tmp_path)
     contents = {"memguard": "def own(): ...\n", "memguard-gpu": Path(memguard.__file__).read_text()}
     site = write(tmp_path / "lib", "memguard", contents[last])
-    (site / "memguard" / "_runtime" / "activation").mkdir(parents=True)
-    (site / "memguard" / "_runtime/activation" / "sitecustomize.py").touch()
+    (site / "memguard" / "_tools" / "activation").mkdir(parents=True)
+    (site / "memguard" / "_tools/activation" / "sitecustomize.py").touch()
     for name, content in contents.items():
         distribution(site, name, "0.1.0")
         digest = base64.urlsafe_b64encode(hashlib.sha256(content.encode()).digest()).rstrip(b"=").decode()

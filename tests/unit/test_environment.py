@@ -13,7 +13,7 @@ from environments import PACKAGE, PTH, environ, make
 
 from memguard._base.specs import SPECS
 from memguard._runtime import workers
-from memguard._runtime.activation import _memguard_environment as environment
+from memguard._tools.activation import _memguard_environment as environment
 
 BUDGET = "version: 1\nframeworks:\n  torch: {share: 50%}\n"
 APPLIED = """
@@ -174,7 +174,7 @@ def test_children_find_it_too_where_their_parent_has_the_budget_of_memguard_run(
     (folder / "own.yaml").write_text("version: 1\nframeworks:\n  cupy: {share: 50%}\n")
     (folder / "program.py").write_text(f"{APPLIED}{CHILD}")
     shown = [str(python), "program.py"]
-    env = {"MEMGUARD_RUN": str(folder / "own.yaml"), "PYTHONPATH": f"{PACKAGE / '_runtime/activation'}:{folder}"}
+    env = {"MEMGUARD_RUN": str(folder / "own.yaml"), "PYTHONPATH": f"{PACKAGE / '_tools/activation'}:{folder}"}
     own, child, budget = said(command(shown, folder, **env))
     assert own == "(True, ['cupy'])" and budget == "(True, ['torch'])"
     assert child.startswith(f"{folder / 'budget.yaml'} ['memguard'")

@@ -168,7 +168,7 @@ BY_NAME = {
     "_runtime/extensions.py": "the table in api.py, loaded by what the budget asks for",
     "_frameworks/registry.py": "one folder for each framework, loaded by what the budget names",
     "exchange/adapters/registry.py": "one module for each framework, loaded by what the arrays are of",
-    "_runtime/activation/_memguard_child.py": "memguard itself, which `memguard run` may not find",
+    "_tools/activation/_memguard_child.py": "memguard itself, which `memguard run` may not find",
     "_node/suspend/tables.py": "the gates of the frameworks that are imported",
     "_tools/suggest/startup/sitecustomize.py": "runs at Python's start, before memguard can be imported",
 }

@@ -18,7 +18,7 @@ import pytest
 
 from memguard._frameworks import import_hook
 from memguard._frameworks.import_hook import ImportHook
-from memguard._runtime.activation import _memguard_environment as environment
+from memguard._tools.activation import _memguard_environment as environment
 
 Write = Callable[..., str]
 

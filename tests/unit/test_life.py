@@ -17,7 +17,7 @@ from memguard._base import life
 from memguard._base.life import Rank
 
 PACKAGE = Path(memguard.__file__).parent
-BEFORE_MEMGUARD = {"_runtime/activation/_memguard_environment.py"}
+BEFORE_MEMGUARD = {"_tools/activation/_memguard_environment.py"}
 """Runs at Python's start, before memguard can be imported."""
 
 

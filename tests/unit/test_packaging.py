@@ -128,7 +128,7 @@ def test_every_module_can_be_imported_without_a_framework() -> None:
 
 def test_the_package_carries_what_it_needs_beside_code() -> None:
     assert (PACKAGE / "py.typed").is_file()
-    assert (PACKAGE / "_runtime/activation" / "sitecustomize.py").is_file()
+    assert (PACKAGE / "_tools/activation" / "sitecustomize.py").is_file()
 
 
 def test_the_pages_of_the_doctor_come_with_the_package(tmp_path: Path) -> None:
@@ -142,10 +142,9 @@ def test_the_pages_of_the_doctor_come_with_the_package(tmp_path: Path) -> None:
     forced = project.partition("[tool.hatch.build.targets.wheel.force-include]")[2].partition("\n[")[0]
     # An editable installation copies what is forced: a folder memguard in site-packages would be one without a module.
     assert [line for line in forced.splitlines() if "=" in line] == [
-        '"memguard/_runtime/activation/memguard.pth" = "memguard.pth"',
-        '"memguard/_runtime/activation/memguard.start" = "memguard.start" '
-        "# in place of it from Python 3.15 on (PEP 829)",
-        '"memguard/_runtime/activation/_memguard_start.py" = "_memguard_start.py"',
+        '"memguard/_tools/activation/memguard.pth" = "memguard.pth"',
+        '"memguard/_tools/activation/memguard.start" = "memguard.start" # in place of it from Python 3.15 on (PEP 829)',
+        '"memguard/_tools/activation/_memguard_start.py" = "_memguard_start.py"',
     ]
     if importlib.util.find_spec("hatchling") is None:  # it comes with the group dev
         return

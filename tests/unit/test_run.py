@@ -23,7 +23,7 @@ from memguard.cli.support import ignored_environment
 from memguard.errors import MemguardError
 
 HOME = Path(memguard.__file__).parents[1]
-ACTIVATE = HOME / "memguard" / "_runtime/activation"
+ACTIVATE = HOME / "memguard" / "_tools/activation"
 SEEN = """
 import json, os, sys
 import memguard
@@ -229,7 +229,7 @@ def test_a_spawned_worker_is_passive(folder: Path) -> None:
     (folder / "spawn.py").write_text(
         "import multiprocessing, os, sys\n"
         "def work(_):\n"
-        "    return 'memguard.api' in sys.modules, any('_runtime/activation' in p for p in sys.path)\n"
+        "    return 'memguard.api' in sys.modules, any('_tools/activation' in p for p in sys.path)\n"
         "if __name__ == '__main__':\n"
         "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
         "        print(pool.map(work, [0]))\n"
@@ -270,7 +270,7 @@ def test_a_run_that_is_disabled_says_so_and_reads_no_file(folder: Path, budget: 
 
 
 def test_a_folder_that_pythonpath_cannot_hold_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memguard.cli.run._ACTIVATE", Path("/odd:name/memguard/_runtime/activation"))
+    monkeypatch.setattr("memguard.cli.run._ACTIVATE", Path("/odd:name/memguard/_tools/activation"))
     with pytest.raises(MemguardError, match="PYTHONPATH cannot hold"):
         environment({}, folder / "budget.yaml")
 

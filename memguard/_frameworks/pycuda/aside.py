@@ -1,21 +1,62 @@
-"""Keeps idle blocks of PyCUDA's pool from its `free_held`, which otherwise gives all of them back.
+"""The bins of PyCUDA's pool, and `Aside`, which keeps idle blocks of them from the pool's `free_held`.
 
-They are taken out as allocations that nobody has, and dropped again. Asked of the pool by the size of a bin, an idle
-block of that bin is what it hands out: no memory is taken for it.
+That gives all of them back otherwise. Those that stay are taken out as allocations that nobody has, and dropped again.
+Asked of the pool by the size of a bin, an idle block of that bin is what it hands out: no memory is taken for it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable, Iterable
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 from memguard._frameworks.driver_pages import DriverPages
 from memguard._frameworks.least import addresses
 
-if TYPE_CHECKING:
-    from memguard._frameworks.pycuda.pool import Bin
+NEVER = sys.maxsize
+"""Of `Bin.enough`: no bin has so many entries."""
+
+
+class Bin:
+    """The blocks of one size, and how many of them are known to lie idle.
+
+    Whatever frees a block, on whatever thread, runs no Python here: the weak reference to its allocation appends itself
+    to `idle`. A request takes one entry out before it asks the pool. So there are never more entries than idle blocks.
+    """
+
+    __slots__ = ("enough", "freed", "held", "idle", "size")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.held: dict[int, ref[Any] | None] = {}
+        """All blocks by address, with the allocation that each was handed out as last."""
+        self.idle: list[object] = []
+        """One entry for each block that was freed since the pool was known to have none. It may miss some."""
+        self.freed: Callable[[object], None] = self.idle.append
+        self.enough = NEVER
+        """As long as each bin has so many entries, no more of the pool is in use than when the peak was looked at last:
+        since then the pool got no block, and no idle block without an entry got one. The first that has fewer ends
+        that for all."""
+
+    def hand_out(self, address: int, allocation: Any) -> None:
+        """The pool has handed out a block without an entry having been taken."""
+        with contextlib.suppress(IndexError):  # a `hit` may take the last one at any moment
+            self.idle.pop()
+        reference = ref(allocation, self.freed)
+        if address in self.held:
+            self.held[address] = reference
+
+    def put_back(self) -> None:
+        """The entry that a request took was not needed."""
+        self.idle.append(None)
+
+    def free(self, address: int) -> bool:
+        """Whether no allocation has the block, though it may be on its way to one."""
+        allocation = self.held.get(address)
+        return allocation is None or allocation() is None
 
 
 class Aside:

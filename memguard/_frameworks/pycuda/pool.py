@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 import traceback
@@ -16,10 +15,9 @@ from memguard._base.logs import log as _log
 from memguard._base.units import GRANULE, round_up
 from memguard._devices import contexts
 from memguard._frameworks.driver_pages import DriverPages
-from memguard._frameworks.pycuda.aside import Aside
+from memguard._frameworks.pycuda.aside import NEVER, Aside, Bin
 
 _MOST_TIMES = 8
-_NEVER = sys.maxsize
 _MOST_SIZES = 4096
 """So many sizes of requests are remembered with their bin. More than a program repeats, and less than a megabyte."""
 
@@ -31,45 +29,6 @@ class RawPool:
     make: Callable[[], Any]
     allocate: Callable[[Any, int], Any]
     free_held: Callable[[Any], None]
-
-
-class Bin:
-    """The blocks of one size, and how many of them are known to lie idle.
-
-    Whatever frees a block, on whatever thread, runs no Python here: the weak reference to its allocation appends itself
-    to `idle`. A request takes one entry out before it asks the pool. So there are never more entries than idle blocks.
-    """
-
-    __slots__ = ("enough", "freed", "held", "idle", "size")
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.held: dict[int, ref[Any] | None] = {}
-        """All blocks by address, with the allocation that each was handed out as last."""
-        self.idle: list[object] = []
-        """One entry for each block that was freed since the pool was known to have none. It may miss some."""
-        self.freed: Callable[[object], None] = self.idle.append
-        self.enough = _NEVER
-        """As long as each bin has so many entries, no more of the pool is in use than when the peak was looked at last:
-        since then the pool got no block, and no idle block without an entry got one. The first that has fewer ends
-        that for all."""
-
-    def hand_out(self, address: int, allocation: Any) -> None:
-        """The pool has handed out a block without an entry having been taken."""
-        with contextlib.suppress(IndexError):  # a `hit` may take the last one at any moment
-            self.idle.pop()
-        reference = ref(allocation, self.freed)
-        if address in self.held:
-            self.held[address] = reference
-
-    def put_back(self) -> None:
-        """The entry that a request took was not needed."""
-        self.idle.append(None)
-
-    def free(self, address: int) -> bool:
-        """Whether no allocation has the block, though it may be on its way to one."""
-        allocation = self.held.get(address)
-        return allocation is None or allocation() is None
 
 
 class Pool:
@@ -146,7 +105,7 @@ class Pool:
             return None
         held[address] = reference
         if len(found.idle) < found.enough:
-            if found.enough != _NEVER:
+            if found.enough != NEVER:
                 self.doubt()
             if pool.active_bytes > self.peak_room:
                 self.on_new_peak(self)
@@ -156,7 +115,7 @@ class Pool:
         """From now on each `hit` asks what is in use. Returns what `trust` needs."""
         bins = list(self._bins.values())
         for found in bins:
-            found.enough = _NEVER
+            found.enough = NEVER
         return [(found, len(found.idle)) for found in bins]
 
     def trust(self, noted: list[tuple[Bin, int]]) -> None:

@@ -24,7 +24,7 @@ from memguard._base.blocks import Block
 from memguard._base.logs import log as _log
 from memguard._base.undo import Undo
 from memguard._budget.parts import said_of_a_part
-from memguard._runtime.activation import _memguard_environment as environment
+from memguard._tools.activation import _memguard_environment as environment
 from memguard.errors import DeviceError, PlanError
 from memguard.integrations.ray import reports
 from memguard.integrations.ray.asked import HOOK, Asked

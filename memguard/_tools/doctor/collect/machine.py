@@ -29,7 +29,7 @@ _SECRET = re.compile(
 _USER = re.compile(r"//[^\s/]+@")
 """User and password in a URL."""
 _TOOLS = ("nvcc", "gcc", "g++", "cc")
-_ACTIVATE = re.compile(r"(^|/)memguard/_runtime/activation/?$")
+_ACTIVATE = re.compile(r"(^|/)memguard/_tools/activation/?$")
 
 
 def require_linux() -> None:

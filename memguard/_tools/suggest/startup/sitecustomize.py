@@ -14,7 +14,7 @@ if __name__ == "sitecustomize" and sys.version_info >= (3, 11) and os.environ.ge
         _here = os.path.dirname(os.path.abspath(__file__))
         _package = os.path.dirname(os.path.dirname(os.path.dirname(_here)))
         _spec = importlib.util.spec_from_file_location(
-            "_memguard_child", os.path.join(_package, "_runtime", "activation", "_memguard_child.py")
+            "_memguard_child", os.path.join(_package, "_tools", "activation", "_memguard_child.py")
         )
         assert _spec is not None and _spec.loader is not None
         _child = importlib.util.module_from_spec(_spec)

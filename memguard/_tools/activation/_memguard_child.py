@@ -58,7 +58,7 @@ def activate(folder: str) -> None:
 
 
 def _package(folder: str) -> str:
-    """The package `memguard` that has this `folder`, `_runtime/activation`."""
+    """The package `memguard` that has this `folder`, `_tools/activation`."""
     return os.path.dirname(os.path.dirname(folder))
 
 

@@ -179,8 +179,8 @@ def _apply(config: str, names: list[str] | None) -> None:
             return
         raise
     from memguard._frameworks import real_imports
-    from memguard._runtime.activation import _memguard_child as child
     from memguard._runtime.runtime import this
+    from memguard._tools.activation import _memguard_child as child
     from memguard.errors import AlreadyActive
 
     hide = child.show_warnings()

@@ -21,7 +21,7 @@ def start() -> None:
             return
         here = os.path.join(os.path.dirname(__file__), "memguard")
         for folder in (*(found.submodule_search_locations or []), here):
-            file = os.path.join(folder, "_runtime", "activation", "_memguard_environment.py")
+            file = os.path.join(folder, "_tools", "activation", "_memguard_environment.py")
             spec = os.path.isfile(file) and util.spec_from_file_location("_memguard_environment", file)
             if spec and spec.loader is not None:
                 module = sys.modules[spec.name] = util.module_from_spec(spec)
