@@ -25,7 +25,7 @@ from memguard._runtime.workers import IdleGuard
 from memguard.errors import AlreadyActive, DeviceError, MemguardError, NotActive
 
 if TYPE_CHECKING:
-    from memguard._base.specs import CacheName, FrameworkName
+    from memguard._base.framework_spec import CacheName, FrameworkName
     from memguard._budget import Budget
     from memguard._devices.host import Host
     from memguard._guard.figures import Reclaimable

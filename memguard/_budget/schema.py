@@ -26,7 +26,8 @@ from pydantic import (
 from pydantic_core import core_schema
 
 from memguard._base.advice import InvalidValue
-from memguard._base.specs import SPECS, Option
+from memguard._base.framework_spec import Option
+from memguard._base.specs import SPECS
 from memguard._base.units import short
 from memguard._budget import rules, values
 from memguard._budget.findings import NAMES, Name

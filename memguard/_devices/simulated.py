@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-from memguard._base.specs import DOORS
+from memguard._base.framework_spec import DOORS
 from memguard._base.types import Device, MemoryInfo
 from memguard._base.units import MIB, format_size
 from memguard.errors import DeviceError

@@ -45,7 +45,7 @@ from memguard._oom import hooks
 from memguard.errors import CapNotApplied, MemguardError, NotActive, PlanError, Suspended
 
 if TYPE_CHECKING:
-    from memguard._base.specs import FrameworkName
+    from memguard._base.framework_spec import FrameworkName
     from memguard._budget import Budget
     from memguard._devices.host import Host
     from memguard._frameworks.joint_pool import JointPool

@@ -18,7 +18,7 @@ from memguard._guard.reclaimer import Reclaimer, Sibling
 from memguard.errors import CapNotApplied
 
 if TYPE_CHECKING:
-    from memguard._base.specs import CacheName, FrameworkName
+    from memguard._base.framework_spec import CacheName, FrameworkName
     from memguard._budget import Budget
     from memguard._devices.host import Host
     from memguard._frameworks.base import Framework

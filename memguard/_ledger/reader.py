@@ -13,8 +13,9 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
+from memguard._base.framework_spec import KERNELS, SECOND_CONTEXT
 from memguard._base.locks import Turn, interrupting
-from memguard._base.specs import KERNELS, SECOND_CONTEXT, setting
+from memguard._base.specs import setting
 from memguard._base.types import (
     Device,
     DevicePlan,

@@ -16,7 +16,8 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
-from memguard._base.specs import SPECS, Memory
+from memguard._base.framework_spec import Memory
+from memguard._base.specs import SPECS
 
 
 @dataclass(frozen=True)

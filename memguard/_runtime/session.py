@@ -26,7 +26,7 @@ from memguard._runtime.refusals import Refusals
 from memguard.errors import MemguardError, UnderPressure
 
 if TYPE_CHECKING:
-    from memguard._base.specs import CacheName
+    from memguard._base.framework_spec import CacheName
     from memguard._guard.guard import Guard
     from memguard._node.leases.lease import Lease
     from memguard._node.leases.neighbours import Watch as LeaseWatch

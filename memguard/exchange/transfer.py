@@ -19,7 +19,7 @@ from memguard.exchange.lifetimes import Offer
 from memguard.exchange.view import View
 
 if TYPE_CHECKING:
-    from memguard._base.specs import ArraysName
+    from memguard._base.framework_spec import ArraysName
 
 _COMPACTORS = ("torch", "cupy")
 """Frameworks that take any strides, so they can make a compact copy for one that cannot."""

@@ -1,4 +1,4 @@
-"""A seventh framework takes an adapter file, a row and a changelog line: a copy of the package gets exactly those.
+"""A seventh framework takes one folder and a changelog line: a copy of the package gets exactly that folder.
 
 The toy allocates on the CPU. Each program below runs in a Python of its own, with the copy on its path.
 """
@@ -70,14 +70,14 @@ from types import ModuleType
 from typing import Any
 
 from memguard._frameworks.base import Framework
-from memguard._base.specs import SPECS
+from memguard._frameworks.toy.spec import SPEC
 from memguard._base.types import Applied, Device, Enforcement, Usage
 
 
 class Toy(Framework):
     """The toy's pool."""
 
-    spec = SPECS["toy"]
+    spec = SPEC
 
     def _live(self, module: ModuleType) -> bool:
         return module.peak > 0
@@ -102,31 +102,33 @@ class Toy(Framework):
         sys.modules["toy"].limit = min(caps.values())
 '''
 
-ROW = """
-    FrameworkSpec(
-        name="toy",
-        title="Toy",
-        module="toy",
-        adapter="memguard._frameworks.toy:Toy",
-        modules=2 * MIB,
-        workspace=16 * MIB,
-        cap_is="the limit of its toy pool",
-        aliases=("plaything",),
-        options=(
-            Option(
-                name="tidy",
-                kind="flag",
-                default=False,
-                description="true: the toy frees its cache at once.",
-                elsewhere="{name} frees its cache by itself",
-            ),
+SPEC = """
+from memguard._base.framework_spec import ErrorPattern, FrameworkSpec, Option
+from memguard._base.units import MIB
+
+SPEC = FrameworkSpec(
+    name="toy",
+    title="Toy",
+    module="toy",
+    adapter="memguard._frameworks.toy.adapter:Toy",
+    modules=2 * MIB,
+    workspace=16 * MIB,
+    cap_is="the limit of its toy pool",
+    aliases=("plaything",),
+    options=(
+        Option(
+            name="tidy",
+            kind="flag",
+            default=False,
+            description="true: the toy frees its cache at once.",
+            elsewhere="{name} frees its cache by itself",
         ),
-        families=("toy",),
-        errors=(ErrorPattern("gpu", True, "the toy's own type", "toy memory is exhausted", r"^toy\\.Exhausted$"),),
-        own_trim="toy.free_cache()",
     ),
+    families=("toy",),
+    errors=(ErrorPattern("gpu", True, "the toy's own type", "toy memory is exhausted", r"^toy\\.Exhausted$"),),
+    own_trim="toy.free_cache()",
+)
 """
-END_OF_ROWS = "\n)\n\nSPECS:"
 
 BUDGET = """version: 1
 device: {limit: 16GiB}
@@ -168,10 +170,9 @@ def seventh(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = folder / "memguard"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "toy.py").write_text(TOY)
-    (copy / "_frameworks" / "toy.py").write_text(ADAPTER)
-    rows = (copy / "_base/specs.py").read_text(encoding="utf-8")
-    assert rows.count(END_OF_ROWS) == 1
-    (copy / "_base/specs.py").write_text(rows.replace(END_OF_ROWS, ROW + END_OF_ROWS[1:]), encoding="utf-8")
+    (copy / "_frameworks" / "toy").mkdir()
+    for name, text in {"__init__": "", "spec": SPEC, "adapter": ADAPTER}.items():
+        (copy / "_frameworks" / "toy" / f"{name}.py").write_text(text)
     (folder / "budget.yaml").write_text(BUDGET)
     return folder
 
@@ -270,7 +271,7 @@ result["stays"] = memguard.shutdown()
 result["limit"] = toy.limit
 """,
     )
-    assert found["class"] == "memguard._frameworks.toy" and "toy" in found["before"] and found["tidy"] is True
+    assert found["class"] == "memguard._frameworks.toy.adapter" and "toy" in found["before"] and found["tidy"] is True
     assert found["refusal"][0] == "toy"
     check(found)
     assert found["resized"] == 512 << 20 and found["trimmed"] > 0 and found["stays"] == [] and found["limit"] is None

@@ -25,7 +25,7 @@ _ASKED = 4
 """How often the guard is asked for less than before: what it lacks for the most may be of the card, or of the caps."""
 
 if TYPE_CHECKING:
-    from memguard._base.specs import CacheName
+    from memguard._base.framework_spec import CacheName
     from memguard._base.types import Device
     from memguard._guard.guard import Guard
 

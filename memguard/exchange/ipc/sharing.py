@@ -37,7 +37,7 @@ from memguard.exchange.lifetimes import Offer
 from memguard.exchange.view import DTYPES, View, row_major
 
 if TYPE_CHECKING:
-    from memguard._base.specs import ArraysName
+    from memguard._base.framework_spec import ArraysName
 
 ANSWER_TIMEOUT = 10.0
 """Seconds in which an exporter must answer."""

@@ -1,0 +1,22 @@
+"""Numba's row: what memguard knows of it, as data."""
+
+from memguard._base.framework_spec import FrameworkSpec
+from memguard._base.units import MIB
+
+SPEC = FrameworkSpec(
+    name="numba",
+    title="Numba",
+    place=60,
+    module="numba",
+    adapter="memguard._frameworks.numba.adapter:Numba",
+    joint="memguard._frameworks.numba.joint:JointNumba",
+    modules=8 * MIB,
+    workspace=32 * MIB,
+    cap_is="a memory manager that counts its allocations",
+    hook="numba.cuda",
+    allocator="emm",
+    families=("numba",),
+    pads=True,
+    install="numba-cuda[cu13]",
+    asks=True,
+)
