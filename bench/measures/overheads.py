@@ -1,4 +1,4 @@
-"""What lies outside every cap, beside the constants of memguard/_base/framework_spec.py for `reserve: auto` and the ledger."""
+"""What lies outside every cap, beside the constants of `_base/framework_spec.py` for `reserve: auto` and the ledger."""
 
 from __future__ import annotations
 

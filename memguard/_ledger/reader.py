@@ -45,7 +45,7 @@ _Read = TypeVar("_Read")
 _ATTEMPTS = 3
 _PATIENCE = 5.0
 """Seconds that a reading waits for another thread's."""
-_LOANS = "memguard.exchange.lifetimes"
+_LOANS = "memguard._frameworks.arrays.lifetimes"
 """If it was never loaded, nothing is lent."""
 _CONTEXT, _NOTHING = frozenset({"context"}), Overhead()
 _NONE: frozenset[str] = frozenset()

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from memguard._base.logs import log as _log
 from memguard._base.units import format_size
 from memguard._devices import copies, streams, suspension
+from memguard._frameworks.arrays import compatibility, lifetimes
+from memguard._frameworks.arrays.base import Arrays
+from memguard._frameworks.arrays.compatibility import Layout
+from memguard._frameworks.arrays.lifetimes import Offer
+from memguard._frameworks.arrays.view import View
 from memguard.errors import CannotShare
-from memguard.exchange import arguments, compatibility, lifetimes
+from memguard.exchange import arguments
 from memguard.exchange.adapters import registry
-from memguard.exchange.adapters.base import Arrays
-from memguard.exchange.compatibility import Layout
-from memguard.exchange.lifetimes import Offer
-from memguard.exchange.view import View
 
 if TYPE_CHECKING:
     from memguard._base.framework_spec import ArraysName

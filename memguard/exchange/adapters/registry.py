@@ -9,16 +9,16 @@ import sys
 from typing import Any
 
 from memguard._base.specs import SPECS
+from memguard._frameworks.arrays.base import Arrays
 from memguard.errors import CannotShare
-from memguard.exchange.adapters.base import Arrays
 
 _CLASSES = {
-    "torch": "memguard.exchange.adapters.torch:TorchArrays",
-    "tensorflow": "memguard.exchange.adapters.tensorflow:TensorFlowArrays",
-    "cupy": "memguard.exchange.adapters.cupy:CuPyArrays",
-    "jax": "memguard.exchange.adapters.jax:JAXArrays",
-    "pycuda": "memguard.exchange.adapters.pycuda:PyCUDAArrays",
-    "numba": "memguard.exchange.adapters.numba:NumbaArrays",
+    "torch": "memguard._frameworks.torch.arrays:TorchArrays",
+    "tensorflow": "memguard._frameworks.tensorflow.arrays:TensorFlowArrays",
+    "cupy": "memguard._frameworks.cupy.arrays:CuPyArrays",
+    "jax": "memguard._frameworks.jax.arrays:JAXArrays",
+    "pycuda": "memguard._frameworks.pycuda.arrays:PyCUDAArrays",
+    "numba": "memguard._frameworks.numba.arrays:NumbaArrays",
     "numpy": "memguard.exchange.adapters.numpy:NumPyArrays",
 }
 _PROTOCOLS = (

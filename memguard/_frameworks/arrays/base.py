@@ -18,11 +18,11 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from memguard._devices import contexts, streams
+from memguard._frameworks.arrays import array_interface
+from memguard._frameworks.arrays.compatibility import Layout, Obstacle, Traits
+from memguard._frameworks.arrays.lifetimes import Lifetime, Offer
+from memguard._frameworks.arrays.view import DTYPES, View, dtype_name, in_elements
 from memguard.errors import CannotShare
-from memguard.exchange.adapters import array_interface
-from memguard.exchange.compatibility import Layout, Obstacle, Traits
-from memguard.exchange.lifetimes import Lifetime, Offer
-from memguard.exchange.view import DTYPES, View, dtype_name, in_elements
 
 Before = Callable[["int | None"], None]
 """Makes a stream wait until the memory is ready; None: the host."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from memguard._base.specs import SPECS
-from memguard.exchange.view import ITEM_SIZES, View, compact
+from memguard._frameworks.arrays.view import ITEM_SIZES, View, compact
 
 MOST_DIMENSIONS = 64
 """NumPy's limit: NumPy makes the DLPack capsules."""
