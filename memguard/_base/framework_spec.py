@@ -147,6 +147,20 @@ class Allocators(NamedTuple):
 _NO_CHOICE = Allocators()
 
 
+class Exchanged(NamedTuple):
+    """What `exchange` knows of a framework before it loads the module of its arrays.
+
+    `arrays` are module and class: "memguard._frameworks.numba.arrays:NumbaArrays". `short` are other names that people
+    write for it, beside those for a budget, and `packages` other packages whose classes are arrays of it. `compacts`:
+    it takes any strides, so it can make a compact copy for a framework that cannot.
+    """
+
+    arrays: str
+    short: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()
+    compacts: bool = False
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class FrameworkSpec:
     """One framework. The fields without a default are required.
@@ -186,6 +200,7 @@ class FrameworkSpec:
     default_pool      it takes from the device's default pool alone, which cannot be capped
     remainder         what it has in use in that pool is what no other counts: its own figures cover everybody there
     allocators        how the user chooses its allocator by a variable, and on which ones no cap can be set
+    exchanged         how `exchange` reads and makes its arrays; None if it cannot
     asks              its allocator is memguard's: it has room made, and an elastic cap raised, before it refuses
     """
 
@@ -220,6 +235,7 @@ class FrameworkSpec:
     default_pool: bool = False
     remainder: bool = False
     allocators: Allocators = _NO_CHOICE
+    exchanged: Exchanged | None = None
     asks: bool = False
 
     def __post_init__(self) -> None:

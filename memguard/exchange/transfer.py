@@ -22,8 +22,6 @@ from memguard.exchange.adapters import registry
 if TYPE_CHECKING:
     from memguard._base.framework_spec import ArraysName
 
-_COMPACTORS = ("torch", "cupy")
-"""Frameworks that take any strides, so they can make a compact copy for one that cannot."""
 _last = threading.local()
 
 
@@ -225,7 +223,7 @@ def _compact_copy(x: Any, producer: Arrays, offer: Offer) -> tuple[Arrays, Any]:
             producer.ready(offer, None)
         return producer, producer.compact(x)
     forwards, axes = view.forwards()
-    for maker in (registry.by_name(name) for name in _COMPACTORS if name in sys.modules):
+    for maker in (registry.by_name(name) for name in registry.COMPACTORS if name in sys.modules):
         if compatibility.obstacle(forwards, maker.traits, view.device) is None:
             shared = _shared(producer, maker, offer._replace(view=forwards), None)
             return maker, maker.compact(maker.flip(shared, axes) if axes else shared)
@@ -234,7 +232,7 @@ def _compact_copy(x: Any, producer: Arrays, offer: Offer) -> tuple[Arrays, Any]:
         None,
         f"its strides are {view.strides}, its address {view.address:#x}, and no framework is imported that could copy "
         "it into one piece",
-        "make it contiguous first, or import torch or cupy",
+        f"make it contiguous first, or import {' or '.join(registry.COMPACTORS)}",
     )
 
 

@@ -1,7 +1,6 @@
-"""What a framework's arrays are to the exchange: one class in one file, with this contract.
+"""What a framework's arrays are to the exchange: one class in `arrays.py` of its folder, with this contract.
 
-To add one, write a file here and a line in `registry.py`; `tests/contract` and `tests/gpu/test_exchange.py` go over
-all.
+Its row names the class (`Exchanged`); `tests/contract` and `tests/gpu/test_exchange.py` go over all.
 
 - A framework is imported only in its own file, inside methods. `owns` is called only if it is imported already.
 - `offer` reads an array and does not wait for work on it. It raises CannotShare if not even a copy helps (sparse,

@@ -1,6 +1,6 @@
 """CuPy's row: what memguard knows of it, as data."""
 
-from memguard._base.framework_spec import ErrorPattern, FrameworkSpec
+from memguard._base.framework_spec import ErrorPattern, Exchanged, FrameworkSpec
 from memguard._base.units import MIB
 
 SPEC = FrameworkSpec(
@@ -9,6 +9,9 @@ SPEC = FrameworkSpec(
     place=30,
     module="cupy",
     adapter="memguard._frameworks.cupy.adapter:CuPy",
+    exchanged=Exchanged(
+        "memguard._frameworks.cupy.arrays:CuPyArrays", short=("cp",), packages=("cupyx",), compacts=True
+    ),
     joint="memguard._frameworks.cupy.joint:JointCuPy",
     # 94 MiB beside others, 60 more with cuBLAS, 24 with cuFFT, 100 with cuSOLVER.
     modules=262 * MIB,

@@ -2,7 +2,7 @@
 
 from fractions import Fraction
 
-from memguard._base.framework_spec import ErrorPattern, FrameworkSpec, Option
+from memguard._base.framework_spec import ErrorPattern, Exchanged, FrameworkSpec, Option
 from memguard._base.units import MIB
 
 SPEC = FrameworkSpec(
@@ -11,6 +11,7 @@ SPEC = FrameworkSpec(
     place=50,
     module="pycuda",
     adapter="memguard._frameworks.pycuda.adapter:PyCUDA",
+    exchanged=Exchanged("memguard._frameworks.pycuda.arrays:PyCUDAArrays"),
     joint="memguard._frameworks.pycuda.joint:JointPyCUDA",
     modules=8 * MIB,
     workspace=32 * MIB,

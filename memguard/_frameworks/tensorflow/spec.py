@@ -1,6 +1,6 @@
 """TensorFlow's row: what memguard knows of it, as data."""
 
-from memguard._base.framework_spec import Allocators, ErrorPattern, FrameworkSpec, Option
+from memguard._base.framework_spec import Allocators, ErrorPattern, Exchanged, FrameworkSpec, Option
 from memguard._base.units import MIB
 
 SPEC = FrameworkSpec(
@@ -9,6 +9,7 @@ SPEC = FrameworkSpec(
     place=20,
     module="tensorflow",
     adapter="memguard._frameworks.tensorflow.adapter:TensorFlow",
+    exchanged=Exchanged("memguard._frameworks.tensorflow.arrays:TensorFlowArrays", packages=("keras",)),
     joint="memguard._frameworks.tensorflow.joint:JointTensorFlow",
     default_pool=True,
     modules=92 * MIB,

@@ -1,6 +1,6 @@
 """PyTorch's row: what memguard knows of it, as data."""
 
-from memguard._base.framework_spec import ErrorPattern, FrameworkSpec, Option
+from memguard._base.framework_spec import ErrorPattern, Exchanged, FrameworkSpec, Option
 from memguard._base.units import MIB
 
 SPEC = FrameworkSpec(
@@ -9,6 +9,7 @@ SPEC = FrameworkSpec(
     place=10,
     module="torch",
     adapter="memguard._frameworks.torch.adapter:Torch",
+    exchanged=Exchanged("memguard._frameworks.torch.arrays:TorchArrays", short=("pt",), compacts=True),
     joint="memguard._frameworks.torch.joint:JointTorch",
     remainder=True,
     # 92 MiB after the first tensor, 158 with cuBLAS, 240 after training a small network, 344 with cuSOLVER; and 24

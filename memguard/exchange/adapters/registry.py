@@ -1,4 +1,4 @@
-"""The frameworks of the exchange, one line each. A class is imported when the first array needs it."""
+"""The frameworks of the exchange, as their rows name them. A class is imported when the first array needs it."""
 
 from __future__ import annotations
 
@@ -8,19 +8,14 @@ import importlib
 import sys
 from typing import Any
 
+from memguard._base.framework_spec import Exchanged
 from memguard._base.specs import SPECS
 from memguard._frameworks.arrays.base import Arrays
 from memguard.errors import CannotShare
 
-_CLASSES = {
-    "torch": "memguard._frameworks.torch.arrays:TorchArrays",
-    "tensorflow": "memguard._frameworks.tensorflow.arrays:TensorFlowArrays",
-    "cupy": "memguard._frameworks.cupy.arrays:CuPyArrays",
-    "jax": "memguard._frameworks.jax.arrays:JAXArrays",
-    "pycuda": "memguard._frameworks.pycuda.arrays:PyCUDAArrays",
-    "numba": "memguard._frameworks.numba.arrays:NumbaArrays",
-    "numpy": "memguard.exchange.adapters.numpy:NumPyArrays",
-}
+_KNOWN = {row.name: row.exchanged for row in SPECS.values() if row.exchanged is not None}
+_KNOWN["numpy"] = Exchanged("memguard.exchange.adapters.numpy:NumPyArrays", short=("np",))
+_CLASSES = {name: known.arrays for name, known in _KNOWN.items()}
 _PROTOCOLS = (
     "memguard.exchange.adapters.attached:OtherProcess",
     "memguard.exchange.adapters.protocols:ArrayInterface",
@@ -28,9 +23,11 @@ _PROTOCOLS = (
 )
 NAMES = tuple(_CLASSES)
 _SHORT = {alias: row.name for row in SPECS.values() for alias in row.aliases}
-_SHORT |= {"np": "numpy", "jnp": "jax", "cp": "cupy", "pt": "torch"}
+_SHORT |= {short: name for name, known in _KNOWN.items() for short in known.short}
 """Other names that people write for them."""
-_ROOTS = {"jaxlib": "jax", "cupyx": "cupy", "keras": "tensorflow", "numba_cuda": "numba"}
+COMPACTORS = tuple(name for name, known in _KNOWN.items() if known.compacts)
+"""Frameworks that take any strides, so they can make a compact copy for one that cannot."""
+_ROOTS = {package: name for name, known in _KNOWN.items() for package in known.packages}
 """Packages whose classes are arrays of a framework of another name."""
 
 
