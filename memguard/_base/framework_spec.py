@@ -147,6 +147,22 @@ class Allocators(NamedTuple):
 _NO_CHOICE = Allocators()
 
 
+class Examined(NamedTuple):
+    """How the doctor examines a framework, beside what its `probe.py` does.
+
+    `distributions`: how the names of the distributions begin that bring it, as a regular expression; empty: its name.
+    `brings_cuda`: they bring CUDA's libraries too, and in one process it works before those that take what is loaded.
+    `length` ranks its probe by how long it takes: the longest begin first.
+    """
+
+    distributions: str = ""
+    brings_cuda: bool = False
+    length: int = 0
+
+
+_PLAIN = Examined()
+
+
 class Exchanged(NamedTuple):
     """What `exchange` knows of a framework before it loads the module of its arrays.
 
@@ -200,6 +216,7 @@ class FrameworkSpec:
     default_pool      it takes from the device's default pool alone, which cannot be capped
     remainder         what it has in use in that pool is what no other counts: its own figures cover everybody there
     allocators        how the user chooses its allocator by a variable, and on which ones no cap can be set
+    examined          how the doctor examines it
     exchanged         how `exchange` reads and makes its arrays; None if it cannot
     asks              its allocator is memguard's: it has room made, and an elastic cap raised, before it refuses
     """
@@ -235,6 +252,7 @@ class FrameworkSpec:
     default_pool: bool = False
     remainder: bool = False
     allocators: Allocators = _NO_CHOICE
+    examined: Examined = _PLAIN
     exchanged: Exchanged | None = None
     asks: bool = False
 

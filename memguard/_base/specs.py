@@ -14,27 +14,36 @@ import importlib
 import os
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import cast
+from typing import Any, cast
 
 from memguard._base.framework_spec import FrameworkName, FrameworkSpec
 
 _HOME = "memguard._frameworks"
 
 
-def folders(file: str) -> Iterator[str]:
-    """The modules of this file name, one for each folder of `_frameworks/` that has one. Imports none."""
-    found = {
-        folder
-        for path in importlib.import_module(_HOME).__path__
-        for folder in os.listdir(path)
-        if os.path.isfile(os.path.join(path, folder, file))
-    }
-    for folder in sorted(found):
-        yield f"{_HOME}.{folder}.{file.removesuffix('.py')}"
+def files(module: str) -> dict[str, str]:
+    """The path of the module of this name in each folder of `_frameworks/` that has one. Imports none."""
+    found = {}
+    for path in importlib.import_module(_HOME).__path__:
+        for folder in os.listdir(path):
+            file = os.path.join(path, folder, f"{module}.py")
+            if os.path.isfile(file):
+                found[folder] = file
+    return found
+
+
+def modules(name: str) -> Iterator[Any]:
+    """The module of this name of each folder that has one: those of the frameworks of a budget first, in their order.
+
+    Importing one imports no framework.
+    """
+    folders = files(name)
+    for folder in (*(row for row in SPECS if row in folders), *sorted(folders.keys() - SPECS.keys())):
+        yield importlib.import_module(f"{_HOME}.{folder}.{name}")
 
 
 def _rows() -> list[FrameworkSpec]:
-    rows: list[FrameworkSpec] = [importlib.import_module(module).SPEC for module in folders("spec.py")]
+    rows: list[FrameworkSpec] = [importlib.import_module(f"{_HOME}.{folder}.spec").SPEC for folder in files("spec")]
     return sorted(rows, key=lambda row: (row.place, row.name))
 
 

@@ -1,6 +1,6 @@
 """JAX's row: what memguard knows of it, as data."""
 
-from memguard._base.framework_spec import Allocators, ErrorPattern, Exchanged, FrameworkSpec
+from memguard._base.framework_spec import Allocators, ErrorPattern, Examined, Exchanged, FrameworkSpec
 from memguard._base.units import MIB
 
 SPEC = FrameworkSpec(
@@ -9,6 +9,7 @@ SPEC = FrameworkSpec(
     place=40,
     module="jax",
     adapter="memguard._frameworks.jax.adapter:JAX",
+    examined=Examined(brings_cuda=True, length=3),
     exchanged=Exchanged("memguard._frameworks.jax.arrays:JAXArrays", short=("jnp",), packages=("jaxlib",)),
     joint="memguard._frameworks.jax.joint:JointJAX",
     default_pool=True,

@@ -1,6 +1,6 @@
 """Numba's row: what memguard knows of it, as data."""
 
-from memguard._base.framework_spec import Exchanged, FrameworkSpec
+from memguard._base.framework_spec import Examined, Exchanged, FrameworkSpec
 from memguard._base.units import MIB
 
 SPEC = FrameworkSpec(
@@ -9,6 +9,7 @@ SPEC = FrameworkSpec(
     place=60,
     module="numba",
     adapter="memguard._frameworks.numba.adapter:Numba",
+    examined=Examined(length=1),
     exchanged=Exchanged("memguard._frameworks.numba.arrays:NumbaArrays", packages=("numba_cuda",)),
     joint="memguard._frameworks.numba.joint:JointNumba",
     modules=8 * MIB,

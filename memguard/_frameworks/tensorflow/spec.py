@@ -1,6 +1,6 @@
 """TensorFlow's row: what memguard knows of it, as data."""
 
-from memguard._base.framework_spec import Allocators, ErrorPattern, Exchanged, FrameworkSpec, Option
+from memguard._base.framework_spec import Allocators, ErrorPattern, Examined, Exchanged, FrameworkSpec, Option
 from memguard._base.units import MIB
 
 SPEC = FrameworkSpec(
@@ -9,6 +9,7 @@ SPEC = FrameworkSpec(
     place=20,
     module="tensorflow",
     adapter="memguard._frameworks.tensorflow.adapter:TensorFlow",
+    examined=Examined("tensorflow|tf-nightly", brings_cuda=True, length=4),
     exchanged=Exchanged("memguard._frameworks.tensorflow.arrays:TensorFlowArrays", packages=("keras",)),
     joint="memguard._frameworks.tensorflow.joint:JointTensorFlow",
     default_pool=True,

@@ -1,6 +1,6 @@
 """PyTorch's row: what memguard knows of it, as data."""
 
-from memguard._base.framework_spec import ErrorPattern, Exchanged, FrameworkSpec, Option
+from memguard._base.framework_spec import ErrorPattern, Examined, Exchanged, FrameworkSpec, Option
 from memguard._base.units import MIB
 
 SPEC = FrameworkSpec(
@@ -9,6 +9,7 @@ SPEC = FrameworkSpec(
     place=10,
     module="torch",
     adapter="memguard._frameworks.torch.adapter:Torch",
+    examined=Examined(brings_cuda=True, length=2),
     exchanged=Exchanged("memguard._frameworks.torch.arrays:TorchArrays", short=("pt",), compacts=True),
     joint="memguard._frameworks.torch.joint:JointTorch",
     remainder=True,
