@@ -217,6 +217,15 @@ class FrameworkSpec:
     remainder         what it has in use in that pool is what no other counts: its own figures cover everybody there
     allocators        how the user chooses its allocator by a variable, and on which ones no cap can be set
     examined          how the doctor examines it
+    cures             what to do before its libraries meet another framework's in one process: pairs of that one's name,
+                      and module and function; the sentence that this returns says what was done
+    uncounted         it counts nothing without a budget: what it holds is unaccounted then
+    frees_late        a trim of it also frees what the program has let go of, and it has kept so far
+    tells_peak        its allocator says the most that it has held
+    regions           its pool grows by regions that it neither joins nor gives back: a request must fit into one
+    weight            its part of a first guess of `memguard suggest`, beside the others'
+    colour            its colour in reports, `#rrggbb`; empty: the next of some that none has
+    terminal_colour   the same on the screen of `memguard top`: one of the terminal's own 16
     exchanged         how `exchange` reads and makes its arrays; None if it cannot
     asks              its allocator is memguard's: it has room made, and an elastic cap raised, before it refuses
     """
@@ -253,6 +262,14 @@ class FrameworkSpec:
     remainder: bool = False
     allocators: Allocators = _NO_CHOICE
     examined: Examined = _PLAIN
+    cures: tuple[tuple[str, str], ...] = ()
+    uncounted: bool = False
+    frees_late: bool = False
+    tells_peak: bool = True
+    regions: bool = False
+    weight: int = 4
+    colour: str = ""
+    terminal_colour: str = ""
     exchanged: Exchanged | None = None
     asks: bool = False
 

@@ -29,6 +29,8 @@ class InProcess(NamedTuple):
     `modules`: those that tell the doctor how far it is loaded. `held`: types whose objects tell, as pairs of module and
     name; Python's collector knows all of them. `shares`: memory that other processes have or gave. `communicators`,
     `captures`, `profilers`: what of these is there now. `capturing`: whether this thread captures a CUDA graph.
+    `work_areas`: bytes in use on this thread's current
+    GPU that are no arrays of the program. `let_go`: free what the framework only keeps for its next call; it may raise.
     `ranks`: the library that counts this process's ranks, and their number or None. `swapped`: what replaces the
     framework's own allocator.
     """
@@ -40,6 +42,8 @@ class InProcess(NamedTuple):
     captures: tuple[Question, ...] = ()
     profilers: tuple[Question, ...] = ()
     capturing: Callable[[Modules], bool] | None = None
+    work_areas: Callable[[Modules], int | None] | None = None
+    let_go: Callable[[Modules], None] | None = None
     ranks: tuple[str, Callable[[Modules], int | None]] | None = None
     swapped: Callable[[Modules], str | None] | None = None
 

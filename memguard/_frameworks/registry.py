@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 from memguard._base.specs import SPECS
@@ -29,6 +30,18 @@ def joined(name: str, host: Host, joint: JointPool) -> Framework:
     """The named framework, which draws from the shared pool. Its row says that it can."""
     framework: Framework = _class_of(SPECS[name].joint)(host, joint)
     return framework
+
+
+def cures(names: Collection[str]) -> Iterator[tuple[str, str, str]]:
+    """Have the libraries of these frameworks keep out of each other's way in one process, where their rows say how.
+
+    Of each cure that was needed: whose it is, the other framework, and a sentence on what was done. It is permanent.
+    """
+    for name in names:
+        for other, cure in SPECS[name].cures:
+            done = _class_of(cure)() if other in names else None
+            if done is not None:
+                yield name, other, done
 
 
 def _class_of(adapter: str) -> Any:

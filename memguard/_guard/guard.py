@@ -525,16 +525,12 @@ class Guard(Shares):
             self._not_undone.append(stays)
 
     def _cure(self, states: Mapping[str, State]) -> None:
-        """Keep TensorFlow's CUDA runtime out of torch's way, if both are in the budget and installed."""
-        both = [states.get(name, State.ABSENT) for name in ("torch", "tensorflow")]
-        if self.host.simulated or State.ABSENT in both:
+        """Keep the CUDA runtimes of frameworks that are in the budget and installed out of each other's way."""
+        if self.host.simulated:
             return
-        from memguard._frameworks import cudart
-
-        done = cudart.cure_installed()
-        if done is not None:
-            self._note(f"torch and tensorflow in one process: {done}")
-            self.permanent.append("torch: the CUDA runtime loaded first stays loaded")
+        for name, other, done in registry.cures([name for name in states if states[name] is not State.ABSENT]):
+            self._note(f"{name} and {other} in one process: {done}")
+            self.permanent.append(f"{name}: the CUDA runtime loaded first stays loaded")
 
     def busy(self) -> Iterator[tuple[str, int | None]]:
         """Of each GPU of which others hold so much that the limit cannot be had: that, and what this process has."""

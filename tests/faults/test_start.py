@@ -70,7 +70,7 @@ ADAPTERS = {
     }
     | {"_frameworks.shortages"},
 }
-BOTH_INSTALLED = {"_frameworks.cudart"}
+BOTH_INSTALLED = {"_frameworks.torch.cudart"}
 """With torch and TensorFlow installed."""
 NEVER = {
     *SIX, "numpy", "rich", "click", "cuda", "rmm", "jaxlib", "keras",

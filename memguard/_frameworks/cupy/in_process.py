@@ -35,6 +35,15 @@ def _capturing(modules: Modules) -> bool:
     return cupy is not None and contexts.current() is not None and bool(cupy.cuda.get_current_stream().is_capturing())
 
 
+def _work_areas(modules: Modules) -> int | None:
+    """What its cache of FFT plans holds of its pool.
+
+    Each thread has a cache for each GPU. They are not cleared, as a CUDA graph may go on using a plan's work area.
+    """
+    cache = modules.get("cupy.fft._cache")
+    return None if cache is None else int(cache.get_plan_cache().get_curr_memsize())
+
+
 def _ranks(modules: Modules) -> int | None:
     """Of `cupyx.distributed`, which keeps no list of its communicators."""
     kind = getattr(modules.get(_COMMUNICATORS), "NCCLBackend", None)
@@ -64,6 +73,7 @@ IN_PROCESS = InProcess(
     communicators=(Question("CuPy's communicators", _groups),),
     captures=(Question("whether CuPy captures a CUDA graph", _captures),),
     capturing=_capturing,
+    work_areas=_work_areas,
     ranks=("cupyx.distributed", _ranks),
     swapped=_swapped,
 )

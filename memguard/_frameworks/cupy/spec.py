@@ -9,6 +9,9 @@ SPEC = FrameworkSpec(
     place=30,
     module="cupy",
     adapter="memguard._frameworks.cupy.adapter:CuPy",
+    colour="#cc79a7",
+    terminal_colour="bright_green",
+    tells_peak=False,
     exchanged=Exchanged(
         "memguard._frameworks.cupy.arrays:CuPyArrays", short=("cp",), packages=("cupyx",), compacts=True
     ),
