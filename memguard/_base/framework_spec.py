@@ -108,11 +108,11 @@ class ErrorPattern(NamedTuple):
     """One of a framework's own out-of-memory errors. The first pattern of the row that fits wins.
 
     `text` is searched in the error's text, ignoring case, `type` in the qualified name of its type and of each base
-    class; both are regular expressions, and both must fit. Errors are only searched if a type's name contains "Memory"
-    or the text contains one of `STEMS` in `memguard._oom.classify`. Not `certain`: the same words have other causes.
-    `why` says in a few words why they mean that. `shared`: other frameworks use the same words, so the type of the
-    error decides who asked for the memory. `refused`: the requester's own allocator says so, which refuses for two
-    reasons only: its cap and the full GPU.
+    class; both are regular expressions, and both must fit. Errors are only searched if a type's name contains "Memory",
+    or the text one of `STEMS` in `memguard._oom.classify` or of the row's `stems`. Not `certain`: the same words have
+    other causes. `why` says in a few words why they mean that. `shared`: other frameworks use the same words, so the
+    type of the error decides who asked for the memory. `refused`: the requester's own allocator says so, which refuses
+    for two reasons only: its cap and the full GPU.
     """
 
     memory: Memory
@@ -200,6 +200,7 @@ class FrameworkSpec:
     options           its own settings in the budget
     families          first parts of the type names of its errors
     errors            its own out-of-memory errors
+    stems             words of these errors, in small letters, for those that have none of those of all frameworks
     size_attribute    the attribute of its errors that holds the bytes asked for
     never_gives_back  its pool returns nothing to the driver while the process lives (measured)
     rounds_up         the most by which its allocator rounds a request up, as a part of the request
@@ -246,6 +247,7 @@ class FrameworkSpec:
     options: tuple[Option, ...] = ()
     families: tuple[str, ...] = ()
     errors: tuple[ErrorPattern, ...] = ()
+    stems: tuple[str, ...] = ()
     size_attribute: str = ""
     never_gives_back: bool = False
     rounds_up: Fraction = Fraction(0)

@@ -5,6 +5,8 @@ Adding a framework takes a folder `memguard/_frameworks/<name>` and a fragment i
 1. `spec.py` with the framework's row, `SPEC`: the budget, the plan, the reports and the simulation read everything from
    it. It imports `memguard._base` alone.
 2. `adapter.py` with a subclass of `Framework` whose `spec` is that row.
+3. If it can do more: `arrays.py` for the exchange (`arrays/base.py`), `probe.py` for the doctor (`probing.py`),
+   `gates.py` for suspension (`gated.py`), `in_process.py` for what a running process can tell (`in_process.py`).
 
 The row makes `tests/contract` test the adapter. Also add its module to the import contract `frameworks` in
 pyproject.toml, and what to import first to `MODULES` in `memguard/_runtime/activation/_memguard_environment.py`: both

@@ -26,6 +26,7 @@ SPEC = FrameworkSpec(
     simulates=("bfc", "default"),
     aliases=("flax",),
     families=("jax", "jaxlib"),
+    stems=("space hbm",),
     errors=(
         ErrorPattern(
             "host", True, "only XLA's CPU client says that", r"RESOURCE_EXHAUSTED: Out of memory allocating \d"

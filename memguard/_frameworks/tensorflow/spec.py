@@ -33,6 +33,7 @@ SPEC = FrameworkSpec(
         ),
     ),
     families=("tensorflow",),
+    stems=("dst tensor",),
     errors=(
         ErrorPattern(
             "pinned", True, "the pool of page-locked memory, by its name", r"allocator \w*host_bfc", shared=True

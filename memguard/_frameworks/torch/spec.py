@@ -50,6 +50,7 @@ SPEC = FrameworkSpec(
         ),
     ),
     families=("torch",),
+    stems=("torch_",),
     errors=(
         ErrorPattern("disk", True, "torch shares tensors through /dev/shm", r"file </torch_\w+>: No space left"),
         ErrorPattern("disk", False, "an older torch does not say why", r"unable to \w+( to)? file </torch_"),
