@@ -166,7 +166,7 @@ _PLAIN = Examined()
 class Exchanged(NamedTuple):
     """What `exchange` knows of a framework before it loads the module of its arrays.
 
-    `arrays` are module and class: "memguard._frameworks.numba.arrays:NumbaArrays". `short` are other names that people
+    `arrays` is the class in its `arrays.py`. `short` are other names that people
     write for it, beside those for a budget, and `packages` other packages whose classes are arrays of it. `compacts`:
     it takes any strides, so it can make a compact copy for a framework that cannot.
     """
@@ -185,7 +185,7 @@ class FrameworkSpec:
     title             its name in sentences
     place             its place in every list of frameworks: the lowest comes first, and those of one place go by name
     module            what is imported to have it
-    adapter           module and class of its adapter: "memguard._frameworks.numba.adapter:Numba"
+    adapter           the class in its `adapter.py`
     modules           the most that was measured outside its cap: kernels, modules, library workspaces
     workspace         what `reserve: auto` keeps for the same; never less than `modules`
     first_uses        the part of `modules` that comes with the first use of a library: pairs of a key of `LIBRARIES`
@@ -213,13 +213,13 @@ class FrameworkSpec:
                       first group is a size
     pads              what it holds beyond live arrays and what a trim returns is rounding: it caches nothing in pieces
     refuses_silently  its allocator tells nobody of a refused request, so an error that the program catches is not seen
-    joint             module and class of its adapter under `strategy: pool`; empty if it cannot draw from that pool
+    joint             the class in its `joint.py`, for `strategy: pool`; empty if it cannot draw from that pool
     default_pool      it takes from the device's default pool alone, which cannot be capped
     remainder         what it has in use in that pool is what no other counts: its own figures cover everybody there
     allocators        how the user chooses its allocator by a variable, and on which ones no cap can be set
     examined          how the doctor examines it
     cures             what to do before its libraries meet another framework's in one process: pairs of that one's name,
-                      and module and function; the sentence that this returns says what was done
+                      and a module of its folder with a function, which returns what was done
     uncounted         it counts nothing without a budget: what it holds is unaccounted then
     frees_late        a trim of it also frees what the program has let go of, and it has kept so far
     tells_peak        its allocator says the most that it has held

@@ -42,6 +42,11 @@ def modules(name: str) -> Iterator[Any]:
         yield importlib.import_module(f"{_HOME}.{folder}.{name}")
 
 
+def load(folder: str, module: str, name: str) -> Any:
+    """What is called so in a module of that folder."""
+    return getattr(importlib.import_module(f"{_HOME}.{folder}.{module}"), name)
+
+
 def _rows() -> list[FrameworkSpec]:
     rows: list[FrameworkSpec] = [importlib.import_module(f"{_HOME}.{folder}.spec").SPEC for folder in files("spec")]
     return sorted(rows, key=lambda row: (row.place, row.name))

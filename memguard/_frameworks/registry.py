@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from memguard._base import specs
 from memguard._base.specs import SPECS
 from memguard._devices.host import Host
 from memguard._frameworks.base import Framework
@@ -22,13 +22,13 @@ def create(name: str, host: Host) -> Framework:
 
         assert isinstance(host, SimulatedHost)
         return SimulatedFramework(host, name)
-    framework: Framework = _class_of(SPECS[name].adapter)(host)
+    framework: Framework = specs.load(name, "adapter", SPECS[name].adapter)(host)
     return framework
 
 
 def joined(name: str, host: Host, joint: JointPool) -> Framework:
     """The named framework, which draws from the shared pool. Its row says that it can."""
-    framework: Framework = _class_of(SPECS[name].joint)(host, joint)
+    framework: Framework = specs.load(name, "joint", SPECS[name].joint)(host, joint)
     return framework
 
 
@@ -39,11 +39,7 @@ def cures(names: Collection[str]) -> Iterator[tuple[str, str, str]]:
     """
     for name in names:
         for other, cure in SPECS[name].cures:
-            done = _class_of(cure)() if other in names else None
+            module, _, function = cure.partition(":")
+            done = specs.load(name, module, function)() if other in names else None
             if done is not None:
                 yield name, other, done
-
-
-def _class_of(adapter: str) -> Any:
-    module, _, name = adapter.partition(":")
-    return getattr(importlib.import_module(module), name)

@@ -70,7 +70,8 @@ BROKEN: dict[str, Broken] = {
         "tests/gpu/test_elastic_gpu.py::test_cupys_cache_goes_to_torch_when_room_is_made",
     ),
     "the import order is not cured": Broken(
-        "_frameworks/registry.py", "            done = _class_of(cure)() if other in names else None\n",
+        "_frameworks/registry.py",
+        "            done = specs.load(name, module, function)() if other in names else None\n",
         "            done = None\n",
         "tests/gpu/test_all_frameworks.py::test_tensorflow_before_torch_under_a_budget[after init]",
     ),

@@ -8,14 +8,12 @@ SPEC = FrameworkSpec(
     title="CuPy",
     place=30,
     module="cupy",
-    adapter="memguard._frameworks.cupy.adapter:CuPy",
+    adapter="CuPy",
     colour="#cc79a7",
     terminal_colour="bright_green",
     tells_peak=False,
-    exchanged=Exchanged(
-        "memguard._frameworks.cupy.arrays:CuPyArrays", short=("cp",), packages=("cupyx",), compacts=True
-    ),
-    joint="memguard._frameworks.cupy.joint:JointCuPy",
+    exchanged=Exchanged("CuPyArrays", short=("cp",), packages=("cupyx",), compacts=True),
+    joint="JointCuPy",
     # 94 MiB beside others, 60 more with cuBLAS, 24 with cuFFT, 100 with cuSOLVER.
     modules=262 * MIB,
     workspace=320 * MIB,

@@ -8,14 +8,14 @@ SPEC = FrameworkSpec(
     title="PyTorch",
     place=10,
     module="torch",
-    adapter="memguard._frameworks.torch.adapter:Torch",
+    adapter="Torch",
     weight=8,
     colour="#e69f00",
     terminal_colour="bright_red",
-    cures=(("tensorflow", "memguard._frameworks.torch.cudart:cure_installed"),),
+    cures=(("tensorflow", "cudart:cure_installed"),),
     examined=Examined(brings_cuda=True, length=2),
-    exchanged=Exchanged("memguard._frameworks.torch.arrays:TorchArrays", short=("pt",), compacts=True),
-    joint="memguard._frameworks.torch.joint:JointTorch",
+    exchanged=Exchanged("TorchArrays", short=("pt",), compacts=True),
+    joint="JointTorch",
     remainder=True,
     # 92 MiB after the first tensor, 158 with cuBLAS, 240 after training a small network, 344 with cuSOLVER; and 24
     # for cuFFT, as with CuPy.

@@ -7,7 +7,7 @@ SPEC = FrameworkSpec(
     name="toy",
     title="Toy",
     module="toy",
-    adapter="memguard._frameworks.toy.adapter:Toy",
+    adapter="Toy",
     modules=2 * MIB,
     workspace=16 * MIB,
     cap_is="the limit of its toy pool",
@@ -23,6 +23,6 @@ SPEC = FrameworkSpec(
     ),
     families=("toy",),
     errors=(ErrorPattern("gpu", True, "the toy's own type", "toy memory is exhausted", r"^toy\.Exhausted$"),),
-    exchanged=Exchanged("memguard._frameworks.toy.arrays:ToyArrays", short=("ty",)),
+    exchanged=Exchanged("ToyArrays", short=("ty",)),
     own_trim="toy.free_cache()",
 )
