@@ -14,7 +14,7 @@ from memguard._runtime.runtime import BudgetLike, MissingGpu, this
 from memguard._runtime.session import WITHOUT_MONITOR, Session, callbacks, watches
 
 if TYPE_CHECKING:
-    from memguard._base.specs import CacheName, FrameworkName
+    from memguard._base.framework_spec import CacheName, FrameworkName
     from memguard._guard.figures import Reclaimable
     from memguard._ledger.types import Ledger
     from memguard._runtime.watches import Watch

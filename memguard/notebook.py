@@ -23,7 +23,7 @@ from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType, T
 from typing import Any, NoReturn, cast
 
 from memguard import api
-from memguard._base.specs import CacheName
+from memguard._base.framework_spec import CacheName
 from memguard._base.types import WorkloadReport
 from memguard._base.units import format_duration, format_size
 from memguard._devices import suspension

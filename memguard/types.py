@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from memguard._base.blocks import Block
-    from memguard._base.specs import FrameworkName, framework_name
+    from memguard._base.framework_spec import FrameworkName
+    from memguard._base.specs import framework_name
     from memguard._base.types import (
         Device,
         DevicePlan,
@@ -46,7 +47,8 @@ _HOMES = {
         "memguard._oom.report": ("Report",),
         "memguard._guard.figures": ("DeviceReclaimable", "FrameworkReclaimable", "Reclaimable"),
         "memguard._runtime.retry.blocks": ("Attempt", "Attempts"),
-        "memguard._base.specs": ("FrameworkName", "framework_name"),
+        "memguard._base.framework_spec": ("FrameworkName",),
+        "memguard._base.specs": ("framework_name",),
         "memguard._node.suspend.types": ("Suspension", "Wait"),
         "memguard._timeline.reader": ("Timeline",),
         "memguard._base.types": (

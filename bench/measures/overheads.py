@@ -1,4 +1,4 @@
-"""What lies outside every cap, beside the constants of memguard/_base/specs.py for `reserve: auto` and the ledger."""
+"""What lies outside every cap, beside the constants of `_base/framework_spec.py` for `reserve: auto` and the ledger."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from bench.child import main
 from bench.measure import Run, measure
 from bench.programs import six
 from bench.programs.six import GIB, MIB, NAMES
-from memguard._base.specs import CONTEXT, OVERHEADS, SECOND_CONTEXT, SPECS
+from memguard._base.framework_spec import CONTEXT, OVERHEADS, SECOND_CONTEXT
+from memguard._base.specs import SPECS
 from memguard._budget.policy import auto_reserve
 
 SECOND = "second context"

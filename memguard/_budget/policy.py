@@ -14,16 +14,8 @@ from math import ceil
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from memguard._base.advice import Advice
-from memguard._base.specs import (
-    CONTEXT,
-    NEVER_GIVE_BACK,
-    OVERHEADS,
-    SECOND_CONTEXT,
-    SLACK,
-    SPECS,
-    FrameworkSpec,
-    Outside,
-)
+from memguard._base.framework_spec import CONTEXT, OVERHEADS, SECOND_CONTEXT, SLACK, FrameworkSpec, Outside
+from memguard._base.specs import NEVER_GIVE_BACK, SPECS
 from memguard._base.types import Device, DevicePlan, MemoryInfo, Plan, Room, Usage
 from memguard._base.units import GRANULE, MIB, format_size, round_down
 from memguard._budget.joint import joined, members

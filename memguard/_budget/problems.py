@@ -388,7 +388,7 @@ def _home(name: str, value: object, fields: Fields, data: object) -> str:
     for level in ("frameworks", "device", "monitor", "metrics", "suspend", "doctor", *SPECS):
         if name in fields[level]:
             if level in SPECS and name in SIZES:
-                owner = next(suggestions.unsized(data), "torch")
+                owner = next(suggestions.unsized(data), next(iter(SPECS)))
                 short = isinstance(value, (str, int)) and 0 < len(_written(value)) < 20
                 written = suggestions.flow(value) if short else "50%"
                 return f"move it below a framework, as in '{owner}: {{{name}: {written}}}'"

@@ -11,7 +11,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from fractions import Fraction
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from memguard._base.specs import CONTEXT, OVERHEADS, SECOND_CONTEXT, SLACK, SPECS
+from memguard._base.framework_spec import CONTEXT, OVERHEADS, SECOND_CONTEXT, SLACK
+from memguard._base.specs import SPECS
 from memguard._base.units import MIB
 from memguard._budget import values
 from memguard._budget.source_map import Loc

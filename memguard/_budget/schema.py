@@ -27,7 +27,8 @@ from pydantic_core import core_schema
 
 from memguard._base.advice import InvalidValue
 from memguard._base.findings import NAMES, Name
-from memguard._base.specs import SPECS, Option
+from memguard._base.framework_spec import Option
+from memguard._base.specs import SPECS
 from memguard._base.units import short
 from memguard._budget import rules, values
 from memguard._budget.source_map import Document, Origin, in_order, of_mapping

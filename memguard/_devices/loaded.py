@@ -11,7 +11,7 @@ import re
 import threading
 from collections import Counter
 
-from memguard._base.specs import DOORS, KERNELS, LIBRARIES
+from memguard._base.framework_spec import DOORS, KERNELS, LIBRARIES
 from memguard._devices import libcuda
 
 _MAPS, _PAGEMAP, _PAGE = "/proc/self/maps", "/proc/self/pagemap", mmap.PAGESIZE

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from memguard._base.framework_spec import DOORS
 from memguard._base.locks import Rank, ranked
-from memguard._base.specs import DOORS
 from memguard._base.types import Device, MemoryInfo
 from memguard._base.units import MIB, format_size
 from memguard._devices import catalog

@@ -1,10 +1,12 @@
-"""The contract between memguard and one framework: a subclass of `Framework` in a file of its own.
+"""The contract between memguard and one framework: a subclass of `Framework` in a folder of its own.
 
-Adding a framework takes three things:
+Adding a framework takes a folder `memguard/_frameworks/<name>` and a fragment in `changes/`. In the folder:
 
-1. A file here with its adapter: a subclass of `Framework` whose `spec` is its row.
-2. That row in `memguard/_base/specs.py`: the budget, the plan, the reports and the simulation read everything from it.
-3. A fragment in `changes/`.
+1. `spec.py` with the framework's row, `SPEC`: the budget, the plan, the reports and the simulation read everything from
+   it. It imports `memguard._base` alone.
+2. `adapter.py` with a subclass of `Framework` whose `spec` is that row.
+3. If it can do more: `arrays.py` for the exchange (`arrays/base.py`), `probe.py` for the doctor (`probing.py`),
+   `gates.py` for suspension (`gated.py`), `in_process.py` for what a running process can tell (`in_process.py`).
 
 The row makes `tests/contract` test the adapter. Also add its module to the import contract `frameworks` in
 pyproject.toml, and what to import first to `MODULES` in `memguard/_tools/activation/_memguard_environment.py`: both
@@ -39,8 +41,8 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, Literal
 
+from memguard._base.framework_spec import FrameworkSpec
 from memguard._base.logs import log as _log
-from memguard._base.specs import FrameworkSpec
 from memguard._base.types import (
     RECORD,
     Applied,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING
 
+from memguard._base import specs
 from memguard._base.specs import SPECS
 from memguard._devices.host import Host
 from memguard._frameworks.base import Framework
@@ -21,16 +22,24 @@ def create(name: str, host: Host) -> Framework:
 
         assert isinstance(host, SimulatedHost)
         return SimulatedFramework(host, name)
-    framework: Framework = _class_of(SPECS[name].adapter)(host)
+    framework: Framework = specs.load(name, "adapter", SPECS[name].adapter)(host)
     return framework
 
 
 def joined(name: str, host: Host, joint: JointPool) -> Framework:
     """The named framework, which draws from the shared pool. Its row says that it can."""
-    framework: Framework = _class_of(SPECS[name].joint)(host, joint)
+    framework: Framework = specs.load(name, "joint", SPECS[name].joint)(host, joint)
     return framework
 
 
-def _class_of(adapter: str) -> Any:
-    module, _, name = adapter.partition(":")
-    return getattr(importlib.import_module(module), name)
+def cures(names: Collection[str]) -> Iterator[tuple[str, str, str]]:
+    """Have the libraries of these frameworks keep out of each other's way in one process, where their rows say how.
+
+    Of each cure that was needed: whose it is, the other framework, and a sentence on what was done. It is permanent.
+    """
+    for name in names:
+        for other, cure in SPECS[name].cures:
+            module, _, function = cure.partition(":")
+            done = specs.load(name, module, function)() if other in names else None
+            if done is not None:
+                yield name, other, done

@@ -33,7 +33,7 @@ from memguard._ledger.reader import LedgerReader
 from memguard.errors import CapNotApplied
 
 if TYPE_CHECKING:
-    from memguard._base.specs import CacheName, FrameworkName
+    from memguard._base.framework_spec import CacheName, FrameworkName
     from memguard._frameworks.base import Framework
 
 own_thread = threading.local()

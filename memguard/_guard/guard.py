@@ -34,6 +34,7 @@ from memguard._base.types import (
 from memguard._base.undo import Undo
 from memguard._budget import policy
 from memguard._devices import suspension
+from memguard._frameworks import registry
 from memguard._frameworks.base import Framework
 from memguard._frameworks.import_hook import ImportHook
 from memguard._frameworks.real_imports import RealImports
@@ -48,7 +49,7 @@ from memguard._oom.refusal import RefusalCounts
 from memguard.errors import CapNotApplied, MemguardError, NotActive, PlanError, Suspended
 
 if TYPE_CHECKING:
-    from memguard._base.specs import CacheName, FrameworkName
+    from memguard._base.framework_spec import CacheName, FrameworkName
     from memguard._budget import Budget
     from memguard._devices.host import Host
     from memguard._devices.suspension import Off
@@ -623,16 +624,12 @@ class Guard:
             self._not_undone.append(stays)
 
     def _cure(self, states: Mapping[str, State]) -> None:
-        """Keep TensorFlow's CUDA runtime out of torch's way, if both are in the budget and installed."""
-        both = [states.get(name, State.ABSENT) for name in ("torch", "tensorflow")]
-        if self.caps.host.simulated or State.ABSENT in both:
+        """Keep the CUDA runtimes of frameworks that are in the budget and installed out of each other's way."""
+        if self.caps.host.simulated:
             return
-        from memguard._frameworks import cudart
-
-        done = cudart.cure_installed()
-        if done is not None:
-            self.caps.note(f"torch and tensorflow in one process: {done}")
-            self.permanent.append("torch: the CUDA runtime loaded first stays loaded")
+        for name, other, done in registry.cures([name for name in states if states[name] is not State.ABSENT]):
+            self.caps.note(f"{name} and {other} in one process: {done}")
+            self.permanent.append(f"{name}: the CUDA runtime loaded first stays loaded")
 
     def busy(self) -> Iterator[tuple[str, int | None]]:
         """Of each GPU of which others hold so much that the limit cannot be had: that, and what this process has."""

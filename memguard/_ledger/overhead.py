@@ -27,7 +27,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from memguard._base.specs import CONTEXT, KERNELS, LAZY, LIBRARIES, SECOND_CONTEXT, SLACK, SPECS
+from memguard._base.framework_spec import CONTEXT, KERNELS, LAZY, LIBRARIES, SECOND_CONTEXT, SLACK
+from memguard._base.specs import SPECS
 from memguard._base.types import Usage
 from memguard._base.units import GRANULE
 from memguard._budget.policy import modules, workspace

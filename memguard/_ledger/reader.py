@@ -13,8 +13,9 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
+from memguard._base.framework_spec import KERNELS, SECOND_CONTEXT
 from memguard._base.locks import Rank, Turn, interrupting
-from memguard._base.specs import KERNELS, SECOND_CONTEXT, setting
+from memguard._base.specs import setting
 from memguard._base.types import (
     Device,
     DevicePlan,
@@ -44,7 +45,7 @@ _Read = TypeVar("_Read")
 _ATTEMPTS = 3
 _PATIENCE = 5.0
 """Seconds that a reading waits for another thread's."""
-_LOANS = "memguard.exchange.lifetimes"
+_LOANS = "memguard._frameworks.arrays.lifetimes"
 """If it was never loaded, nothing is lent."""
 _CONTEXT, _NOTHING = frozenset({"context"}), Overhead()
 _NONE: frozenset[str] = frozenset()

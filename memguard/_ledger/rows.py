@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from memguard._base.specs import CONTEXT_MAKER, SECOND_CONTEXT
+from memguard._base.framework_spec import SECOND_CONTEXT
+from memguard._base.specs import CONTEXT_MAKER
 from memguard._base.types import Device, DevicePlan, MemoryInfo, Usage
 from memguard._base.units import GRANULE, format_size
 from memguard._budget.joint import POOL, shared_notes

@@ -16,7 +16,8 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
-from memguard._base.specs import SPECS, Memory
+from memguard._base.framework_spec import Memory
+from memguard._base.specs import SPECS
 
 
 @dataclass(frozen=True)
@@ -183,9 +184,9 @@ RULES = (
 """The general rules above, with each framework's own (`FrameworkSpec.errors`) among those about the same memory."""
 
 STEMS = (
-    "memory", "alloc", "cud", "cuinit", "cusolver", "kill", "torch_", "initializ", "internal_error", "launch failed",
-    "no space left", "disk is full", "bfcarena", "dst tensor", "space hbm", "batch size", "new thread",
-    "able to create", "unexpectedly",
+    "memory", "alloc", "cud", "cuinit", "cusolver", "kill", "initializ", "internal_error", "launch failed",
+    "no space left", "disk is full", "bfcarena", "batch size", "new thread", "able to create", "unexpectedly",
+    *(stem for spec in SPECS.values() for stem in spec.stems),
 )  # fmt: skip
 """Every text that a rule fits contains one of these, in small letters, unless the rule is a certain `none`. So an error
 with none of them in its text, and no type that says Memory, is no out-of-memory error and is not searched."""

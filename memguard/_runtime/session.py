@@ -26,7 +26,7 @@ from memguard._runtime.leaks import Workloads
 from memguard.errors import MemguardError, UnderPressure
 
 if TYPE_CHECKING:
-    from memguard._base.specs import CacheName
+    from memguard._base.framework_spec import CacheName
     from memguard._guard.guard import Guard
     from memguard._oom.report import Report
     from memguard._runtime import pressure

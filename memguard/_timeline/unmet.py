@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from memguard._base.specs import NEVER_GIVE_BACK
+from memguard._base.specs import NEVER_GIVE_BACK, SPECS
 from memguard._base.types import DevicePlan, DeviceSample, Event, FrameworkSample, Plan, Sample
 from memguard._base.units import GRANULE, is_whole
 from memguard._budget import FRAMEWORKS
 from memguard._timeline.format import Oom
 from memguard._timeline.refusals import Refusal, Reported, is_counted, moment_of, once, reported, times_of
 
-REGIONS = frozenset({"jax"})
+REGIONS = frozenset(row.name for row in SPECS.values() if row.regions)
 """Frameworks whose pool grows by regions that it neither joins nor gives back: a request must fit into one of them."""
 MOST = 1000
 """Refusals that are kept of each framework on each GPU, those with the largest needs."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from memguard._base.specs import SPECS
 from memguard._devices import streams
-from memguard.exchange.adapters.base import Arrays
+from memguard._frameworks.arrays.base import Arrays
 
 _MOST = 1 << 16
 """More GPUs than any process sees."""

@@ -10,19 +10,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from memguard._base.logs import log as _log
 from memguard._base.units import format_size
 from memguard._devices import copies, streams, suspension
+from memguard._frameworks.arrays import compatibility, lifetimes
+from memguard._frameworks.arrays.base import Arrays
+from memguard._frameworks.arrays.compatibility import Layout
+from memguard._frameworks.arrays.lifetimes import Offer
+from memguard._frameworks.arrays.view import View
 from memguard.errors import CannotShare
-from memguard.exchange import arguments, compatibility, lifetimes
+from memguard.exchange import arguments
 from memguard.exchange.adapters import registry
-from memguard.exchange.adapters.base import Arrays
-from memguard.exchange.compatibility import Layout
-from memguard.exchange.lifetimes import Offer
-from memguard.exchange.view import View
 
 if TYPE_CHECKING:
-    from memguard._base.specs import ArraysName
+    from memguard._base.framework_spec import ArraysName
 
-_COMPACTORS = ("torch", "cupy")
-"""Frameworks that take any strides, so they can make a compact copy for one that cannot."""
 _last = threading.local()
 
 
@@ -224,7 +223,7 @@ def _compact_copy(x: Any, producer: Arrays, offer: Offer) -> tuple[Arrays, Any]:
             producer.ready(offer, None)
         return producer, producer.compact(x)
     forwards, axes = view.forwards()
-    for maker in (registry.by_name(name) for name in _COMPACTORS if name in sys.modules):
+    for maker in (registry.by_name(name) for name in registry.COMPACTORS if name in sys.modules):
         if compatibility.obstacle(forwards, maker.traits, view.device) is None:
             shared = _shared(producer, maker, offer._replace(view=forwards), None)
             return maker, maker.compact(maker.flip(shared, axes) if axes else shared)
@@ -233,7 +232,7 @@ def _compact_copy(x: Any, producer: Arrays, offer: Offer) -> tuple[Arrays, Any]:
         None,
         f"its strides are {view.strides}, its address {view.address:#x}, and no framework is imported that could copy "
         "it into one piece",
-        "make it contiguous first, or import torch or cupy",
+        f"make it contiguous first, or import {' or '.join(registry.COMPACTORS)}",
     )
 
 

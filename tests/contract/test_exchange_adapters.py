@@ -21,10 +21,11 @@ from typing import Any
 import pytest
 
 from memguard._devices import contexts, streams
+from memguard._frameworks.arrays import lifetimes
+from memguard._frameworks.arrays.lifetimes import Offer
 from memguard.errors import CannotShare, DeviceError
-from memguard.exchange import last_route, lifetimes, to, transfer
+from memguard.exchange import last_route, to, transfer
 from memguard.exchange.adapters import registry
-from memguard.exchange.lifetimes import Offer
 
 pytestmark = pytest.mark.one_case  # no version of what is installed changes it: all of it is our own code
 
@@ -53,7 +54,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.delitem(sys.modules, name)
     for name, module in found.modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    importlib.import_module("memguard.exchange.adapters.tensorflow")._logical.cache_clear()
+    importlib.import_module("memguard._frameworks.tensorflow.arrays")._logical.cache_clear()
     found.driver.stack.append(clocks.PRIMARY)
     yield found
     settle(found.driver)
@@ -231,7 +232,7 @@ def test_a_copy_into_memory_that_pycuda_hands_out_again_comes_after_its_former_w
     world: Any, monkeypatch: pytest.MonkeyPatch, producer: str, former: str, named: str | None
 ) -> None:
     """PyCUDA's pool hands a block out while a kernel still uses it: on the default stream, or on one aside of it."""
-    monkeypatch.setattr("memguard.exchange.adapters.pycuda.may_be_aside", lambda: former != "default")
+    monkeypatch.setattr("memguard._frameworks.pycuda.arrays.may_be_aside", lambda: former != "default")
     driver, side = world.driver, world.driver.stream()
     world.own["pycuda"] = 1 if former == "default" else driver.stream()
     x = world.array(producer)
@@ -996,7 +997,7 @@ Before they were counted it had 101, 14 and 1,873."""
 def test_a_hand_over_on_idle_streams_takes_few_calls(world: Any, producer: str, consumer: str) -> None:
     """The view's end included. More of them is time on every hand-over: a call takes about 50 ns, one of the driver
     1 us, and both several times that when the caches are cold."""
-    driver, ours = world.driver, str(Path(lifetimes.__file__).parents[1])
+    driver, ours = world.driver, str(Path(lifetimes.__file__).parents[2])
     world.own |= {"torch": 0, "cupy": 0}  # the default stream, as in most programs
     x = world.array(producer)
 

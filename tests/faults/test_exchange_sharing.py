@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from memguard._devices import contexts, libcuda, shared_memory, streams
+from memguard._frameworks.arrays import lifetimes
 from memguard.errors import CannotShare, DeviceError
-from memguard.exchange import lifetimes
 from memguard.exchange.ipc import server, sharing
 
 MIB = 1 << 20

@@ -23,7 +23,7 @@ SIX = ("tensorflow", "torch", "jax", "cupy", "pycuda", "numba")
 ALWAYS = {
     "", "_base.advice", "api", "_base",
     "_base.blocks", "_guard.caps", "_guard.guard", "_base.life", "_base.locks", "_base.logs",
-    "_budget.policy", "_guard.elastic", "_base.specs", "_base.text",
+    "_budget.policy", "_guard.elastic", "_base.framework_spec", "_base.specs", "_base.text",
     "_base.types", "_base.undo", "_base.units",
     "_runtime.workers", "errors", "_base.findings", "_budget.joint",
     "_budget", "_budget.rules", "_budget.schema", "_budget.source_map", "_budget.values",
@@ -34,6 +34,7 @@ ALWAYS = {
     "_ledger", "_ledger.overhead", "_ledger.reader", "_ledger.rows", "_ledger.types",
     "_runtime", "_runtime.extensions", "_runtime.leaks", "_runtime.runtime", "_runtime.session",
     "_oom", "_oom.hooks", "_oom.refusal", "_guard", "_guard.lending", "_guard.reclaim",
+    *(f"_frameworks.{name}" for name in SIX), *(f"_frameworks.{name}.spec" for name in SIX),
 }  # fmt: skip
 """What init loads of memguard for any budget: names below `memguard`, which is "" itself."""
 FILE = {"_budget.yaml"}
@@ -69,7 +70,7 @@ ADAPTERS = {
     }
     | {"_frameworks.shortages"},
 }
-BOTH_INSTALLED = {"_frameworks.cudart"}
+BOTH_INSTALLED = {"_frameworks.torch.cudart"}
 """With torch and TensorFlow installed."""
 NEVER = {
     *SIX, "numpy", "rich", "click", "cuda", "rmm", "jaxlib", "keras",

@@ -16,7 +16,7 @@ os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import numpy as np, pynvml
 from memguard import exchange
-from memguard.exchange import lifetimes
+from memguard._frameworks.arrays import lifetimes
 pynvml.nvmlInit()
 
 CHILD = '''
@@ -24,7 +24,7 @@ import json, os, sys, time
 def say(x): print("SAYS " + json.dumps(x), flush=True)
 def wait(): return sys.stdin.readline()
 from memguard import exchange
-from memguard.exchange import lifetimes
+from memguard._frameworks.arrays import lifetimes
 def values(y):
     for name in ("cpu", "get", "copy_to_host"):
         if hasattr(y, name):

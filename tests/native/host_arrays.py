@@ -14,9 +14,10 @@ import numpy as np
 import tensorflow as tf
 import torch
 
+from memguard._frameworks.arrays import lifetimes
+from memguard._frameworks.arrays.view import DTYPES
 from memguard.errors import CannotShare
-from memguard.exchange import last_route, lifetimes, to
-from memguard.exchange.view import DTYPES
+from memguard.exchange import last_route, to
 
 __all__ = [
     "DTYPES",

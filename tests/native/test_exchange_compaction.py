@@ -11,7 +11,7 @@ SETUP = """
 import numpy
 from memguard import exchange
 from memguard.errors import CannotShare
-from memguard.exchange import lifetimes
+from memguard._frameworks.arrays import lifetimes
 
 class Unknown:
     def __init__(self, array): self._array = array

@@ -94,7 +94,7 @@ for dtype in DTYPES:
         if result[key] == "shared":
             assert outcome(x, consumer, expected, copy=True) == "copied"
 """)
-    from memguard.exchange.view import DTYPES
+    from memguard._frameworks.arrays.view import DTYPES
 
     wrong = {}
     for dtype, (producer, consumer) in itertools.product(DTYPES, PAIRS):
@@ -532,7 +532,7 @@ result["device"] = refused(lambda: to(x, "jax", device=0))
 
 def test_capsules_of_torch_are_read_as_torch_describes_them(beside_all: Run) -> None:
     found = beside_all("""
-from memguard.exchange import dlpack
+from memguard._frameworks.arrays import dlpack
 from memguard.exchange.adapters import registry
 kinds = [torch.zeros(3, 4), torch.zeros(3, 4).T, torch.zeros(8)[2:], torch.zeros(0, 3), torch.tensor(1.0),
          torch.zeros(4, dtype=torch.bool), torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.complex64),

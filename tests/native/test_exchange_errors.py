@@ -13,7 +13,7 @@ def test_an_error_in_an_expression_with_a_view_in_it_is_the_users_own(with_torch
         """
         import gc, numpy, weakref
         from memguard import exchange
-        from memguard.exchange import lifetimes
+        from memguard._frameworks.arrays import lifetimes
         class Producer(numpy.ndarray): pass
         producer = numpy.arange(4.0).view(Producer)
         alive = weakref.ref(producer)

@@ -39,7 +39,7 @@ def refusal(error: BaseException) -> str:
 
 def still_open() -> int:
     """Exchanges still open shortly after the last view was freed."""
-    from memguard.exchange import lifetimes
+    from memguard._frameworks.arrays import lifetimes
 
     gc.collect()
     for _ in range(200):
@@ -135,7 +135,7 @@ def lent() -> dict[str, Any]:
     import numpy as np
 
     import memguard
-    from memguard.exchange import lifetimes
+    from memguard._frameworks.arrays import lifetimes
 
     if not ON_CPU:
         memguard.init(budget_of_six())

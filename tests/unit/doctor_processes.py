@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from memguard._tools.doctor.collect.gather import PROBES
 from memguard._tools.doctor.collect.processes import Ended, watch
 from memguard._tools.doctor.probes import main
 
@@ -64,6 +65,6 @@ def run(
     first: str | None = None,
 ) -> Ended:
     """The probes in one process of this Python."""
-    spec: dict[str, Any] = {"probes": probes, "path": [], "first": first}
+    spec: dict[str, Any] = {**PROBES, "probes": probes, "path": [], "first": first}
     command = (sys.executable, main.__file__)
     return watch(command, spec, environ, timeout, stop or threading.Event())

@@ -299,7 +299,7 @@ class Driver:
 def stand_in(monkeypatch: Any, driver: Driver | None = None) -> Driver:
     """Put a driver where memguard keeps libcuda, and nowhere else; nothing is shared at first."""
     from memguard._devices import contexts, streams
-    from memguard.exchange import lifetimes
+    from memguard._frameworks.arrays import lifetimes
 
     driver = driver or Driver()
     lifetimes._open.clear()

@@ -370,17 +370,17 @@ def test_a_mapping_and_a_file_mean_the_same() -> None:
 
 
 ROW = """
-_ROWS += (
-    FrameworkSpec(
-        name="toy", title="Toy", module="toy", adapter="toy:Toy", modules=0, workspace=0, cap_is="", allocator="pool",
-        aliases=("toybox",),
-        options=(
-            Option(name="lazy", kind="flag", default=False, description="Lazy or not.", elsewhere="{name} is not lazy"),
-            Option(name="streams", kind="count", default=2, most=8, description="How many streams.",
-                   elsewhere="it counts Toy's streams", aliases=("lanes",)),
-            Option(name="mode", kind="word", default="near", words=("near", "far"), synonyms={"close": "near"},
-                   description="Near or far.", elsewhere="{name} has no mode"),
-        ),
+from memguard._base.framework_spec import FrameworkSpec, Option
+
+SPEC = FrameworkSpec(
+    name="toy", title="Toy", module="toy", adapter="toy:Toy", modules=0, workspace=0, cap_is="", allocator="pool",
+    aliases=("toybox",),
+    options=(
+        Option(name="lazy", kind="flag", default=False, description="Lazy or not.", elsewhere="{name} is not lazy"),
+        Option(name="streams", kind="count", default=2, most=8, description="How many streams.",
+               elsewhere="it counts Toy's streams", aliases=("lanes",)),
+        Option(name="mode", kind="word", default="near", words=("near", "far"), synonyms={"close": "near"},
+               description="Near or far.", elsewhere="{name} has no mode"),
     ),
 )
 """
@@ -406,8 +406,10 @@ def test_a_row_is_enough_for_a_framework_and_its_options(tmp_path: Path) -> None
     shutil.copytree(
         Path(_budget.__file__).parents[1], tmp_path / "memguard", ignore=shutil.ignore_patterns("__pycache__")
     )
-    specs = tmp_path / "memguard" / "_base/specs.py"
-    specs.write_text(specs.read_text().replace("\nSPECS: ", f"{ROW}\nSPECS: "))
+    folder = tmp_path / "memguard" / "_frameworks" / "toy"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "spec.py").write_text(ROW)
     twice = "did you mean 'streams'? It is there too: keep one of them"
     wrong = "toybox: {share: 1%}\ntoy: {share: 1%, lazy: yes, streams: 9, mode: close, sterams: 1, lanes: 1}\n"
     run = subprocess.run(

@@ -6,7 +6,6 @@ import base64
 import hashlib
 import importlib.util
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from doctor_processes import TORCH, environ, run, write
 
 import memguard
 from memguard._tools.doctor.collect import answers, processes
+from memguard._tools.doctor.collect.gather import PROBES
 from memguard._tools.doctor.collect.processes import descendants, lines, watch
 from memguard._tools.doctor.examine import examine
 from memguard._tools.doctor.facts import Facts, FrameworkFacts
@@ -374,12 +374,10 @@ def test_a_crash_in_one_process_names_those_that_were_done(tmp_path: Path) -> No
 
 
 def test_an_error_between_steps_is_told_as_one(tmp_path: Path) -> None:
-    copied = shutil.copy(main.__file__, tmp_path)
-    (tmp_path / "mine.py").write_text(
-        "def probe(report):\n    with report.stage('import'): pass\n    raise KeyError('x')"
-    )
-    spec = {"probes": ["mine"], "path": [], "first": None}
-    ended = watch((sys.executable, copied), spec, environ(tmp_path), 30, threading.Event())
+    mine = tmp_path / "mine.py"
+    mine.write_text("def probe(report):\n    with report.stage('import'): pass\n    raise KeyError('x')")
+    spec = {"probes": ["mine"], "files": {"mine": str(mine)}, "path": [], "first": None}
+    ended = watch((sys.executable, main.__file__), spec, environ(tmp_path), 30, threading.Event())
     found = answers.probe(ended)
     assert [(stage.name, stage.kind) for stage in found.stages] == [("import", None), ("probe", "builtins.KeyError")]
     assert found.exit == 0 and not found.said
@@ -423,7 +421,8 @@ def test_versions_as_they_are_written() -> None:
 
 def test_probes_need_nothing_of_memguards() -> None:
     """They run in interpreters that have none of it."""
-    folder = Path(main.__file__).parent
+    files = {*Path(main.__file__).parent.glob("*.py"), *map(Path, PROBES["files"].values())}
+    assert len(files) >= 9
     code = (
         "import ast, sys\n"
         "for name in sys.argv[1:]:\n"
@@ -433,7 +432,7 @@ def test_probes_need_nothing_of_memguards() -> None:
         "            module = getattr(node, 'module', None) or alias.name\n"
         "            assert module.partition('.')[0] in sys.stdlib_module_names, (name, module)\n"
     )
-    subprocess.run([sys.executable, "-I", "-c", code, *map(str, folder.glob("*.py"))], check=True)
+    subprocess.run([sys.executable, "-I", "-c", code, *map(str, files)], check=True)
 
 
 def test_descendants() -> None:

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 import memguard
 from memguard import api
-from memguard._base.specs import DOORS, KERNELS, LAZY, LIBRARIES, SPECS
+from memguard._base.framework_spec import DOORS, KERNELS, LAZY, LIBRARIES
+from memguard._base.specs import SPECS
 from memguard._base.units import MIB
 from memguard._devices import loaded
 from memguard._devices.real import RealHost

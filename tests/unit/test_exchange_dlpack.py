@@ -21,10 +21,10 @@ from capsules import Consumed, name, produced
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memguard.exchange import dlpack, lifetimes
-from memguard.exchange.adapters.array_interface import WithInterface
-from memguard.exchange.lifetimes import Lifetime, Offer
-from memguard.exchange.view import DTYPES, View, row_major
+from memguard._frameworks.arrays import dlpack, lifetimes
+from memguard._frameworks.arrays.array_interface import WithInterface
+from memguard._frameworks.arrays.lifetimes import Lifetime, Offer
+from memguard._frameworks.arrays.view import DTYPES, View, row_major
 
 ROOT = Path(__file__).parents[2]
 HOST = View(4096, (2, 3), (3, 1), "float32", None)
@@ -312,11 +312,11 @@ def test_host_memory_has_only_numpys_interface() -> None:
 LEFT = """
 import sys
 from capsules import Consumed
-from memguard.exchange import dlpack
-from memguard.exchange import lifetimes
-from memguard.exchange.adapters.array_interface import WithInterface
-from memguard.exchange.lifetimes import Offer
-from memguard.exchange.view import View
+from memguard._frameworks.arrays import dlpack
+from memguard._frameworks.arrays import lifetimes
+from memguard._frameworks.arrays.array_interface import WithInterface
+from memguard._frameworks.arrays.lifetimes import Offer
+from memguard._frameworks.arrays.view import View
 
 view = View(4096, (2, 3), (3, 1), "float32", None)
 

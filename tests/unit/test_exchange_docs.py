@@ -16,7 +16,10 @@ from memguard import _budget, exchange
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "exchange.md"
 TEXT = PAGE.read_text(encoding="utf-8")
-PACKAGE = Path(memguard.__file__).parent / "exchange"
+PACKAGE = Path(memguard.__file__).parent
+FRAMEWORKS = PACKAGE / "_frameworks"
+ARRAYS = [*FRAMEWORKS.glob("arrays/*.py"), *FRAMEWORKS.glob("*/arrays.py")]
+"""Their contract and what they share, and those of each framework."""
 BLOCKS = re.findall(r"^```python\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
 EXAMPLES = sorted(ROOT.glob("examples/exchange_*.py"))
 ROWS = re.findall(
@@ -39,9 +42,8 @@ def reasons(path: Path) -> Iterator[str]:
 
 
 def test_every_reason_in_the_table_is_one_that_is_given_and_has_a_remedy() -> None:
-    given = {
-        said for path in (*PACKAGE.rglob("*.py"), PACKAGE.parent / "_devices" / "streams.py") for said in reasons(path)
-    }
+    files = (*PACKAGE.glob("exchange/**/*.py"), *ARRAYS, PACKAGE / "_devices" / "streams.py")
+    given = {said for path in files for said in reasons(path)}
     assert len(ROWS) >= 30
     assert [reason for reason, _ in ROWS if reason not in given] == []
     assert all(remedy.strip() for _, remedy in ROWS)
@@ -49,10 +51,9 @@ def test_every_reason_in_the_table_is_one_that_is_given_and_has_a_remedy() -> No
 
 
 def test_every_reason_that_is_given_for_an_array_is_in_the_table() -> None:
-    files = [
-        PACKAGE / "compatibility.py",
-        *(path for path in PACKAGE.glob("adapters/*.py") if path.name != "attached.py"),
-    ]
+    own = [path for path in ARRAYS if path.name not in ("dlpack.py", "lifetimes.py")]
+    files = [*own, *(path for path in PACKAGE.glob("exchange/adapters/*.py") if path.name != "attached.py")]
+    assert len(own) >= 11
     said = {reason for path in files for reason in reasons(path)}
     assert len(said) >= 30
     assert sorted(said - {reason for reason, _ in ROWS}) == []

@@ -28,7 +28,7 @@ from memguard._timeline import Writer, load_timeline
 from memguard._timeline.replay import replay_timeline
 
 CONTEXT, TORCH = 518 * MIB, 94 * MIB
-LOANS = "memguard.exchange.lifetimes"
+LOANS = "memguard._frameworks.arrays.lifetimes"
 
 
 class Real(SimulatedHost):

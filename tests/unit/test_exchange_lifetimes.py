@@ -15,10 +15,10 @@ from gpu_clocks import PRIMARY, Driver
 
 from memguard._devices import contexts, streams
 from memguard._devices.streams import Mark
+from memguard._frameworks.arrays import lifetimes
+from memguard._frameworks.arrays.lifetimes import Lifetime, Offer
+from memguard._frameworks.arrays.view import View
 from memguard.errors import DeviceError
-from memguard.exchange import lifetimes
-from memguard.exchange.lifetimes import Lifetime, Offer
-from memguard.exchange.view import View
 
 
 @pytest.fixture

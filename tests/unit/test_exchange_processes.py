@@ -30,8 +30,9 @@ import sharing_doors
 from sharing_doors import CHILD, PIECE, UUID, Array
 
 from memguard import exchange
+from memguard._frameworks.arrays import lifetimes
 from memguard.errors import CannotShare
-from memguard.exchange import Handle, attach, export, lifetimes, transfer
+from memguard.exchange import Handle, attach, export, transfer
 from memguard.exchange.ipc import server, sharing, wire
 
 Start = Callable[..., "Child"]
@@ -186,7 +187,7 @@ def test_a_killed_process_releases_what_it_attached(x: Array, start: Start) -> N
 
 AFTERWARDS = """
 import gc
-from memguard.exchange import lifetimes
+from memguard._frameworks.arrays import lifetimes
 def held(): return [lifetimes.kept[0], y.values.sum().item() if y is not None else None, len(sharing_doors.mapped)]
 say(held()); wait()
 deadline = time.monotonic() + 10

@@ -7,9 +7,9 @@ import itertools
 import numpy
 import pytest
 
-from memguard.exchange import compatibility
+from memguard._frameworks.arrays import compatibility
+from memguard._frameworks.arrays.view import View
 from memguard.exchange.adapters import registry
-from memguard.exchange.view import View
 
 STEPS = [slice(None), slice(None, None, -1), slice(None, None, 2), slice(None, None, -2), slice(2, 3)]
 

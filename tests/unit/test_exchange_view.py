@@ -12,11 +12,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from memguard.exchange import compatibility
+from memguard._frameworks.arrays import compatibility
+from memguard._frameworks.arrays.compatibility import Layout, Traits, obstacle
+from memguard._frameworks.arrays.lifetimes import covered
+from memguard._frameworks.arrays.view import DTYPES, View, dtype_of_code, dtype_of_typestr, row_major
 from memguard.exchange.adapters import registry
-from memguard.exchange.compatibility import Layout, Traits, obstacle
-from memguard.exchange.lifetimes import covered
-from memguard.exchange.view import DTYPES, View, dtype_of_code, dtype_of_typestr, row_major
 
 TRAITS = {name: registry.by_name(name).traits for name in registry.NAMES}
 

@@ -166,10 +166,8 @@ BY_NAME = {
     "exchange/__init__.py": "public names, bound when they are first used",
     "cli/__init__.py": "one module for each command, loaded when it is called",
     "_runtime/extensions.py": "the table in api.py, loaded by what the budget asks for",
-    "_frameworks/registry.py": "one folder for each framework, loaded by what the budget names",
-    "exchange/adapters/registry.py": "one module for each framework, loaded by what the arrays are of",
+    "_base/specs.py": "one folder for each framework, found by discovery; each module loaded when it is asked for",
     "_tools/activation/_memguard_child.py": "memguard itself, which `memguard run` may not find",
-    "_node/suspend/tables.py": "the gates of the frameworks that are imported",
     "_tools/suggest/startup/sitecustomize.py": "runs at Python's start, before memguard can be imported",
 }
 """Modules that import modules of memguard by a name that is not written there, and why."""

@@ -291,7 +291,7 @@ def test_torch_and_tensorflow_together_have_their_cuda_runtimes_kept_apart(
     versions: list[str] = []
     monkeypatch.setattr(registry, "create", lambda name, host: imported(host, name))
     monkeypatch.setattr("memguard._frameworks.torch.settings.cuda_version", lambda: version)
-    monkeypatch.setattr("memguard._frameworks.cudart.cure", lambda v: versions.append(v) or answer)
+    monkeypatch.setattr("memguard._frameworks.torch.cudart.cure", lambda v: versions.append(v) or answer)
     budget = {"version": 1, "frameworks": {name: {"share": "10%"} for name in names}}
     guard = Guard(from_mapping(budget), NotSimulated(["h200"]))
     guard.start()
@@ -304,7 +304,7 @@ def test_torch_and_tensorflow_together_have_their_cuda_runtimes_kept_apart(
 def test_cuda_runtimes_are_left_alone_if_one_of_the_two_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "create", lambda name, host: (Absent if name == "torch" else imported)(host, name))
     monkeypatch.setattr("memguard._frameworks.torch.settings.cuda_version", lambda: "13.0")
-    monkeypatch.setattr("memguard._frameworks.cudart.cure", lambda v: pytest.fail("it has nothing to cure"))
+    monkeypatch.setattr("memguard._frameworks.torch.cudart.cure", lambda v: pytest.fail("it has nothing to cure"))
     budget = {"version": 1, "frameworks": {"torch": {"share": "10%"}, "tensorflow": {"share": "10%"}}}
     guard = Guard(from_mapping(budget), NotSimulated(["h200"]))
     guard.start()

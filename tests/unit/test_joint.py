@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import memguard
+from memguard._base import specs
 from memguard._base.specs import SPECS
 from memguard._base.types import DevicePlan, FrameworkSample, MemoryInfo, Usage
 from memguard._base.units import GIB, MIB
@@ -71,13 +72,11 @@ def test_a_strategy_that_is_none_is_an_error() -> None:
 
 
 def test_every_framework_that_can_join_has_an_adapter_for_it() -> None:
-    from memguard._frameworks import registry
-
     joined = [name for name, spec in SPECS.items() if spec.joint]
     assert set(joined) == set(SPECS)
     for name in joined:
-        cls = registry._class_of(SPECS[name].joint)
-        assert cls.pooled and issubclass(cls, registry._class_of(SPECS[name].adapter))
+        cls = specs.load(name, "joint", SPECS[name].joint)
+        assert cls.pooled and issubclass(cls, specs.load(name, "adapter", SPECS[name].adapter))
     assert [name for name in joined if SPECS[name].remainder] == ["torch"], "two remainders would count bytes twice"
 
 

@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memguard._base.specs import LAZY, LIBRARIES, SPECS
+from memguard._base.framework_spec import LAZY, LIBRARIES
+from memguard._base.specs import SPECS
 from memguard._base.types import Device, DevicePlan, MemoryInfo, Usage
 from memguard._base.units import GIB, MIB, TIB
 from memguard._budget import from_mapping, policy

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from memguard._base.specs import CONTEXT, OVERHEADS, SPECS
+from memguard._base.framework_spec import CONTEXT, OVERHEADS
+from memguard._base.specs import SPECS
 from memguard._base.types import Device, DevicePlan, MemoryInfo, Usage
 from memguard._base.units import GIB, GRANULE, MIB
 from memguard._budget import Budget, from_mapping, parse, policy

@@ -1,6 +1,8 @@
-"""A seventh framework takes an adapter file, a row and a changelog line: a copy of the package gets exactly those.
+"""A seventh framework takes one folder and a changelog line: a copy of the package gets exactly that folder.
 
-The toy allocates on the CPU. Each program below runs in a Python of its own, with the copy on its path.
+`toys/` has two, each with the library that it caps: `toy` has everything that a framework may have, and `arenas`
+divides one cap among several objects. They allocate on the CPU. Each program below runs in a Python of its own, with
+the copy on its path.
 """
 
 from __future__ import annotations
@@ -20,113 +22,7 @@ import memguard
 pytestmark = pytest.mark.long  # no version of what is installed changes what only developers run
 
 PACKAGE = Path(memguard.__file__).parent
-
-TOY = '''
-"""A framework whose arrays lie in the CPU's memory. Its pool keeps what is freed until `free_cache`."""
-
-
-class Exhausted(Exception):
-    pass
-
-
-limit, used, cached, peak = None, 0, 0, 0
-driver_take = driver_give = lambda size: None
-
-
-def empty(size):
-    global used, cached, peak
-    grow = max(size - cached, 0)
-    if limit is not None and used + cached + grow > limit:
-        raise Exhausted(f"toy memory is exhausted: failed to allocate {size} bytes")
-    driver_take(grow)
-    used, cached = used + size, cached + grow - size
-    peak = max(peak, used)
-    return Array(size)
-
-
-def free_cache():
-    global cached
-    driver_give(cached)
-    cached = 0
-
-
-class Array:
-    def __init__(self, size):
-        self.size = size
-
-    def __del__(self):
-        global used, cached
-        used, cached = used - self.size, cached + self.size
-'''
-
-ADAPTER = '''
-"""The toy, capped by the limit of its pool."""
-
-from __future__ import annotations
-
-import sys
-from collections.abc import Mapping
-from types import ModuleType
-from typing import Any
-
-from memguard._frameworks.base import Framework
-from memguard._base.specs import SPECS
-from memguard._base.types import Applied, Device, Enforcement, Usage
-
-
-class Toy(Framework):
-    """The toy's pool."""
-
-    spec = SPECS["toy"]
-
-    def _live(self, module: ModuleType) -> bool:
-        return module.peak > 0
-
-    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
-        toy = sys.modules["toy"]
-        before, toy.limit = toy.limit, min(caps.values())
-        toy.tidy = options["tidy"]
-        return Applied(Enforcement.ENFORCED, lambda: setattr(toy, "limit", before))
-
-    def usage(self, device: Device) -> Usage | None:
-        toy = sys.modules.get("toy")
-        if toy is None or not self._live(toy):
-            return None
-        return Usage(toy.used + toy.cached, toy.used, toy.cached, peak=toy.peak)
-
-    def trim(self, device: Device) -> None:
-        if "toy" in sys.modules:
-            sys.modules["toy"].free_cache()
-
-    def resize(self, caps: Mapping[str, int]) -> None:
-        sys.modules["toy"].limit = min(caps.values())
-'''
-
-ROW = """
-    FrameworkSpec(
-        name="toy",
-        title="Toy",
-        module="toy",
-        adapter="memguard._frameworks.toy:Toy",
-        modules=2 * MIB,
-        workspace=16 * MIB,
-        cap_is="the limit of its toy pool",
-        aliases=("plaything",),
-        options=(
-            Option(
-                name="tidy",
-                kind="flag",
-                default=False,
-                description="true: the toy frees its cache at once.",
-                elsewhere="{name} frees its cache by itself",
-            ),
-        ),
-        families=("toy",),
-        errors=(ErrorPattern("gpu", True, "the toy's own type", "toy memory is exhausted", r"^toy\\.Exhausted$"),),
-        own_trim="toy.free_cache()",
-    ),
-"""
-END_OF_ROWS = "\n)\n\nSPECS:"
+TOYS = Path(__file__).parent / "toys"
 
 BUDGET = """version: 1
 device: {limit: 16GiB}
@@ -142,11 +38,15 @@ from memguard import api, _budget; from memguard._budget import policy; from mem
 from memguard._devices.simulated import SimulatedHost
 MIB, result = 1 << 20, {}
 
-def fill(take, size):
+class Double(SimulatedHost):
+    """Simulated GPUs that count as real."""
+    simulated = False
+
+def fill(take, size, name="toy"):
     """Allocate until the framework refuses; what the ledger and the report say then."""
     live = []
     try:
-        with memguard.workload("fill", framework="toy"):
+        with memguard.workload("fill", framework=name):
             while len(live) < 10_000:
                 live.append(take(size))
     except Exception as error:
@@ -154,25 +54,33 @@ def fill(take, size):
     report, ledger = memguard.last_oom(), memguard.ledger()
     result["report"] = report.as_dict(), str(report)
     (part,) = ledger.devices
-    row = part.row("toy")
+    row = part.row(name)
     result["row"] = {name: getattr(row, name) for name in ("kind", "bytes", "in_use", "cap", "enforcement")}
     result["sum"] = sum(row.bytes or 0 for row in part.rows) - part.device.total
     result["table"] = str(ledger)
+    return live
 '''
 
 
 @pytest.fixture(scope="module")
 def seventh(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the copy, the toy, and a budget that names it."""
-    folder = tmp_path_factory.mktemp("seventh")
-    copy = folder / "memguard"
-    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "toy.py").write_text(TOY)
-    (copy / "_frameworks" / "toy.py").write_text(ADAPTER)
-    rows = (copy / "_base/specs.py").read_text(encoding="utf-8")
-    assert rows.count(END_OF_ROWS) == 1
-    (copy / "_base/specs.py").write_text(rows.replace(END_OF_ROWS, ROW + END_OF_ROWS[1:]), encoding="utf-8")
-    (folder / "budget.yaml").write_text(BUDGET)
+    return copied(tmp_path_factory.mktemp("seventh"), "toy", BUDGET)
+
+
+@pytest.fixture(scope="module")
+def divided(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with the framework of several sessions."""
+    budget = "version: 1\ndevice: {limit: 16GiB}\nframeworks:\n  arenas: {limit: 3GiB}\n"
+    return copied(tmp_path_factory.mktemp("divided"), "arenas", budget)
+
+
+def copied(folder: Path, name: str, budget: str) -> Path:
+    copy, without = folder / "memguard", shutil.ignore_patterns("__pycache__")
+    shutil.copytree(PACKAGE, copy, ignore=without)
+    shutil.copy(TOYS / f"{name}.py", folder)
+    shutil.copytree(TOYS / name, copy / "_frameworks" / name, ignore=without)  # the one change to memguard
+    (folder / "budget.yaml").write_text(budget)
     return folder
 
 
@@ -223,12 +131,113 @@ def test_it_is_in_the_schema_and_in_the_errors_that_name_the_frameworks(seventh:
     refused(seventh, "cupy: {share: 50%, tidy: true}", "tidy is a setting of toy", "cupy frees its cache by itself")
 
 
-def test_the_doctor_examines_it(seventh: Path) -> None:
-    """It has no probe of its own: the doctor tries the import."""
-    for chosen in (["--framework", "toy"], ["budget.yaml"]):
-        done = run(seventh, "-m", "memguard", "doctor", "--json", *chosen)
-        found = json.loads(done.stdout)["frameworks"]["toy"]
-        assert found["seconds"] is not None and "not installed" not in found["state"], "its import was tried"
+def test_the_doctor_examines_it(seventh: Path, divided: Path) -> None:
+    """By its probe; without one it tries the import."""
+    for folder, name, version in ((seventh, "toy", "7.0"), (divided, "arenas", None)):
+        for chosen in (["--framework", name], ["budget.yaml"]):
+            done = run(folder, "-m", "memguard", "doctor", "--json", *chosen)
+            found = json.loads(done.stdout)["frameworks"][name]
+            assert found["seconds"] is not None and "not installed" not in found["state"], "its import was tried"
+            assert found["version"] == version
+
+
+def test_the_exchange_hands_its_arrays_over(seventh: Path) -> None:
+    found = program(
+        seventh,
+        """
+import numpy, toy
+from memguard import exchange
+values = numpy.arange(6.0).reshape(2, 3)
+tensor = exchange.to(values, "toy")
+result["kind"] = type(tensor).__name__
+tensor.values[1, 2] = 7
+result["shared"] = values[1, 2]
+back = exchange.to(tensor, "numpy")
+result["back"] = [back.tolist(), back.ctypes.data == values.ctypes.data]
+for name in ("ty", "plaything"):
+    try:
+        exchange.to(values, name)
+    except ValueError as error:
+        result[name] = str(error)
+""",
+    )
+    assert (found["kind"], found["shared"]) == ("Tensor", 7)
+    assert found["back"] == [[[0, 1, 2], [3, 4, 7]], True]
+    assert all("did you mean 'toy'?" in found[name] for name in ("ty", "plaything"))
+
+
+def test_suspension_gates_it_and_asks_what_it_has_under_way(seventh: Path) -> None:
+    found = program(
+        seventh,
+        """
+from memguard._node.suspend import inside, tables
+result["gates"] = [entry.name for gates in tables.tables() if gates.hook == "toy" for entry in gates.waits]
+import toy
+result["idle"] = inside.look().captures
+toy.capturing = 2
+result["capturing"] = inside.look().captures
+""",
+    )
+    assert found["gates"] == ["toy:empty", "toy:free_cache"]
+    assert (found["idle"], found["capturing"]) == ([], ["toy: 2 captures under way"])
+
+
+def test_one_cap_is_divided_among_several_objects_of_it(divided: Path) -> None:
+    """As a framework needs it whose sessions have limits of their own, and nothing that limits them together."""
+    found = program(
+        divided,
+        """
+host = Double(["h200"])
+(gpu,) = host.devices()
+runtime.open_host = lambda simulate: host
+import arenas
+arenas.driver = lambda size: host.take(gpu, size) if size >= 0 else host.give(gpu, -size)
+host.open_context(gpu, 518 * MIB)
+guard = memguard.init("budget.yaml")
+cap = result["plan"] = guard.plan.caps("arenas")[gpu.uuid]
+one, two = arenas.Session(), arenas.Session()
+own = arenas.Session(256 * MIB)
+sessions = (one, two, own)
+def limits():
+    return [None if session.limit is None else session.limit // MIB for session in sessions]
+def held():
+    return [session.held // MIB for session in sessions]
+result["begun"] = limits()
+live = fill(one.run, 64 * MIB, "arenas")
+result["full"] = held(), limits()
+del live[24:]
+more = [two.run(64 * MIB) for _ in range(16)]
+result["moved"] = held(), limits()
+try:
+    while True:
+        more.append(own.run(64 * MIB))
+except arenas.Full:
+    result["kept"] = held(), limits()
+more.clear()
+two.close()
+result["closed"] = limits()
+memguard.resize("arenas", "2560MiB")
+result["resized"] = limits()
+live.clear()
+result["trimmed"] = memguard.trim("arenas") // MIB
+result["after"] = limits()
+result["stays"] = memguard.shutdown()
+result["undone"] = [session.limit for session in (one, own, arenas.Session())]
+""",
+    )
+    cap = 3 << 30
+    assert found["plan"] == cap and found["begun"] == [1024, 1024, 256], "equal parts, and the user's own limit"
+    assert found["full"] == [[3072, 0, 0], [3072, 0, 0]], "who asks gets what is left"
+    row, (report, _) = found["row"], found["report"]
+    assert (row["bytes"], row["in_use"], row["cap"], row["enforcement"]) == (cap, cap, cap, "enforced")
+    assert found["refusal"][0] == report["requester"] == "arenas" and found["sum"] == 0
+    assert (report["reason"], report["requested"], report["moment"]["held"]) == ("cap", 64 << 20, cap)
+    assert found["moved"] == [[1536, 1024, 0], [1536, 1536, 0]], "and what others hold without need"
+    assert found["kept"] == [[1536, 1024, 256], [1536, 1024, 256]], "its user's limit is the smaller one"
+    assert found["closed"] == [1536 + (3072 - 1536 - 256) // 2, None, 256], "divided anew: held, and a part of the rest"
+    assert found["resized"] == [1536 + (2560 - 1536 - 256) // 2, None, 256]
+    assert (found["trimmed"], found["after"]) == (1536 + 256, [1280, None, 256])
+    assert found["stays"] == [] and found["undone"] == [None, 256 << 20, None]
 
 
 def refused(folder: Path, line: str, *words: str) -> str:
@@ -245,8 +254,6 @@ def test_the_real_adapter_is_capped_reported_and_undone(seventh: Path) -> None:
     found = program(
         seventh,
         """
-class Double(SimulatedHost):
-    simulated = False
 host = Double(["h200"])
 (gpu,) = host.devices()
 runtime.open_host = lambda simulate: host
@@ -270,7 +277,7 @@ result["stays"] = memguard.shutdown()
 result["limit"] = toy.limit
 """,
     )
-    assert found["class"] == "memguard._frameworks.toy" and "toy" in found["before"] and found["tidy"] is True
+    assert found["class"] == "memguard._frameworks.toy.adapter" and "toy" in found["before"] and found["tidy"] is True
     assert found["refusal"][0] == "toy"
     check(found)
     assert found["resized"] == 512 << 20 and found["trimmed"] > 0 and found["stays"] == [] and found["limit"] is None

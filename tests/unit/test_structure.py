@@ -21,7 +21,7 @@ MODULES = structure.modules()
 ARROWS = structure.arrows(MODULES)
 
 BY_STRING = {
-    ("_base", "_frameworks"): "the specs name each framework's adapter, which the registry loads",
+    ("_base", "_frameworks"): "the table of frameworks finds their folders",
 }
 """Rooms that a module of a lower one names in a string, and why."""
 CIRCLES = {

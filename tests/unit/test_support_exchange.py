@@ -7,9 +7,9 @@ import random
 import pytest
 from support import arrays, edges, exchanged, order
 
-from memguard.exchange import compatibility
+from memguard._frameworks.arrays import compatibility
+from memguard._frameworks.arrays.view import DTYPES, View
 from memguard.exchange.adapters import registry
-from memguard.exchange.view import DTYPES, View
 
 pytestmark = pytest.mark.long  # no version of what is installed changes what this code does
 

@@ -27,14 +27,14 @@ from memguard._devices.host import Host
 from memguard._devices.nvml import Nvml
 from memguard._devices.simulated import SimulatedHost
 from memguard._devices.suspension import Off
+from memguard._frameworks.arrays import lifetimes
+from memguard._frameworks.arrays.lifetimes import Offer
+from memguard._frameworks.arrays.view import View
 from memguard._frameworks.base import Framework
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory, SimulatedFramework
 from memguard._guard.guard import Guard
 from memguard._oom import hooks
 from memguard.errors import Suspended
-from memguard.exchange import lifetimes
-from memguard.exchange.lifetimes import Offer
-from memguard.exchange.view import View
 
 BUDGET: dict[str, Any] = {
     "version": 1,

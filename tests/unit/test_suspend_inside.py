@@ -201,7 +201,7 @@ def test_profilers() -> None:
     state.profile_session = object()
     modules["tensorflow.python.profiler.profiler_v2"]._profiler = object()
     modules["torch.profiler._cupti_monitor"].get_monitor = object
-    assert look(modules).profilers == ("torch's CUPTI monitor runs", "jax.profiler runs", "tf.profiler runs")
+    assert look(modules).profilers == ("torch's CUPTI monitor runs", "tf.profiler runs", "jax.profiler runs")
 
 
 def test_what_a_version_keeps_elsewhere_is_said_to_be_unknown() -> None:

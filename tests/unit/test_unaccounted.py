@@ -14,7 +14,8 @@ import pytest
 
 import memguard
 from memguard import api
-from memguard._base.specs import LAZY, LIBRARIES, SPECS
+from memguard._base.framework_spec import LAZY, LIBRARIES
+from memguard._base.specs import SPECS
 from memguard._base.types import Device, DeviceSample, Event, FrameworkSample, Sample
 from memguard._base.units import GIB, MIB
 from memguard._devices import loaded

@@ -31,7 +31,6 @@ from types import ModuleType
 from typing import Any
 
 from memguard._base.locks import Rank, ranked
-from memguard._base.specs import SPECS
 from memguard._base.types import Applied, Device, Enforcement, Shortage, Usage, usage_of
 from memguard._base.units import GRANULE, round_up
 from memguard._devices import contexts
@@ -39,6 +38,7 @@ from memguard._frameworks.base import with_size
 from memguard._frameworks.cupy import blocks
 from memguard._frameworks.cupy.collector import Collector
 from memguard._frameworks.cupy.limits import Limits, limit_of, limit_to
+from memguard._frameworks.cupy.spec import SPEC
 from memguard._frameworks.driver_pages import SMALL, TINY, UNIT, slabs, whole_share
 from memguard._frameworks.driver_pools import returned_by_trim
 from memguard._frameworks.replacements import Replacements
@@ -55,7 +55,7 @@ _CAPTURE_IMPLICIT = 906  # cudaErrorStreamCaptureImplicit: the null stream canno
 class CuPy(Limits):
     """CuPy's default memory pool, or the pool that was its allocator when the cap was applied."""
 
-    spec = SPECS["cupy"]
+    spec = SPEC
 
     def __init__(self, host: Any) -> None:
         super().__init__(host)

@@ -4,7 +4,7 @@ Measured: the fraction is of what CUDA can give. JAX reads it once, when the bac
 the pool afterwards. For a cap of 4 GiB on an H200 the limit was 4,294,967,296 bytes. The client options win over the
 environment. If both XLA_CLIENT_MEM_FRACTION and XLA_PYTHON_CLIENT_MEM_FRACTION are set, the GPU backend does not load
 and JAX silently uses the CPU. The allocators `cuda_async` and `platform` have no limit, `vmm` has one and reports
-nothing (the row of `_base/specs.py`). An out-of-memory error takes 10 s to appear.
+nothing (its row). An out-of-memory error takes 10 s to appear.
 
 Outside the cap: context and modules, cuBLAS and cuSOLVER workspaces, NCCL and collective memory.
 """
@@ -22,10 +22,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from memguard._base.specs import SPECS
 from memguard._base.types import Applied, Device, Enforcement, State, Usage, usage_of
 from memguard._base.units import MIB, format_size, round_up
 from memguard._frameworks.base import Framework, accept_standing, weakly
+from memguard._frameworks.jax.spec import SPEC
 from memguard._frameworks.replacements import Replacements
 from memguard.errors import CapNotApplied, ConflictingSetting
 
@@ -33,7 +33,7 @@ _BRIDGE = "jax._src.xla_bridge"
 _OPTIONS = "jax_pjrt_client_create_options"
 _FRACTION, _DEPRECATED = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
-_ALLOCATORS = SPECS["jax"].allocators
+_ALLOCATORS = SPEC.allocators
 _NOWHERE: tuple[Callable[[], object], int] = (lambda: None, 0)
 standing_caps: dict[str, int] = {}
 """The caps that JAX went live with, by device UUID. They stay until the process ends."""
@@ -42,7 +42,7 @@ standing_caps: dict[str, int] = {}
 class JAX(Framework):
     """JAX's BFC allocator (from XLA), capped by the `memory_fraction` of its client."""
 
-    spec = SPECS["jax"]
+    spec = SPEC
     resizable = False
     _allocator = "bfc"
 

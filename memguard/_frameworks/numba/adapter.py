@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any
 
 from memguard._base.locks import Rank, ranked
 from memguard._base.logs import log as _log
-from memguard._base.specs import SPECS
 from memguard._base.types import Applied, Device, Enforcement, State, Usage, usage_of
 from memguard._base.units import round_up
 from memguard._devices import contexts
 from memguard._frameworks.base import Framework
 from memguard._frameworks.numba.places import ARRAYS, DRIVER, managers_on, numba_contexts, uuid_of
+from memguard._frameworks.numba.spec import SPEC
 from memguard._frameworks.replacements import Replacements
 from memguard._frameworks.rmm import resource
 from memguard._frameworks.shortages import shortage_of
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 class Numba(Framework):
     """Numba's device arrays (`cuda.to_device`, `cuda.device_array`, temporaries of kernels)."""
 
-    spec = SPECS["numba"]
+    spec = SPEC
 
     def __init__(self, host: Any) -> None:
         super().__init__(host)

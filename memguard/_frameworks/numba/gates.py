@@ -7,7 +7,7 @@ batches (`_PendingDeallocs.clear`), in finalizers too: that is put off.
 
 from __future__ import annotations
 
-from memguard._frameworks.cuda_python_gates import AT_ONCE
+from memguard._frameworks.cuda_python.gates import AT_ONCE
 from memguard._frameworks.gated import Gates, entries
 
 _DRIVER = "numba.cuda.cudadrv.driver"

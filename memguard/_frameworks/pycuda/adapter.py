@@ -24,7 +24,6 @@ from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
 from memguard._base.locks import Rank, ranked
-from memguard._base.specs import SPECS
 from memguard._base.types import Applied, Device, Enforcement, TraceEvent, Usage, usage_of
 from memguard._base.units import GRANULE, format_size, round_up
 from memguard._devices import contexts
@@ -34,6 +33,7 @@ from memguard._frameworks.pycuda import streams
 from memguard._frameworks.pycuda.contexts import automatic, current_context, pushed, serve_by_primary
 from memguard._frameworks.pycuda.pitched import Pitched
 from memguard._frameworks.pycuda.pool import Pool, RawPool
+from memguard._frameworks.pycuda.spec import SPEC
 from memguard._frameworks.replacements import Replacements
 from memguard._frameworks.shortages import TRIES, short_of, shortage_of, within
 from memguard.errors import CapNotApplied
@@ -45,7 +45,7 @@ _kept: list[Pool] = []
 class PyCUDA(Framework):
     """PyCUDA's device allocations: `mem_alloc`, `mem_alloc_pitch`, `gpuarray` and `DeviceMemoryPool`."""
 
-    spec = SPECS["pycuda"]
+    spec = SPEC
 
     def __init__(self, host: Any) -> None:
         super().__init__(host)

@@ -15,7 +15,8 @@ from itertools import count
 from types import ModuleType
 from typing import Any
 
-from memguard._base.specs import SPECS, FrameworkSpec
+from memguard._base.framework_spec import FrameworkSpec
+from memguard._base.specs import SPECS
 from memguard._base.types import Applied, Device, Enforcement, Shortage, State, TraceEvent, Usage
 from memguard._base.units import MIB, format_size, round_up
 from memguard._devices.simulated import CONTEXT, SimulatedHost, SimulatedOutOfMemory

@@ -20,25 +20,25 @@ from types import ModuleType
 from typing import Any
 
 from memguard._base.logs import log as _log
-from memguard._base.specs import SPECS
 from memguard._base.types import Applied, Device, Enforcement, Usage, usage_of
 from memguard._base.units import MIB, format_size, round_up
 from memguard._frameworks.base import Framework, accept_standing, weakly
 from memguard._frameworks.replacements import Replacements
+from memguard._frameworks.tensorflow.spec import SPEC
 from memguard.errors import CapNotApplied, ConflictingSetting, DeviceError
 
 standing_caps: dict[str, tuple[int, int, bool]] = {}
 """Cap, limit and growth that TensorFlow went live with, by device UUID. They stay until the process ends."""
 _EAGER = "tensorflow.python.eager.context"
 _GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
-_ALLOCATORS = SPECS["tensorflow"].allocators
+_ALLOCATORS = SPEC.allocators
 ALLOCATOR = _ALLOCATORS.variable
 
 
 class TensorFlow(Framework):
     """TensorFlow's BFC allocator, capped by `LogicalDeviceConfiguration(memory_limit)`."""
 
-    spec = SPECS["tensorflow"]
+    spec = SPEC
     resizable = False
 
     def __init__(self, host: Any) -> None:

@@ -27,7 +27,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from memguard._base.logs import log as _log
-from memguard._base.specs import SPECS
 from memguard._base.types import Applied, Device, Enforcement, State, TraceEvent, Usage, usage_of
 from memguard._base.units import GRANULE, MIB, format_size, round_up
 from memguard._frameworks.base import Framework
@@ -35,6 +34,7 @@ from memguard._frameworks.driver_pools import PIECE, returned_by_trim
 from memguard._frameworks.replacements import Replacements
 from memguard._frameworks.rmm import resource
 from memguard._frameworks.torch import settings
+from memguard._frameworks.torch.spec import SPEC
 from memguard.errors import CapNotApplied, ConflictingSetting, DeviceError
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ _FIGURES = (
 class Torch(Framework):
     """PyTorch's CUDA caching allocator: native, expandable segments, cudaMallocAsync."""
 
-    spec = SPECS["torch"]
+    spec = SPEC
 
     def __init__(self, host: Any) -> None:
         super().__init__(host)

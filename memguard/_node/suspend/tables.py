@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 
+from memguard._base import specs
 from memguard._frameworks.gated import Gates
-
-PLACES = (
-    "torch.gates",
-    "cupy.gates",
-    "pycuda.gates",
-    "numba.gates",
-    "jax.gates",
-    "tensorflow.gates",
-    "cuda_python_gates",
-)
-"""Modules of `memguard._frameworks`, each with its `GATES`."""
 
 
 def tables() -> Iterator[Gates]:
-    """Each table. They are data: loading one imports no framework."""
-    for place in PLACES:
-        yield from importlib.import_module(f"memguard._frameworks.{place}").GATES
+    """Each table: the `GATES` of each `gates.py` in a folder of `_frameworks/`. They are data."""
+    for module in specs.modules("gates"):
+        yield from module.GATES

@@ -41,7 +41,7 @@ from memguard.errors import MemguardError
 from memguard.exchange.ipc import wire
 
 if TYPE_CHECKING:
-    from memguard._base.specs import CacheName, FrameworkName
+    from memguard._base.framework_spec import CacheName, FrameworkName
     from memguard._guard.guard import Guard
     from memguard._runtime.extensions import Context
 

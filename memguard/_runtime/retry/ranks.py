@@ -6,12 +6,13 @@ Nothing is imported to find out: only `sys.modules` and the environment are read
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
+from memguard._base import specs
 from memguard._base.logs import log as _log
 from memguard._base.logs import text_of
 from memguard._budget import ranks
@@ -48,17 +49,6 @@ def signs() -> Signs:
     return Signs(found, os.environ)
 
 
-def _torch() -> int | None:
-    module: Any = sys.modules.get("torch.distributed")
-    ready = getattr(module, "is_initialized", None)
-    return int(module.get_world_size()) if ready is not None and ready() else None
-
-
-def _jax() -> int | None:
-    state = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
-    return None if getattr(state, "client", None) is None else int(getattr(state, "num_processes", None) or 1)
-
-
 def _mpi() -> int | None:
     module: Any = sys.modules.get("mpi4py.MPI")
     if module is None or not module.Is_initialized() or module.Is_finalized():
@@ -74,19 +64,13 @@ def _horovod() -> int | None:
     return None
 
 
-def _cupy() -> int | None:
-    """Of `cupyx.distributed`, which keeps no list of its communicators."""
-    kind = getattr(sys.modules.get("cupyx.distributed._nccl_comm"), "NCCLBackend", None)
-    if kind is None:
-        return None
-    sizes = [int(getattr(one, "_n_devices", 0)) for one in gc.get_objects() if type(one) is kind]
-    return max(sizes, default=None)
-
-
 _ASK: Mapping[str, Callable[[], int | None]] = {
-    "torch.distributed": _torch,
-    "jax.distributed": _jax,
+    **{
+        library: partial(ask, sys.modules)
+        for library, ask in (module.IN_PROCESS.ranks or ("", None) for module in specs.modules("in_process"))
+        if ask is not None
+    },
     "MPI": _mpi,
     "Horovod": _horovod,
-    "cupyx.distributed": _cupy,
 }
+"""How many ranks each library counts: those of the frameworks, and the others."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
+from memguard._base import specs
 from memguard._base.logs import log as _log
 from memguard._base.logs import text_of
 from memguard._base.types import Event, Room, Sample
 from memguard._budget.joint import POOL
-from memguard._devices import contexts, suspension
+from memguard._devices import suspension
 from memguard._oom.causes import WORKSPACE, device_of
 from memguard._runtime.retry.types import Done, Failure
 from memguard._runtime.runtime import this
@@ -24,7 +25,7 @@ _ASKED = 4
 """How often the guard is asked for less than before: what it lacks for the most may be of the card, or of the caps."""
 
 if TYPE_CHECKING:
-    from memguard._base.specs import CacheName, FrameworkName
+    from memguard._base.framework_spec import CacheName, FrameworkName
     from memguard._base.types import Device
     from memguard._guard.guard import Guard
 
@@ -36,25 +37,18 @@ def active() -> Guard | None:
 
 
 def capturing() -> bool:
-    """Whether this thread captures a CUDA graph, with a framework of the budget, torch or CuPy."""
+    """Whether this thread captures a CUDA graph, with a framework that tells."""
     if suspension.now is not None:  # a process that captures is not taken off its GPUs
         return False
     try:
         guard = active()
         if guard is not None:
             return guard.elastic.capturing()
-        cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
-        if cuda is not None and cuda.is_initialized() and cuda.is_current_stream_capturing():
-            return True
-        cupy: Any = sys.modules.get("cupy")
-        return cupy is not None and contexts.current() is not None and _captures(cupy)
+        asks = (module.IN_PROCESS.capturing for module in specs.modules("in_process"))
+        return any(ask(sys.modules) for ask in asks if ask is not None)
     except Exception as failure:
         _log.debug("whether a CUDA graph is being captured is unknown: %s", text_of(failure))
         return False
-
-
-def _captures(cupy: Any) -> bool:
-    return bool(cupy.cuda.get_current_stream().is_capturing())
 
 
 def with_figures(failure: Failure) -> Failure:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 CONFIG, DISABLE, SIMULATE, CHILDREN = "MEMGUARD_CONFIG", "MEMGUARD_DISABLE", "MEMGUARD_SIMULATE", "MEMGUARD_CHILDREN"
 WHEN_IDLE = "MEMGUARD_WHEN_IDLE"
 MODULES = ("torch", "tensorflow", "cupy", "jax", "pycuda.driver", "numba.cuda")
-"""The first import of one of these applies the budget. They are the rows' `hook`s (`_base/specs.py`), written out
+"""The first import of one of these applies the budget. They are the rows' `hook`s (`spec.py`), written out
 because nothing of memguard may be imported yet; a test compares them. Not `numba`, which most programs use for the CPU.
 """
 POOLS = ("multiprocessing.process", "multiprocess.process", "billiard.process")

@@ -16,7 +16,7 @@ from memguard._tools.doctor.finding import Finding, Severity
 from memguard.errors import MemguardError
 
 if TYPE_CHECKING:
-    from memguard._base.specs import FrameworkName
+    from memguard._base.framework_spec import FrameworkName
     from memguard._budget import Budget
 
 __all__ = ["DoctorReport", "Facts", "Finding", "Severity", "doctor"]

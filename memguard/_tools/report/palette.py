@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from memguard._base.specs import SPECS
+
 # Of Okabe and Ito, and Tol's; yellow is left out, which nobody sees on white.
 _KNOWN: Mapping[str, str] = {
-    "torch": "#e69f00",
-    "tensorflow": "#0072b2",
-    "jax": "#009e73",
-    "cupy": "#cc79a7",
-    "pycuda": "#56b4e9",
-    "numba": "#999933",
+    **{name: row.colour for name, row in SPECS.items() if row.colour},
     "exchange": "#aa4499",
 }
 _MORE = ("#44aa99", "#d55e00", "#6699cc", "#c44a82", "#ddaa33", "#7f7fd5")

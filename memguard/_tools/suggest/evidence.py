@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from memguard._base.specs import SPECS
 from memguard._base.types import Device, Event, Plan, Sample
 from memguard._base.units import GRANULE, is_whole
 from memguard._budget import FRAMEWORKS
@@ -23,7 +24,7 @@ from memguard._timeline.refusals import Refusal
 from memguard._timeline.replay import TimelineOutcome, replay_timeline, unmet_under
 from memguard._timeline.unmet import MOST, REGIONS, pooled
 
-NO_PEAK = ("cupy",)
+NO_PEAK = frozenset(row.name for row in SPECS.values() if not row.tells_peak)
 """Frameworks whose allocators do not say their own peak. Their pools grow only when no idle block fits."""
 UNCOUNTED = "uncounted"
 """The kind of an event that names a framework that was imported, and of which nobody knows what it holds."""

@@ -17,14 +17,13 @@ from memguard._budget import policy
 from memguard._tools.suggest.text import comment, cut
 from memguard.errors import MemguardError, PlanError
 
-_WEIGHTS: Mapping[str, int] = {"torch": 8, "tensorflow": 8, "jax": 8, "cupy": 4, "pycuda": 2, "numba": 1}
 _LIMIT = "90%"
 _TIMELINE = "run.jsonl"
 
 
 def shares(names: Sequence[str]) -> dict[str, int]:
     """Whole percentages that add up to 100, the largest first."""
-    weights = {name: _WEIGHTS.get(name, 4) for name in names}
+    weights = {name: SPECS[name].weight for name in names}
     total = sum(weights.values())
     found = {name: weight * 100 // total for name, weight in weights.items()}
     ordered = sorted(found, key=lambda name: (-weights[name], list(SPECS).index(name)))

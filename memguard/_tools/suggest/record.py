@@ -29,8 +29,6 @@ _SHARE = 0.05
 """More than a monitor may take: a recording is for once, and misses what comes between two samples."""
 MODULES = ("torch", "tensorflow", "cupy", "jax", "pycuda.driver", "numba.cuda")
 """The imports that begin the recording: the rows' `hook`s. Written out, as `arm` runs in Pythons without frameworks."""
-_UNCOUNTED = ("pycuda", "numba")
-"""The frameworks that count nothing without a budget. The recording says when one of them is imported."""
 _LOOK, _PATIENCE = 0.02, 600.0
 """Seconds between two looks whether the import has ended, and for which it may take."""
 _HANGS = 0.5
@@ -133,7 +131,8 @@ class Recorder:
         )
         self._peaks, self._pid, self._taken = Peaks(every=1.0), os.getpid(), False
         self._here = threading.local()
-        self._uncounted = {name: SPECS[name].hook for name in _UNCOUNTED}
+        self._uncounted = {name: row.hook for name, row in SPECS.items() if row.uncounted}
+        """What is imported to have one that counts nothing without a budget; the recording says when that is."""
 
     def start(self) -> None:
         from memguard._runtime import ending

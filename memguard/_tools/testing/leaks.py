@@ -14,25 +14,26 @@ import contextlib
 import gc
 import sys
 import time
+from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+from memguard._base import specs
 from memguard._base.logs import log as _log
 from memguard._base.logs import text_of
+from memguard._base.specs import SPECS
 from memguard._base.units import MIB, format_size, parse_size, short
 from memguard._tools.testing.budgets import active, meant
 from memguard.errors import MemguardError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from memguard._base.types import DevicePlan, DeviceSample
     from memguard._ledger.reader import LedgerReader
 
 MARKER = "memguard_leaks"
 _KEYWORDS = ("tolerance", "check")
-_UNCOUNTED = ("pycuda", "numba")
+_UNCOUNTED = frozenset(row.name for row in SPECS.values() if row.uncounted)
 """They count nothing without a budget: what they take is unaccounted."""
 TOLERANCE = MIB
 """Bytes that a test may leave: random states, constants of compiled functions."""
@@ -82,7 +83,7 @@ class Watcher:
         self._why_not: MemguardError | None = None
         self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._next = count(1)
-        self._plans: dict[str, int] = {}
+        self._work: dict[tuple[str, str], int] = {}
         self.credits: dict[int, dict[_Key, int]] = {}
         """What fixtures of a wider scope took, by their `id`, until they are torn down."""
 
@@ -117,7 +118,6 @@ class Watcher:
 
             if not contexts.initialised():
                 return (), None
-            from memguard._base.specs import SPECS
             from memguard._base.types import DevicePlan
             from memguard._devices.real import RealHost
             from memguard._ledger.reader import LedgerReader
@@ -139,14 +139,14 @@ class Watcher:
         found: dict[_Key, int | None] = {}
         exact = True
         if not simulated:
-            self._look_at_plans(parts)
+            self._look_at_work_areas(parts)
         for one in devices:
             for name, figures in one.frameworks.items():
                 if name in _UNCOUNTED and figures.held is None:
                     continue
                 size = figures.in_use
-                if name == "cupy" and size is not None and not simulated:
-                    size = max(size - self._plans.get(one.uuid, 0), 0)
+                if size is not None and not simulated:
+                    size = max(size - self._work.get((one.uuid, name), 0), 0)
                 found[one.uuid, name, number if simulated else 0] = size
                 exact = exact and figures.held is not None
             if not simulated:
@@ -155,40 +155,43 @@ class Watcher:
         names = {part.device.uuid: f"{part.device.name}{mark}" for part in parts}
         return Reading(found, names, {number if simulated else 0}, exact)
 
-    def _look_at_plans(self, parts: tuple[DevicePlan, ...]) -> None:
-        """What CuPy's cache of FFT plans holds of its pool, in bytes: work areas, which are no arrays of the test.
+    def _look_at_work_areas(self, parts: tuple[DevicePlan, ...]) -> None:
+        """What frameworks have in use that is no array of the test, such as work areas of FFT plans, in bytes.
 
-        Each thread has a cache for each GPU. That of this thread for its current GPU is seen; of others, what was last
-        seen. They are not cleared, as a CUDA graph may go on using a plan's work area.
+        That of this thread for its current GPU is seen; of others, what was last seen.
         """
-        cache: Any = sys.modules.get("cupy.fft._cache")
-        if cache is None:
-            return
         from memguard._devices import contexts
 
         ordinal = contexts.current()
         for part in parts:
-            if ordinal is not None and part.device.ordinal == ordinal:
-                with contextlib.suppress(Exception):  # another version of CuPy: its work areas count as arrays
-                    self._plans[part.device.uuid] = int(cache.get_plan_cache().get_curr_memsize())
+            if ordinal is None or part.device.ordinal != ordinal:
+                continue
+            for name, ask in _asks("work_areas"):
+                with contextlib.suppress(Exception):  # another version of it: its work areas count as arrays
+                    size = ask(sys.modules)
+                    if size is not None:
+                        self._work[part.device.uuid, name] = size
 
     def settle(self) -> None:
-        """Have let go of what waits for it: cycles, Numba's pending frees, PyTorch's workspaces for cuBLAS."""
+        """Have let go of what waits for it: cycles, pending frees, workspaces of libraries."""
         gc.collect()
-        if self._reader is not None and "numba.cuda" in sys.modules:
-            numba = self._reader.unnamed().get("numba")
-            for part in self._parts if numba is not None else ():
-                with contextlib.suppress(Exception):  # it looks only whether something is left
-                    numba.trim(part.device)  # type: ignore[union-attr]
-        torch: Any = sys.modules.get("torch")
-        with contextlib.suppress(Exception):
-            if torch is not None and torch.cuda.is_initialized() and _without_graphs(torch):
-                torch._C._cuda_clearCublasWorkspaces()  # as PyTorch's own tests do before they look for leaks
+        adapters = self._reader.unnamed() if self._reader is not None else {}
+        for name, adapter in adapters.items():
+            if SPECS[name].frees_late and SPECS[name].hook in sys.modules:
+                for part in self._parts:
+                    with contextlib.suppress(Exception):  # it looks only whether something is left
+                        adapter.trim(part.device)
+        for _, let_go in _asks("let_go"):
+            with contextlib.suppress(Exception):
+                let_go(sys.modules)
 
 
-def _without_graphs(torch: Any) -> bool:
-    """Whether no CUDA graph has memory of its own: a graph may go on using a workspace from before its capture."""
-    return all(tuple(segment["segment_pool_id"]) == (0, 0) for segment in torch.cuda.memory_snapshot())
+def _asks(question: str) -> Iterator[tuple[str, Callable[[Mapping[str, Any]], Any]]]:
+    """The frameworks that answer this question of `InProcess`, by name."""
+    for module in specs.modules("in_process"):
+        ask = getattr(module.IN_PROCESS, question)
+        if ask is not None:
+            yield module.__name__.split(".")[2], ask
 
 
 class Check:

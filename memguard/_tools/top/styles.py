@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-_FRAMEWORKS = {
-    "torch": "bright_red",
-    "tensorflow": "bright_yellow",
-    "jax": "bright_magenta",
-    "cupy": "bright_green",
-    "pycuda": "bright_blue",
-    "numba": "bright_cyan",
-}
+from memguard._base.specs import SPECS
+
+_FRAMEWORKS = {name: row.terminal_colour for name, row in SPECS.items()}
 _OTHERS = ("red", "yellow", "magenta", "green", "blue", "cyan")
 _LEVELS = {"ok": "green", "warn": "bold yellow", "critical": "bold red"}
 _STYLES = {

@@ -1,1 +1,1 @@
-"""The frameworks' arrays: how each is read, and how one is made of another framework's memory."""
+"""The registry of every array, and those of no framework of the budget: NumPy, other libraries, mapped memory."""

@@ -6,10 +6,10 @@ import sys
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from memguard._frameworks.arrays.compatibility import Traits
+from memguard._frameworks.arrays.lifetimes import Offer
+from memguard._frameworks.arrays.view import View
 from memguard.exchange.adapters.protocols import ProducerOnly
-from memguard.exchange.compatibility import Traits
-from memguard.exchange.lifetimes import Offer
-from memguard.exchange.view import View
 
 NAME = "another process"
 

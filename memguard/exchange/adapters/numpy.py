@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from typing import Any, ClassVar
 
-from memguard.exchange.adapters import array_interface
-from memguard.exchange.adapters.base import Arrays, Before
-from memguard.exchange.compatibility import Layout, Traits
-from memguard.exchange.lifetimes import Lifetime, Offer
-from memguard.exchange.view import NUMPY_DTYPES, View
+from memguard._frameworks.arrays import array_interface
+from memguard._frameworks.arrays.base import Arrays, Before
+from memguard._frameworks.arrays.compatibility import Layout, Traits
+from memguard._frameworks.arrays.lifetimes import Lifetime, Offer
+from memguard._frameworks.arrays.view import NUMPY_DTYPES, View
 
 _ALIGNED = 64
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from memguard._devices import streams
-from memguard.exchange import dlpack
-from memguard.exchange.adapters.base import Arrays, Before
-from memguard.exchange.compatibility import Layout, Traits
-from memguard.exchange.lifetimes import Lifetime, Offer
-from memguard.exchange.view import View
+from memguard._frameworks.arrays import dlpack
+from memguard._frameworks.arrays.base import Arrays, Before
+from memguard._frameworks.arrays.compatibility import Layout, Traits
+from memguard._frameworks.arrays.lifetimes import Lifetime, Offer
+from memguard._frameworks.arrays.view import View
 
 
 class ProducerOnly(Arrays):

@@ -1,4 +1,4 @@
-"""The frameworks of the exchange, one line each. A class is imported when the first array needs it."""
+"""The frameworks of the exchange, as their rows name them. A class is imported when the first array needs it."""
 
 from __future__ import annotations
 
@@ -8,48 +8,44 @@ import importlib
 import sys
 from typing import Any
 
+from memguard._base import specs
+from memguard._base.framework_spec import Exchanged
 from memguard._base.specs import SPECS
+from memguard._frameworks.arrays.base import Arrays
 from memguard.errors import CannotShare
-from memguard.exchange.adapters.base import Arrays
 
-_CLASSES = {
-    "torch": "memguard.exchange.adapters.torch:TorchArrays",
-    "tensorflow": "memguard.exchange.adapters.tensorflow:TensorFlowArrays",
-    "cupy": "memguard.exchange.adapters.cupy:CuPyArrays",
-    "jax": "memguard.exchange.adapters.jax:JAXArrays",
-    "pycuda": "memguard.exchange.adapters.pycuda:PyCUDAArrays",
-    "numba": "memguard.exchange.adapters.numba:NumbaArrays",
-    "numpy": "memguard.exchange.adapters.numpy:NumPyArrays",
-}
+_KNOWN = {row.name: row.exchanged for row in SPECS.values() if row.exchanged is not None}
+_KNOWN["numpy"] = Exchanged("NumPyArrays", short=("np",))
 _PROTOCOLS = (
     "memguard.exchange.adapters.attached:OtherProcess",
     "memguard.exchange.adapters.protocols:ArrayInterface",
     "memguard.exchange.adapters.protocols:DLPack",
 )
-NAMES = tuple(_CLASSES)
+NAMES = tuple(_KNOWN)
 _SHORT = {alias: row.name for row in SPECS.values() for alias in row.aliases}
-_SHORT |= {"np": "numpy", "jnp": "jax", "cp": "cupy", "pt": "torch"}
+_SHORT |= {short: name for name, known in _KNOWN.items() for short in known.short}
 """Other names that people write for them."""
-_ROOTS = {"jaxlib": "jax", "cupyx": "cupy", "keras": "tensorflow", "numba_cuda": "numba"}
+COMPACTORS = tuple(name for name, known in _KNOWN.items() if known.compacts)
+"""Frameworks that take any strides, so they can make a compact copy for one that cannot."""
+_ROOTS = {package: name for name, known in _KNOWN.items() for package in known.packages}
 """Packages whose classes are arrays of a framework of another name."""
 
 
 def by_name(name: str) -> Arrays:
     """The framework of this name. Raises ValueError if there is none."""
-    known = _CLASSES.get(name) if type(name) is str else None
-    if known is not None:
-        return _load(known)
+    if type(name) is str and name in _KNOWN:
+        return _arrays(name)
     if not isinstance(name, str):  # an array is not printed, which would wait for the GPU
         raise ValueError(
             f"the framework is given by its name, not as {type(name).__qualname__}\n"
             "    fix: memguard.exchange.to(x, 'torch')"
         )
-    if name not in _CLASSES:
+    if name not in _KNOWN:
         near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.7)
         meant = "" if name == "cuda" else _SHORT.get(name) or (near[0] if near else None)
         hint = f"did you mean {meant!r}?" if meant else f"one of {', '.join(NAMES)}"
         raise ValueError(f"no framework {name!r} to hand an array to\n    fix: {hint}")
-    return _load(_CLASSES[name])
+    return _arrays(name)
 
 
 def of(x: Any) -> Arrays:
@@ -109,7 +105,16 @@ def _remember(kind: Any, owner: Arrays) -> None:
 def _frameworks_of(cls: Any) -> tuple[str, ...]:
     """The frameworks that define the class or one of its bases. No other framework is asked, or imported."""
     roots = (str(base.__module__).partition(".")[0] for base in cls.__mro__)
-    return tuple(name for name in dict.fromkeys(_ROOTS.get(root, root) for root in roots) if name in _CLASSES)
+    return tuple(name for name in dict.fromkeys(_ROOTS.get(root, root) for root in roots) if name in _KNOWN)
+
+
+@functools.cache
+def _arrays(name: str) -> Arrays:
+    known = _KNOWN[name]
+    if name not in SPECS:
+        return _load(f"memguard.exchange.adapters.{name}:{known.arrays}")
+    made: Arrays = specs.load(name, "arrays", known.arrays)()
+    return made
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from typing import Any
 
 from memguard._base import life
 from memguard._base.logs import log as _log
-from memguard.exchange import lifetimes
+from memguard._frameworks.arrays import lifetimes
 from memguard.exchange.ipc import wire
 from memguard.exchange.ipc.event_loop import EventLoop
 from memguard.exchange.ipc.wire import Description

@@ -24,20 +24,21 @@ from typing import TYPE_CHECKING, Any
 from memguard._base.units import MIB, format_size
 from memguard._devices import shared_memory, streams, suspension
 from memguard._devices.shared_memory import Allocation, Mapping
+from memguard._frameworks.arrays import lifetimes
+from memguard._frameworks.arrays.base import Arrays
+from memguard._frameworks.arrays.compatibility import MOST_DIMENSIONS
+from memguard._frameworks.arrays.lifetimes import Offer
+from memguard._frameworks.arrays.view import DTYPES, View, row_major
 from memguard.errors import CannotShare
-from memguard.exchange import arguments, lifetimes, transfer
+from memguard.exchange import arguments, transfer
 from memguard.exchange.adapters import registry
 from memguard.exchange.adapters.attached import NAME, Attached
-from memguard.exchange.adapters.base import Arrays
-from memguard.exchange.compatibility import MOST_DIMENSIONS
 from memguard.exchange.ipc import server, wire
 from memguard.exchange.ipc.server import Export, charge
 from memguard.exchange.ipc.wire import BLOCK, FILE, NOTHING, Description
-from memguard.exchange.lifetimes import Offer
-from memguard.exchange.view import DTYPES, View, row_major
 
 if TYPE_CHECKING:
-    from memguard._base.specs import ArraysName
+    from memguard._base.framework_spec import ArraysName
 
 ANSWER_TIMEOUT = 10.0
 """Seconds in which an exporter must answer."""

@@ -18,8 +18,8 @@ import time
 from typing import Any, NamedTuple
 
 from memguard._devices.shared_memory import HANDLE_BYTES
-from memguard.exchange.compatibility import MOST_DIMENSIONS
-from memguard.exchange.view import DTYPES, View
+from memguard._frameworks.arrays.compatibility import MOST_DIMENSIONS
+from memguard._frameworks.arrays.view import DTYPES, View
 
 VERSION = 1
 LIMIT = 16 * 1024

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from memguard._base.specs import OVERHEADS, SECOND_CONTEXT, SPECS
+from memguard._base.framework_spec import OVERHEADS, SECOND_CONTEXT
+from memguard._base.specs import SPECS
 from memguard._base.units import MIB, format_size
 from memguard._frameworks.jax.adapter import as_mapping
 from memguard._tools.doctor.checks.cpu_only import kept_off

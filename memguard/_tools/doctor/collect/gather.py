@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 import shlex
 import sys
 import threading
@@ -13,23 +14,27 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from memguard._base import specs
 from memguard._base.specs import SPECS
 from memguard._devices.cuda_order import importable
 from memguard._tools.doctor.bounds import clip, printable
 from memguard._tools.doctor.collect import answers, machine
 from memguard._tools.doctor.facts import BudgetFacts, Driver, Facts
-from memguard._tools.doctor.probes import main
+from memguard._tools.doctor.probes import inventory, main
 from memguard.errors import FactsError, PlanError
 
 if TYPE_CHECKING:
     from memguard._budget import Budget
     from memguard._tools.doctor.collect.processes import Ended
 
-_FIRST = ("torch", "tensorflow", "jax")
-ORDER = (*_FIRST, *(name for name in SPECS if name not in _FIRST))
+ORDER = tuple(sorted(SPECS, key=lambda name: not SPECS[name].examined.brings_cuda))
 """The order in which they work in one process: PyTorch before TensorFlow."""
-_MODULES = {name: SPECS[name].module for name in ORDER}
-_LONGEST = ("tensorflow", "jax", "torch", "numba")
+PROBES: Mapping[str, Any] = {
+    "files": {**specs.files("probe"), "inventory": inventory.__file__},
+    "modules": {name: SPECS[name].module for name in ORDER},
+    "distributions": {name: SPECS[name].examined.distributions or re.escape(name) for name in ORDER},
+}
+"""What each process needs to know of the probes."""
 _TENSORFLOW_FIRST = ("tensorflow", "torch")
 _EACH = 1536 << 20
 """Bytes of a GPU that a probe may take: context, modules and libraries of all frameworks at once."""
@@ -125,8 +130,8 @@ class _Runner:
         # As in many programs: importing TensorFlow is enough to load its CUDA runtime.
         until = {"tensorflow": "import"} if tuple(probes) == _TENSORFLOW_FIRST else {}
         spec = {
+            **PROBES,
             "probes": list(probes),
-            "modules": _MODULES,
             "until": until,
             "path": list(self.path),
             "first": self.first,
@@ -169,8 +174,8 @@ def _first(runner: _Runner) -> tuple[Driver, answers.Installed]:
     with ThreadPoolExecutor(2) as pool:
         try:
             survey = pool.submit(runner.survey)
-            inventory = pool.submit(runner.run, ["inventory"], name="inventory")
-            return answers.driver(survey.result()), answers.installed(inventory.result(), runner.python)
+            found = pool.submit(runner.run, ["inventory"], name="inventory")
+            return answers.driver(survey.result()), answers.installed(found.result(), runner.python)
         except BaseException:  # Ctrl-C: leaving the pool waits for its threads
             runner.stop.set()
             raise
@@ -216,7 +221,7 @@ def _probe(runner: _Runner, driver: Driver, names: Sequence[str]) -> dict[tuple[
 
 def _by_length(name: str) -> int:
     """The longest probes first: they decide when all are done."""
-    return _LONGEST.index(name) if name in _LONGEST else len(_LONGEST)
+    return -SPECS[name].examined.length
 
 
 def at_once(driver: Driver, probes: int, cpus: int) -> int:

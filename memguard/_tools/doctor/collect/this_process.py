@@ -8,18 +8,13 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from memguard._base.specs import SPECS
+from memguard._base import specs
+from memguard._base.specs import CONTEXT_MAKER
 from memguard._devices import contexts, suspension
 from memguard._devices.nvml import Nvml
-from memguard._frameworks.jax.adapter import as_mapping
 from memguard._tools.doctor.facts import Process
 from memguard._tools.doctor.probes.main import libraries
 from memguard.errors import DeviceError
-
-_MODULES = {
-    "torch", "tensorflow", "jax", "jaxlib", "cupy", "pycuda", "pycuda.driver", "pycuda.autoinit",
-    "pycuda.autoprimaryctx", "pycuda.gl.autoinit", "numba", "numba.cuda", "rmm", "keras",
-}  # fmt: skip
 
 
 def process(uuids: Iterable[str]) -> Process:
@@ -27,8 +22,9 @@ def process(uuids: Iterable[str]) -> Process:
     from memguard._runtime.runtime import this
 
     session = this.session
+    known = {name for module in specs.modules("in_process") for name in module.IN_PROCESS.modules}
     return Process(
-        modules=tuple(name for name in list(sys.modules) if name in _MODULES),
+        modules=tuple(name for name in list(sys.modules) if name in known),
         libraries=tuple(libraries()),
         contexts=_bytes(uuids),
         foreign_context=_foreign(),
@@ -62,13 +58,13 @@ def _bytes(uuids: Iterable[str]) -> dict[str, int | None]:
 
 
 def _foreign() -> bool | None:
-    """Whether this thread's context, or the one that `pycuda.autoinit` made, is not a primary one; None if unknown.
+    """Whether this thread's context, or one that an import made, is not a primary one; None if unknown.
 
     The current context is not enough: the first call of the CUDA runtime, as PyTorch's, makes the primary one current.
     """
-    if suspension.now is not None or "pycuda.driver" not in sys.modules or not contexts.initialised():
+    if suspension.now is not None or CONTEXT_MAKER.hook not in sys.modules or not contexts.initialised():
         return None
-    made = getattr(getattr(sys.modules.get("pycuda.autoinit"), "context", None), "handle", None)
+    made = getattr(getattr(sys.modules.get(CONTEXT_MAKER.context_module), "context", None), "handle", None)
     known = {made if isinstance(made, int) else None, contexts.current_handle()} - {None}
     with contextlib.suppress(AttributeError, DeviceError):
         if known:
@@ -79,47 +75,10 @@ def _foreign() -> bool | None:
 def allocators(modules: Mapping[str, Any]) -> dict[str, str]:
     """What replaces a framework's own allocator, by framework. Asks only frameworks that are imported."""
     found: dict[str, str | None] = {}
-    for name, ask in (("torch", _torch), ("cupy", _cupy), ("jax", _jax), ("numba", _numba)):
+    for module in specs.modules("in_process"):
+        ask, name = module.IN_PROCESS.swapped, module.__name__.split(".")[2]
         try:
-            found[name] = ask(modules)
+            found[name] = ask(modules) if ask is not None else None
         except Exception:  # another version has it elsewhere: unknown
             found[name] = None
     return {name: swapped for name, swapped in found.items() if swapped is not None}
-
-
-def _torch(modules: Mapping[str, Any]) -> str | None:
-    memory = modules.get("torch.cuda.memory")
-    if memory is None or not hasattr(modules["torch"]._C, "_cuda_getAllocatorBackend"):
-        return None
-    backend = str(memory.get_allocator_backend())
-    return None if backend == "native" else backend
-
-
-def _cupy(modules: Mapping[str, Any]) -> str | None:
-    cupy = modules.get("cupy")
-    if cupy is None:
-        return None
-    allocator = cupy.cuda.get_allocator()
-    pool = getattr(allocator, "__self__", None)
-    if pool is not None and pool is cupy.get_default_memory_pool():
-        return None
-    owner = type(pool) if pool is not None else allocator
-    name = getattr(owner, "__qualname__", type(allocator).__qualname__)
-    module = str(getattr(owner, "__module__", type(allocator).__module__))
-    return None if module.startswith("memguard.") else f"{module}.{name}"
-
-
-def _jax(modules: Mapping[str, Any]) -> str | None:
-    """The allocator that its client options name, if no cap can be set on it."""
-    options = modules["jax"].config.jax_pjrt_client_create_options if "jax" in modules else None
-    allocator = str(as_mapping(options).get("allocator", ""))
-    return None if SPECS["jax"].allocators.why_uncapped(allocator) is None else allocator
-
-
-def _numba(modules: Mapping[str, Any]) -> str | None:
-    driver = modules.get("numba.cuda.cudadrv.driver")
-    manager = getattr(driver, "_memory_manager", None)
-    if manager is None or manager is getattr(driver, "NumbaCUDAMemoryManager", None):
-        return None
-    cls = manager if isinstance(manager, type) else type(manager)
-    return None if cls.__module__.startswith("memguard.") else f"{cls.__module__}.{cls.__qualname__}"

@@ -23,14 +23,6 @@ _PACKAGES = re.compile(
     r"^(torch|pytorch|tensorflow|tf-nightly|tf-keras|keras|jax|cupy|pycuda|numba|numpy|triton|nvidia-|cuda-|rmm|librmm"
     r"|cudnn|cupti|onnxruntime|memguard)"
 )
-_DISTRIBUTIONS = {
-    "torch": r"torch",
-    "tensorflow": r"tensorflow|tf-nightly",
-    "jax": r"jax",
-    "cupy": r"cupy",
-    "pycuda": r"pycuda",
-    "numba": r"numba",
-}
 
 
 def probe(report: ProbeReport) -> None:
@@ -38,8 +30,8 @@ def probe(report: ProbeReport) -> None:
         report.put(executable=sys.executable, python=".".join(str(part) for part in sys.version_info[:3]))
         distributions = list(_distributions())  # in the order of sys.path: of one name the first is imported
         report.put(packages={name: d.version for name, d in reversed(distributions) if _PACKAGES.match(name)})
-        for framework, module in (report.modules or {name: name for name in _DISTRIBUTIONS}).items():
-            pattern = _DISTRIBUTIONS.get(framework, re.escape(framework))
+        for framework, module in report.modules.items():
+            pattern = report.distributions[framework]
             ours = [(name, d) for name, d in distributions if re.match(pattern, name) and _installs(d, module, name)]
             # `import` does not find those further down the path.
             ours = [(name, d) for name, d in ours if _place(d) == _place(ours[0][1])]

@@ -1,8 +1,8 @@
 """Runs probes in a process of their own and reports to the parent: JSON lines on a pipe, one at a time.
 
 So what was read before a crash is known. stderr is left to the framework, and the parent keeps it. Started as
-`python FILE SPEC`; probes are loaded by their path, so that no file beside this one, such as torch.py, is found in
-place of a framework.
+`python FILE SPEC`; probes are loaded by their path, so that no file beside this one or them is found in place of a
+framework's.
 
 Nothing of the current folder is imported: a json.py there is somebody's file. What a program in that folder would find
 instead of a framework is looked for, and not run (`ProbeReport.beside`).
@@ -16,7 +16,7 @@ import sys
 if __name__ == "__main__":
     import _signal  # type: ignore[import-not-found]
 
-    # This folder has a torch.py. Python puts it first, unless it was told not to (-P, PYTHONSAFEPATH).
+    # Python puts this folder first, unless it was told not to (-P, PYTHONSAFEPATH): its files are no modules to find.
     if sys.path and os.path.realpath(sys.path[0]) == os.path.dirname(os.path.realpath(__file__)):
         del sys.path[0]
     # Ends a process whose parent was killed. By a built-in module, before anything can hang.
@@ -53,12 +53,12 @@ class Stopped(Exception):
 class ProbeReport:
     """Sends what one probe finds. `of`: the framework, if several share a process; `until`: the last step to run."""
 
-    def __init__(
-        self, fd: int, of: str = "", until: str | None = None, modules: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, fd: int, of: str = "", until: str | None = None) -> None:
         self._fd, self._of, self._until = fd, of, until
-        self.modules = modules or {}
+        self.modules: Mapping[str, str] = {}
         """What is imported to have a framework, by its name."""
+        self.distributions: Mapping[str, str] = {}
+        """How the names of the distributions begin that bring a framework, by its name: regular expressions."""
         self.beside: str | None = None
         """The folder whose modules a program finds before all others; None if it finds none there."""
         self._libraries: list[str] = []
@@ -158,10 +158,9 @@ def cudnn() -> str | None:
     return None
 
 
-def load(name: str) -> Any:
-    """The probe of that name beside this file, loaded under a name that no framework has; None if it has none."""
-    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{name}.py")
-    if not os.path.exists(path):
+def load(name: str, path: str | None) -> Any:
+    """The probe in that file, loaded under a name that no framework has; None without a file."""
+    if path is None:
         return None
     spec = importlib.util.spec_from_file_location(f"_memguard_probe_{name}", path)
     assert spec is not None and spec.loader is not None
@@ -188,9 +187,9 @@ def _beside(first: str | None) -> str | None:
 
 
 def main(spec: Mapping[str, Any]) -> None:
-    """Run the probes of `spec`: `fd` of the pipe, `probes` by name, `timeout`; optional are `modules`, what is imported
-    to have a framework, `until`, the last step of each probe, and `path`, the whole `sys.path`, or `first`, the
-    folder of the program."""
+    """Run the probes of `spec`: `fd` of the pipe, `probes` by name, `timeout`; optional are `files`, the path of each
+    probe, `modules` and `distributions`, what is imported to have a framework and what brings it, `until`, the last
+    step of each probe, and `path`, the whole `sys.path`, or `first`, the folder of the program."""
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 
@@ -207,11 +206,10 @@ def main(spec: Mapping[str, Any]) -> None:
     beside = None if spec.get("path") else _beside(spec.get("first"))
     probes = spec["probes"]
     for name in probes:
-        report = ProbeReport(
-            spec["fd"], name if len(probes) > 1 else "", spec.get("until", {}).get(name), spec.get("modules")
-        )
+        report = ProbeReport(spec["fd"], name if len(probes) > 1 else "", spec.get("until", {}).get(name))
+        report.modules, report.distributions = spec.get("modules", {}), spec.get("distributions", {})
         report.beside = beside
-        module = load(name)
+        module = load(name, spec.get("files", {}).get(name))
         with contextlib.suppress(Stopped), report.stage("probe", quiet=True):
             if module is None:
                 imports(report, name)

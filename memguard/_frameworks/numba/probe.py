@@ -8,7 +8,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from memguard._tools.doctor.probes.main import ProbeReport
+    from memguard._frameworks.probing import ProbeReport
 
 
 def probe(report: ProbeReport) -> None:

@@ -6,7 +6,7 @@ import os
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from memguard._tools.doctor.probes.main import ProbeReport
+    from memguard._frameworks.probing import ProbeReport
 
 
 def probe(report: ProbeReport) -> None:

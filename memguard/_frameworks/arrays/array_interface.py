@@ -7,8 +7,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from memguard._devices import contexts, streams
-from memguard.exchange.lifetimes import Lifetime
-from memguard.exchange.view import DTYPES, ITEM_SIZES, View, compact, dtype_of_typestr, in_elements, new_view, row_major
+from memguard._frameworks.arrays.lifetimes import Lifetime
+from memguard._frameworks.arrays.view import (
+    DTYPES,
+    ITEM_SIZES,
+    View,
+    compact,
+    dtype_of_typestr,
+    in_elements,
+    new_view,
+    row_major,
+)
 
 
 class Malformed(ValueError):

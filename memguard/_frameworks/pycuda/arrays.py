@@ -14,12 +14,12 @@ import threading
 from typing import Any, ClassVar
 
 from memguard._devices import contexts, copies, streams
+from memguard._frameworks.arrays import array_interface
+from memguard._frameworks.arrays.base import Arrays, Before
+from memguard._frameworks.arrays.compatibility import Layout, Traits
+from memguard._frameworks.arrays.lifetimes import Lifetime, Offer, new_offer
+from memguard._frameworks.arrays.view import ITEM_SIZES, NUMPY_DTYPES, View, in_bytes
 from memguard._frameworks.pycuda.streams import may_be_aside
-from memguard.exchange.adapters import array_interface
-from memguard.exchange.adapters.base import Arrays, Before
-from memguard.exchange.compatibility import Layout, Traits
-from memguard.exchange.lifetimes import Lifetime, Offer, new_offer
-from memguard.exchange.view import ITEM_SIZES, NUMPY_DTYPES, View, in_bytes
 
 
 class PyCUDAArrays(Arrays):

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from memguard.exchange import dlpack
-from memguard.exchange.adapters.base import Arrays, Before
-from memguard.exchange.compatibility import Layout, Obstacle, Traits
-from memguard.exchange.lifetimes import Lifetime, Offer, new_offer
-from memguard.exchange.view import DTYPES, View, new_view
+from memguard._frameworks.arrays import dlpack
+from memguard._frameworks.arrays.base import Arrays, Before
+from memguard._frameworks.arrays.compatibility import Layout, Obstacle, Traits
+from memguard._frameworks.arrays.lifetimes import Lifetime, Offer, new_offer
+from memguard._frameworks.arrays.view import DTYPES, View, new_view
 
 
 class TorchArrays(Arrays):

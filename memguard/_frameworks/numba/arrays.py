@@ -11,11 +11,11 @@ import sys
 from typing import Any, ClassVar
 
 from memguard._devices import contexts, copies, streams
-from memguard.exchange.adapters import array_interface
-from memguard.exchange.adapters.base import Arrays, Before
-from memguard.exchange.compatibility import Layout, Traits
-from memguard.exchange.lifetimes import Lifetime, Offer, new_offer
-from memguard.exchange.view import NUMPY_DTYPES, View
+from memguard._frameworks.arrays import array_interface
+from memguard._frameworks.arrays.base import Arrays, Before
+from memguard._frameworks.arrays.compatibility import Layout, Traits
+from memguard._frameworks.arrays.lifetimes import Lifetime, Offer, new_offer
+from memguard._frameworks.arrays.view import NUMPY_DTYPES, View
 
 
 class NumbaArrays(Arrays):

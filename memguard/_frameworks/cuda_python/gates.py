@@ -1,7 +1,7 @@
-"""Which functions of cuda-python (`cuda.bindings`, `cuda.core`) and RMM wait while the process is off its GPUs.
+"""Which functions of cuda-python (`cuda.bindings`, `cuda.core`) wait while the process is off its GPUs.
 
-Who holds the GIL was not read or measured. `cuda.core` and RMM call the driver in C, past those names. Numba
-uses both. Methods that start with two underscores are left out where the type is written in C.
+Who holds the GIL was not read or measured. `cuda.core` calls the driver in C, past those names. Numba uses both.
+Methods that start with two underscores are left out where the type is written in C.
 """
 
 from __future__ import annotations
@@ -124,34 +124,5 @@ GATES = (
             *kinds("cuda.core._memory._buffer", "cuMemFreeAsync", "Buffer MemoryResource"),
             *kinds("cuda.core.graph._graph_builder", "cuGraphExecDestroy", "Graph"),
         ),
-    ),
-    Gates(
-        hook="rmm",
-        waits=(
-            *entries(
-                "rmm.pylibrmm.stream",
-                "crash",
-                "cuStreamSynchronize, cuStreamQuery",
-                "Stream.synchronize Stream.is_done",
-                optional=True,
-            ),
-            *entries(
-                "rmm.pylibrmm.memory_resource",
-                "crash",
-                "cuMemAllocAsync with an asynchronous resource",
-                "DeviceMemoryResource.allocate DeviceMemoryResource.deallocate",
-                optional=True,
-            ),
-            *entries(
-                "rmm.pylibrmm.device_buffer",
-                "wait",
-                "cuMemcpyAsync, then cuStreamSynchronize",
-                "DeviceBuffer.copy_to_host DeviceBuffer.copy_from_host DeviceBuffer.copy_from_device"
-                " DeviceBuffer.tobytes DeviceBuffer.reserve DeviceBuffer.resize to_device copy_ptr_to_host"
-                " copy_host_to_ptr copy_device_to_ptr",
-                optional=True,
-            ),
-        ),
-        kept=kinds("rmm.pylibrmm.device_buffer", "cuMemFreeAsync", "DeviceBuffer"),
     ),
 )

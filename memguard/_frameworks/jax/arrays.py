@@ -10,12 +10,12 @@ import sys
 from typing import Any, ClassVar
 
 from memguard._devices import streams
+from memguard._frameworks.arrays import dlpack
+from memguard._frameworks.arrays.base import Arrays, Before
+from memguard._frameworks.arrays.compatibility import Layout, Traits
+from memguard._frameworks.arrays.lifetimes import Lifetime, Offer, new_offer
+from memguard._frameworks.arrays.view import DTYPES, View, dtype_name, new_view, row_major
 from memguard.errors import CannotShare
-from memguard.exchange import dlpack
-from memguard.exchange.adapters.base import Arrays, Before
-from memguard.exchange.compatibility import Layout, Traits
-from memguard.exchange.lifetimes import Lifetime, Offer, new_offer
-from memguard.exchange.view import DTYPES, View, dtype_name, new_view, row_major
 
 _GPUS = ("gpu", "cuda")
 _ON_THE_HOST = ("pinned_host", "unpinned_host")

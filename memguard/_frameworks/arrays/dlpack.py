@@ -12,8 +12,8 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from memguard.exchange.lifetimes import Lifetime
-from memguard.exchange.view import DTYPES, View, compact, dtype_of_code, new_view, row_major
+from memguard._frameworks.arrays.lifetimes import Lifetime
+from memguard._frameworks.arrays.view import DTYPES, View, compact, dtype_of_code, new_view, row_major
 
 CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13  # DLDeviceType
 _KINDS = (CPU, CUDA, CUDA_HOST, CUDA_MANAGED)

@@ -1,7 +1,6 @@
-"""What a framework's arrays are to the exchange: one class in one file, with this contract.
+"""What a framework's arrays are to the exchange: one class in `arrays.py` of its folder, with this contract.
 
-To add one, write a file here and a line in `registry.py`; `tests/contract` and `tests/gpu/test_exchange.py` go over
-all.
+Its row names the class (`Exchanged`); `tests/contract` and `tests/gpu/test_exchange.py` go over all.
 
 - A framework is imported only in its own file, inside methods. `owns` is called only if it is imported already.
 - `offer` reads an array and does not wait for work on it. It raises CannotShare if not even a copy helps (sparse,
@@ -18,11 +17,11 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from memguard._devices import contexts, streams
+from memguard._frameworks.arrays import array_interface
+from memguard._frameworks.arrays.compatibility import Layout, Obstacle, Traits
+from memguard._frameworks.arrays.lifetimes import Lifetime, Offer
+from memguard._frameworks.arrays.view import DTYPES, View, dtype_name, in_elements
 from memguard.errors import CannotShare
-from memguard.exchange.adapters import array_interface
-from memguard.exchange.compatibility import Layout, Obstacle, Traits
-from memguard.exchange.lifetimes import Lifetime, Offer
-from memguard.exchange.view import DTYPES, View, dtype_name, in_elements
 
 Before = Callable[["int | None"], None]
 """Makes a stream wait until the memory is ready; None: the host."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from memguard._base.specs import SPECS
-from memguard.exchange.view import ITEM_SIZES, View, compact
+from memguard._frameworks.arrays.view import ITEM_SIZES, View, compact
 
 MOST_DIMENSIONS = 64
 """NumPy's limit: NumPy makes the DLPack capsules."""
@@ -30,7 +30,7 @@ class Layout(Enum):
 class Traits:
     """What a framework's arrays can be.
 
-    title         its name in sentences: of the six, the one in `_base.specs`
+    title         its name in sentences: of a framework of the budget, the one in its row
     alignment, host_alignment  its addresses must be multiples of this many bytes, on a GPU and on the host. On a GPU
                   they must also be multiples of the element size: a kernel that reads any other address ends the
                   context for the whole process

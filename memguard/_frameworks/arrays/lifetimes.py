@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 from memguard._base.logs import log as _log
 from memguard._devices import streams, suspension
 from memguard._devices.streams import LEGACY, PER_THREAD, Mark
+from memguard._frameworks.arrays.view import View
 from memguard.errors import DeviceError, Suspended
-from memguard.exchange.view import View
 
 _POLL, _REST = 0.001, 0.1
 """Seconds between two checks of work that must end before memory is released; while the process is off its GPUs."""

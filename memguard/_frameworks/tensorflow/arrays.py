@@ -11,11 +11,11 @@ import importlib
 import sys
 from typing import Any, ClassVar, NamedTuple
 
-from memguard.exchange import dlpack
-from memguard.exchange.adapters.base import Arrays, Before
-from memguard.exchange.compatibility import Layout, Traits
-from memguard.exchange.lifetimes import Lifetime, Offer, new_offer
-from memguard.exchange.view import DTYPES, NO_FLOAT8, View
+from memguard._frameworks.arrays import dlpack
+from memguard._frameworks.arrays.base import Arrays, Before
+from memguard._frameworks.arrays.compatibility import Layout, Traits
+from memguard._frameworks.arrays.lifetimes import Lifetime, Offer, new_offer
+from memguard._frameworks.arrays.view import DTYPES, NO_FLOAT8, View
 
 _EAGER = "EagerTensor"
 

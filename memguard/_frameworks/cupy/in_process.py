@@ -1,0 +1,79 @@
+"""What a process that has imported CuPy can tell of it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+from memguard._devices import contexts
+from memguard._frameworks.in_process import InProcess, Modules, Objects, Question, count
+
+_COMMUNICATORS = "cupyx.distributed._nccl_comm"
+_IMPLICIT = 906  # cudaErrorStreamCaptureImplicit: the null stream may not be asked during a capture
+
+
+def _groups(_: Modules, objects: Objects) -> Iterator[str]:
+    groups = sum(getattr(one, "_comm", True) is not None for one in objects.get(_COMMUNICATORS, ()))
+    if groups:
+        yield f"cupyx.distributed: {count(groups, 'communicator')}"
+
+
+def _captures(modules: Modules, _: Objects) -> Iterator[str]:
+    cupy = modules.get("cupy")
+    if cupy is None or contexts.current() is None:
+        return
+    try:
+        captured = cupy.cuda.get_current_stream().is_capturing()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        captured = error.status == _IMPLICIT
+    if captured:
+        yield "cupy: a capture is under way"
+
+
+def _capturing(modules: Modules) -> bool:
+    cupy = modules.get("cupy")
+    return cupy is not None and contexts.current() is not None and bool(cupy.cuda.get_current_stream().is_capturing())
+
+
+def _work_areas(modules: Modules) -> int | None:
+    """What its cache of FFT plans holds of its pool.
+
+    Each thread has a cache for each GPU. They are not cleared, as a CUDA graph may go on using a plan's work area.
+    """
+    cache = modules.get("cupy.fft._cache")
+    return None if cache is None else int(cache.get_plan_cache().get_curr_memsize())
+
+
+def _ranks(modules: Modules) -> int | None:
+    """Of `cupyx.distributed`, which keeps no list of its communicators."""
+    kind = getattr(modules.get(_COMMUNICATORS), "NCCLBackend", None)
+    if kind is None:
+        return None
+    sizes = [int(getattr(one, "_n_devices", 0)) for one in gc.get_objects() if type(one) is kind]
+    return max(sizes, default=None)
+
+
+def _swapped(modules: Modules) -> str | None:
+    cupy = modules.get("cupy")
+    if cupy is None:
+        return None
+    allocator = cupy.cuda.get_allocator()
+    pool = getattr(allocator, "__self__", None)
+    if pool is not None and pool is cupy.get_default_memory_pool():
+        return None
+    owner = type(pool) if pool is not None else allocator
+    name = getattr(owner, "__qualname__", type(allocator).__qualname__)
+    module = str(getattr(owner, "__module__", type(allocator).__module__))
+    return None if module.startswith("memguard.") else f"{module}.{name}"
+
+
+IN_PROCESS = InProcess(
+    modules=("cupy",),
+    held=((_COMMUNICATORS, "NCCLBackend"),),
+    communicators=(Question("CuPy's communicators", _groups),),
+    captures=(Question("whether CuPy captures a CUDA graph", _captures),),
+    capturing=_capturing,
+    work_areas=_work_areas,
+    ranks=("cupyx.distributed", _ranks),
+    swapped=_swapped,
+)

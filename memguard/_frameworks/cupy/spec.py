@@ -1,0 +1,35 @@
+"""CuPy's row: what memguard knows of it, as data."""
+
+from memguard._base.framework_spec import ErrorPattern, Exchanged, FrameworkSpec
+from memguard._base.units import MIB
+
+SPEC = FrameworkSpec(
+    name="cupy",
+    title="CuPy",
+    place=30,
+    module="cupy",
+    adapter="CuPy",
+    colour="#cc79a7",
+    terminal_colour="bright_green",
+    tells_peak=False,
+    exchanged=Exchanged("CuPyArrays", short=("cp",), packages=("cupyx",), compacts=True),
+    joint="JointCuPy",
+    # 94 MiB beside others, 60 more with cuBLAS, 24 with cuFFT, 100 with cuSOLVER.
+    modules=262 * MIB,
+    workspace=320 * MIB,
+    first_uses=(("cublas", 60 * MIB), ("cufft", 24 * MIB), ("cusolver", 100 * MIB)),
+    cap_is="the limit of its memory pool",
+    allocator="cupy",
+    simulates=("MemoryPool",),
+    aliases=("cupy-cuda12x", "cupy-cuda13x"),
+    families=("cupy", "cupy_backends"),
+    errors=(
+        ErrorPattern("pinned", True, "CuPy falls back to a copy without it", "pinned memory .*could not be allocated"),
+        ErrorPattern("gpu", True, "CuPy's own type", type=r"^cupy\..*OutOfMemoryError$", refused=True),
+    ),
+    size_attribute="_size",
+    figures=(("held", r"allocated so far: ([\d,]+ bytes)"),),
+    install="cupy-cuda13x",
+    own_trim="cupy.get_default_memory_pool().free_all_blocks()",
+    asks=True,
+)

@@ -1,0 +1,36 @@
+"""What a process that has imported JAX can tell of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from memguard._frameworks.in_process import InProcess, Modules, Objects, Question
+from memguard._frameworks.jax.spec import SPEC
+
+
+def _profilers(modules: Modules, _: Objects) -> Iterator[str]:
+    profiler = modules.get("jax._src.profiler")
+    if profiler is not None and profiler._profile_state.profile_session is not None:
+        yield "jax.profiler runs"
+
+
+def _ranks(modules: Modules) -> int | None:
+    state = getattr(modules.get("jax._src.distributed"), "global_state", None)
+    return None if getattr(state, "client", None) is None else int(getattr(state, "num_processes", None) or 1)
+
+
+def _swapped(modules: Modules) -> str | None:
+    """The allocator that its client options name, if no cap can be set on it."""
+    from memguard._frameworks.jax.adapter import as_mapping
+
+    options = modules["jax"].config.jax_pjrt_client_create_options if "jax" in modules else None
+    allocator = str(as_mapping(options).get("allocator", ""))
+    return None if SPEC.allocators.why_uncapped(allocator) is None else allocator
+
+
+IN_PROCESS = InProcess(
+    modules=("jax", "jaxlib"),
+    profilers=(Question("whether JAX's profiler runs", _profilers),),
+    ranks=("jax.distributed", _ranks),
+    swapped=_swapped,
+)

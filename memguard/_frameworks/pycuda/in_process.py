@@ -1,0 +1,9 @@
+"""What a process that has imported PyCUDA can tell of it."""
+
+from __future__ import annotations
+
+from memguard._frameworks.in_process import InProcess
+
+IN_PROCESS = InProcess(
+    modules=("pycuda", "pycuda.driver", "pycuda.autoinit", "pycuda.autoprimaryctx", "pycuda.gl.autoinit")
+)

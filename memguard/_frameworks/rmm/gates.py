@@ -1,0 +1,41 @@
+"""Which functions of RMM wait while the process is off its GPUs.
+
+Who holds the GIL was not read or measured. RMM calls the driver in C. Methods that start with two underscores are left
+out, as its types are written in C.
+"""
+
+from __future__ import annotations
+
+from memguard._frameworks.gated import Gates, entries, kinds
+
+GATES = (
+    Gates(
+        hook="rmm",
+        waits=(
+            *entries(
+                "rmm.pylibrmm.stream",
+                "crash",
+                "cuStreamSynchronize, cuStreamQuery",
+                "Stream.synchronize Stream.is_done",
+                optional=True,
+            ),
+            *entries(
+                "rmm.pylibrmm.memory_resource",
+                "crash",
+                "cuMemAllocAsync with an asynchronous resource",
+                "DeviceMemoryResource.allocate DeviceMemoryResource.deallocate",
+                optional=True,
+            ),
+            *entries(
+                "rmm.pylibrmm.device_buffer",
+                "wait",
+                "cuMemcpyAsync, then cuStreamSynchronize",
+                "DeviceBuffer.copy_to_host DeviceBuffer.copy_from_host DeviceBuffer.copy_from_device"
+                " DeviceBuffer.tobytes DeviceBuffer.reserve DeviceBuffer.resize to_device copy_ptr_to_host"
+                " copy_host_to_ptr copy_device_to_ptr",
+                optional=True,
+            ),
+        ),
+        kept=kinds("rmm.pylibrmm.device_buffer", "cuMemFreeAsync", "DeviceBuffer"),
+    ),
+)

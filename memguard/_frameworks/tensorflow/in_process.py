@@ -1,0 +1,19 @@
+"""What a process that has imported TensorFlow can tell of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from memguard._frameworks.in_process import InProcess, Modules, Objects, Question
+
+
+def _profilers(modules: Modules, _: Objects) -> Iterator[str]:
+    profiler = modules.get("tensorflow.python.profiler.profiler_v2")
+    if profiler is not None and profiler._profiler is not None:
+        yield "tf.profiler runs"
+
+
+IN_PROCESS = InProcess(
+    modules=("tensorflow", "keras"),
+    profilers=(Question("whether TensorFlow's profiler runs", _profilers),),
+)
