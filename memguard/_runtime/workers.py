@@ -18,6 +18,7 @@ from memguard._base.blocks import End
 from memguard._base.types import Device, Event, Plan, Room, Sample, WorkloadReport
 from memguard._guard.guard import Guard
 from memguard._ledger.types import Ledger
+from memguard._oom.refusal import RefusalCounts
 from memguard.errors import NotActive
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ class IdleGuard(_Inactive):
         self.why, self.given = why, given
         self.notes, self.permanent = [why], []
         self.plan = Plan((), notes=(why,))
-        self.sharing, self.trims = None, Counter()
+        self.sharing, self.trims, self.refusals = None, Counter(), RefusalCounts()
 
     def __getattr__(self, name: str) -> Any:
         if name != "budget":

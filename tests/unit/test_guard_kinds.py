@@ -18,7 +18,7 @@ NAMES: dict[str, tuple[Any, ...] | None] = {
     "active": None, "budget": None, "busy": (), "forked": (), "frameworks": None, "host": None, "last_sample": (),
     "ledger": (), "make_room": ("torch", 1), "movable": ("torch",), "moved": (), "notes": None,
     "open_bytes": ("torch", "UUID"), "own_plan": None, "part": ("UUID",), "peaks": (), "permanent": None, "plan": None,
-    "promised": ("torch", "UUID", 0), "reclaimable": (), "refused": ("torch", "UUID", 0.0, 1), "require": ("torch", 1),
+    "promised": ("torch", "UUID", 0), "reclaimable": (), "refusals": None, "require": ("torch", 1),
     "resize": ("torch", 1), "sample": (), "set_cap": ("torch", "UUID", 1), "settle": (Sample(0.0, ()),),
     "sharing": None, "start": (), "stop": (), "trim": (), "trims": None, "undone": None, "workload": ("step",),
 }  # fmt: skip
