@@ -17,7 +17,6 @@ from memguard.errors import MemguardError, NotActive, Suspended
 
 WHY = "no budget is active: MEMGUARD_DISABLE is set"
 NAMES: dict[str, tuple[Any, ...] | None] = {
-<<<<<<< HEAD
     "active": None, "admission": None, "begin_workload": ("step", "torch", None, None),
     "begin_workload_in_loop": ("step", "torch", None, None), "budget": None, "busy": (), "callbacks": None,
     "caps": None, "elastic": None, "forked": (), "frameworks": None, "host": None, "last_sample": (), "ledger": (),
@@ -27,14 +26,6 @@ NAMES: dict[str, tuple[Any, ...] | None] = {
     "reserved_not_taken": ("torch", "UUID"), "resize": ("torch", 1), "resumed": (), "sample": (), "sharing": None,
     "start": (), "stop": (), "suspend": (None, None, None), "trim": (), "trims": None, "undo": None, "undone": None,
     "workload": ("step",),
-=======
-    "active": None, "budget": None, "busy": (), "forked": (), "frameworks": None, "host": None, "last_sample": (),
-    "ledger": (), "make_room": ("torch", 1), "movable": ("torch",), "moved": (), "notes": None,
-    "open_bytes": ("torch", "UUID"), "own_plan": None, "part": ("UUID",), "peaks": (), "permanent": None, "plan": None,
-    "promised": ("torch", "UUID", 0), "reclaimable": (), "refusals": None, "require": ("torch", 1),
-    "resize": ("torch", 1), "sample": (), "set_cap": ("torch", "UUID", 1), "settle": (Sample(0.0, ()),),
-    "sharing": None, "start": (), "stop": (), "trim": (), "trims": None, "undone": None, "workload": ("step",),
->>>>>>> refusal
 }  # fmt: skip
 """Every public name of a guard: the arguments of a call, or None for an attribute."""
 PARTS = {"admission", "callbacks", "caps", "elastic", "reader", "undo"}
