@@ -305,7 +305,7 @@ def stand_in(monkeypatch: Any, driver: Driver | None = None) -> Driver:
     lifetimes._open.clear()
     lifetimes._parked.clear()
     monkeypatch.setattr(contexts, "_initialised", driver)
-    monkeypatch.setattr(contexts, "_lost", False)
+    monkeypatch.setattr(contexts, "lost", False)
     monkeypatch.setattr(contexts, "_primaries", {})
     monkeypatch.setattr(streams, "_idle", {})
     return driver

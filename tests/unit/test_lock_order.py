@@ -15,12 +15,12 @@ from guards import simulated
 from waiting import until
 
 import memguard
-from memguard import api
 from memguard._base import locks
 from memguard._base.locks import InterruptSafeLock, Rank, Turn, ranked
 from memguard._base.units import GIB
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory
 from memguard._node.suspend import own
+from memguard._runtime.runtime import this
 
 HERE = os.path.dirname(str(memguard.__file__)) + os.sep
 held = threading.local()
@@ -102,7 +102,7 @@ class Order:
 def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[Order]:
     found = Order()
     monkeypatch.setattr(locks, "check_order", found)
-    monkeypatch.setattr(api, "_lock", ranked(InterruptSafeLock(), Rank.RUNTIME))
+    monkeypatch.setattr(this, "lock", ranked(InterruptSafeLock(), Rank.RUNTIME))
     monkeypatch.setattr(own, "_turn", Turn(rank=Rank.SUSPENSION))
     yield found
     memguard.shutdown()

@@ -352,7 +352,7 @@ def _refuse_here() -> None:
     for kind, (pid, reason, fix) in [*suspension.forbidden.items()]:
         if pid == os.getpid():
             raise CannotSuspend([(kind, reason, fix)])
-    if contexts._lost or this.was_forked:
+    if contexts.lost or this.was_forked:
         reason = "this process was forked from one that uses CUDA, and has no GPU of its own"
         raise CannotSuspend(
             [("forked", reason, "suspend the parent, or start children with multiprocessing's 'spawn'")]
