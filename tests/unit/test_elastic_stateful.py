@@ -121,6 +121,27 @@ TestElastic.settings = settings(
 )
 
 
+def test_require_grants_tensorflow_what_only_its_own_pieces_can_refuse() -> None:
+    """TensorFlow does not say what it holds, so its live arrays count: `require` refuses only what is sure to fail.
+
+    Its arrays keep two regions of 256 MiB. The second has one byte in use, and torch too holds more than its arrays.
+    """
+    run = Elastic()
+    run.begin(seed=433)
+    try:
+        for size in (1, MIB + 1, 1911 * MIB):
+            run.require("torch", size)
+        for size in (156 * MIB, 1, 1365 * MIB):
+            run.require("tensorflow", size)
+            run.caps_keep_the_rules()
+        entry, figures = run.log[-1], run.runner.frameworks["tensorflow"].stats(run.runner.gpu)
+        assert entry.refused is not None and entry.size == 1365 * MIB, "granted, and not served"
+        assert figures.in_use + entry.size <= run.terms.least("tensorflow") < figures.held + entry.size
+        assert in_the_way(run.play.books, entry) == ["tensorflow"]
+    finally:
+        run.teardown()
+
+
 # The lending rule alone
 
 STEPS, PARTS = 1_000_000, 10
