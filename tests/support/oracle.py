@@ -200,7 +200,8 @@ def judge(log: Iterable[Entry], terms: Terms) -> Verdicts:
 
 
 def in_the_way(books: Books, entry: Entry) -> list[str]:
-    """The frameworks that block a request for which there would be room; empty if none does."""
+    """The frameworks that block a request for which there would be room; empty if none does. Others block it only if
+    what they hold keeps the requester below its max."""
     terms, name = books.terms, entry.framework
     assert entry.trimmed is not None, "the runner looks at what stays held wherever the request would fit"
     held = {one: _pinned(books, one, size) for one, size in entry.trimmed.items()}
@@ -210,7 +211,7 @@ def in_the_way(books: Books, entry: Entry) -> list[str]:
         return _in_the_way_on_the_card(books, entry, held)
     stuck = [one for one in held if one != name and up(held[one]) > max(terms.least(one), books.live(one))]
     own = needed > books.live(name) + rounded(name, entry.size)
-    return [*(stuck if needed > terms.least(name) else ()), *([name] if own else ())]
+    return [*(stuck if allowed < terms.most(name) else ()), *([name] if own else ())]
 
 
 def _card_is_full(books: Books, entry: Entry) -> bool:

@@ -94,8 +94,14 @@ class Elastic(RuleBasedStateMachine):
         entry, books = self.log[-1], self.play.books
         if entry.refused is None:
             return
-        if entry.trimmed is not None:
-            assert in_the_way(books, entry) == [name], f"require granted {size} bytes to {name}"
+        if entry.trimmed is not None:  # the room was in pieces, of its own at least
+            who, own = in_the_way(books, entry), self.runner.frameworks[name]
+            assert name in who, f"require granted {size} bytes to {name}"
+            if own.model.silent:  # nobody knows its pieces
+                assert who == [name], f"require granted {size} bytes to {name}"
+            else:  # others may keep it from growing: its own pieces together were enough
+                figures = own.stats(self.runner.gpu)
+                assert size <= figures.held - figures.in_use, f"require granted {size} bytes to {name}"
         else:  # there is no room, because of how allocators round
             assert not SPECS[name].pads, f"{name} serves no request from what blocks were rounded up by"
             asked = sum(nbytes for one, nbytes, _ in self.play.arrays.values() if one == name)
@@ -119,6 +125,50 @@ TestElastic = Elastic.TestCase
 TestElastic.settings = settings(
     max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
+
+
+def test_require_grants_tensorflow_what_only_its_own_pieces_can_refuse() -> None:
+    """TensorFlow does not say what it holds, so its live arrays count: `require` refuses only what is sure to fail.
+
+    Its arrays keep two regions of 256 MiB. The second has one byte in use, and torch too holds more than its arrays.
+    """
+    run = Elastic()
+    run.begin(seed=433)
+    try:
+        for size in (1, MIB + 1, 1911 * MIB):
+            run.require("torch", size)
+        for size in (156 * MIB, 1, 1365 * MIB):
+            run.require("tensorflow", size)
+            run.caps_keep_the_rules()
+        entry, figures = run.log[-1], run.runner.frameworks["tensorflow"].stats(run.runner.gpu)
+        assert entry.refused is not None and entry.size == 1365 * MIB, "granted, and not served"
+        assert figures.in_use + entry.size <= run.terms.least("tensorflow") < figures.held + entry.size
+        assert in_the_way(run.play.books, entry) == ["tensorflow"]
+    finally:
+        run.teardown()
+
+
+def test_require_grants_what_own_pieces_may_serve_though_a_sibling_keeps_others() -> None:
+    """`require` counts what CuPy has free in pieces. An array needs one piece, and torch's keep CuPy from growing."""
+    run = Elastic()
+    run.begin(seed=433)
+    try:
+        for number, (name, first, size) in enumerate((("torch", 3000, 20), ("cupy", 2000, 1000))):
+            run.allocate(name, first * MIB)
+            run.log.append(run.play.free(run.numbers, run.numbers))
+            run.allocate(name, size * MIB)
+            if number:
+                run.allocate(name, 20 * MIB)
+                run.log.append(run.play.free(run.numbers, run.numbers - 1))
+        run.allocate("pycuda", 4000 * MIB)
+        run.allocate("numba", 4000 * MIB)
+        run.require("cupy", 1500 * MIB)
+        run.caps_keep_the_rules()
+        entry = run.log[-1]
+        assert entry.refused is not None and entry.size == 1500 * MIB, "granted, and not served"
+        assert in_the_way(run.play.books, entry) == ["torch", "cupy"]
+    finally:
+        run.teardown()
 
 
 # The lending rule alone

@@ -202,6 +202,17 @@ def test_pools_that_never_shrink_are_blocked_by_their_own_pieces() -> None:
     assert judge(log, AGREED).avoidable
 
 
+def test_nobody_else_is_named_where_the_max_itself_is_too_small() -> None:
+    """What others hold in pieces matters only while it keeps a cap below its max: TensorFlow's is always at its max."""
+    torch, pieces = served("torch", 20 * MIB), {"torch": 500 * MIB}
+    log = [torch, served("tensorflow", 20 * MIB), refused("tensorflow", 60 * MIB, tensorflow=90 * MIB, **pieces)]
+    assert judge(log, AGREED).fragments == {"tensorflow": 1}
+    log = [torch, served("cupy", 20 * MIB), refused("cupy", 400 * MIB, cupy=202 * MIB, torch=300 * MIB)]
+    assert judge(log, AGREED).fragments == {"cupy": 1}
+    log[-1] = refused("cupy", 400 * MIB, cupy=200 * MIB, **pieces)
+    assert judge(log, AGREED).fragments == {"torch": 1, "cupy": 1}, "CuPy's max would be enough"
+
+
 def test_what_a_pool_keeps_for_good_is_no_excuse_for_more() -> None:
     agreed = AGREED._replace(shares={**SHARES, "pycuda": (100 * MIB, 600 * MIB)}, kept={"pycuda": PAGE})
     bin_of_496 = 496 * MIB - 1
