@@ -73,7 +73,7 @@ class ElasticCaps:
             return self.reclaimer.make_room(where, framework, needed)
 
     def shortage(self, shortage: Shortage) -> bool:
-        """Make room for a request that an allocator cannot serve. Adapters call it. True if they should retry.
+        """Make room for a request that an allocator cannot serve. Returns True if the calling adapter should try again.
 
         It runs within the allocation, on the allocating thread, which holds no lock of an adapter. It makes no room if
         that thread holds the guard's lock already, or if another thread holds it for `_PATIENCE` seconds.
@@ -264,9 +264,9 @@ class ElasticCaps:
 
         On a background thread (an `on_event` or `on_sample` callback that trims) nothing is freed while communicators
         live. Freeing synchronizes with all work on the GPU, including collectives that wait for other ranks. It also
-        holds the allocator's lock, for which the thread that launches the next collective may be waiting. On the
-        program's own threads trims are allowed: the program requested one, or its allocation would fail otherwise, and
-        PyTorch would free its cache there with the same call. Moving a cap frees nothing and is always allowed.
+        holds the allocator's lock, for which the thread that launches the next collective may be waiting. The program's
+        own threads may trim outside a capture: the program requested the trim, or its allocation would fail otherwise,
+        and PyTorch would free its cache there with the same call. Moving a cap frees nothing and is always allowed.
         """
         if self._caps.off is not None:  # a process with a capture or communicators cannot be suspended
             return None

@@ -102,7 +102,7 @@ class AdmissionOnDemand:
         return 0 if self._made is None else self._made.not_taken_now(framework, uuid)
 
     def wake(self) -> None:
-        """Make all waiting workloads retry."""
+        """Make all waiting workloads try again."""
         if self._made is not None:
             self._made.queue.wake()
 

@@ -37,7 +37,7 @@ class Ticket:
         self._wake: Callable[[], object] = functools.partial(self._woken.put, None)  # no reference cycle: freed at once
 
     def wake(self) -> None:
-        """Make the workload retry. Callable on any thread, in a signal handler and in a finalizer."""
+        """Make the workload try again. Callable on any thread, in a signal handler and in a finalizer."""
         with contextlib.suppress(RuntimeError):  # the event loop is closed
             self._wake()
 

@@ -35,7 +35,7 @@ class Reserved(Protocol):
         """Bytes that the framework's workloads have reserved and not yet allocated, computed from `in_use`."""
 
     def wake(self) -> None:
-        """Make all waiting workloads retry."""
+        """Make all waiting workloads try again."""
 
 
 class Sibling(Protocol):
