@@ -29,7 +29,7 @@ _FIRST, _LAST = 0.05, 0.5
 """Seconds between two attempts of a waiting workload, doubling from the first value to the last. The end of another
 workload triggers an attempt at once."""
 _LOOKS = 4
-"""Readings in one attempt, because workloads may begin, end and allocate between two readings."""
+"""The most readings in one attempt. Workloads may begin, end and allocate between two readings."""
 
 
 _TRIES = 1000

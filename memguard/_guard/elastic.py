@@ -113,7 +113,8 @@ class ElasticCaps:
         if why is None or why.kind in _BUSY or asked is None:
             return why
         needed, cap = (request.held or 0) - (request.reclaimable or 0) + asked, request.cap or 0
-        most = max(cap, part.elastic.get(name, (0, 0))[1]) if cap == part.caps.get(name) else cap  # else the user's
+        # A cap other than the plan's was set by the user in the framework itself, and cannot rise.
+        most = max(cap, part.elastic.get(name, (0, 0))[1]) if cap == part.caps.get(name) else cap
         full = request.free is not None and request.free < asked
         if why.kind is NoHelp.NOT_ASKED and full and usages:
             full = (request.free or 0) + sum(one.most for one in lending.reclaimable_caches(usages, name)) >= asked
@@ -202,7 +203,7 @@ class ElasticCaps:
         return policy.resized(self._caps.plan, framework, size, held, short)
 
     def _held(self, part: DevicePlan) -> dict[str, int]:
-        """What each framework of the budget holds on one GPU, in bytes."""
+        """The bytes that each framework of the budget holds on one GPU."""
         return {name: policy.known_held(one.usage(part.device)) for name, one in self._caps.frameworks.items()}
 
     def trim(self, framework: CacheName | None = None) -> int:

@@ -120,7 +120,7 @@ class Guard:
         self.callbacks = Callbacks()
         self.caps = caps = CapTable(budget, host, self.callbacks)
         self.notes, self.sharing = caps.notes, caps.sharing
-        # A framework that the budget does not name has no cap, but a ledger row once it is live. Never simulated.
+        # A framework outside the budget has no cap, but a ledger row once it is live. Simulated GPUs have no such row.
         unnamed = () if host.simulated else tuple(name for name in SPECS if name not in budget.frameworks)
         self.reader = LedgerReader(host, unnamed, caps.warn)
         self.admission = AdmissionOnDemand(self._make_admission)
@@ -267,7 +267,8 @@ class Guard:
         """
         from memguard._guard.suspended import OffGpu, refusing
 
-        self.caps.off = OffGpu(reading, figures, off, self.caps.host)  # before the host: a refused caller reads it
+        # Set `off` before the host: a caller that the refusing host rejects reads `off`.
+        self.caps.off = OffGpu(reading, figures, off, self.caps.host)
         self.caps.host = self.reader.host = refusing(self.caps.host)
 
     def resumed(self) -> None:
@@ -279,16 +280,16 @@ class Guard:
     def ledger(self) -> Ledger:
         """Read every GPU. NVML is read before and after the frameworks, and again if its figures changed in between.
 
-        While the process is suspended: the last reading, its framework rows unchanged, and a row that subtracts their
-        total, which is in host memory.
+        While the process is suspended, returns the last reading with one more row, which subtracts this process's
+        bytes because they are in host memory.
         """
         if (off := self.caps.off) is not None:
             return off.ledger()
         try:
             return self._read_ledger()
-        except Suspended:  # the process left its GPUs while this thread read
+        except Suspended:  # the process was suspended during the reading
             off = self.caps.off
-        return off.ledger() if off is not None else self._read_ledger()  # it is back already
+        return off.ledger() if off is not None else self._read_ledger()  # resumed already
 
     def _read_ledger(self) -> Ledger:
         self._find_drift()
@@ -578,7 +579,7 @@ class Guard:
         self.caps.find_drift(only)
 
     def _on_the_gpus(self, what: str) -> None:
-        """Raise Suspended while the process is off its GPUs. `what` names the call."""
+        """Raise Suspended if the process is suspended. `what` names the call."""
         if (off := self.caps.off) is not None:
             off.refuse(what)
 

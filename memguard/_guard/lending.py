@@ -5,9 +5,9 @@ On each GPU the room is limit − reserve. The room above the sum of the minima 
 - The free room is the room less each cap, or less the held bytes where a framework holds more than its cap
   (`_budget.policy.room_left`): a cap that was lowered below live arrays frees none of them. If the free room is
   negative, nothing is lent, and a monitor tick calls back lent memory that is unused.
-- The sum of the caps never exceeds the room, and no cap is below its min. So a framework always has its min at once,
-  whatever its siblings hold.
-- A cap is lowered at most to the bytes that its framework holds or that its workloads have reserved. So live arrays are
+- The sum of the caps never exceeds the room, and no cap is below its framework's min. So a framework always has its
+  min at once, whatever its siblings hold.
+- A cap is never lowered below the bytes that its framework holds and its workloads have reserved. So live arrays are
   never affected, and idle lent memory can be called back for any framework.
 - A framework that needs more is given, in this order: room that is not lent; lent room that is unused; lent memory that
   is only cached, the largest cache first, after a trim has returned it to the driver. No cache is trimmed without need,

@@ -37,7 +37,7 @@ class OffGpu:
         self._pid = os.getpid()
 
     def ledger(self) -> Ledger:
-        """The last reading, its framework rows unchanged, and a row that subtracts their total."""
+        """The last reading with one more row, which subtracts this process's bytes: they are in host memory."""
         self._here()
         return ledger_of(self._reading, suspension.now or self._off, time.time(), self._figures)
 

@@ -50,7 +50,7 @@ class Timeline(Extension):
     beside: Beside | None = None
 
     def prepare(self, session: Context, before: Context | None) -> None:
-        """Raise TimelineError if the file cannot be begun after `before` has ended, which may write the same file."""
+        """Raise TimelineError if the file cannot be begun after the end of `before`, which may use the same file."""
         writer = _writer(session)
         writer.check(before.writer if before is not None else None)
         session.write_to(writer)

@@ -105,7 +105,7 @@ class Settings(NamedTuple):
         )
 
     def on(self, uuid: str | None) -> str:
-        """` on cuda:0 (NVIDIA H200)`, for the end of a sentence."""
+        """The clause that names a GPU at the end of a sentence, such as ` on cuda:0 (NVIDIA H200)`."""
         name = self.names.get(uuid or "", uuid)
         return f" on {name}" if name else ""
 
@@ -199,7 +199,7 @@ def decide(settings: Settings, sample: Sample, state: PressureState) -> tuple[Pr
                 and track.blocks
                 and track.announced is None
                 and known.get(framework) == device.frameworks[framework]
-                and not level.rises  # that depends on the siblings too
+                and not level.rises  # `top` depends on the siblings too
             ):
                 tracks[key] = track  # unchanged figures within a block: unchanged state
                 continue
@@ -274,7 +274,7 @@ def _tops(device: DeviceSample, bounds: Bounds) -> dict[str, int]:
         elif name in bounds.most:
             taken[name] = max(least, needed(name, usage) or 0)
         else:
-            taken[name] = usage.cap or least  # it may have been resized
+            taken[name] = usage.cap or least  # `memguard.resize` may have changed it
     free = bounds.room - sum(taken.values())
     return {name: max(min(most, free + taken[name]), bounds.least[name]) for name, most in bounds.most.items()}
 

@@ -175,12 +175,12 @@ class Runtime:
 
     @property
     def session(self) -> Session | None:
-        """The session of the budget. `session.active` is False while the budget is being applied or undone."""
+        """The session of a budget in effect, or being applied or undone: see `session.active`."""
         return self._state.session
 
     @property
     def idle(self) -> IdleGuard | None:
-        """The guard of the Idle state."""
+        """The guard of the Idle state; None in other states."""
         return self._state.idle
 
     @property
@@ -194,7 +194,7 @@ class Runtime:
         if type(state) is Active or type(state) is Idle:
             return state
         if self._environment is not None and state.session is None and workers.disabled(os.environ):
-            self._stay_idle(_DISABLED, os.environ.get("MEMGUARD_CONFIG", ""))  # `budget` is MEMGUARD_CONFIG's
+            self._stay_idle(_DISABLED, os.environ.get("MEMGUARD_CONFIG", ""))  # only MEMGUARD_CONFIG can name a budget
             return self._state
         return self._awaited()
 
@@ -492,7 +492,7 @@ class Runtime:
         """Reset a forked child: no budget, and a new lock, because the inherited one may be held for ever."""
         self.lock, self.claiming, self.applying = ranked(InterruptSafeLock(), Rank.RUNTIME), False, False
         self.claimed.clear()
-        watches.clear()  # their targets may depend on threads of the parent
+        watches.clear()  # callbacks may depend on threads of the parent
         before = self.session
         if before is None:
             return

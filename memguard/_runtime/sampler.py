@@ -233,7 +233,7 @@ class Monitor:
         return min(interval * 2.0 ** min(self._failures, 30), max(SLOWEST_RETRY, interval))
 
     def _tick_unless_paused(self, over: Callable[[], bool]) -> None:
-        self._ticking = True  # before reading `_paused`: `pause` writes and reads in the opposite order
+        self._ticking = True  # before the read of `_paused`: `pause` sets `_paused`, then reads `_ticking`
         try:
             if not self._paused:
                 self._tick(over)

@@ -1,4 +1,4 @@
-"""Retries a function or block after a GPU out-of-memory error: releases the failed run, makes room, and logs both.
+"""Retries a function or block after a GPU out-of-memory error: clears the failed run's frames, makes room, logs it.
 
 `recognised` classifies errors, `frames` clears the failed run's frames, `room` makes room through the budget, `ranks`
 detects distributed jobs, `sizes` computes smaller sizes, `words` formats log line and notes; `run` controls one call.
@@ -29,7 +29,7 @@ class Same(Protocol):
 
 
 class Shrinking(Protocol[P, R_co]):
-    """A function that remembers the size that fitted."""
+    """A function that remembers the size that succeeded."""
 
     def forget(self) -> None:
         """Make the next call start with its own argument again."""

@@ -25,7 +25,7 @@ class Attempt:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        """Suppress the error (True) if the block should run again. The loop prepares that run after the error's end."""
+        """Suppress the error (True) if the block should run again. The loop prepares the run when the error is gone."""
         self.state = "over"
         if error is None or not issubclass(type(error), Exception) or not self._run.again(error):
             return False
