@@ -1,1 +1,1 @@
-"""The budget applied: the guard and its caps, elastic caps, reclaim, reservations and admission."""
+"""Applies a budget to a process: guard, cap table, elastic caps, reclaim, reservations and admission control."""

@@ -1,4 +1,4 @@
-"""Admission: whether memory can be had beside what is reserved, and workloads, which reserve it until they end."""
+"""Admission control: check requests against free memory and reservations, and reserve memory for workloads."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ from memguard._oom import hooks
 from memguard.errors import BudgetExceeded, MemguardError
 
 _FIRST, _LAST = 0.05, 0.5
-"""Seconds between two looks of one that waits: they double from the first to the last. What ends wakes it at once."""
+"""Seconds between two attempts of a waiting workload, doubling from the first value to the last. The end of another
+workload triggers an attempt at once."""
 _LOOKS = 4
-"""Looks within one try: others may begin, end and allocate between two readings."""
+"""The most readings in one attempt. Workloads may begin, end and allocate between two readings."""
 
 
 _TRIES = 1000
-"""Looks at room that others take before it is reserved, until that counts as a refusal. Each changes something."""
+"""Failed compare-and-swap attempts to reserve free memory before the workload is refused."""
 
 
 class _Work(NamedTuple):
-    """What one workload asks for. `deadline` is as `time.monotonic()`."""
+    """The request of one workload. `began` and `deadline` are values of `time.monotonic()`."""
 
     ticket: Ticket
     name: str
@@ -56,7 +57,7 @@ class _Work(NamedTuple):
 
 
 class Admission:
-    """Admission control for one budget. `find_drift` checks whether the cap of a framework still holds."""
+    """Admission control for one budget. `find_drift` checks whether a framework's cap still holds."""
 
     def __init__(
         self, caps: CapTable, elastic: ElasticCaps, callbacks: Callbacks, find_drift: Callable[[str], None]
@@ -66,15 +67,15 @@ class Admission:
 
     @property
     def working(self) -> bool:
-        """Whether a workload that has reserved memory is under way."""
+        """Whether a workload with a reservation is running."""
         return bool(self.queue.settled().active)
 
     def not_taken_now(self, framework: str, uuid: str) -> int:
-        """Bytes that its workloads have reserved there and not taken yet. Also within an allocation: no lock."""
+        """As `not_taken`, but read `in_use` from the framework. Takes no lock, so an allocation may call it."""
         return 0 if self.queue.current is EMPTY else self.not_taken(framework, uuid, self._in_use(framework).get(uuid))
 
     def not_taken(self, framework: str, uuid: str, in_use: int | None) -> int:
-        """The same, by what the framework has in use there; None: unknown."""
+        """Bytes that the framework's workloads have reserved on a GPU and not yet allocated. `in_use` None: unknown."""
         if self.queue.current is EMPTY:
             return 0
         book = self.queue.view()
@@ -85,11 +86,11 @@ class Admission:
     # require
 
     def fits(self, framework: str, needed: int, device: Device) -> bool:
-        """Whether there is room on that GPU now, beside what is reserved. Nothing is trimmed."""
+        """Whether `needed` bytes fit on that GPU now, in addition to all reservations. Trims nothing."""
         return self._look(framework, needed, device, queue.within()).fits
 
     def require(self, framework: str, needed: int, device: Device) -> None:
-        """Raise BudgetExceeded if there is no room, after others gave back what they could. With the guard's lock."""
+        """Raise BudgetExceeded if the memory is not available after trims. Callers hold the guard's lock."""
         before: object = None
         room: Room | None = None
         again = functools.partial(self._look, framework, needed, device, queue.within(), everyone=True)
@@ -103,21 +104,21 @@ class Admission:
                 raise refusals.stuck(framework, needed, look)
             elif not look.verdict.reserved or before == (look.book, look.in_use) or number == _LOOKS:
                 raise refusals.refused(framework, needed, _at_most(framework, look, again), room, time.monotonic())
-            before = look.book, look.in_use  # others may just be allocating: it is refused if it stays so
+            before = look.book, look.in_use  # another thread may be allocating: refuse if nothing changes
 
     def _make_room(self, framework: str, needed: int, look: Look, again: Callable[..., Look]) -> Room:
-        """Have its cap raised and others give back what they can, beside what is reserved. With the guard's lock."""
+        """Raise the cap and trim siblings, leaving room for all reservations. Callers hold the guard's lock."""
         caps, elastic, device = self._caps, self._elastic, look.part.device
         if why := elastic.why_trim_forbidden():
             _log.info("%s: nothing is trimmed", why.text)
             return Room({}, None, 0, {})
         footprint = caps.framework(framework).footprint(needed)
-        if framework in look.part.joined:  # the cap is that of the pool; who is not in it may have a cache of its own
+        if framework in look.part.joined:  # the pool has the cap; frameworks outside it may have caches
             return elastic.reclaimer.make_room(device, framework, footprint, capped=False)
         if again(cap=refusals.most(look.part, framework)).verdict.refusal is not None:
-            return Room({}, None, 0, {})  # it would not suffice, beside what others have reserved
+            return Room({}, None, 0, {})  # too little even at the highest cap
         room = elastic.reclaimer.make_room(device, framework, footprint + look.verdict.beside)
-        if look.book is not EMPTY and (still := again().verdict.trim):  # what others reserved has to be free too
+        if look.book is not EMPTY and (still := again().verdict.trim):  # reserved memory must be free too
             elastic.trim_idle(still, device)
         return room
 
@@ -126,7 +127,7 @@ class Admission:
     def begin(
         self, name: str, framework: str, needs: int | str | None, wait: float | str | None
     ) -> tuple[WorkloadReport, End]:
-        """Begin a workload: admission, and a reservation until its end. Waits on this thread if it is to."""
+        """Begin a workload and reserve its memory until its end. Blocks this thread for at most `wait`."""
         report, ticket = WorkloadReport(name, framework), None
         work = self._asked(report, needs, wait)
         if work is None:
@@ -143,7 +144,7 @@ class Admission:
     async def begin_in_loop(
         self, name: str, framework: str, needs: int | str | None, wait: float | str | None
     ) -> tuple[WorkloadReport, End]:
-        """As `begin`, and what waits does not block the event loop."""
+        """As `begin`, but does not block the event loop while it waits."""
         report, ticket = WorkloadReport(name, framework), None
         work = self._asked(report, needs, wait)
         if work is None:
@@ -158,7 +159,7 @@ class Admission:
             raise
 
     def _asked(self, report: WorkloadReport, needs: int | str | None, wait: float | str | None) -> _Work | None:
-        """What the workload asks for, after a checkpoint; None if it reserves nothing."""
+        """Run a checkpoint and return the workload's request; None if it reserves nothing."""
         caps, needed, patience = self._caps, 0, 0.0
         if needs is not None or wait is not None:
             try:
@@ -183,10 +184,10 @@ class Admission:
         return _Work(self.queue.ticket(), report.name, report.framework, needed, devices, mine, now, now + patience)
 
     def _turn(self, work: _Work, report: WorkloadReport) -> Iterator[float]:
-        """Try until it is admitted. Yields the seconds to wait before the next try; raises BudgetExceeded."""
+        """Try to reserve until admitted. Yields the seconds to wait before the next attempt; raises BudgetExceeded."""
         pause, waits = _FIRST, False
         while True:
-            if suspension.now is not None:  # since it began to wait: nobody has room or takes any until it is back
+            if suspension.now is not None:  # suspended while waiting: nothing can be reserved until `resume`
                 if time.monotonic() >= work.deadline:
                     raise suspension.refused(f"workload {work.name!r}")
                 yield min(_LAST, work.deadline - time.monotonic())
@@ -200,7 +201,7 @@ class Admission:
             del error, refused
             if not waits:
                 waits = self._queue(work)
-                continue  # what ended meanwhile woke nobody
+                continue  # a workload that ended before this did not wake it
             yield min(pause, work.deadline - now)
             pause = min(2 * pause, _LAST)
         report.waited = time.monotonic() - work.began if waits else 0.0
@@ -213,9 +214,9 @@ class Admission:
                 return True
 
     def _try(self, work: _Work) -> tuple[BudgetExceeded, bool] | None:
-        """Reserve it, if that is possible now. Else the error, and whether it is of no use to wait.
+        """Reserve the memory if it is available now. Else return the error, and whether waiting is useless.
 
-        Other threads may change the reservations, or a cap, between each look and the reservation: not without end.
+        Other threads may change reservations or caps between a reading and the reservation. The loop is bounded.
         """
         rooms: dict[str, Room] = {}
         before: object = None
@@ -240,7 +241,7 @@ class Admission:
                 return refusals.stuck(work.framework, work.needed, short), False
             elif not verdict.reserved or number >= _LOOKS or before == (short.book, short.in_use):
                 return self._refused(work, short, rooms[uuid])
-            before = short.book, short.in_use  # others may just be allocating: it is refused if it stays so
+            before = short.book, short.in_use  # another thread may be allocating: refuse if nothing changes
 
     def _look_for(self, work: _Work, device: Device, book: Reservations | None = None, cap: int | None = None) -> Look:
         return self._look(work.framework, work.needed, device, work.mine, work.ticket.number, book, cap=cap)
@@ -255,7 +256,7 @@ class Admission:
             )
 
     def _reserve(self, work: _Work, looks: Sequence[Look]) -> bool:
-        """Put it into the reservations that were looked at. False if somebody was faster."""
+        """Compare-and-swap: add the reservation to the version that the readings used. False if it was replaced."""
         in_use = {look.part.device.uuid: look.in_use.get(work.framework) for look in looks}
         covered = all(look.verdict.covered for look in looks)
         entry = work.entry._replace(since=time.monotonic(), size=0 if covered else work.needed)
@@ -263,7 +264,7 @@ class Admission:
         book = looks[-1].book
         if not self.queue.replace(book, reservations.begun(book, entry, in_use)):
             return False
-        # From here on no cap is lowered below what is reserved. One may have been, since the look.
+        # From here on no cap is lowered below the reserved bytes. A cap may have been lowered since the reading.
         caps = [(self._caps.part(look.part.device.uuid).caps, look.part.caps) for look in looks]
         if all(now[work.framework] >= then[work.framework] for now, then in caps):
             return True
@@ -310,14 +311,14 @@ class Admission:
                 try:
                     self.queue.leave(ticket, functools.partial(self._in_use, report.framework), book, in_use)
                 finally:
-                    ticket.over = True  # if that was interrupted, the next one that looks ends it
+                    ticket.over = True  # if `leave` was interrupted, the next `settled` ends it
         if (told := self._callbacks.workload) is not None:
             told(report, seconds, None if error is None else type(error).__name__)
 
     def _figures(
         self, report: WorkloadReport, earlier: int | None, error: BaseException | None
     ) -> dict[str, int | None] | None:
-        """What is in use at the end, into the report; by UUID too, None if that cannot be read."""
+        """Write the memory in use at the workload's end to the report. Returns it by UUID; None if it is unknown."""
         try:
             self._caps.check_active()
             usages = self._usages_of(report.framework)
@@ -327,15 +328,15 @@ class Admission:
                 return None
             devices = [part.device.uuid for part in self._caps.plan.devices]
             return {uuid: policy.in_use(usage) for uuid, usage in zip(devices, usages, strict=True)}
-        except Exception as failure:  # shut down in the block, or a GPU is lost: the user's own error goes first
+        except Exception as failure:  # shut down in the block, or a GPU is lost: keep the user's error
             if error is None and not isinstance(failure, MemguardError):
                 raise
-            text = str(failure)  # the object would keep the block's frames alive in a log that keeps its records
+            text = str(failure)  # a log handler that keeps records would keep the exception's frames alive
             _log.debug("workload %s: no figures at its end: %s", report.name, text)
             return None
 
     def _leave(self, framework: str, ticket: Ticket | None) -> None:
-        """Before it has begun: an error, or an interruption."""
+        """Drop the ticket of a workload that an error or interruption stopped before it began."""
         if ticket is None:
             return
         try:
@@ -356,10 +357,11 @@ class Admission:
         everyone: bool = False,
         cap: int | None = None,
     ) -> Look:
-        """One reading and what it means. `number`: of the ticket that is to reserve it; None: nothing is reserved.
-        `cap`: as if that were its cap.
+        """Read one GPU and decide whether `needed` bytes fit.
 
-        First those are asked who matter in any case, unless `everyone` is; the others if it does not fit.
+        `number`: the ticket of a workload that wants to reserve them; None for a check. `cap` replaces the framework's
+        cap. Reads only the frameworks that the decision needs, and the others if the bytes do not fit. With `everyone`
+        it reads all at once.
         """
         book = self.queue.settled() if book is None else book
         part = self._caps.part(device.uuid)
@@ -373,7 +375,7 @@ class Admission:
         usages = {name: frameworks[name].usage(device) for name in first if name in frameworks}
         if everyone:
             usages.update(self._elastic.reclaimer.beside(device, framework))
-        memory = self._caps.host.memory(device)  # after the usages: what is taken between them counts twice
+        memory = self._caps.host.memory(device)  # after the usages: bytes allocated in between count twice
         verdict = self._admit(book, asked, part, usages, memory)
         if verdict.refusal is not None and not everyone:
             usages = {name: one.usage(device) for name, one in frameworks.items()}
@@ -390,8 +392,8 @@ class Admission:
     def _admit(
         self, book: Reservations, asked: Asked, part: DevicePlan, usages: Mapping[str, Usage | None], memory: MemoryInfo
     ) -> Verdict:
-        """The verdict. One that draws from the shared pool is looked at as if it were alone there, beside what the
-        others have reserved."""
+        """The verdict. The cap of a framework in the shared pool is the part of the pool that the use and reservations
+        of the others leave."""
         name = asked.framework
         if asked.before and self._within_min(asked, part, usages.get(name)):
             asked = asked._replace(before=tuple(one for one in asked.before if one.framework == name))
@@ -406,7 +408,7 @@ class Admission:
         return verdict._replace(refusal=replace(verdict.refusal, pool=joint.shared_cap(name, part, left)))
 
     def _within_min(self, asked: Asked, part: DevicePlan, own: Usage | None) -> bool:
-        """Whether it asks for no more than is its own for good, whatever other frameworks hold or wait for."""
+        """Whether the request stays within the framework's min, or its cap if fixed: guaranteed against siblings."""
         least = part.elastic.get(asked.framework, (part.caps[asked.framework], 0))[0]
         taken = policy.in_use(own) or 0
         return taken + self.not_taken_now(asked.framework, asked.uuid) + asked.footprint <= least
@@ -420,7 +422,7 @@ class Admission:
         return [one.usage(part.device) for part in self._caps.plan.devices]
 
     def _in_use(self, framework: str) -> dict[str, int | None]:
-        """What its arrays occupy, by UUID; empty if that cannot be read."""
+        """The framework's bytes in use by UUID, without the GPUs where they cannot be read."""
         one = self._caps.frameworks.get(framework) if suspension.now is None else None
         found: dict[str, int | None] = {}
         for part in self._caps.plan.devices if one is not None else ():
@@ -433,7 +435,7 @@ class Admission:
 
 
 def _at_most(framework: str, look: Look, again: Callable[..., Look]) -> Look:
-    """What to say of an elastic framework: why not even the most that its cap may be would do, if that is so."""
+    """The reading for an elastic framework's error: at its highest possible cap if even that refuses, else `look`."""
     if framework not in look.part.elastic:
         return look
     most = again(cap=refusals.most(look.part, framework))
@@ -441,7 +443,7 @@ def _at_most(framework: str, look: Look, again: Callable[..., Look]) -> Look:
 
 
 def _contended(work: _Work, look: Look) -> BudgetExceeded:
-    """The error where there was room at each look, and it was never reserved before others changed something."""
+    """The error if memory was free at each attempt, but another thread changed reservations or caps first each time."""
     said = (
         f"{work.framework} needs {format_size(work.needed)}, and other threads changed reservations or caps {_TRIES} "
         "times while this one tried to reserve it"

@@ -1,6 +1,6 @@
-"""The cap table of one budget: the plan in force, how each cap is enforced, whether it still holds, and the notes.
+"""The cap table of one budget: the plan in force, the enforcement and drift of each cap, and the notes.
 
-It also has what all parts of a guard share: the lock, and the host, which refuses while the process is suspended.
+It also owns what the parts of a guard share: the lock, and the host, which raises Suspended in a suspended process.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ if TYPE_CHECKING:
 
 _ENFORCED = Enforcement.ENFORCED
 _NOTING = 1.0
-"""Seconds to wait for another thread that notes the drift of a cap."""
+"""Seconds to wait for another thread that is recording drift."""
 
 
 class Callbacks:
-    """What a guard calls in the session of its budget. Each is None until the session sets it."""
+    """The session's callbacks that a guard calls. Each is None until the session sets it."""
 
     def __init__(self) -> None:
         self.event: Callable[[Event], None] | None = None
-        """A cap no longer holds, or holds again: on the thread that found it, without the guard's lock."""
+        """Called when a cap no longer holds, or holds again: on the detecting thread, without the guard's lock."""
         self.checkpoint: Callable[[], None] | None = None
-        """First in `require` and `workload`, on the user's thread. May raise UnderPressure."""
+        """Called at the start of `require` and `workload`, on the user's thread. May raise UnderPressure."""
         self.workload: Callable[[WorkloadReport, float, str | None], None] | None = None
-        """A workload has ended, after so many seconds, with an error of a class of that name."""
+        """Called at a workload's end, with its report, its seconds and the class name of its error (None: no error)."""
         self.refusal: Callable[[RefusedRequest], None] | None = None
-        """A framework was refused memory, within the allocation that fails."""
+        """Called when an allocator refused a request, within the failing allocation."""
         self.stop: Undo | None = None
-        """Run before the guard undoes everything, without its lock."""
+        """The session's undo steps. The guard runs them before its own, without its lock."""
 
 
 class CappedFramework:
-    """A framework of the budget, and how its cap holds.
+    """A framework of the budget, and the enforcement of its cap.
 
-    `drift`: what was changed after the cap was set, so that it no longer holds. `enforcement` is `watched` meanwhile.
+    `drift`: changes by other code after the cap was set, which break the cap. `enforcement` is `watched` meanwhile.
     """
 
     def __init__(self, framework: Framework) -> None:
@@ -64,20 +64,20 @@ class CappedFramework:
 
     @property
     def drift_reason(self) -> str:
-        """The drift in one sentence, without the framework's name in front."""
+        """The drift in one sentence, without the framework's name as prefix."""
         return "; ".join(sentence.removeprefix(f"{self.framework.name}: ") for sentence in self.drift)
 
 
 class CapTable:
-    """The plan in force, the frameworks that it caps, and how each cap holds."""
+    """The plan in force, the frameworks that it caps, and the enforcement of each cap."""
 
     def __init__(self, budget: Budget, host: Host, callbacks: Callbacks) -> None:
         self.budget, self.host, self.callbacks = budget, host, callbacks
         self.notes: list[str] = []
         devices = host.devices(ordinals=policy.needs_ordinals(budget))
         self.sharing: Sharing | None = None
-        """How the ranks of this node share the GPUs; None for a budget that is for one process."""
-        if budget.ranks is not None:  # else `init` loads nothing of it
+        """How the ranks of this node share the GPUs; None for a budget of one process."""
+        if budget.ranks is not None:  # else `init` does not import the module
             from memguard._budget import ranks
 
             self.sharing = ranks.of_budget(budget, len(devices), os.environ, host.simulated)
@@ -86,13 +86,13 @@ class CapTable:
             devices = host.devices(ordinals=True)
         self.plan = policy.plan(budget, devices, self.sharing)
         self.off: OffGpu | None = None
-        """Set while the process is off its GPUs. Swapped in one assignment: readers take no lock."""
+        """Set while the process is suspended. Replaced in one assignment, so that readers need no lock."""
         self._make_locks()
         self.entries: dict[str, CappedFramework] = {}
         self.frameworks: Mapping[str, Framework] = {}
-        """Those of `entries`. Always the same one, which the reader knows again."""
+        """The adapters of `entries`. The mapping is replaced, never changed: the reader compares its identity."""
         self.over = False
-        """Set when the guard stops. From then on nothing may say that a cap holds."""
+        """Set when the guard stops. From then on nothing may report that a cap holds."""
         self.pid = os.getpid()
         self._warned: set[str] = set()
         self._resized = 0
@@ -100,12 +100,12 @@ class CapTable:
 
     @property
     def active(self) -> bool:
-        """False after `shutdown`, and in a forked child, where the parent's budget means nothing."""
+        """False after `shutdown`, and in a forked child, where the parent's budget does not apply."""
         return bool(self.entries) and not self.over and self.pid == os.getpid()
 
     @property
     def own_plan(self) -> Plan:
-        """The plan of the GPUs that this process uses: of a rank that is known to use one of several, of that one."""
+        """The plan of the GPUs that this process uses: of one GPU only, if its rank is known to use one."""
         own = None if self.sharing is None else self.sharing.own
         found = tuple(part for part in self.plan.devices if own is not None and part.device.ordinal == own)
         return replace(self.plan, devices=found) if found else self.plan
@@ -114,10 +114,10 @@ class CapTable:
         self.lock: InterruptSafeLock = ranked(InterruptSafeLock(), Rank.GUARD)
         self.turn = Turn(self.lock)
         self.noting = Turn(rank=Rank.DRIFT)
-        """For the drift of the caps. Nobody waits for anything while having it."""
+        """The lock for recording drift. Its owner never waits for anything."""
 
     def forked(self) -> None:
-        """In a forked child: locks of its own, as another thread of the parent may have held these."""
+        """Create new locks in a forked child: a thread of the parent may have held the inherited ones."""
         self._make_locks()
         for entry in self.entries.values():
             entry.framework.forked()
@@ -131,7 +131,7 @@ class CapTable:
         return next(part for part in self.plan.devices if part.device.uuid == uuid)
 
     def planned(self, device: Device) -> DevicePlan:
-        """The plan of that GPU. Raises MemguardError if the budget has none for it."""
+        """The plan of that GPU. Raises MemguardError if the budget does not include the GPU."""
         for part in self.plan.devices:
             if part.device.uuid == device.uuid:
                 return part
@@ -142,7 +142,7 @@ class CapTable:
         )
 
     def used_by(self, framework: str) -> Sequence[DevicePlan]:
-        """With several GPUs, `require` without a device asks about the ones the framework uses, or the first."""
+        """The GPUs that a call without `device=` means: those that the framework uses, or the first."""
         parts = self.plan.devices
         if len(parts) == 1:
             return parts
@@ -150,18 +150,18 @@ class CapTable:
         return [part for part in parts if asked.usage(part.device)] or parts[:1]
 
     def movable(self, name: str) -> bool:
-        """Whether its cap can be changed now."""
+        """Whether the framework's cap can be changed now."""
         return self.entry(name).enforcement in (Enforcement.ENFORCED, Enforcement.PENDING)
 
     def set_cap(self, name: str, uuid: str, cap: int) -> None:
-        """Its cap on one GPU from now on, in bytes. With the lock held; `Guard.resize` is the call for users."""
+        """Set a framework's cap on one GPU, in bytes. Callers hold the lock. Users call `Guard.resize`."""
         if self.off is not None:
             self.off.refuse("a change of a cap")
         before = self.plan
         plan = policy.with_cap(before, uuid, name, cap)
-        if cap > self.part(uuid).caps[name]:  # first: an interruption may leave the cap lower than planned, never above
+        if cap > self.part(uuid).caps[name]:  # first: after an interruption the cap may be below the plan, never above
             self.plan = plan
-        if self.entry(name).enforcement is not Enforcement.PENDING:  # else it is applied with this cap when imported
+        if self.entry(name).enforcement is not Enforcement.PENDING:  # else the framework's import applies this cap
             try:
                 self.resize(name, plan)
             except Exception:
@@ -170,21 +170,22 @@ class CapTable:
         self.plan = plan
 
     def resize(self, name: str, plan: Plan) -> None:
-        """Have its allocator enforce the caps of that plan. Answers about drift from meanwhile do not count."""
+        """Make the allocator enforce the caps of the plan. Drift readings taken meanwhile are invalid (`_resized`)."""
         try:
             self._resized += 1
             self.entry(name).framework.resize(plan.caps(name))
         finally:
-            self._resized += self._resized % 2  # even again, and another one than before
+            self._resized += self._resized % 2  # even and larger than before: odd means in progress
 
     def lend_nothing_to(self, name: str) -> None:
-        """An elastic framework whose cap will not move has its min only: what it began with can be lent to others."""
+        """Lower an elastic framework whose cap cannot move to its min, so that the rest can be lent to others."""
         for part in self.plan.devices:
             if name in part.elastic:
                 self.plan = policy.with_cap(self.plan, part.device.uuid, name, part.elastic[name][0])
 
     def alone(self, framework: str, part: DevicePlan, usages: dict[str, Usage | None]) -> int:
-        """The cap to admit it under. One that draws from the shared pool is looked at as if it were alone there."""
+        """The cap for admission. For a framework of the shared pool it is the part of the pool that the others leave,
+        and `usages` gets the matching usage."""
         cap = part.caps[framework]
         if self.joint is None or framework not in part.joined:
             return cap
@@ -201,11 +202,11 @@ class CapTable:
         return registry.create(name, self.host)
 
     def entry(self, framework: str) -> CappedFramework:
-        """Raises MemguardError if the budget does not name it."""
+        """The entry of a framework. Raises MemguardError if the budget does not name it."""
         try:
             return self.entries[framework]
         except KeyError:
-            if self.over:  # since the call began: by another thread, or by a signal handler
+            if self.over:  # another thread or a signal handler ended the budget during the call
                 self.check_active()
             import difflib
 
@@ -215,11 +216,11 @@ class CapTable:
             raise MemguardError(f"{framework!r} is not in the budget, which has: {known}{hint}") from None
 
     def framework(self, name: str) -> Framework:
-        """Raises MemguardError if the budget does not name it."""
+        """The adapter of a framework. Raises MemguardError if the budget does not name it."""
         return self.entry(name).framework
 
     def check_active(self) -> None:
-        """Raise NotActive if the budget is not in effect here, Suspended while the process is off its GPUs."""
+        """Raise NotActive if the budget is not in effect in this process, Suspended while the process is suspended."""
         if self.off is not None:
             self.off.refuse("the budget")
         if not self.active:
@@ -230,10 +231,10 @@ class CapTable:
     # drift
 
     def find_drift(self, only: str | None = None) -> None:
-        """Ask each framework, or `only` this one, whether the cap that was set still holds, and note what changed.
+        """Check each framework, or `only` one, for drift of its cap, and record what changed.
 
-        Frameworks are asked without the lock, as a driver may hang. What they answer during a `resize` is dropped: it
-        changes what they compare with.
+        The check takes no lock, because a driver may hang. A result obtained during a `resize` is dropped, because
+        `resize` changes the settings that the adapter compares with.
         """
         entries, resized = self.entries, self._resized
         if self.over or self.pid != os.getpid() or self.off is not None:
@@ -250,7 +251,7 @@ class CapTable:
                 continue
             if (found or entry.drift) and (now := tuple(found)) != entry.drift:
                 answers[name] = now
-        if not answers:  # nothing is to be noted
+        if not answers:
             return
         events: list[Event] = []
 
@@ -264,7 +265,7 @@ class CapTable:
             self.announce(event)
 
     def drift_of(self, name: str, entry: CappedFramework) -> tuple[str, ...]:
-        """What was changed since the cap was set; what is known already if that cannot be checked."""
+        """The changes since the cap was set. If the check fails, the drift recorded before."""
         if entry.enforcement is not Enforcement.ENFORCED and not entry.drift:
             return ()  # no cap was set
         try:
@@ -274,11 +275,11 @@ class CapTable:
             return entry.drift
 
     def met_the_cap(self, name: str, sentence: str) -> None:
-        """A setting that the user made later met the cap of a framework, which has logged it."""
+        """Announce that a later setting of the user collided with a framework's cap. The framework has logged it."""
         self.announce(Event(time.time(), "note", sentence, framework=name))
 
     def announce(self, event: Event) -> None:
-        """Into the timeline, and to the functions of `on_event`."""
+        """Write the event to the timeline and pass it to the `on_event` callbacks."""
         if self.callbacks.event is not None:
             self.callbacks.event(event)
 
@@ -286,7 +287,7 @@ class CapTable:
         self._warn_once(f"{name}: whether its cap still holds cannot be checked: {type(error).__name__}: {error}")
 
     def _drifted(self, name: str, entry: CappedFramework, found: tuple[str, ...]) -> Event | None:
-        """Note the drift of one framework. The event, if it is another than before."""
+        """Record the drift of one framework. Returns an event if the drift has changed."""
         if found == entry.drift:
             return None
         entry.drift = found
@@ -299,17 +300,17 @@ class CapTable:
     # notes
 
     def note(self, note: str, level: int = logging.INFO) -> None:
-        """Log it, and list it among the notes; each once."""
+        """Log a note and add it to `notes`, once for each text."""
         if note not in self.notes:
             self.notes.append(note)
             _log.log(level, "%s", note)
 
     def warn(self, note: str) -> None:
-        """A note that is logged as a warning."""
+        """As `note`, logged as a warning."""
         self.note(note, logging.WARNING)
 
     def all_notes(self) -> list[str]:
-        """The notes of the budget, of each framework, and of drift."""
+        """The notes of the budget, each framework and each drift, and of the suspension."""
         notes = [*self.notes]
         for entry in self.entries.values():
             notes += entry.framework.notes
@@ -322,7 +323,7 @@ class CapTable:
             _log.warning("%s", sentence)
 
     def _joint_pool(self) -> JointPool | None:
-        """The pool that frameworks share, not made yet. Raises PlanError where there can be none."""
+        """The shared pool, not yet created on the GPU; None without one. Raises PlanError on simulated GPUs."""
         joined = {part.device.uuid: part.caps[part.joined[0]] for part in self.plan.devices if part.joined}
         if joined and self.host.simulated:
             fix = "write 'strategy: caps' for the simulation, or leave out simulate="
@@ -336,7 +337,7 @@ class CapTable:
 
 
 def size_of(size: int | str) -> int:
-    """In bytes. Raises MemguardError if it is none."""
+    """The size in bytes. Raises MemguardError if it is not a size."""
     try:
         return parse_size(size)
     except ValueError as error:
@@ -344,5 +345,5 @@ def size_of(size: int | str) -> int:
 
 
 def _cause(reason: str) -> str:
-    """A drift without its own words that the cap does not hold."""
+    """The drift sentence without its clause that the cap does not hold, which the event repeats."""
     return re.sub(r": (?:the|its) cap (?:no longer holds|does not hold(?: there)?|will not hold)(?=;|$)", "", reason)

@@ -37,15 +37,15 @@ if TYPE_CHECKING:
     from memguard._frameworks.base import Framework
 
 own_thread = threading.local()
-"""`mine`, on a thread that memguard has started: what runs there is the background, also a function of the program."""
+"""`mine` is True on threads that memguard started. Callbacks of the program on these threads are background work."""
 _PATIENCE = 2.0
-"""Seconds that a request which cannot be served waits for another thread's call of memguard, to have room made."""
+"""Seconds that an allocation which is short of memory waits for the guard's lock before it is refused."""
 _BUSY = NoHelp.LOCK_HELD, NoHelp.WITHIN_CALL
 _CAPTURING = WhyNoHelp(NoHelp.CAPTURE, "a CUDA graph is being captured on this thread")
 
 
 class ElasticCaps:
-    """The memory that moves between the caps of a budget. The reclaimer decides and does it."""
+    """Moves memory between the caps of a budget, through its `Reclaimer`."""
 
     def __init__(self, caps: CapTable, reader: LedgerReader, reserved: Reserved) -> None:
         self._caps, self._reader, self._reserved = caps, reader, reserved
@@ -57,16 +57,12 @@ class ElasticCaps:
             shared = SharedCache(caps.joint, lambda: caps.frameworks)
         self.reclaimer = Reclaimer(caps, reserved, shared)
         self.trims: Counter[tuple[str, str]] = Counter()
-        """How often each framework was trimmed on each GPU (UUID). Counted with the guard's lock."""
+        """Number of trims by framework and GPU (UUID). Guarded by the guard's lock."""
         self._unserved = threading.local()
-        """`last`, of each thread: its last shortage, and why no room was made for it; None if room was made."""
+        """`last`, per thread: its last shortage, and the reason why no room was made, None if room was made."""
 
     def make_room(self, framework: str, needed: int, device: Device | None = None) -> Room:
-        """Have siblings give back what `framework` needs to take `needed` bytes from the driver, and raise its cap.
-
-        On this thread: the least that serves, most reclaimable first. Where nothing may be freed, nothing is. Never
-        raises for a lack of memory: `missing` in what it returns says what is still not there.
-        """
+        """Implements `Guard.make_room`."""
         caps = self._caps
         with caps.lock:
             caps.check_active()
@@ -77,10 +73,10 @@ class ElasticCaps:
             return self.reclaimer.make_room(where, framework, needed)
 
     def shortage(self, shortage: Shortage) -> bool:
-        """What adapters call when they cannot serve a request. True if it is worth another try.
+        """Make room for a request that an allocator cannot serve. Returns True if the calling adapter should try again.
 
-        It runs within the allocation, on the thread that made it, which has no lock of an adapter. If that thread is
-        within a call of the guard already, or others are for long, the request is refused as it would be.
+        It runs within the allocation, on the allocating thread, which holds no lock of an adapter. It makes no room if
+        that thread holds the guard's lock already, or if another thread holds it for `_PATIENCE` seconds.
         """
         self._unserved.last, caps = None, self._caps
         if caps.over or caps.pid != os.getpid():
@@ -104,8 +100,11 @@ class ElasticCaps:
     def why_no_help(
         self, request: RefusedRequest, part: DevicePlan, usages: Mapping[str, Usage | None]
     ) -> WhyNoHelp | None:
-        """Why no room was made for this thread's request, which was refused just now; None if room was made, or if none
-        would have served it: it does not fit under the highest cap, or neither cap nor GPU were short of room."""
+        """The reason why no room was made for the request that this thread was just refused.
+
+        None if room was made, or if room would not have helped: the request exceeds the highest possible cap, or
+        neither the cap nor the GPU was short of memory.
+        """
         shortage, why = getattr(self._unserved, "last", None) or (None, None)
         self._unserved.last = None
         name, asked = request.framework, request.requested
@@ -114,14 +113,15 @@ class ElasticCaps:
         if why is None or why.kind in _BUSY or asked is None:
             return why
         needed, cap = (request.held or 0) - (request.reclaimable or 0) + asked, request.cap or 0
-        most = max(cap, part.elastic.get(name, (0, 0))[1]) if cap == part.caps.get(name) else cap  # else the user's own
+        # A cap other than the plan's was set by the user in the framework itself, and cannot rise.
+        most = max(cap, part.elastic.get(name, (0, 0))[1]) if cap == part.caps.get(name) else cap
         full = request.free is not None and request.free < asked
         if why.kind is NoHelp.NOT_ASKED and full and usages:
             full = (request.free or 0) + sum(one.most for one in lending.reclaimable_caches(usages, name)) >= asked
         return why if needed <= most and len(part.caps) > 1 and (needed > cap or full) else None
 
     def _serve(self, shortage: Shortage, device: Device) -> WhyNoHelp | None:
-        """Make room. Why that is not possible, or not enough; None if the request is worth another try."""
+        """Make room for a shortage. Returns None on success, else the reason why there is too little."""
         if not self._caps.active:
             return WhyNoHelp(NoHelp.NOT_ASKED, "the budget has ended")
         if self._caps.off is not None:
@@ -138,8 +138,7 @@ class ElasticCaps:
         return WhyNoHelp(NoHelp.NOTHING_IDLE, text)
 
     def rebalance(self, sample: Sample) -> Sample:
-        """At a tick of the monitor: elastic caps get headroom, by what `sample` has read. Returns it, with the caps as
-        they are then. Moves nothing while another thread is within a call."""
+        """Implements `Guard.rebalance`."""
         if not self._elastic or not self._caps.active or self._caps.off is not None:
             return sample
         plan = self._caps.plan
@@ -154,14 +153,14 @@ class ElasticCaps:
             self.reclaimer.rebalance(before, caps)
 
     def moved(self) -> list[Event]:
-        """What was given back and lent since the last call."""
+        """Implements `Guard.moved`."""
         events, found = self.reclaimer.events, []
         while events:
             found.append(events.popleft())
         return found
 
     def resize(self, framework: FrameworkName, size: int | str) -> None:
-        """Change a cap on every GPU. Lowering it trims, and warns about what is still held above it."""
+        """Implements `Guard.resize`."""
         caps = self._caps
         with caps.lock:
             caps.check_active()
@@ -171,7 +170,7 @@ class ElasticCaps:
                 raise CapNotApplied(framework, reason, f"change frameworks.{framework}.min or .max in the budget")
             plan = self._resized_plan(framework, entry, size_of(size))
             if entry.enforcement is Enforcement.PENDING:
-                caps.plan = plan  # applied with the new cap when it is imported
+                caps.plan = plan  # the framework's import applies the new cap
                 return
             if entry.drift:
                 remedy = "undo that change, and call memguard.resize again; or restart the process without it"
@@ -184,7 +183,7 @@ class ElasticCaps:
         self._reserved.wake()
 
     def _resized_plan(self, framework: str, entry: CappedFramework, size: int) -> Plan:
-        """With another cap on every GPU, for which what was lent comes back. PlanError if that is not enough."""
+        """The plan with this cap on every GPU, after calling back lent memory. PlanError if the cap does not fit."""
         pending = entry.enforcement is Enforcement.PENDING
         sets = pending or (self._caps.movable(framework) and not entry.framework.fixed())
         short: dict[str, Room] = {}
@@ -194,7 +193,7 @@ class ElasticCaps:
             if framework not in part.joined and sets and not entry.drift
             if round_down(size) > max(part.caps[framework], policy.left_beside(part, framework, self._held(part)))
         ]
-        for last in (False, True):  # nothing goes on one GPU if it does not fit another
+        for last in (False, True):  # dry run first: no GPU changes if the cap does not fit on another
             act = last and not self.why_trim_forbidden()
             rooms = [(part, self.reclaimer.call_back(part.device, framework, round_down(size), act)) for part in wants]
             short = {part.device.uuid: room for part, room in rooms if room.missing}
@@ -204,11 +203,11 @@ class ElasticCaps:
         return policy.resized(self._caps.plan, framework, size, held, short)
 
     def _held(self, part: DevicePlan) -> dict[str, int]:
-        """What each framework of the budget holds on one GPU, in bytes."""
+        """The bytes that each framework of the budget holds on one GPU."""
         return {name: policy.known_held(one.usage(part.device)) for name, one in self._caps.frameworks.items()}
 
     def trim(self, framework: CacheName | None = None) -> int:
-        """Give idle caches back to the driver, of one framework or all, on this thread. Returns the bytes freed."""
+        """Implements `Guard.trim`."""
         caps = self._caps
         with caps.lock:
             caps.check_active()
@@ -218,16 +217,16 @@ class ElasticCaps:
             alone = [name for name, entry in caps.entries.items() if not (shared and entry.framework.pooled)]
             chosen = [*alone, *shared] if framework is None else [framework]
             before = [self.reclaimer.available(part.device) for part in caps.plan.devices]
-            for part in caps.plan.devices:  # PyTorch trims every device at once: read around all of them
-                # `usage` and not `state`, which would wait for a running import.
+            for part in caps.plan.devices:  # PyTorch trims all devices at once: `before` and `after` enclose them all
+                # `usage`, because `state` would wait for a running import.
                 self.trim_idle([n for n in chosen if self._sibling(n).usage(part.device)], part.device)
             after = [self.reclaimer.available(part.device) for part in caps.plan.devices]
             self._reserved.wake()
             return sum(max(b - a, 0) for a, b in zip(before, after, strict=True))
 
     def trim_above_cap(self, name: str) -> None:
-        """A cap below what is held frees nothing by itself: trim, and warn about what stays above it, which elastic
-        frameworks are lent no more."""
+        """Trim a framework that holds more than its cap. If it still does, log a warning and call back unused
+        memory that is lent to elastic frameworks."""
         entry = self._caps.entry(name)
 
         def above() -> str | None:
@@ -243,7 +242,7 @@ class ElasticCaps:
                     self.reclaimer.call_back_unused(part.device)
 
     def trim_idle(self, names: Sequence[str], device: Device) -> None:
-        """On this thread, unless nothing may be freed on it; and nothing that spoils another thread's capture."""
+        """Trim these frameworks on this thread, unless that is forbidden. Captures of other threads stay valid."""
         if names and (why := self.why_trim_forbidden()):
             _log.info("%s: nothing is trimmed", why.text)
             return
@@ -253,24 +252,24 @@ class ElasticCaps:
                 self.trims[name, device.uuid] += 1
 
     def _sibling(self, name: str) -> Sibling:
-        """Raises NotActive if a finalizer or a signal handler within this call has ended the budget."""
+        """The framework or shared pool of that name. NotActive if a signal handler or finalizer ended the budget."""
         self._caps.check_active()
         try:
             return self.reclaimer.sibling(name)
-        except KeyError:  # ended right after that
+        except KeyError:  # the budget ended after the check
             self._caps.check_active()
             raise
 
     def why_trim_forbidden(self) -> WhyNoHelp | None:
-        """Why nothing may be freed on this thread now; None if it may.
+        """The reason why this thread must not free GPU memory now; None if it may.
 
-        In the background (a function of `on_event` or `on_sample` that trims) nothing is freed while communicators
-        live. Giving memory back waits for all work on the GPU, among it collectives that wait for other ranks, and
-        holds the allocator for which the thread that launches the next collective may be waiting. On a thread of the
-        program it is the program that asks, or a request of its own that would fail: there PyTorch frees its cache in
-        the same way, with the same call. Moving a cap frees nothing, and goes on.
+        On a background thread (an `on_event` or `on_sample` callback that trims) nothing is freed while communicators
+        live. Freeing synchronizes with all work on the GPU, including collectives that wait for other ranks. It also
+        holds the allocator's lock, for which the thread that launches the next collective may be waiting. The program's
+        own threads may trim outside a capture: the program requested the trim, or its allocation would fail otherwise,
+        and PyTorch would free its cache there with the same call. Moving a cap frees nothing and is always allowed.
         """
-        if self._caps.off is not None:  # a process that captures, or has communicators, is not taken off its GPUs
+        if self._caps.off is not None:  # a process with a capture or communicators cannot be suspended
             return None
         if self.capturing():
             return _CAPTURING
@@ -281,16 +280,16 @@ class ElasticCaps:
         return None
 
     def capturing(self) -> bool:
-        """Whether this thread captures a CUDA graph."""
+        """Whether this thread is capturing a CUDA graph."""
         return self._caps.off is None and any(framework.capturing() for framework in self._known())
 
     def _known(self) -> list[Framework]:
-        """Those of the budget, and others that are live."""
+        """The budget's frameworks, and live frameworks that it does not name."""
         return [*(entry.framework for entry in self._caps.entries.values()), *self._reader.unnamed().values()]
 
 
 def _why_not_asked(framework: Framework | None) -> WhyNoHelp | None:
-    """Why an allocator that refused a request did not ask for room."""
+    """The reason why an allocator refused a request without requesting room first."""
     if framework is None:
         return None
     if not framework.asks:
@@ -301,7 +300,7 @@ def _why_not_asked(framework: Framework | None) -> WhyNoHelp | None:
 
 
 def _with_caps(sample: Sample, plan: Plan) -> Sample:
-    """The sample with the caps of this plan."""
+    """The sample with its caps replaced by those of the plan."""
     devices, caps = [], {part.device.uuid: part.caps for part in plan.devices}
     for one in sample.devices:
         now = caps.get(one.uuid, {})
@@ -311,7 +310,7 @@ def _with_caps(sample: Sample, plan: Plan) -> Sample:
 
 
 def above_cap(name: str, held: int | None, cap: int | None, enforcement: str, device: Device) -> str | None:
-    """The note about a framework that holds more than its cap."""
+    """The note about a framework that holds more than its cap; None if it does not."""
     if held is None or cap is None or held <= cap:
         return None
     above = f"{name}: holds {format_size(held - cap)} above its cap of {format_size(cap)} on {device.name}"

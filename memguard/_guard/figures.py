@@ -1,4 +1,4 @@
-"""What each framework could give back, as figures: `memguard.reclaimable()` and `memguard reclaim --dry-run`. Pure."""
+"""The reclaimable bytes of each framework, for `memguard.reclaimable()` and `memguard reclaim --dry-run`. Pure."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _HEAD = ("framework", "held", "cached", "reclaimable", "how")
 
 @dataclass(frozen=True)
 class FrameworkReclaimable:
-    """What one framework could give back of one GPU, in bytes; None if it is not known.
+    """The memory that one framework could give back on one GPU, in bytes; None if unknown.
 
     `reclaimable` is the part of `cached` that a trim would really return. `how`: "memguard.trim" on any thread; "own
-    thread": `memguard.trim` on the thread in whose CUDA context it works; "own call": the budget does not name it, so
-    only the framework itself can be asked; "never": its pool returns nothing while the process lives.
+    thread": `memguard.trim` on the thread whose CUDA context the framework uses; "own call": only the framework's own
+    trim function, because the budget does not name it; "never": its pool returns nothing while the process lives.
     """
 
     framework: str
@@ -35,7 +35,7 @@ class FrameworkReclaimable:
 
 @dataclass(frozen=True)
 class DeviceReclaimable:
-    """The frameworks that work on one GPU."""
+    """The frameworks that use one GPU."""
 
     uuid: str
     name: str
@@ -43,13 +43,13 @@ class DeviceReclaimable:
 
     @property
     def reclaimable(self) -> int:
-        """What is known to come back, in bytes."""
+        """The sum of the known reclaimable bytes."""
         return sum(one.reclaimable or 0 for one in self.frameworks)
 
 
 @dataclass(frozen=True)
 class Reclaimable:
-    """What could be given back to each GPU at one moment. `print` it, or use `as_dict()`. Nothing is trimmed by it."""
+    """The reclaimable memory of each GPU at one moment. `print` it, or use `as_dict()`. Reading it trims nothing."""
 
     time: float
     devices: tuple[DeviceReclaimable, ...]
@@ -87,7 +87,7 @@ class Reclaimable:
         return shown("\n".join(parts) or "no budget is applied: nothing is known of any GPU")
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """What IPython shows in a terminal."""
+        """Prints the table in IPython's terminal."""
         printer.text(str(self))
 
 
@@ -97,7 +97,7 @@ def _total(part: DeviceReclaimable) -> str:
 
 
 def of_sample(sample: Sample, plan: Plan, simulated: bool) -> Reclaimable:
-    """The figures of a sample of the monitor's, or of a timeline. `plan` names the GPUs."""
+    """The figures of a sample from the monitor or a timeline. `plan` has the names of the GPUs."""
     names = {part.device.uuid: part.device.name for part in plan.devices}
     devices = [
         DeviceReclaimable(one.uuid, names.get(one.uuid, one.uuid), _of_frameworks(one.frameworks))
@@ -107,7 +107,7 @@ def of_sample(sample: Sample, plan: Plan, simulated: bool) -> Reclaimable:
 
 
 def _of_frameworks(found: Mapping[str, FrameworkSample]) -> tuple[FrameworkReclaimable, ...]:
-    """Those that have something first. Other rows, as that of the exchange, are of no framework that could be asked."""
+    """Sorted by reclaimable bytes, largest first, without rows that are no framework or pool, such as the exchange."""
     asked = {*SPECS, POOL}
     lines = [_of(name, usage) for name, usage in found.items() if name in asked or usage.cap is not None]
     return tuple(sorted(lines, key=lambda one: (one.reclaimable is None, -(one.reclaimable or 0), one.framework)))

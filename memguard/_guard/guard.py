@@ -1,7 +1,7 @@
-"""The guard: it applies a budget, reads what is held under it, admits requests, and undoes it.
+"""The guard: applies a budget, reads memory usage, admits requests, and undoes the budget.
 
-It owns the parts that do the work: `caps` (the plan, and how each cap holds), `elastic` (caps that move, caches that
-are trimmed), `admission` (reservations) and `reader` (the ledger). `_budget.policy` plans.
+It delegates to four parts: `caps` (the plan and the enforcement of each cap), `elastic` (moving caps, trimming
+caches), `admission` (reservations) and `reader` (the ledger). `_budget.policy` computes the plan.
 """
 
 from __future__ import annotations
@@ -64,50 +64,50 @@ _SPILLS = (
     "fix: keep device.limit below what Windows leaves free on the GPU; `memguard doctor --explain sysmem-fallback`"
 )
 _IMPORT = 5.0
-"""Seconds that the import of a framework waits for another thread's call of memguard, to have its cap set."""
+"""Seconds that a framework's import waits for memguard's lock to set the framework's cap."""
 _SAMPLES_PER_CHECK = 10
-"""Samples from one check for drift to the next: a check calls into every framework once more."""
+"""Samples between two checks for drift. A check adds one call into each framework."""
 
 
 class AdmissionOnDemand:
-    """The admission of one budget. Its modules are loaded when somebody first asks for room: `init` needs none."""
+    """Creates the admission control of one budget at the first request, so that `init` does not import its modules."""
 
     def __init__(self, make: Callable[[], Admission]) -> None:
         self._make = make
         self._made: Admission | None = None
 
     def get(self) -> Admission:
-        """It, made if it was not."""
+        """Return the admission control. The first call creates it."""
         if (made := self._made) is None:
-            made = vars(self).setdefault("_first", self._make())  # another thread's, if that was faster
+            made = vars(self).setdefault("_first", self._make())  # setdefault: another thread may have been faster
             self._made = made
         return made
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is reserved, and nobody waits."""
+        """Whether no workload holds a reservation or waits for one."""
         return self._made is None or self._made.queue.idle
 
     @property
     def working(self) -> bool:
-        """Whether a workload that has reserved memory is under way."""
+        """Whether a workload with a reservation is running."""
         return self._made is not None and self._made.working
 
     def not_taken(self, framework: str, uuid: str, in_use: int | None) -> int:
-        """Bytes that workloads of the framework have reserved there and not taken yet, by what it has in use."""
+        """Bytes that the framework's workloads have reserved on a GPU and not yet allocated, computed from `in_use`."""
         return 0 if self._made is None else self._made.not_taken(framework, uuid, in_use)
 
     def not_taken_now(self, framework: str, uuid: str) -> int:
-        """The same; the framework is asked what it has in use. Takes no lock."""
+        """As `not_taken`, but read `in_use` from the framework. Takes no lock."""
         return 0 if self._made is None else self._made.not_taken_now(framework, uuid)
 
     def wake(self) -> None:
-        """Have all that wait for room look again."""
+        """Make all waiting workloads try again."""
         if self._made is not None:
             self._made.queue.wake()
 
     def forked(self) -> None:
-        """In a forked child: nothing is reserved."""
+        """Drop all reservations in a forked child."""
         if self._made is not None:
             self._made.queue.forked()
 
@@ -120,7 +120,7 @@ class Guard:
         self.callbacks = Callbacks()
         self.caps = caps = CapTable(budget, host, self.callbacks)
         self.notes, self.sharing = caps.notes, caps.sharing
-        # Frameworks that the budget does not name have no cap, but a row once they are live. Real ones only.
+        # A framework outside the budget has no cap, but a ledger row once it is live. Simulated GPUs have no such row.
         unnamed = () if host.simulated else tuple(name for name in SPECS if name not in budget.frameworks)
         self.reader = LedgerReader(host, unnamed, caps.warn)
         self.admission = AdmissionOnDemand(self._make_admission)
@@ -128,24 +128,24 @@ class Guard:
         self.trims = self.elastic.trims
         self.permanent: list[str] = []
         self.undo = Undo()
-        """What takes back all that `start` did."""
+        """The undo steps of everything that `start` changed."""
         self.refusals = RefusalCounts()
         self._hook = ImportHook()
         self._not_undone: list[str] = []
         self._late: set[str] = set()
-        """Frameworks that were imported while another thread had the lock: their caps are to be set."""
+        """Frameworks whose caps are not set yet, because another thread held the lock during their import."""
         self._samples = 0
         self._started = self._told = False
         self._real = RealImports([part.device.name for part in self.plan.devices]) if host.simulated else None
 
     @property
     def host(self) -> Host:
-        """The GPUs, real or simulated. While the process is suspended, its calls raise Suspended."""
+        """The GPUs, real or simulated. While the process is suspended, the host's methods raise Suspended."""
         return self.caps.host
 
     @property
     def plan(self) -> Plan:
-        """The plan in force: it changes with `resize` and as elastic caps move."""
+        """The plan in force. `resize` and elastic caps change it."""
         return self.caps.plan
 
     @plan.setter
@@ -154,7 +154,7 @@ class Guard:
 
     @property
     def active(self) -> bool:
-        """False after `shutdown`, and in a forked child, where the parent's budget means nothing."""
+        """False after `shutdown`, and in a forked child, where the parent's budget does not apply."""
         return self.caps.active
 
     @property
@@ -164,7 +164,7 @@ class Guard:
 
     @property
     def own_plan(self) -> Plan:
-        """The plan of the GPUs that this process uses: of a rank that is known to use one of several, of that one."""
+        """The plan of the GPUs that this process uses: of one GPU only, if its rank is known to use one."""
         return self.caps.own_plan
 
     def part(self, uuid: str) -> DevicePlan:
@@ -173,12 +173,12 @@ class Guard:
 
     @property
     def undone(self) -> bool:
-        """Whether nothing of it is left. An interrupted `start` or `stop` leaves something, which `stop` takes back."""
+        """Whether every change is undone. An interrupted `start` or `stop` leaves changes, which `stop` undoes."""
         before = self.callbacks.stop
         return self.caps.over and self.undo.done and (before is None or before.done)
 
     def start(self) -> None:
-        """Apply everything, or undo everything and raise. A guard starts once: a stopped one stays stopped."""
+        """Apply the whole budget, or undo every change and raise. A stopped guard cannot start again."""
         if self._started:
             raise MemguardError("this guard was started before", fix="call memguard.init again")
         self._started = True
@@ -187,8 +187,8 @@ class Guard:
             if self._real is not None:
                 self.undo.add("the notice about real frameworks", self._real.stop)
                 self._real.start()
-            # `state` waits for an import that runs in another thread, and that import may wait for the guard in its
-            # hook. So ask before there is a hook, and later again without the lock.
+            # `state` waits for an import in another thread, and that import's hook may wait for the guard's lock. So
+            # read the state before installing a hook, and again later without the lock.
             entries = {name: CappedFramework(caps.create(name)) for name in self.budget.frameworks}
             for name, entry in entries.items():
                 entry.framework.on_warning = functools.partial(caps.met_the_cap, name)
@@ -217,22 +217,22 @@ class Guard:
                     self._start_framework(name, entry, states[name])
             for name, entry in entries.items():
                 if entry.enforcement is Enforcement.PENDING and entry.framework.state() is not State.IMPORTABLE:
-                    self._imported(name)  # its import began before the hook was there
+                    self._imported(name)  # its import began before the hook was installed
         except BaseException:
             self.stop()
             raise
 
     def stop(self) -> list[str]:
-        """Undo everything, last first. Returns what stays, as sentences.
+        """Undo all changes in reverse order. Returns a sentence for each change that could not be undone.
 
-        If it is interrupted, call it again: it does the rest.
+        After an interruption, call it again: it continues.
         """
         self._on_the_gpus("the end of the budget")
         caps = self.caps
-        caps.over = True  # from now on nothing may say that a cap holds
+        caps.over = True  # from now on nothing may report that a cap holds
         try:
             if self.callbacks.stop is not None:
-                self.callbacks.stop.run()  # without the lock, for which the monitor's thread may be waiting
+                self.callbacks.stop.run()  # without the lock: the monitor thread may be waiting for it
         finally:
             with caps.lock:
                 try:
@@ -240,7 +240,7 @@ class Guard:
                 finally:
                     for entry in caps.entries.values():
                         entry.framework.on_refusal = entry.framework.on_shortage = None
-                    caps.entries, caps.frameworks = {}, {}  # new: other threads may be iterating over the old ones
+                    caps.entries, caps.frameworks = {}, {}  # new dicts: other threads may iterate over the old ones
                     self.reader.clear()
                     caps.host.close()
                     self.admission.wake()
@@ -252,7 +252,7 @@ class Guard:
         return stays
 
     def forked(self) -> None:
-        """In a forked child: let go of everything without touching CUDA. The parent's budget means nothing here."""
+        """Release everything in a forked child without calling CUDA. The parent's budget does not apply there."""
         self.caps.forked()
         self.reader.forked()
         self.admission.forked()
@@ -261,43 +261,45 @@ class Guard:
             self._real.stop()
 
     def suspend(self, reading: Ledger, figures: Figures, off: Off) -> None:
-        """The process leaves its GPUs. From now on the guard answers from `reading`, or raises Suspended.
+        """Switch to the suspended state: until `resumed`, the guard returns `reading` or raises Suspended.
 
-        With the lock of `caps` held. `figures` as for `OffGpu`.
+        Callers hold the lock of `caps`. For `figures` see `OffGpu`.
         """
         from memguard._guard.suspended import OffGpu, refusing
 
-        self.caps.off = OffGpu(reading, figures, off, self.caps.host)  # first: who is refused finds it
+        # Set `off` before the host: a caller that the refusing host rejects reads `off`.
+        self.caps.off = OffGpu(reading, figures, off, self.caps.host)
         self.caps.host = self.reader.host = refusing(self.caps.host)
 
     def resumed(self) -> None:
-        """The process is on its GPUs. Nothing happens if the guard was not suspended."""
+        """Switch back to the real GPUs. Does nothing if the guard was not suspended."""
         if (off := self.caps.off) is not None:
             self.caps.host = self.reader.host = off.host
             self.caps.off = None
 
     def ledger(self) -> Ledger:
-        """A reading of every GPU. NVML is read before and after, and again if its figures moved meanwhile.
+        """Read every GPU. NVML is read before and after the frameworks, and again if its figures changed in between.
 
-        While the process is off its GPUs: the last reading, with every framework's row as it was, and none of it there.
+        While the process is suspended, returns the last reading with one more row, which subtracts this process's
+        bytes because they are in host memory.
         """
         if (off := self.caps.off) is not None:
             return off.ledger()
         try:
             return self._read_ledger()
-        except Suspended:  # the process left its GPUs while this thread read
+        except Suspended:  # the process was suspended during the reading
             off = self.caps.off
-        return off.ledger() if off is not None else self._read_ledger()  # it is back already
+        return off.ledger() if off is not None else self._read_ledger()  # resumed already
 
     def _read_ledger(self) -> Ledger:
         self._find_drift()
-        # Without the guard's lock, which another thread may have while it waits for one that this thread has.
+        # Without the guard's lock: another thread may hold it while it waits for a lock that this thread holds.
         caps, reader = self.caps, self.reader
         if caps.over or caps.pid != os.getpid() or not caps.entries:
             caps.check_active()
         frameworks, plan, entries = caps.frameworks, caps.plan, caps.entries
         readings = [reader.reading(part, frameworks) for part in plan.devices]
-        if caps.over:  # another thread's shutdown would leave half a reading
+        if caps.over:  # a shutdown in another thread makes the reading incomplete
             caps.check_active()
         notes, enforcements, told = [*caps.notes], {}, []
         for name, entry in entries.items():
@@ -317,9 +319,9 @@ class Guard:
         return Ledger(time.time(), tuple(ledgers), caps.host.simulated, tuple(notes))
 
     def sample(self) -> Sample:
-        """The ledger's figures without its rows, for several readings a second on any thread.
+        """Read the ledger's figures without building its rows, for several readings a second on any thread.
 
-        Without the guard's lock: nobody has to wait for this thread if a driver hangs.
+        Takes no lock of the guard, so that a driver that hangs here blocks no other thread.
         """
         caps = self.caps
         if caps.off is not None:
@@ -336,8 +338,8 @@ class Guard:
         return sample_of((time.time(), devices))
 
     def last_sample(self) -> Sample | None:
-        """The same while the budget ends: its caps are still set. None where nobody may ask: in a forked child, or
-        while the process is off its GPUs."""
+        """As `sample`, while the budget ends and its caps are still set. None in a forked child and in a suspended
+        process, where frameworks and GPUs must not be read."""
         caps = self.caps
         if caps.pid != os.getpid() or suspension.now is not None or caps.off is not None or not caps.entries:
             return None
@@ -345,7 +347,7 @@ class Guard:
         return sample_of((time.time(), tuple([read(part, frameworks) for part in caps.plan.devices])))
 
     def peaks(self) -> dict[str, dict[str, int]]:
-        """The most that each framework of the budget ever had in use, by UUID and name, if it says that."""
+        """The peak of bytes in use by UUID and framework, for each framework of the budget that reports one."""
         caps = self.caps
         found: dict[str, dict[str, int]] = {}
         for part in caps.plan.devices if caps.off is None else ():
@@ -354,10 +356,10 @@ class Guard:
         return found
 
     def _refused(self, request: RefusedRequest) -> str | None:
-        """What adapters call when a request was refused for good. Returns the id of its record.
+        """Record a request that the allocator refused finally. Adapters call it. Returns the id of the record.
 
-        It runs within the allocation, on the thread that made it. So it waits for no lock of the guard or the reader:
-        whoever holds that may be waiting for the allocator.
+        It runs within the failing allocation, on the allocating thread. It takes no lock of the guard or the reader,
+        because the lock's owner may be waiting for the allocator.
         """
         caps = self.caps
         part = next((one for one in caps.plan.devices if one.device.uuid == request.uuid), None)
@@ -383,7 +385,7 @@ class Guard:
             entries = caps.entries
             enforcements = {name: entry.enforcement.value for name, entry in entries.items()}
             if (entry := entries.get(request.framework)) is not None and caps.drift_of(request.framework, entry):
-                enforcements[request.framework] = Enforcement.WATCHED.value  # what refused was not this cap
+                enforcements[request.framework] = Enforcement.WATCHED.value  # the refusal did not come from this cap
             others = {pid: size for pid, size in processes.items() if pid != caps.host.pid}
             now = request.time, caps.host.simulated
             context = functools.partial(_context_of, reading, part, enforcements, others, caps.plan, self.budget, *now)
@@ -404,7 +406,7 @@ class Guard:
         self._find_drift(framework)
         parts, looked = caps.plan.devices, False
         if device is None and len(parts) == 1 and not caps.over and caps.pid == os.getpid():
-            if self._fits(framework, needed, parts[0]):  # mostly: it takes no lock
+            if self._fits(framework, needed, parts[0]):  # the common case takes no lock
                 return
             looked = True
         with caps.lock:
@@ -420,7 +422,7 @@ class Guard:
         return Admission(self.caps, self.elastic, self.callbacks, self._find_drift)
 
     def _fits(self, framework: str, needed: int, part: DevicePlan) -> bool:
-        """Whether there is room on that GPU. Its siblings are asked only if something has to be trimmed."""
+        """Whether `needed` bytes fit on that GPU now. Reads no sibling unless workloads hold reservations."""
         if not self.admission.idle:
             return self.admission.get().fits(framework, needed, part.device)
         caps = self.caps
@@ -431,42 +433,42 @@ class Guard:
         return policy.admit(framework, needed, footprint, cap, usages, memory).refusal is None
 
     def make_room(self, framework: FrameworkName, needed: int, device: Device | None = None) -> Room:
-        """Have siblings give back what `framework` needs to take `needed` bytes from the driver, and raise its cap.
+        """Trim siblings and raise the cap so that `framework` can take `needed` bytes from the driver.
 
-        On this thread: the least that serves, most reclaimable first. Where nothing may be freed, nothing is. Never
-        raises for a lack of memory: `missing` in what it returns says what is still not there.
+        Runs on the calling thread. Trims no more than needed, the sibling with the largest reclaimable cache first, and
+        nothing where a trim is forbidden. Never raises for a lack of memory: `Room.missing` has the missing bytes.
         """
         self._on_the_gpus("making room")
         return self.elastic.make_room(framework, needed, device)
 
     def resize(self, framework: FrameworkName, size: int | str) -> None:
-        """Change a cap on every GPU. Lowering it trims, and warns about what is still held above it."""
+        """Change a cap on every GPU. A lowered cap trims the framework; memory still held above it is logged."""
         self._on_the_gpus("memguard.resize")
         self._find_drift()
         self.elastic.resize(framework, size)
 
     def trim(self, framework: CacheName | None = None) -> int:
-        """Give idle caches back to the driver, of one framework or all, on this thread. Returns the bytes freed."""
+        """Trim the idle caches of one framework, or of all, on this thread. Returns the bytes freed."""
         self._on_the_gpus("memguard.trim")
         return self.elastic.trim(framework)
 
     def rebalance(self, sample: Sample) -> Sample:
-        """At a tick of the monitor: elastic caps get headroom, by what `sample` has read. Returns it, with the caps as
-        they are then. Moves nothing while another thread is within a call."""
+        """Give elastic caps headroom at a monitor tick, computed from `sample`. Returns the sample with the new caps.
+        Moves nothing while another thread holds the guard's lock."""
         return self.elastic.rebalance(sample)
 
     def moved(self) -> list[Event]:
-        """What was given back and lent since the last call."""
+        """The reclaim events since the last call: memory given back and caps moved."""
         return self.elastic.moved()
 
     def reserved_not_taken(self, framework: FrameworkName, uuid: str) -> int:
-        """Bytes that running workloads of the framework have reserved on that GPU and not taken yet. Takes no lock."""
+        """Bytes that the framework's workloads have reserved on that GPU and not yet allocated. Takes no lock."""
         return self.admission.not_taken_now(framework, uuid)
 
     def workload(
         self, name: str, *, framework: FrameworkName, needs: int | str | None = None, wait: float | str | None = None
     ) -> Block[WorkloadReport]:
-        """A named block of work of one framework: `needs` is reserved until it ends. As `memguard.workload`."""
+        """A named block of work of one framework. It reserves `needs` until it ends. See `memguard.workload`."""
         return Block(
             lambda: self.begin_workload(name, framework, needs, wait),
             lambda: self.begin_workload_in_loop(name, framework, needs, wait),
@@ -475,7 +477,7 @@ class Guard:
     def begin_workload(
         self, name: str, framework: FrameworkName, needs: int | str | None, wait: float | str | None
     ) -> tuple[WorkloadReport, End]:
-        """What the block of `workload` begins with."""
+        """Begin a workload. Blocks while it waits for a reservation."""
         if self.caps.off is not None:
             self.caps.off.refuse(f"workload {name!r}")
         return self.admission.get().begin(name, framework, needs, wait)
@@ -483,13 +485,13 @@ class Guard:
     async def begin_workload_in_loop(
         self, name: str, framework: FrameworkName, needs: int | str | None, wait: float | str | None
     ) -> tuple[WorkloadReport, End]:
-        """The same, without blocking the event loop."""
+        """As `begin_workload`, without blocking the event loop."""
         if self.caps.off is not None:
             self.caps.off.refuse(f"workload {name!r}")
         return await self.admission.get().begin_in_loop(name, framework, needs, wait)
 
     def reclaimable(self) -> Reclaimable:
-        """What each framework could give back, as figures. Trims nothing."""
+        """The bytes that each framework could give back. Trims nothing."""
         self._on_the_gpus("memguard.reclaimable")
         from memguard._guard.figures import of_sample
 
@@ -515,7 +517,7 @@ class Guard:
         return plan_html(*self._said())
 
     def _said(self) -> tuple[Plan, dict[str, str], list[str]]:
-        """The plan, how each cap holds, and the notes."""
+        """The plan, the enforcement of each cap, and the notes."""
         self._find_drift()
         caps = self.caps
         return caps.plan, {name: entry.enforcement.value for name, entry in caps.entries.items()}, caps.all_notes()
@@ -530,11 +532,11 @@ class Guard:
             self._apply(name, entry)
 
     def _imported(self, name: str) -> None:
-        """Runs inside the user's import, on the user's thread. What it raises comes out of that import.
+        """Set the cap of a framework that is being imported. Runs on the importing thread; its errors fail the import.
 
-        The import does not wait for ever for another thread's call: then its cap is set by a later call (`_set_late`).
+        It waits `_IMPORT` seconds for the lock. If that is too short, a later call sets the cap (`_set_late`).
         """
-        if self.caps.off is not None:  # its cap is set when the process is back
+        if self.caps.off is not None:  # the cap is set when the process resumes
             suspension.put_off(lambda: self._imported(name))
         elif self.caps.turn.take(self._apply_imported, _IMPORT, name) is None:
             self._late.add(name)
@@ -557,7 +559,7 @@ class Guard:
             self._apply(name, entry)
 
     def _set_late(self) -> None:
-        """Set the caps that an import could not wait for, unless a call has the lock now."""
+        """Set the caps of `_late`, unless the lock is held now."""
         for name in [*self._late]:
             if self.caps.turn.mine or self.caps.turn.take(self._apply_late, 0, name) is None:
                 return
@@ -566,7 +568,7 @@ class Guard:
     def _apply_late(self, name: str) -> None:
         try:
             self._apply_imported(name)
-        except Exception as error:  # there is no import any more that it could fail
+        except Exception as error:  # the import has ended, so the error cannot fail it
             self.caps.entries[name].enforcement = Enforcement.WATCHED
             self.caps.lend_nothing_to(name)
             self.caps.warn(f"{name}: its cap could not be set after its import: {words_of(error)}")
@@ -577,7 +579,7 @@ class Guard:
         self.caps.find_drift(only)
 
     def _on_the_gpus(self, what: str) -> None:
-        """Raise Suspended while the process is off its GPUs. `what` names the call."""
+        """Raise Suspended if the process is suspended. `what` names the call."""
         if (off := self.caps.off) is not None:
             off.refuse(what)
 
@@ -590,13 +592,13 @@ class Guard:
         framework = entry.framework
         if framework.fixed():
             self.caps.lend_nothing_to(name)
-        self.undo.add(name, lambda: self._take_back(name, framework.changes.run))  # if it is interrupted in the middle
+        self.undo.add(name, lambda: self._take_back(name, framework.changes.run))  # undoes an interrupted `apply`
         applied = framework.apply(self.caps.plan.caps(name), self.caps.plan.options.get(name, {}))
         if applied.undo is not None:
             undo = applied.undo
             self.undo.add(name, lambda: self._take_back(name, undo))
         framework.changes.clear()
-        if self.caps.over:  # by a signal handler, within `apply`
+        if self.caps.over:  # a signal handler called `stop` within `apply`
             self.undo.run()
             return
         entry.enforcement = applied.enforcement
@@ -609,7 +611,7 @@ class Guard:
         self.elastic.trim_above_cap(name)
 
     def _take_back(self, what: str, undo: Callable[[], None]) -> None:
-        """One step of the undoing. What fails is listed, and does not stop the other steps."""
+        """Run one undo step. A step that fails is recorded in `_not_undone`, and the other steps run."""
         try:
             undo()
             return
@@ -617,14 +619,14 @@ class Guard:
             stays = f"{what}: stays: {error.reason}"
         except Exception as error:
             stays = f"{what}: could not be undone: {words_of(error)}"
-        except BaseException:  # Ctrl-C: the other steps run, and it goes on afterwards
+        except BaseException:  # Ctrl-C: `Undo` runs the other steps and raises it afterwards
             _log.warning("%s: the undoing was interrupted; memguard.shutdown() or the next init finishes it", what)
             raise
         if stays not in self._not_undone:
             self._not_undone.append(stays)
 
     def _cure(self, states: Mapping[str, State]) -> None:
-        """Keep the CUDA runtimes of frameworks that are in the budget and installed out of each other's way."""
+        """Prevent conflicts between the CUDA runtimes of the budget's installed frameworks."""
         if self.caps.host.simulated:
             return
         for name, other, done in registry.cures([name for name in states if states[name] is not State.ABSENT]):
@@ -632,7 +634,8 @@ class Guard:
             self.permanent.append(f"{name}: the CUDA runtime loaded first stays loaded")
 
     def busy(self) -> Iterator[tuple[str, int | None]]:
-        """Of each GPU of which others hold so much that the limit cannot be had: that, and what this process has."""
+        """A warning for each GPU where other processes hold so much that the limit is not available, and the bytes that
+        this process holds there (None: unknown)."""
         self._on_the_gpus("a look at the GPUs' other processes")
         for part in self.caps.plan.devices:
             active = self.caps.host.context_active(part.device)
@@ -642,14 +645,14 @@ class Guard:
 
     def _warn_where_busy(self) -> None:
         for warning, own in self.busy():
-            if self.budget.on_busy == "raise" and own is not None:  # if unknown, this process itself may hold it
+            if self.budget.on_busy == "raise" and own is not None:  # if unknown, this process may hold the memory
                 fix = "use another GPU, lower device.limit, or write 'on_busy: warn'"
                 problem = self.budget.problem(("on_busy",), warning, fix)
                 raise PlanError([problem], self.budget.source or "init")
             self.caps.warn(warning)
 
     def _warn_of_mps(self) -> None:
-        """What CUDA's Multi-Process Service lets this process have, where that is less than the budget says."""
+        """Warn for each GPU where CUDA's Multi-Process Service gives this process less than the budget's limit."""
         given = os.environ.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT")
         if given and not self.caps.host.simulated:
             from memguard._budget import mps
@@ -668,6 +671,6 @@ def _context_of(
     when: float,
     simulated: bool,
 ) -> hooks.OomContext:
-    """What an out-of-memory report is made from, out of a reading of the moment."""
+    """The context of an out-of-memory report, built from a reading at the refusal."""
     ledger = Ledger(when, (device_ledger(reading, part, enforcements),), simulated)
     return hooks.OomContext(ledger, plan, {part.device.uuid: others}, budget=budget)

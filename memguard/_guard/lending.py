@@ -1,22 +1,23 @@
-"""How elastic caps move between min and max, and whose idle cache goes. Pure: figures in, caps out.
+"""Computes how elastic caps move between min and max, and whose idle cache is trimmed. Pure: figures in, caps out.
 
-On each GPU the room is limit − reserve. What is above the sum of the minima is lent. The rules:
+On each GPU the room is limit − reserve. The room above the sum of the minima is lent to elastic frameworks. The rules:
 
-- What is given away leaves room for each cap, and for what is held above one (`_budget.policy.room_left`): a cap that
-  was lowered below live arrays frees none of them. If all have more than the room already, nothing is lent until they
-  have less, and a tick calls back what is lent and not used.
-- The caps never add up to more than the room, and no cap is below its min. So whatever others hold, a framework has its
-  min at once: it asks nobody for it.
-- A cap is lowered only to what its framework holds (or has promised to a block of work). So what is live is never
-  taken, and what is lent and idles comes back to whoever asks for it.
-- Who needs more gets, in this order: what is lent to nobody; what is lent and not used; what is lent and only cached,
-  most first, after it was given back to the driver. No cache goes that is not needed, and none if it would not suffice.
-- First come, first served. Those whose allocators cannot ask within a request (torch) keep some headroom: at a tick the
-  one that has the smallest part of what it may borrow is served first, from what nobody uses. They are the last whose
-  headroom is taken.
+- The free room is the room less each cap, or less the held bytes where a framework holds more than its cap
+  (`_budget.policy.room_left`): a cap that was lowered below live arrays frees none of them. If the free room is
+  negative, nothing is lent, and a monitor tick calls back lent memory that is unused.
+- The sum of the caps never exceeds the room, and no cap is below its framework's min. So a framework always has its
+  min at once, whatever its siblings hold.
+- A cap is never lowered below the bytes that its framework holds and its workloads have reserved. So live arrays are
+  never affected, and idle lent memory can be called back for any framework.
+- A framework that needs more is given, in this order: room that is not lent; lent room that is unused; lent memory that
+  is only cached, the largest cache first, after a trim has returned it to the driver. No cache is trimmed without need,
+  and none if all caches together are too small.
+- First come, first served. A framework whose allocator cannot request room within an allocation (torch) keeps headroom
+  instead. A tick fills headroom from unused room, first for the framework that has borrowed the smallest part of its
+  span. Headroom of these frameworks is taken last.
 
-Hysteresis: headroom is filled up to twice the level below which it is filled. So under a constant load a tick moves
-something once, and nothing after that.
+Hysteresis: headroom below a threshold is filled to twice the threshold. So under a constant load a tick moves caps
+once.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ from memguard._base.units import GRANULE, MIB, round_down, round_up
 from memguard._budget.policy import room_left
 
 _STEP = 16
-"""A cap that rises goes on by this part of its span (max − min), or by as much as it has borrowed if that is more, as
-far as nobody uses that: one that rose by a request at a time would be asked for at each."""
+"""A raised cap rises further by 1/`_STEP` of its span (max − min), or by the bytes it has borrowed if that is more, as
+far as unused room allows. Otherwise every single request would raise the cap again."""
 _LOW = 64 * MIB
-"""The least headroom that a framework which cannot ask is to have, and a sixteenth of its max if that is more."""
+"""The least headroom of a framework that cannot request room, or 1/`_STEP` of its max if that is more."""
 
 
 class Part(NamedTuple):
-    """One framework's part of one GPU, in bytes.
+    """The figures of one framework on one GPU, in bytes.
 
-    `least` and `most` bound its cap; both are the cap if it cannot move. `held` is what it has of the driver, and what
-    was promised to a block of work beyond that. `idle` is the part of `held` that it could give back, at most. `asks`:
-    its allocator asks within a request that it cannot serve, so it needs no headroom. `promised` is the part of `held`
-    that it has not taken yet.
+    `least` and `most` bound its cap; both are the cap if it cannot move. `held` is the memory taken from the driver
+    plus `promised`. `promised` is the memory that its workloads have reserved and not yet allocated. `idle` is the part
+    of `held` that it could give back, at most. `asks`: its allocator requests room when an allocation fails, so it
+    needs no headroom.
     """
 
     least: int
@@ -55,27 +56,27 @@ class Part(NamedTuple):
 
     @property
     def taken(self) -> tuple[int, int]:
-        """What `room_left` counts: its cap, and what it has taken from the driver, in whole granules."""
+        """The arguments of `room_left`: the cap, and the bytes taken from the driver in whole granules."""
         return self.cap, round_up(max(self.held - self.promised, 0))
 
     @property
     def unused(self) -> int:
-        """What the cap can be lowered by, with nothing given back."""
+        """The bytes by which the cap can be lowered without a trim."""
         return max(self.cap - max(self.least, round_up(self.held)), 0)
 
     @property
     def cached(self) -> int:
-        """What comes back beyond that, once its cache was given back: of its cap, or of what it holds above that."""
+        """The further bytes that a trim of its cache would release, from its cap or from memory held above the cap."""
         stays = max(self.least, round_up(max(self.held - self.idle, 0)))
         return max(max(self.taken) - self.unused - stays, 0)
 
 
 class CapChange(NamedTuple):
-    """What to do for a framework that needs a larger cap, in bytes.
+    """The steps that raise a cap, in bytes.
 
-    `caps` are those that change, the lowered ones first: empty as long as something is missing. `calls` are siblings
-    whose cache has to go before that, with how much of it; then ask again. `missing` is what cannot be had. `live` is
-    what siblings hold in live arrays above their min, or above the cap of one that does not move.
+    `caps`: the changed caps, lowered ones first; empty while `calls` or `missing` is not. `calls`: siblings to trim
+    first, with the bytes; plan again after that. `missing`: the bytes that are not available. `live`: the bytes that
+    siblings hold in live arrays above their min, or above their cap if it cannot move.
     """
 
     caps: Mapping[str, int]
@@ -85,7 +86,7 @@ class CapChange(NamedTuple):
 
 
 def plan_raise(parts: Mapping[str, Part], room: int, who: str, wanted: int) -> CapChange:
-    """What has to change so that the cap of `who` is at least `wanted` bytes, in a room of so many."""
+    """Plan the steps that raise the cap of `who` to at least `wanted` bytes. `room` is limit − reserve."""
     own, wanted = parts[who], round_up(wanted)
     if wanted <= own.cap:
         return CapChange({})
@@ -106,18 +107,18 @@ def plan_raise(parts: Mapping[str, Part], room: int, who: str, wanted: int) -> C
         if need > 0 and part.cached > 0:
             calls.append((name, min(part.cached, need)))
             need -= part.cached
-    if need > 0:  # it would not suffice
-        return CapChange({}, missing=round_up(need), live=live)  # whole pages, as caps are
+    if need > 0:  # even all caches are too small
+        return CapChange({}, missing=round_up(need), live=live)  # a multiple of the granule, as caps are
     return CapChange({}, tuple(calls), live=live)
 
 
 def _further(
     siblings: Mapping[str, Part], caps: Mapping[str, int], room: int, who: str, own: Part, wanted: int
 ) -> dict[str, int]:
-    """The cap of `who`, further than it asked for by what nobody uses, and those that are lowered for that.
+    """Raise the cap of `who` beyond `wanted` from unused room. Returns that cap and the siblings' caps lowered for it.
 
-    Of the unused memory of siblings that can ask for it again, half is left to them; of that of others, their headroom.
-    A framework that cannot ask gets headroom itself.
+    A sibling that can request room keeps half of its unused memory; other siblings keep their headroom. If `who` cannot
+    request room, the extra bytes are its own headroom.
     """
     step = max((own.most - own.least) // _STEP, own.cap - own.least) if own.asks else 2 * _low(own)
     step = round_down(max(min(step, own.most - wanted), 0))
@@ -135,10 +136,10 @@ def _further(
 
 
 def rebalance(parts: Mapping[str, Part], room: int) -> dict[str, int]:
-    """The caps that change at a tick, the lowered ones first: headroom for those that cannot ask within a request.
+    """The caps that change at a tick, lowered ones first, to fill the headroom of frameworks that cannot request room.
 
-    It comes from what is lent to nobody, and from what those have unused that can ask for it again. There is none as
-    long as all have more than the room: then what is unused is called back.
+    Headroom comes from free room, and from unused memory of frameworks that can request room. If the free room is
+    negative, unused memory is called back instead.
     """
     spare = room_left(room, [part.taken for part in parts.values()])
     if spare < 0:
@@ -164,8 +165,8 @@ def rebalance(parts: Mapping[str, Part], room: int) -> dict[str, int]:
 
 
 def called_back(parts: Mapping[str, Part], room: int) -> dict[str, int]:
-    """The caps to lower because all together have more than the room, as one holds more than its cap: by what nobody
-    uses, first of those that can ask for it again."""
+    """The caps to lower while caps and held memory together exceed the room, because a framework holds more than its
+    cap. Takes unused memory, first from frameworks that can request room."""
     need, lowered = -room_left(room, [part.taken for part in parts.values()]), {}
     for name, part in sorted(parts.items(), key=lambda item: (not item[1].asks, -item[1].unused)):
         if need > 0 and (back := min(round_down(part.unused), round_up(need))) > 0:
@@ -175,9 +176,9 @@ def called_back(parts: Mapping[str, Part], room: int) -> dict[str, int]:
 
 
 class ReclaimableCache(NamedTuple):
-    """What a sibling could give back, in bytes. `idle` is what a trim returns as far as is known, `most` all its cache.
+    """The cache of a sibling, in bytes. `idle`: the bytes that a trim is expected to return. `most`: the whole cache.
 
-    They differ where the framework does not say how its cache is split into pieces. `sure`: it does say.
+    `sure`: the framework reports which part of its cache is reclaimable. If it does not, `idle` is an upper bound.
     """
 
     name: str
@@ -187,12 +188,12 @@ class ReclaimableCache(NamedTuple):
 
 
 def reclaimable_caches(usages: Mapping[str, Usage | None], who: str) -> list[ReclaimableCache]:
-    """Those of the siblings of `who` that cache something and give it back."""
+    """The caches of the siblings of `who` that a trim can return."""
     found = []
     for name, usage in usages.items():
         if name == who or usage is None or name in NEVER_GIVE_BACK or usage.held is None or usage.in_use is None:
             continue
-        cached = max(usage.held - usage.in_use, usage.reclaimable or 0)  # two readings, at two moments
+        cached = max(usage.held - usage.in_use, usage.reclaimable or 0)  # the figures may be read at different moments
         idle = cached if usage.reclaimable is None else usage.reclaimable
         if idle > 0:
             found.append(ReclaimableCache(name, idle, cached, usage.reclaimable is not None))
@@ -200,16 +201,16 @@ def reclaimable_caches(usages: Mapping[str, Usage | None], who: str) -> list[Rec
 
 
 def pick_donor(found: Iterable[ReclaimableCache], short: int) -> ReclaimableCache | None:
-    """The sibling that gives back first, if `short` bytes are missing: the one that has most, of those that know.
+    """Pick the sibling to trim first if `short` bytes are missing: the largest cache, `sure` ones before others.
 
-    None if all of them together would not suffice: a request that fails in any case costs nobody a cache.
+    None if all caches together are too small: a request that fails anyway must not cost a sibling its cache.
     """
     ordered = sorted(found, key=lambda one: (not one.sure, -one.idle))
     return ordered[0] if ordered and sum(one.most for one in ordered) >= short else None
 
 
 def _live(part: Part) -> int:
-    """What it holds above its min that is no cache."""
+    """The bytes held above its min that are not cached."""
     return max(part.held - part.promised - part.least - part.idle, 0)
 
 

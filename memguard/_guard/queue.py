@@ -1,7 +1,7 @@
 """Thread-safe reservations: compare-and-swap updates, waiting and wake-up.
 
-`Reservations` are never changed, only replaced, if they are still the object that was looked at. A reservation lives as
-long as its `Ticket`: whatever interrupts the thread that has it, nothing stays reserved.
+`Reservations` are immutable. A compare-and-swap on object identity replaces them. A reservation lives as long as its
+`Ticket`, so that an interrupted thread leaves nothing reserved.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ from memguard._guard import reservations
 from memguard._guard.reservations import EMPTY, Reservations
 
 _PATIENCE = 1.0
-"""Seconds to wait for another thread that replaces the reservations, which takes no time."""
+"""Seconds to wait for a compare-and-swap of another thread, which normally takes microseconds."""
 _numbers = itertools.count(1)
 
 
 class Ticket:
-    """The place of one workload among the reservations: it waits, and then it holds."""
+    """The handle of one workload among the reservations. The workload first waits, then holds its reservation."""
 
     def __init__(self) -> None:
         self.number = next(_numbers)
         self.over = False
         self.here = whereabouts()
-        self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()  # its `put` may be called anywhere
-        self._wake: Callable[[], object] = functools.partial(self._woken.put, None)  # no circle: it is to go at once
+        self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()  # `put` is reentrant
+        self._wake: Callable[[], object] = functools.partial(self._woken.put, None)  # no reference cycle: freed at once
 
     def wake(self) -> None:
-        """Have it look again. Any thread, also in a signal handler or a finalizer."""
-        with contextlib.suppress(RuntimeError):  # its event loop is closed
+        """Make the workload try again. Callable on any thread, in a signal handler and in a finalizer."""
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
             self._wake()
 
     def pause(self, seconds: float) -> None:
-        """Wait on this thread until it is woken, or for that long."""
+        """Block this thread until `wake`, for at most `seconds`."""
         with contextlib.suppress(queue.Empty):
             self._woken.get(timeout=seconds)
             while True:
                 self._woken.get_nowait()
 
     async def pause_in_loop(self, seconds: float) -> None:
-        """The same without blocking the event loop."""
+        """As `pause`, without blocking the event loop."""
         import asyncio
 
         loop, event = asyncio.get_running_loop(), asyncio.Event()
         before, self._wake = self._wake, lambda: loop.call_soon_threadsafe(event.set)
         try:
-            if self._woken.empty():  # else it was woken before this
+            if self._woken.empty():  # else `wake` was called already
                 await asyncio.wait_for(event.wait(), seconds)
         except TimeoutError:
             pass
@@ -67,7 +67,7 @@ class Ticket:
 
 
 class ReservationQueue:
-    """The reservations of one budget, which threads replace and wait for."""
+    """The current reservations of one budget, and the tickets of its workloads."""
 
     def __init__(self) -> None:
         self.current: Reservations = EMPTY
@@ -76,11 +76,11 @@ class ReservationQueue:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is reserved, and nobody waits."""
+        """Whether no workload holds a reservation or waits for one."""
         return self.current is EMPTY
 
     def forked(self) -> None:
-        """In a forked child: nothing is reserved, and no lock of the parent's is waited for."""
+        """Drop all reservations and the parent's lock in a forked child."""
         self.current, self._turn, self._tickets = EMPTY, Turn(rank=Rank.RESERVATIONS), {}
 
     def ticket(self) -> Ticket:
@@ -89,10 +89,10 @@ class ReservationQueue:
         return made
 
     def replace(self, before: Reservations, after: Reservations) -> bool:
-        """Put `after` in the place of `before`. False if that is not in force any more: look again."""
+        """Compare-and-swap: replace `before` with `after`. False if `before` is no longer current: read again."""
 
         def put() -> bool:
-            if self.current is before:  # no signal handler comes between this and the next line
+            if self.current is before:  # Python runs no signal handler between this line and the next
                 self.current = after
                 return True
             return False
@@ -100,7 +100,7 @@ class ReservationQueue:
         return self._turn.take(put, _PATIENCE) == (True,)
 
     def settled(self) -> Reservations:
-        """The reservations without those that are over, or whose ticket is gone."""
+        """Remove reservations whose ticket is over or was garbage-collected. Returns the rest."""
         while True:
             before = book = self.current
             for number in self._dead(book):
@@ -109,7 +109,7 @@ class ReservationQueue:
                 return book
 
     def view(self) -> Reservations:
-        """As `settled`, and changes nothing: for calls within an allocation."""
+        """As `settled`, without replacing the current ones: for calls within an allocation."""
         book = self.current
         for number in self._dead(book):
             book = reservations.ended(book, number)
@@ -122,8 +122,10 @@ class ReservationQueue:
         before: Reservations = EMPTY,
         in_use: dict[str, int | None] | None = None,
     ) -> None:
-        """End it, whether it holds or waits, and have the others look. `read` reads what its framework has in use, by
-        UUID. `in_use` was read already, when the reservations were `before`.
+        """End a ticket, whether it holds or waits, and wake the waiting ones.
+
+        `read` returns its framework's bytes in use by UUID. `in_use` is an earlier result, valid while the reservations
+        are `before`.
         """
         leave(ticket)
         try:
@@ -137,7 +139,7 @@ class ReservationQueue:
             self.wake()
 
     def here(self, numbers: frozenset[int]) -> frozenset[int]:
-        """Those of the tickets that this thread, or the task on it, got itself: it can end no other one."""
+        """The tickets that the current thread or task created. It can end only these."""
         own, found = whereabouts(), set()
         for number in numbers:
             ticket = known() if (known := self._tickets.get(number)) is not None else None
@@ -146,7 +148,7 @@ class ReservationQueue:
         return frozenset(found)
 
     def wake(self) -> None:
-        """Have all that wait look again: something may have become free."""
+        """Wake all waiting tickets, because memory may have become free."""
         for entry in self.current.waiting:
             found = self._tickets.get(entry.id)
             if found is not None and (ticket := found()) is not None:
@@ -162,37 +164,37 @@ class ReservationQueue:
         return dead
 
     def _gone(self, number: int, _: Any) -> None:
-        """A ticket was dropped. Perhaps it was never left: its block was interrupted, or given up without an end."""
+        """Called when a ticket is garbage-collected. Its block may have been interrupted before `leave`."""
         self._tickets.pop(number, None)
         if self.current is not EMPTY:
             self.wake()
 
 
 def within() -> frozenset[int]:
-    """The numbers of the tickets whose blocks this code runs within; some may be over."""
+    """The numbers of the tickets whose blocks enclose the running code. Some tickets may be over."""
     return WITHIN.get()
 
 
 def enter(ticket: Ticket, mine: frozenset[int]) -> None:
-    """From here on the code runs within that ticket's block too. `mine` are those of the others that are not over."""
+    """Enter a ticket's block. `mine`: the enclosing tickets that are not over."""
     WITHIN.set(mine | {ticket.number})
 
 
 def leave(ticket: Ticket) -> None:
-    """Without `ContextVar.reset`, which refuses another context: a generator may be closed in one."""
+    """Leave a ticket's block. `ContextVar.reset` would raise if a generator is closed in another context."""
     found = WITHIN.get()
     if ticket.number in found:
         WITHIN.set(found - {ticket.number})
 
 
 def whereabouts() -> tuple[int, int]:
-    """This thread, and the task that runs on it; 0 if none does."""
+    """The ids of the current thread and the current task; 0 for no task."""
     task = _task()
     return threading.get_ident(), 0 if task is None else id(task)
 
 
 def who() -> str:
-    """This thread, or the task that runs on it, in words."""
+    """The name of the current task, or else of the current thread."""
     task = _task()
     return f"thread {threading.current_thread().name}" if task is None else f"task {task.get_name()}"
 
@@ -202,5 +204,5 @@ def _task() -> Any:
         return None
     try:
         return sys.modules["asyncio"].current_task()
-    except RuntimeError:  # no event loop runs here
+    except RuntimeError:  # no event loop runs on this thread
         return None

@@ -1,8 +1,8 @@
-"""Makes room for one request: raises an elastic cap, and has siblings give back what idles.
+"""Reclaim: makes room for one request by raising an elastic cap and trimming idle caches of siblings.
 
-`lending` decides. It may run within the allocation that fails, on the user's thread, with no lock of the
-adapter that asks. What came back is what NVML says of this process before and after, never what was called:
-`torch.cuda.empty_cache()` does nothing, silently, in a capture or while a `MemPool` is in use.
+`lending` decides. Reclaim may run within the failing allocation, on the user's thread, which holds no lock of the
+requesting adapter. The bytes returned are measured by NVML's figure of this process before and after a trim, because
+`torch.cuda.empty_cache()` silently does nothing in a capture or while a `MemPool` is in use.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from memguard._guard.caps import CapTable
 from memguard.errors import CapNotApplied
 
 _KEPT = 64
-"""Events that wait for somebody who writes them down."""
+"""Events kept until the session records them."""
 
 
 class Reserved(Protocol):
-    """What running workloads have reserved: `_guard.admission`, whose modules are loaded at the first request."""
+    """The reservations of running workloads. `_guard.admission` implements it and is imported at the first request."""
 
     def not_taken(self, framework: str, uuid: str, in_use: int | None) -> int:
-        """Bytes that they have reserved and not taken yet, by what the framework has in use there."""
+        """Bytes that the framework's workloads have reserved and not yet allocated, computed from `in_use`."""
 
     def wake(self) -> None:
-        """Have all that wait for room look again."""
+        """Make all waiting workloads try again."""
 
 
 class Sibling(Protocol):
-    """Who can be asked for idle memory: a framework, or the pool that several share."""
+    """A source of idle memory: a framework, or the pool that several frameworks share."""
 
     def usage(self, device: Device) -> Usage | None: ...
     def give_back(self, device: Device, needed: int) -> None: ...
@@ -47,7 +47,7 @@ class Sibling(Protocol):
 
 
 class Reclaimer:
-    """Carries out what `lending` decides. Callers hold the guard's lock, but for `headroom`.
+    """Carries out what `lending` decides. Callers hold the guard's lock, except for `headroom`.
 
     `shared` is the cache of the shared pool, under `strategy: pool`.
     """
@@ -55,13 +55,13 @@ class Reclaimer:
     def __init__(self, caps: CapTable, reserved: Reserved, shared: Sibling | None = None) -> None:
         self._caps, self._reserved, self.shared = caps, reserved, shared
         self._fixed: set[str] = set()
-        """Elastic by the budget, but their caps turned out not to change."""
+        """Elastic frameworks whose caps could not be changed."""
         self.events: deque[Event] = deque(maxlen=_KEPT)
-        """What was moved and given back. It is noted within allocations, where nobody may be called."""
+        """Events of moved caps and returned memory. They are queued, because no callback may run in an allocation."""
         self.returned: Counter[tuple[str, str]] = Counter()
-        """Bytes that each framework gave back for others on each GPU (UUID)."""
+        """Bytes returned for siblings, by framework and GPU (UUID)."""
         self.lends: Counter[tuple[str, str]] = Counter()
-        """How often the elastic cap of each framework was raised on each GPU (UUID)."""
+        """Number of raises of an elastic cap, by framework and GPU (UUID)."""
 
     def make_room(
         self,
@@ -73,10 +73,10 @@ class Reclaimer:
         asked: bool = False,
         capped: bool = True,
     ) -> Room:
-        """Room for `who` to take `needed` bytes more from the driver.
+        """Make room for `who` to take `needed` more bytes from the driver.
 
-        `asked`: its allocator could not serve a request, so it has given back its own cache. `full`: because the driver
-        refused, and not its cap. Not `capped`: its cap is no matter, as it shares it with others.
+        `asked`: its allocator could not serve a request, and has already returned its own cache. `full`: the driver
+        refused the request, not the cap. Not `capped`: leave the cap as it is, because the shared pool has it.
         """
         uuid = device.uuid
         returned: dict[str, int] = {}
@@ -90,8 +90,10 @@ class Reclaimer:
         return Room(returned, moved, max(missing, 0), live)
 
     def call_back(self, device: Device, who: str, cap: int, act: bool = True) -> Room:
-        """Lower what was lent, so that the fixed cap of `who` may rise to `cap` bytes: what is unused, and what is only
-        cached. Its own cap is left as it is. Not `act`: only say what would be missing."""
+        """Lower lent caps by unused and cached memory, so that the fixed cap of `who` can rise to `cap` bytes.
+
+        Does not change the cap of `who`. Not `act`: only compute the missing bytes.
+        """
         spent: set[str] = set()
         returned: dict[str, int] = {}
         missing, live = cap, dict[str, int]()
@@ -112,8 +114,10 @@ class Reclaimer:
         return Room(returned, None, missing, live)
 
     def headroom(self, sample: DeviceSample) -> tuple[DevicePlan, dict[str, int]]:
-        """At a tick: the caps that should move so that elastic frameworks which cannot ask have headroom, and the plan
-        by which they should. None if caps have moved since it was read. It needs no lock, and asks no framework."""
+        """Compute the caps that should move at a tick to give headroom, and the plan that they are based on.
+
+        No caps if any has moved since the sample. Takes no lock and reads no framework.
+        """
         part, read = self._caps.part(sample.uuid), sample.frameworks
         if any(one.cap != part.caps[name] for name, one in read.items() if name in part.caps):
             return part, {}
@@ -121,14 +125,15 @@ class Reclaimer:
         return part, lending.rebalance(self._parts(part, usages), part.limit - part.reserve)
 
     def call_back_unused(self, device: Device) -> None:
-        """Lower what is lent and not used, as far as all have more than the room: one holds more than its cap."""
+        """Lower lent caps by unused memory while a framework that holds more than its cap makes the total exceed the
+        room."""
         part = self._caps.part(device.uuid)
         if part.elastic:
             parts = self._parts(part, self._usages(device))
             self._set(device, lending.called_back(parts, part.limit - part.reserve))
 
     def rebalance(self, before: DevicePlan, caps: Mapping[str, int]) -> None:
-        """Move these caps, unless others have moved since."""
+        """Set these caps, unless the plan has changed since `before`."""
         device = before.device
         if self._caps.part(device.uuid) is before and self._set(device, caps):
             for name, cap in caps.items():
@@ -138,7 +143,7 @@ class Reclaimer:
     def _raise_cap(
         self, device: Device, who: str, needed: int, asked: bool, returned: dict[str, int]
     ) -> tuple[int, Mapping[str, int]]:
-        """What is missing under its cap, and what siblings hold that it may borrow when it is free."""
+        """Raise the cap for `needed` bytes. Returns `missing` and `live` as in `lending.CapChange`."""
         spent: set[str] = set()
         for _ in range(2 * len(self._caps.frameworks) + 2):
             usages = self._usages(device)
@@ -153,7 +158,7 @@ class Reclaimer:
             if change.missing:
                 return change.missing, change.live
             if not change.calls:
-                # A cap that is large enough is set again: a Ctrl-C may have come before it was.
+                # Set a cap that is large enough again: a Ctrl-C may have interrupted the last change.
                 caps = change.caps or ({who: part.caps[who]} if asked and who in part.elastic else {})
                 if self._set(device, caps):
                     return 0, {}
@@ -164,7 +169,7 @@ class Reclaimer:
         return needed, {}
 
     def _empty(self, device: Device, who: str, needed: int, full: bool, asked: bool, returned: dict[str, int]) -> int:
-        """What is missing on the GPU after siblings gave back what they could, as far as it was needed."""
+        """Trim siblings until the GPU has enough free memory. Returns the bytes still missing."""
         spent: set[str] = set()
         while True:
             usages = {**self._usages(device), **self.beside(device, who)}
@@ -172,37 +177,37 @@ class Reclaimer:
             free = self._caps.host.memory(device).free + (0 if asked else own.reclaimable or 0)
             short, wished = needed - free, self._wish(who, device.uuid, own, needed) - free
             if full and not returned:
-                wished = max(wished, GRANULE)  # it refused, whatever is free by now
+                wished = max(wished, GRANULE)  # the driver refused, even if enough is free by now
             if wished <= 0:
                 return 0
             found = [one for one in lending.reclaimable_caches(usages, who) if one.name not in spent]
             donor = lending.pick_donor(found, max(short, 1))
             if donor is None:
                 return max(short, GRANULE if full and not returned else 0)
-            # Somewhat more: the driver keeps some for itself, for the tables of what it gives.
+            # One granule more: the driver needs memory for the page tables of the allocation.
             if not self._give_back(donor.name, device, wished + GRANULE, returned):
                 spent.add(donor.name)
 
     def _wish(self, who: str, uuid: str, own: Usage, needed: int) -> int:
-        """What has to be free so that the driver refuses nothing of the request.
+        """The bytes that must be free so that the driver refuses no part of the request.
 
-        A pool that never shrinks grows by regions of its own choice, up to all that its cap leaves. Only its first
-        failure ever makes it try smaller ones (TensorFlow's and XLA's BFC allocator).
+        A pool that never shrinks grows in regions of its own size, up to the rest of its cap. It tries smaller regions
+        only after its first failure (BFC allocator of TensorFlow and XLA).
         """
         cap = self._caps.part(uuid).caps.get(who)
         if who not in NEVER_GIVE_BACK or cap is None:
             return needed
-        # Unknown with growth: less than its peak if it gave back regions, as TensorFlow does before it refuses.
+        # `held` is unknown with growth. It may be below the peak: TensorFlow returns regions before it refuses.
         held = own.held if own.held is not None else own.in_use or 0
         return max(needed, cap - held)
 
     def _give_back(self, name: str, device: Device, size: int, returned: dict[str, int]) -> int:
-        """Have one sibling give back so much, and tell what this process really holds less by it."""
+        """Trim one sibling by `size` bytes. Returns the measured decrease of this process's memory."""
         before = self.available(device)
         try:
             with contexts.beside_captures():
                 self.sibling(name).give_back(device, size)
-        except Exception as error:  # what others do wrong must not fail this request in another way
+        except Exception as error:  # a sibling's error must not replace the requester's
             _log.debug("%s: nothing was given back: %s", name, str(error))
         got = max(self.available(device) - before, 0)
         if got:
@@ -211,17 +216,18 @@ class Reclaimer:
         return got
 
     def available(self, device: Device) -> int:
-        """What is free to this process, whatever others do meanwhile; what is free on the card if NVML omits it."""
+        """The GPU's total less this process's memory, a figure that other processes do not change. The GPU's
+        free memory if NVML does not list this process."""
         host = self._caps.host
         own = host.processes(device).get(host.pid)
         return host.memory(device).free if own is None else device.total - own
 
     def sibling(self, name: str) -> Sibling:
-        """Who is called so in `_usages` and `beside`."""
+        """The framework or shared pool of that name in `_usages` and `beside`."""
         return self.shared if name == POOL and self.shared is not None else self._caps.frameworks[name]
 
     def beside(self, device: Device, who: str) -> dict[str, Usage | None]:
-        """What the shared pool caches, if `who` is not in it: else it is the cache of `who` itself."""
+        """The usage of the shared pool, unless `who` belongs to it: then the pool's cache is its own."""
         if self.shared is None or who in self._caps.part(device.uuid).joined:
             return {}
         return {POOL: self.shared.usage(device)}
@@ -232,8 +238,8 @@ class Reclaimer:
     def _parts(
         self, plan: DevicePlan, usages: Mapping[str, Usage | None], spent: set[str] | frozenset[str] = frozenset()
     ) -> dict[str, lending.Part]:
-        """The figures for `lending`, one for each cap: that of the shared pool by the first framework that draws from
-        it. `spent`: their caches did not come back."""
+        """The figures for `lending`, one for each cap. The first framework of the shared pool represents the pool.
+        `spent`: frameworks whose trim returned nothing."""
         parts: dict[str, lending.Part] = {}
         frameworks = self._caps.frameworks
         offers = {one.name: one.most for one in lending.reclaimable_caches(usages, "")}
@@ -256,7 +262,7 @@ class Reclaimer:
         return parts
 
     def _set(self, device: Device, caps: Mapping[str, int]) -> bool:
-        """Set these caps, the lowered ones first. False if one could not be set, or was passed meanwhile."""
+        """Set these caps, lowered ones first. False if one could not be set, or if its framework has outgrown it."""
         uuid, done = device.uuid, True
         for name, cap in caps.items():
             now = self._caps.part(uuid).caps[name]
@@ -264,7 +270,7 @@ class Reclaimer:
                 return False
             try:
                 self._caps.set_cap(name, uuid, cap)
-            except Exception as error:  # of the framework too: a cap that does not move must not fail a request
+            except Exception as error:  # any error: a cap that cannot move must not fail the request
                 why = error.reason if isinstance(error, CapNotApplied) else words_of(error)
                 _log.warning("%s: its cap stays at %s: %s", name, format_size(now), why)
                 self._fixed.add(name)
@@ -273,7 +279,7 @@ class Reclaimer:
             usage = self._caps.frameworks[name].usage(device) if cap < now else None
             held = (usage.held or 0) if usage is not None else 0
             if cap < now and held + self._reserved.not_taken(name, uuid, policy.in_use(usage)) > cap:
-                self._caps.set_cap(name, uuid, now)  # it has allocated meanwhile, or has it reserved
+                self._caps.set_cap(name, uuid, now)  # it has allocated or reserved memory meanwhile
                 done = False
         return done
 

@@ -1,4 +1,4 @@
-"""What a refusal says: what cannot be had, and who holds it. Pure."""
+"""Builds the BudgetExceeded error of a refused request: the missing memory, who holds it, and the fix. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from memguard.errors import BudgetExceeded
 
 
 class Look(NamedTuple):
-    """One reading of one GPU and what it means, by that book and that plan. `in_use` is by framework, in bytes."""
+    """One reading of one GPU, and the verdict under `book` and `part`. `in_use` is by framework, in bytes."""
 
     book: Reservations
     part: DevicePlan
@@ -30,7 +30,7 @@ class Look(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """A workload that asks: the number of its entry, since when and until when it waits, as `time.monotonic()`."""
+    """A workload that requests memory: its ticket number, and the start and end of its wait as `time.monotonic()`."""
 
     number: int
     began: float
@@ -40,7 +40,7 @@ class Waiting(NamedTuple):
 def refused(
     framework: str, needed: int, look: Look, room: Room, now: float, waiting: Waiting | None = None
 ) -> BudgetExceeded:
-    """The error where it cannot be had. `room` is what was done for it; `waiting` None: no workload asks."""
+    """The error of a refused request. `room`: the result of reclaim. `waiting`: the requesting workload, if any."""
     verdict, book = look.verdict, look.book
     assert verdict.refusal is not None
     advice = policy.elastic_advice(verdict.refusal, look.part, room)
@@ -63,7 +63,7 @@ def refused(
 
 
 def stuck(framework: str, needed: int, look: Look) -> BudgetExceeded:
-    """The error where what was to be given back was not."""
+    """The error if a trim returned less memory than needed."""
     names, memory = " and ".join(look.verdict.trim), look.memory
     who = " and ".join(name for name in look.verdict.trim if name != POOL) or " and ".join(look.part.joined)
     return BudgetExceeded(
@@ -80,13 +80,13 @@ def stuck(framework: str, needed: int, look: Look) -> BudgetExceeded:
 
 
 def most(part: DevicePlan, framework: str) -> int:
-    """The most that its cap there may ever be, in bytes: its max, or what the others' minima leave."""
+    """The highest possible cap on one GPU, in bytes: the framework's max, or less if siblings' minima need the room."""
     if framework not in part.elastic:
         return part.caps[framework]
     return min(part.elastic[framework][1], policy.beside_minima(part, framework))
 
 
 def no_room(framework: str, look: Look) -> Room | None:
-    """The room that can be made where nothing is to be trimmed, and its cap cannot rise; None if some may be made."""
+    """An empty `Room` if nothing can be trimmed and the cap cannot rise; None if reclaim may help."""
     can_rise = look.part.caps[framework] < most(look.part, framework)
     return None if look.verdict.trim or can_rise else Room({}, None, 0, {})

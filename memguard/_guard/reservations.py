@@ -1,25 +1,24 @@
-"""Reservations: which workload reserved how many bytes of which framework on which GPU, and who waits. Pure.
+"""Reservations: the bytes that each workload reserved per framework and GPU, and the queue of waiting ones. Pure.
 
-A workload that reserved memory takes it bit by bit, and frameworks do not say which of their arrays are whose. What is
-known is what all arrays of a framework occupy together: its `in_use`. So the reservations of one framework on one GPU
-are counted together:
+A workload allocates its reserved memory bit by bit, and frameworks do not report which array belongs to which workload.
+Only the sum over all arrays of a framework is known: its `in_use`. So all reservations of one framework on one GPU are
+accounted together:
 
     open = Σ sizes − growth          growth = in_use − base, between 0 and Σ sizes
 
-`base` is the most that may be in use by what belongs to none of them: arrays from before, and what workloads that are
-over have left behind. It is never less than what really is, so that `open` is never less than what the workloads may
-still take, as long as each keeps to its size:
+`base` is an upper bound of the bytes in use outside the workloads: older arrays, and arrays that ended workloads left
+behind. Because it is an upper bound, `open` is never less than the bytes that the workloads may still allocate, as long
+as none exceeds its size:
 
-- the first one begins: base = in_use.
-- another begins: base = in_use − Σ sizes of those before, if that is more: somebody took more than was reserved.
-- one ends: base = base + its size, but at most in_use. Nobody knows whether it left its arrays or others have taken
-  theirs, so it is taken to have left all that it may have.
-- in_use is seen below base: base = in_use. What was there before was freed.
+- The first workload begins: base = in_use.
+- Another begins: base = in_use − Σ sizes of the earlier ones, if that is larger: then they exceeded their reservations.
+- One ends: base = base + its size, but at most in_use. It is unknown whether it freed its arrays or others have
+  allocated theirs, so all its bytes are assumed to remain.
+- in_use is read below base: base = in_use. Older arrays were freed.
 
-Arrays that are allocated outside every workload look like growth of those within. A figure that is not known (None)
-counts as no growth.
+Arrays allocated outside every workload count as growth of the workloads. An unknown figure (None) counts as no growth.
 
-A workload that begins within another of the same framework takes its bytes from that one, if they may still be there.
+A workload within another of the same framework uses the outer reservation, if that may still have enough bytes left.
 """
 
 from __future__ import annotations
@@ -36,15 +35,15 @@ from memguard._budget import policy
 Key = tuple[str, str]
 """Framework and GPU (UUID)."""
 _SHOWN = 12
-"""Holders that a message names."""
+"""Lines of holders and waiting workloads in a message."""
 
 
 class Reservation(NamedTuple):
-    """One workload that has reserved, or waits to: `size` bytes of `framework` on each of `uuids`.
+    """The reservation of one workload, held or waiting: `size` bytes of `framework` on each of `uuids`.
 
-    `asked` is what the program asked for; `size` is 0 if the workload around it has reserved that already. `since` is
-    when it began to hold or to wait, as `time.monotonic()`. `outer` are the workloads that it runs within, `who` the
-    thread or task in words.
+    `asked`: the bytes that the program requested. `size` is 0 if the outer workload's reservation covers them. `since`:
+    when it began to hold or wait, as `time.monotonic()`. `outer`: the enclosing workloads. `who`: the name of the
+    thread or task.
     """
 
     id: int
@@ -59,7 +58,8 @@ class Reservation(NamedTuple):
 
 
 class Reservations(NamedTuple):
-    """All of one budget: `active` ones hold, `waiting` ones wait in this order. `bases`: see the module's docstring."""
+    """All reservations of one budget: the `active` ones, and the `waiting` ones in order of service. For `bases` see
+    the module's docstring."""
 
     active: tuple[Reservation, ...] = ()
     waiting: tuple[Reservation, ...] = ()
@@ -67,7 +67,7 @@ class Reservations(NamedTuple):
 
     @property
     def ids(self) -> frozenset[int]:
-        """Those that hold or wait."""
+        """The ids of all active and waiting reservations."""
         return frozenset(entry.id for entry in (*self.active, *self.waiting))
 
 
@@ -75,7 +75,7 @@ EMPTY = Reservations()
 
 
 def begun(book: Reservations, entry: Reservation, in_use: Mapping[str, int | None]) -> Reservations:
-    """With that entry among those that hold. `in_use` is the framework's, in bytes by UUID."""
+    """Add `entry` to the active reservations. `in_use`: the framework's bytes by UUID."""
     bases = dict(book.bases)
     for uuid in entry.uuids if entry.size else ():
         key, now = (entry.framework, uuid), in_use.get(uuid)
@@ -90,7 +90,7 @@ def begun(book: Reservations, entry: Reservation, in_use: Mapping[str, int | Non
 
 
 def ended(book: Reservations, number: int, in_use: Mapping[str, int | None] | None = None) -> Reservations:
-    """Without the entry of that number, whether it held or waited. `in_use` as for `begun`; None: unknown."""
+    """Remove the reservation `number`, active or waiting. `in_use` as for `begun`; None: unknown."""
     entry = next((one for one in book.active if one.id == number), None)
     active = tuple(one for one in book.active if one.id != number)
     waiting = tuple(one for one in book.waiting if one.id != number)
@@ -109,12 +109,12 @@ def ended(book: Reservations, number: int, in_use: Mapping[str, int | None] | No
 
 
 def queued(book: Reservations, entry: Reservation) -> Reservations:
-    """With that entry last among those that wait."""
+    """Append `entry` to the waiting reservations."""
     return book._replace(waiting=(*book.waiting, entry))
 
 
 def seen(book: Reservations, framework: str, in_use: Mapping[str, int | None]) -> Reservations:
-    """After a look at the framework: the same object if nothing is to be learned from that."""
+    """Lower the bases above `in_use`. Returns the same object if there are none."""
     lower = {
         (framework, uuid): now
         for uuid, now in in_use.items()
@@ -124,7 +124,7 @@ def seen(book: Reservations, framework: str, in_use: Mapping[str, int | None]) -
 
 
 def growth(book: Reservations, framework: str, uuid: str, in_use: int | None) -> int:
-    """What those that hold have taken of what they reserved, in bytes: all of one framework together."""
+    """The bytes that the active workloads of one framework have allocated of their reservations, together."""
     base = book.bases.get((framework, uuid))
     if in_use is None or base is None:
         return 0
@@ -134,9 +134,9 @@ def growth(book: Reservations, framework: str, uuid: str, in_use: int | None) ->
 def reserved_not_taken(
     book: Reservations, framework: str, uuid: str, in_use: int | None, without: Collection[int] = frozenset()
 ) -> int:
-    """What is reserved and not yet taken, in bytes. `without`: entries that are not to count.
+    """The bytes reserved and not yet allocated. `without`: reservations that do not count.
 
-    Of what was taken as much as may be is taken to be theirs, so that the others' part is never less than it is.
+    Allocated bytes are attributed to `without` first, so that the result is never too small.
     """
     sizes = _sizes(book.active, framework, uuid)
     theirs = _sizes([one for one in book.active if one.id in without], framework, uuid)
@@ -145,11 +145,11 @@ def reserved_not_taken(
 
 
 def may_have_left(book: Reservations, framework: str, uuid: str, in_use: int | None, mine: Collection[int]) -> int:
-    """The most that these entries may not have taken yet of what they reserved, in bytes."""
+    """An upper bound of the bytes that the reservations `mine` have not yet allocated."""
     sizes = _sizes(book.active, framework, uuid)
     own = _sizes([one for one in book.active if one.id in mine], framework, uuid)
     taken = growth(book, framework, uuid, in_use)
-    beside = sum(  # what other workloads within these were told that they have it already
+    beside = sum(  # bytes that inner workloads already use of these reservations
         one.asked
         for one in book.active
         if not one.size and one.id not in mine and one.outer & frozenset(mine) and _is_of(one, framework, uuid)
@@ -158,9 +158,9 @@ def may_have_left(book: Reservations, framework: str, uuid: str, in_use: int | N
 
 
 def ahead(book: Reservations, number: int | None, mine: Collection[int]) -> tuple[Reservation, ...]:
-    """Those that wait and are served before the entry of that number; all that wait, if it has no place yet.
+    """The waiting reservations that are served before `number`; all of them if it is not queued yet.
 
-    Nobody, if it begins within a workload that holds: those that wait may wait for that one's end.
+    None of them if an active workload encloses it: they may be waiting for the end of that workload.
     """
     if any(one.id in mine for one in book.active):
         return ()
@@ -173,10 +173,10 @@ def ahead(book: Reservations, number: int | None, mine: Collection[int]) -> tupl
 
 
 class Asked(NamedTuple):
-    """Bytes that one framework asks for on one GPU. `footprint` as for `Framework.footprint`; `cap` in bytes.
+    """A request for bytes of one framework on one GPU. `footprint` as for `Framework.footprint`; `cap` in bytes.
 
-    `mine` are the entries of the workloads within which it is asked; `before` those that wait and are served first.
-    `keeps`: a workload asks, which gets them beside what is `mine`, or has them of that already.
+    `mine`: the reservations of the enclosing workloads. `before`: the waiting reservations that are served first.
+    `keeps`: a workload requests the bytes to reserve them, in addition to `mine` or covered by `mine`.
     """
 
     framework: str
@@ -190,15 +190,15 @@ class Asked(NamedTuple):
 
 
 def named(book: Reservations, asked: Asked) -> set[str]:
-    """The frameworks whose usage `admit` needs, to say that it fits without a trim."""
+    """The frameworks whose usage `admit` needs to admit the request without a trim."""
     return {asked.framework, *(one.framework for one in book.active), *(one.framework for one in asked.before)}
 
 
 class Verdict(NamedTuple):
-    """`trim` and `refusal` as of `_budget.policy.Admission`. `reserved`: it is refused for what others reserved alone.
+    """The result of `admit`. `trim` and `refusal` as in `_budget.policy.Admission`.
 
-    `covered`: the workload around has reserved it already. `beside`: what is reserved of its own framework, in bytes,
-    and has to fit under its cap too.
+    `reserved`: only the reservations of others cause the refusal. `covered`: the reservation of an outer workload
+    covers the request. `beside`: the reserved bytes of the same framework, which must fit under its cap too.
     """
 
     available: int
@@ -210,10 +210,10 @@ class Verdict(NamedTuple):
 
 
 def admit(book: Reservations, asked: Asked, usages: Mapping[str, Usage | None], memory: MemoryInfo) -> Verdict:
-    """Whether that many bytes can be had beside all that is reserved. The memory must be read after the usages.
+    """Decide whether the bytes are available in addition to all reservations. Read `memory` after `usages`.
 
-    Within its cap: what it asks for and what its own framework's workloads may still take. On the GPU: the same, and
-    what all others may still take, out of what is free and what trims give back.
+    The cap must hold the request and the open reservations of the same framework. The GPU's free and trimmable memory
+    must hold these and the open reservations of all other frameworks.
     """
     framework, uuid = asked.framework, asked.uuid
     in_use = {name: policy.in_use(usage) for name, usage in usages.items()}
@@ -234,7 +234,7 @@ def admit(book: Reservations, asked: Asked, usages: Mapping[str, Usage | None], 
     for name, size in reserved.items():
         usage = usages.get(name) or Usage(0, 0)
         cached = cache(usage)
-        free -= max(size - cached, 0)  # the rest comes out of its own cache, which is then not there for others
+        free -= max(size - cached, 0)  # the rest comes from its own cache, which others cannot use
         if usage.reclaimable is not None:
             beside[name] = usage._replace(reclaimable=max(cached - size, 0))
         elif cached:
@@ -249,9 +249,9 @@ def admit(book: Reservations, asked: Asked, usages: Mapping[str, Usage | None], 
 
 
 def never(book: Reservations, asked: Asked, room: int, own_cap: int) -> Advice | None:
-    """Why waiting is of no use: the workloads around it hold what it waits for. None if it may be of use.
+    """The reason why waiting is useless: enclosing workloads reserved the memory. None if waiting may help.
 
-    `room` is what all frameworks may have on the GPU together, `own_cap` the most that this one ever may.
+    `room`: limit − reserve. `own_cap`: the highest possible cap of the framework.
     """
     around = [one for one in book.active if one.id in asked.mine and asked.uuid in one.uuids and one.size]
     same = [one for one in around if one.framework == asked.framework]
@@ -269,7 +269,7 @@ def never(book: Reservations, asked: Asked, room: int, own_cap: int) -> Advice |
 
 
 def who_holds(book: Reservations, uuid: str, in_use: Mapping[str, int | None], now: float) -> list[str]:
-    """One line for each that holds or waits on that GPU, in their order. `now` as `time.monotonic()`."""
+    """One line for each reservation on that GPU, active ones first. `now` as `time.monotonic()`."""
     lines = []
     held = [one for one in book.active if uuid in one.uuids and one.size]
     for one in held:
@@ -292,7 +292,7 @@ def who_holds(book: Reservations, uuid: str, in_use: Mapping[str, int | None], n
 
 
 def cache(usage: Usage) -> int:
-    """What a trim of the framework may give back, as `_budget.policy` counts it."""
+    """The bytes that a trim of the framework may return, computed by `_budget.policy`."""
     return policy.cached(usage)
 
 

@@ -1,6 +1,7 @@
-"""A suspended process: the guard answers from the last reading, and all that would ask a GPU raises Suspended.
+"""The guard of a suspended process: returns the last reading, and raises Suspended for every call to a GPU.
 
-Closed by default: a call that nobody thought of reaches the refusing host, which is there in place of the real one.
+It refuses by default: a host that raises Suspended replaces the real one, so that a call without a check of its own
+cannot reach a GPU.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from memguard._ledger.types import DeviceLedger, Ledger, Row
 from memguard.errors import NotActive
 
 SUSPENDED = "suspended"
-"""What the ledger says of how a cap holds: nothing can be allocated."""
+"""The enforcement of every cap in the ledger: nothing can be allocated."""
 Figures = Callable[[str], "MemoryInfo | None"]
-"""NVML's figures of a GPU (UUID), from another process, as this one would wait for NVML; None if unknown."""
+"""Reads NVML's figures of a GPU (UUID) in another process, because NVML would block in this one. None if unknown."""
 
 
 class OffGpu:
-    """What a guard has instead of its GPUs: `reading`, the last one before the process left, as `off` says.
+    """Replaces a guard's GPUs during a suspension. `reading`: the last ledger before it. `off`: its time and sizes.
 
-    `figures` are asked for what the GPUs have now. `host` is the real one.
+    `figures` reads the current memory of the GPUs. `host` is the real host.
     """
 
     def __init__(self, reading: Ledger, figures: Figures, off: Off, host: Host) -> None:
@@ -36,12 +37,12 @@ class OffGpu:
         self._pid = os.getpid()
 
     def ledger(self) -> Ledger:
-        """The last reading, with every framework's row as it was, and none of it on the GPU."""
+        """The last reading with one more row, which subtracts this process's bytes: they are in host memory."""
         self._here()
         return ledger_of(self._reading, suspension.now or self._off, time.time(), self._figures)
 
     def notes(self) -> list[str]:
-        """Since when, and how it comes back."""
+        """A note with the time of the suspension and the call that ends it."""
         return _note(suspension.now)
 
     def refuse(self, what: str) -> NoReturn:
@@ -55,7 +56,7 @@ class OffGpu:
 
 
 class _RefusingHost:
-    """A host whose calls raise Suspended. What is no call, as its PID, is the real one's."""
+    """A host whose methods raise Suspended. Attributes that are no methods, such as the PID, are the real host's."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -66,7 +67,7 @@ class _RefusingHost:
 
 
 def refusing(host: Host) -> Host:
-    """What stands in for that host while the process is off its GPUs."""
+    """The replacement of a host during a suspension: its methods raise Suspended."""
     return cast("Host", _RefusingHost(host))
 
 
@@ -75,7 +76,7 @@ def _refuse(name: str, *_: object, **__: object) -> NoReturn:
 
 
 def ledger_of(reading: Ledger, off: Off, when: float, figures: Figures) -> Ledger:
-    """What the ledger says of a suspended process whose last reading was this."""
+    """The ledger of a suspended process, made from its last reading."""
     devices = tuple(_device(part, off, figures(part.device.uuid)) for part in reading.devices)
     return Ledger(when, devices, reading.simulated, (*reading.notes, *_note(off)))
 
@@ -99,7 +100,7 @@ def _device(part: DeviceLedger, off: Off, memory: MemoryInfo | None) -> DeviceLe
         rows.append(Row("free", "free", None))
     else:
         rows.append(Row("other processes", "other processes", memory.used))
-        # Counted under other processes on drivers that do not tell (NVML v1).
+        # Drivers that do not report it (NVML v1) count it under other processes.
         rows.append(Row("driver reserve", "driver reserve", part.device.total - memory.used - memory.free or None))
         rows.append(Row("free", "free", memory.free))
     return DeviceLedger(part.device, tuple(rows), 0, part.limit, False, size)

@@ -1,1 +1,1 @@
-"""What runs beside a budget: the session, the monitor, pressure, leaks, and retry."""
+"""The session of a budget: lifecycle, monitor, pressure, leak detection, extensions, and retry after out-of-memory."""

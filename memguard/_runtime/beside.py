@@ -1,7 +1,7 @@
-"""What a timeline has beside samples and the monitor's events: workloads, allocators' peaks, a sample at the end.
+"""Timeline extras besides samples and monitor events: workload spans, allocators' peaks, and a final sample.
 
-Reports draw workloads as spans: long ones each, short ones in a row together. Peaks are the allocators' own: a sample
-misses what came and went since the last one.
+Reports draw workloads as spans. Each long workload is one span; consecutive short ones of one name are merged. Peaks
+come from the allocators, because samples miss allocations that are freed before the next sample.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ if TYPE_CHECKING:
     from memguard._runtime.sampler import Monitor
 
 PEAKS_EVERY = 10.0
-"""Seconds between two looks: each asks every framework once more. Peaks do not go away, and the end has a look too."""
+"""Seconds between two readings of the peaks, each a call of every framework. Peaks never fall, so few readings do."""
 GROWN = 0.01
-"""The part by which a peak must have grown to be written again, so that there are few such lines."""
+"""The relative growth of a peak that writes it again. It bounds the number of lines."""
 WORKLOAD = "workload"
 SPANS_EVERY = 1.0
-"""Seconds of short workloads of one name that are one event: a training step may be one, many times a second."""
+"""Seconds of short workloads of one name that become one event. A training step may be a workload."""
 MOST = 20
-"""Names of such workloads within that time. Those of more names are together: a program may number its steps."""
+"""Names of workloads with an event of their own in that time. Others share one, as a program may number its steps."""
 OTHERS = "other workloads"
 _HANGS = 0.5
-"""Seconds after which the monitor's sample is taken to hang, at the end of the program or of the budget."""
+"""Seconds after which the monitor's sample counts as hanging, at the end of the program or budget."""
 
 
 class Timeline(Extension):
-    """The file of a budget with `monitor: {timeline: ...}`. The session writes its samples, events and refusals."""
+    """The timeline file of `monitor: {timeline: ...}`. The session writes samples, events and refusals into it."""
 
     before_monitor = True
     beside: Beside | None = None
 
     def prepare(self, session: Context, before: Context | None) -> None:
-        """Raise TimelineError if it cannot be begun once `before` is over, which may write the same file."""
+        """Raise TimelineError if the file cannot be begun after the end of `before`, which may use the same file."""
         writer = _writer(session)
         writer.check(before.writer if before is not None else None)
         session.write_to(writer)
@@ -92,7 +92,7 @@ def _writer(session: Context) -> Writer:
 
 
 class Peaks:
-    """What was written last. For one thread at a time: two at once would at worst write a line twice."""
+    """The peaks written last. For one thread at a time; two threads could at worst write a line twice."""
 
     def __init__(self, every: float = PEAKS_EVERY, clock: Callable[[], float] = time.monotonic) -> None:
         self._every, self._clock = every, clock
@@ -100,7 +100,7 @@ class Peaks:
         self._looked: float | None = None
 
     def due(self) -> bool:
-        """Whether it is time for a look. It counts as done."""
+        """Whether it is time for a reading. True starts the next interval."""
         now = self._clock()
         if self._looked is not None and 0 <= now - self._looked < self._every:
             return False
@@ -108,7 +108,7 @@ class Peaks:
         return True
 
     def events(self, when: float, found: Mapping[str, Mapping[str, int]], *, last: bool = False) -> list[Event]:
-        """The peaks by UUID and framework that have grown enough; all that have grown if this is the `last` look."""
+        """Events for peaks that grew by `GROWN`, or at all in the `last` reading. `found`: by UUID and framework."""
         events = []
         for uuid, peaks in found.items():
             for name, peak in peaks.items():
@@ -121,7 +121,7 @@ class Peaks:
 
 
 class _Row:
-    """Workloads of one name and framework, one after the other."""
+    """Consecutive workloads of one name and framework, merged into one span."""
 
     __slots__ = ("began", "count", "ended", "peak")
 
@@ -131,14 +131,14 @@ class _Row:
 
 
 class Spans:
-    """Thread-safe. Its lock is reentrant, for a signal handler, and held for no more than a few lines."""
+    """Merges workloads into spans. Thread-safe; the lock is reentrant, because a signal handler may end a workload."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock, self._lock = clock, threading.RLock()
         self._rows: dict[tuple[str, str], _Row] = {}
 
     def ended(self, report: WorkloadReport, seconds: float, failed: str | None) -> list[Event]:
-        """The events to write now. `failed`: the class of the error that it ended with."""
+        """Add an ended workload. Returns the events to write now. `failed`: the class name of its error."""
         now, key = self._clock(), (report.name, report.framework)
         with self._lock:
             if failed is not None:
@@ -150,7 +150,7 @@ class Spans:
                 if len(self._rows) >= MOST:
                     key = OTHERS, report.framework
                 row = self._rows.setdefault(key, _Row(now - seconds))
-            # No more calls than that: of short workloads there may be many.
+            # No further calls here: short workloads may end many times a second.
             row.ended, row.count = now, row.count + 1
             if now - seconds < row.began:
                 row.began = now - seconds
@@ -161,14 +161,14 @@ class Spans:
             return [*self._taken(key), *self._due(now)]
 
     def due(self, everything: bool = False) -> list[Event]:
-        """The events of rows that are long enough, or all."""
-        if not self._rows:  # mostly
+        """The events of spans that have reached `SPANS_EVERY`, or of all spans."""
+        if not self._rows:
             return []
         with self._lock:
             return self._due(float("inf") if everything else self._clock())
 
     def _due(self, now: float) -> list[Event]:
-        """Oldest first, up to one that has time: there may be many."""
+        """The events of due spans, oldest first. Stops at the first that is not due, because there may be many."""
         events: list[Event] = []
         while self._rows:
             key, row = next(iter(self._rows.items()))
@@ -186,37 +186,37 @@ class Spans:
 
 
 class Beside:
-    """Of one budget with a timeline. Nothing here raises in the program: what cannot be read is left out."""
+    """Writes the timeline extras of one budget. Never raises in the program: it omits figures that it cannot read."""
 
     def __init__(self, guard: Guard, monitor: Monitor, writer: Writer, undo: Undo) -> None:
-        """`undo` has the closing of the writer already, and will have the end of the monitor."""
+        """`undo` already closes the writer. The step that stops the monitor comes later."""
         self._guard, self._monitor, self._writer = guard, monitor, writer
         self._peaks, self._spans = Peaks(), Spans()
-        self._pid, self._taken = os.getpid(), False  # the last sample, at the end of the main thread
+        self._pid, self._taken = os.getpid(), False  # whether the final sample was taken at the end of the main thread
         undo.add("last sample", self.last)
         undo.add("last sample", lambda: ending.forget(self._before_exit))
         ending.call_before(self._before_exit)
 
     def sampled(self) -> None:
-        """After each sample, on the monitor's thread."""
+        """Called after each sample, on the monitor's thread."""
         self._write_spans()
         if not self._peaks.due():
             return
         try:
             found = self._guard.peaks()
-        except Exception as error:  # samples and events are written all the same
+        except Exception as error:  # the timeline goes on without peaks
             _log.debug("peaks were not read: %s", text_of(error))
             return
         for event in self._peaks.events(time.time(), found):
             self._writer.event(event)
 
     def finished(self, report: WorkloadReport, seconds: float, failed: str | None) -> None:
-        """A workload has ended, within `seconds`; with an error of the class `failed`."""
+        """Called when a workload has ended after `seconds`. `failed`: the class name of its error."""
         for event in self._spans.ended(report, seconds, failed):
             self._writer.event(event)
 
     def at_exit(self) -> None:
-        """An exit function: frameworks may have run theirs. Nothing is asked of them if that was done before."""
+        """The `atexit` function. Frameworks may be shut down by now, so it reads none if `_before_exit` has done so."""
         if self._taken and self._pid == os.getpid():
             self._write_spans(everything=True)
         else:
@@ -226,12 +226,12 @@ class Beside:
         self._taken = self.last()
 
     def last(self) -> bool:
-        """What came since the monitor's last sample would be in none: one more, and the allocators' peaks.
+        """Write a final sample and the peaks, to cover the time since the monitor's last sample.
 
-        Not if the monitor's own hangs in the driver, as this one would, and not once Python takes modules apart.
-        Returns whether it was taken.
+        Skipped if the monitor's sample hangs in the driver, as this one would, and during interpreter finalization.
+        Returns whether the sample was written.
         """
-        if sys.is_finalizing() or self._pid != os.getpid():  # forked: its locks may be held for ever
+        if sys.is_finalizing() or self._pid != os.getpid():  # in a forked child, inherited locks may be held for ever
             return False
         self._write_spans(everything=True)
         if not self._monitor.quiet(_HANGS):

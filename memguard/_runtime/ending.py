@@ -1,8 +1,8 @@
-"""The end of a program, while its frameworks are still whole.
+"""Runs functions at the end of the main thread, before frameworks shut down.
 
-Exit functions of `atexit` run last first: those of a framework that was imported after `memguard.init` come before
-memguard's, and end its backend. What is called here runs before all of them, when the main thread ends; also in
-processes of `multiprocessing`, which run no exit functions. Other threads may still be at work.
+`atexit` functions run in reverse order. So the exit function of a framework that was imported after `memguard.init`
+runs before memguard's, and shuts down the framework's backend. Functions registered here run before all `atexit`
+functions. They also run in `multiprocessing` workers, which run no `atexit` functions. Other threads may still run.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ _calls: list[Callable[[], None]] = []
 
 
 def call_before(call: Callable[[], None]) -> None:
-    """From now on `call` is made when the main thread ends. It must be harmless in a forked child."""
+    """Register `call` for the end of the main thread. It must be harmless in a forked child."""
     _calls.append(call)
     _register(os.getpid())
 
 
 def forget(call: Callable[[], None]) -> None:
-    """It is not made any more."""
+    """Unregister `call`."""
     while call in _calls:
         _calls.remove(call)
 
 
 @functools.cache
 def _register(pid: int) -> None:
-    """Once in a process. Python's own name for it is private: without it, exit functions alone do what they can."""
+    """Register `_end` once per process. Python's hook is private; if it is missing, only `atexit` functions run."""
     register: Callable[[Callable[[], None]], None] | None = getattr(threading, "_register_atexit", None)
     if register is None:
         return
     try:
         register(_end)
-    except RuntimeError:  # the main thread has ended already
+    except RuntimeError:  # the main thread has already ended
         return
 
 

@@ -1,6 +1,7 @@
-"""Extensions: what a section of the budget adds to its session, such as leases, metrics or suspension.
+"""Extensions: features that a section of the budget adds to its session, such as leases, metrics or suspension.
 
-`api.EXTENSIONS` names them. A session knows only this class, and `load` imports only those that its budget asks for.
+`api.EXTENSIONS` lists them. A session knows only the class `Extension`. `load` imports only the extensions that the
+budget enables.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], object]
 Look = Callable[[list[Any]], object]
-"""Called with the claims of all processes at each look of a budget that waits for its lease."""
+"""Called with the claims of all processes at each poll of a budget that waits for its lease."""
 
 
 class Claimed(Protocol):
-    """What a budget has claimed among the processes of this machine. It outlives every cap of the budget."""
+    """The lease of a budget among the processes of this machine. It is released after all caps of the budget."""
 
     held: bool
     kept: bool
-    """Whether it outlives its budget too, as another budget takes its place."""
+    """Whether the next budget takes the lease over."""
 
     def take(
         self,
@@ -36,20 +37,20 @@ class Claimed(Protocol):
         unwanted: Callable[[], bool] | None = ...,
         look: Look | None = ...,
     ) -> bool:
-        """Claim it, and wait up to that many seconds. Returns whether it had to wait."""
+        """Claim the lease, waiting up to `wait` seconds. Returns whether it had to wait."""
 
     def close(self) -> None:
-        """Give it back. May be called again."""
+        """Release the lease. May be called again."""
 
 
 class Context(Protocol):
-    """The session of a budget, as far as its extensions use it."""
+    """The part of a session that extensions use."""
 
     guard: Guard
     monitor: Monitor | None
-    """From `start` on, if the budget has one."""
+    """Set from `start` on, if the budget has a monitor."""
     undo: Undo
-    """What ends with the budget, while its caps still hold."""
+    """Undo steps that run at the budget's end, while its caps still hold."""
     lease: Claimed | None
 
     @property
@@ -58,69 +59,71 @@ class Context(Protocol):
 
     @property
     def writer(self) -> Writer | None:
-        """The timeline, if there is one."""
+        """The timeline's writer, if the budget has a timeline."""
 
     def have(self, lease: Claimed) -> None:
-        """Claim this for the budget, and give it back after all of its caps."""
+        """Set the budget's lease, and release it after all caps."""
 
     def write_to(self, writer: Writer) -> None:
-        """Samples, events and refusals go into this timeline."""
+        """Set the timeline of samples, events and refusals."""
 
     def begin_timeline(self, writer: Writer) -> None:
-        """Write from now on."""
+        """Begin to write the timeline."""
 
     def announce(self, event: Event) -> None:
-        """Into the timeline, and to the functions of `on_event`. On any thread."""
+        """Write the event to the timeline and pass it to the `on_event` callbacks. Any thread."""
 
     def wake(self) -> None:
-        """Let the next checkpoint call those of the extensions. On any thread."""
+        """Make the next checkpoint call `Extension.checkpoint`. Any thread."""
 
 
 class Extension:
-    """One section of one budget, from the preparation of its session to its end. By default each method does nothing.
+    """The feature of one section of a budget, from the preparation of its session to its end. By default a method does
+    nothing.
 
-    There is no method for the end: `start` adds it to `session.undo` before what it takes back, because an interruption
-    may come between the two.
+    There is no method for the end. `start` adds an undo step to `session.undo` before each change, because an
+    interruption may come between the two.
     """
 
     before_monitor: ClassVar[bool] = False
-    """Whether it starts before the monitor, so that it sees the first event; else it starts last."""
+    """Whether the extension starts before the monitor, to receive the first event. Otherwise it starts last."""
 
     def prepare(self, session: Context, before: Context | None) -> None:
-        """Raise what prevents the budget. Nothing is applied yet, and the budget `before` is still in effect."""
+        """Raise an error to reject the budget. Nothing is applied yet, and the budget `before` is still in effect."""
 
     def while_waiting(self, session: Context, say: Say) -> Look | None:
-        """What to call at each look while the budget waits for its lease; None for nothing."""
+        """A function to call at each poll while the budget waits for its lease, or None."""
 
     def start(self, session: Context) -> None:
-        """The caps are applied. What this raises ends the budget."""
+        """Called once the caps are applied. An error ends the budget."""
 
     def tick(self, reading: Sample) -> None:
-        """After each sample, on the monitor's thread. A failed reading has no devices. None while suspended."""
+        """Called after each sample, on the monitor's thread; not while suspended. A failed reading has no devices."""
 
     def finished(self, report: WorkloadReport, seconds: float, failed: str | None) -> None:
-        """A workload has ended, within `seconds`; with an error of the class `failed`."""
+        """Called when a workload has ended after `seconds`. `failed`: the class name of its error."""
 
     def checkpoint(self) -> None:
-        """On a thread of the program that may trim and wait. Called after `session.wake()` only."""
+        """Called after `session.wake()`, on a thread of the program where the extension may trim and wait."""
 
     @property
     def waiting(self) -> bool:
-        """Whether something is left for the next `checkpoint`."""
+        """Whether the next `checkpoint` has work to do."""
         return False
 
     def forked(self) -> None:
-        """In a forked child: no thread of the parent's is there, and its locks may be held."""
+        """Reset in a forked child: threads of the parent do not exist there, and inherited locks may be held."""
 
     def at_exit(self) -> None:
-        """The program ends without `shutdown`; the monitor has stopped. Not called in a forked child."""
+        """Called at a program's end without `shutdown`, after the monitor has stopped. Not called in a forked child."""
 
 
 def load(budget: Budget, table: Mapping[str, str]) -> tuple[Extension, ...]:
-    """The extensions that the budget asks for, in the table's order. Nothing else of the table is imported.
+    """The extensions that the budget enables, in the table's order. Imports no other extension.
 
-    The table's keys are a section or key of the budget, `metrics` or `suspend.when_idle`, which must be set and not
-    false, or with the value that it must have: `device.on_wait: suspend-idle`. The values are `module:factory`.
+    A key of the table is a section or key of the budget that must be set and not false (`metrics`,
+    `suspend.when_idle`), or a key with its required value (`device.on_wait: suspend-idle`). A value is
+    `module:factory`.
     """
     made = []
     for key, place in table.items():

@@ -1,4 +1,4 @@
-"""Whether a workload leaks: what is in use after each repetition of it, and what each one adds. Pure."""
+"""Leak detection between repetitions of a workload, from the bytes in use after each and the bytes each adds. Pure."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from itertools import combinations, pairwise
 from memguard._base.types import WorkloadReport
 
 _REPETITIONS = 100
-"""Ends of one workload that are remembered and compared."""
+"""Repetitions of one workload that are kept and compared."""
 _NAMES = 256
-"""Workloads that are remembered, by name and framework."""
+"""Workloads that are kept, by name and framework."""
 
 
 class Workloads:
-    """The ends of every workload of a budget. Each is suspected once."""
+    """The repetitions of every workload of a budget. A leak is reported once for each workload."""
 
     def __init__(self) -> None:
         self._ends: dict[tuple[str, str], _Ends] = {}
@@ -26,19 +26,19 @@ class Workloads:
         return len(self._ends)
 
     def leaked(self, report: WorkloadReport) -> int | None:
-        """The bytes that each repetition leaves behind, when this one makes a leak likely; None otherwise."""
+        """The bytes that each repetition leaks, if this repetition makes a leak likely; None otherwise."""
         if report.delta is None or report.after is None:
             return None
         key = report.name, report.framework
         ends = self._ends.pop(key, None) or _Ends()
-        self._ends[key] = ends  # the latest is last, and the oldest goes first
+        self._ends[key] = ends  # move to the end: the least recently used is dropped first
         while len(self._ends) > _NAMES:
             self._ends.pop(next(iter(self._ends)))
         return ends.another(report.after, report.delta)
 
 
 class _Ends:
-    """The ends of one workload."""
+    """The repetitions of one workload."""
 
     def __init__(self) -> None:
         self._after: deque[int] = deque(maxlen=_REPETITIONS)
@@ -47,11 +47,11 @@ class _Ends:
         self._suspected = False
 
     def another(self, after: int, delta: int) -> int | None:
-        """A leak shows in what is in use after the workload, and it is the workload that leaves it behind."""
+        """Add a repetition. A leak must show in the bytes in use after it and in the sum of the bytes it adds."""
         self._count += 1
         self._after.append(after)
         self._left.append((self._left[-1] if self._left else 0) + delta)
-        if self._suspected or (self._count > 20 and self._count % 10):  # a hundred take half a millisecond
+        if self._suspected or (self._count > 20 and self._count % 10):  # 100 repetitions take 0.5 ms
             return None
         both = [list(self._after), list(self._left)]
         if not all(_rises(_kept(series)) for series in both):
@@ -62,12 +62,12 @@ class _Ends:
 
 
 def leak(afters: Sequence[int]) -> int | None:
-    """The bytes that each repetition of a workload leaves behind, from what was in use after each; None for no leak.
+    """The bytes that each repetition of a workload leaks, from the bytes in use after each; None for no leak.
 
-    The first is warm-up and does not count; of the others the last hundred do. With four to eleven of them, each must
-    exceed the one before and lie near one line, the nearer the fewer there are. With more, so many pairs must rise
-    that chance hardly explains it. The second half must rise by at least half of what the whole does: a cache that
-    fills is no leak.
+    The first repetition is warm-up and does not count. Of the others, the last 100 count. With 4 to 11 of them, each
+    value must exceed the previous one and lie near a straight line; fewer values must lie nearer. With 12 or more, a
+    Mann-Kendall test must show a trend. The slope of the second half must be at least half of the whole slope, because
+    a cache that fills is no leak.
     """
     kept = _kept(afters)
     count = len(kept)
@@ -88,16 +88,16 @@ def _kept(afters: Sequence[int]) -> Sequence[int]:
 
 
 def _rises(kept: Sequence[int]) -> bool:
-    """Whether enough pairs rise. Mostly they do not, and the slopes of all pairs take a millisecond."""
+    """Whether enough pairs rise. This cheap test comes first: the slopes of all pairs take a millisecond."""
     count = len(kept)
     if count < 12:
         return count >= 4 and all(a < b for a, b in pairwise(kept))
-    pairs = count * (count - 1) // 2  # Mann-Kendall: the score has this variance if the order is chance
+    pairs = count * (count - 1) // 2  # Mann-Kendall: the score's variance for a random order
     return _score(kept) >= 4.5 * math.sqrt(pairs * (2 * count + 5) / 9)
 
 
 def _score(values: Sequence[int]) -> int:
-    """How many pairs rise less how many fall."""
+    """The number of rising pairs less the number of falling pairs."""
     score = 0
     before: list[int] = []
     for value in values:
@@ -108,6 +108,6 @@ def _score(values: Sequence[int]) -> int:
 
 
 def _theil_sen(values: Sequence[int]) -> float:
-    from statistics import median  # loads a dozen modules, which a budget without workloads does not need
+    from statistics import median  # imports a dozen modules, which a budget without workloads does not need
 
     return median((b - a) / (m - n) for (n, a), (m, b) in combinations(enumerate(values), 2))

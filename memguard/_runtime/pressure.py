@@ -1,15 +1,15 @@
-"""What the monitor's samples mean: how close a framework is to its cap, the process to its limit, and until when.
+"""Evaluates samples: pressure levels of frameworks and process, forecasts of a reached cap or limit, and leaks.
 
-Pure: no clock, thread, environment or GPU; the time is that of the samples. `decide` is a function of the settings, a
-sample and the state before it. A level goes up at once and comes down only below its threshold less the hysteresis.
+Pure: no clock, thread, environment or GPU; times come from the samples. `decide` is a function of the settings, a
+sample and the previous state. A level rises at once and falls only below its threshold less the hysteresis.
 
-A forecast needs a steady rise of at least 3 s and 6 blocks above everything seen in the five minutes before it, and
-three quarters of the cap in use: below that a rise is as likely a model being loaded, or the first batch. So a leak is
-announced when a quarter of the cap is left, at the earliest. A leak that is small beside what a workload takes and
-gives back over several seconds is seen late; `leaks` sees it between repetitions.
+A forecast needs a steady rise over at least 3 s and 6 blocks, above all levels of the previous five minutes, with
+three quarters of the cap in use. Below three quarters the rise may be a model being loaded, or the first batch. So a
+leak is announced when a quarter of the cap is left, at the earliest. A leak that is small compared with a workload's
+swings over several seconds is detected late; `leaks` detects it between repetitions.
 
-What is unaccounted has no cap that it could reach, and no framework that would give it back. So a steady rise of it is
-said as a leak, wherever it is: after 3 s if it is fast, after some minutes if it is slow.
+Unaccounted memory has no cap, and no framework can trim it. So its steady rise is reported as a leak at any level:
+after 3 s if it is fast, after some minutes if it is slow.
 """
 
 from __future__ import annotations
@@ -29,32 +29,33 @@ if TYPE_CHECKING:
     from memguard._budget import MonitorConfig
 
 BLOCK = 0.5
-"""Seconds. The lowest level of each block counts for the slope, so that what is given back within it adds none."""
+"""Seconds of a block. The slope uses the lowest level of each block, so that memory freed within a block adds none."""
 BLOCKS = 20
-"""Blocks that are kept: ten seconds, or more if samples are taken less often."""
+"""Number of blocks kept: ten seconds, or more if the interval is longer than a block."""
 EVIDENCE = 3.0, 6
-"""The seconds and blocks that a rise must have lasted."""
+"""The least duration of a rise, in seconds and in blocks."""
 RISING = 6 / 7, 3 / 4
-"""The share of pairs of blocks that go up in a steady rise, of fewer than ten blocks and of more: more than chance or
-one step explains, and less than without noise."""
+"""The least share of rising pairs of blocks in a steady rise, with fewer than ten blocks and with more. It excludes
+chance and a single step, and tolerates noise."""
 FLOOR = 0.755
-"""The share of a cap that must be in use before a forecast is made."""
+"""The least share of a cap in use for a forecast."""
 MEMORY = 300.0
-"""Seconds for which the highest level is remembered, in ten parts."""
+"""Seconds for which peak levels are kept, in ten parts."""
 AGAIN = 60.0
-"""Seconds in which the same warning is not repeated, and after which a rise that went no further is over."""
+"""Seconds until the same warning may be repeated, and until a rise without a new peak counts as over."""
 LEAKED = 32 * MIB
-"""Bytes by which unaccounted memory must have risen before that is said."""
+"""The least rise of unaccounted memory for a leak, in bytes."""
 STEPS = 4
-"""The blocks in which it must have risen."""
+"""The least number of blocks with a rise for a leak."""
 UNACCOUNTED = "unaccounted"
-"""What stands in the place of a framework's name where unaccounted memory is followed."""
+"""The key of unaccounted memory, in place of a framework's name."""
 
 
 class Bounds(NamedTuple):
-    """How far elastic caps can move on one GPU, in bytes.
+    """The bounds of elastic caps on one GPU, in bytes.
 
-    `room` is limit − reserve. `least` is what each framework has for good, `most` the max of those that are elastic.
+    `room` is limit − reserve. `least` is the min of each elastic framework and the cap of each other one. `most` is the
+    max of each elastic framework.
     """
 
     room: int
@@ -68,9 +69,10 @@ def _bounds(part: DevicePlan) -> Bounds:
 
 
 class Settings(NamedTuple):
-    """Seconds and fractions. `hysteresis` is of the cap; `forecast` 0 makes none; `cpu` is a share of one core.
+    """The monitor's settings. `interval` and `forecast` are seconds, the other numbers fractions.
 
-    `names`: what texts call a GPU, by UUID. An empty name is left out; a GPU without one is called by its UUID.
+    `hysteresis` is a fraction of the cap or limit, `cpu` of one core. `forecast` 0 turns forecasts off. `names`: the
+    GPU's name in texts, by UUID. Texts omit an empty name, and use the UUID for a GPU without an entry.
     """
 
     interval: float = 0.5
@@ -91,7 +93,7 @@ class Settings(NamedTuple):
         devices: Sequence[Device] = (),
         parts: Sequence[DevicePlan] = (),
     ) -> Settings:
-        """The settings of a budget file, for these GPUs and what it plans for them."""
+        """The settings of a budget file, for these GPUs and their plans."""
         return cls(
             interval=monitor.interval,
             warn=float(monitor.warn),
@@ -103,13 +105,13 @@ class Settings(NamedTuple):
         )
 
     def on(self, uuid: str | None) -> str:
-        """` on cuda:0 (NVIDIA H200)`, for the end of a sentence."""
+        """The clause that names a GPU at the end of a sentence, such as ` on cuda:0 (NVIDIA H200)`."""
         name = self.names.get(uuid or "", uuid)
         return f" on {name}" if name else ""
 
 
 def _names(devices: Sequence[Device]) -> dict[str, str]:
-    """By CUDA's number, or NVML's if CUDA was not asked. A single GPU needs no name."""
+    """The GPUs' names in texts: CUDA's ordinal, or NVML's index if the ordinal was not read. Empty for a single GPU."""
     if len(devices) == 1:
         return {devices[0].uuid: ""}
     numbers = {d.uuid: f"GPU {d.index}" if d.ordinal is None else f"cuda:{d.ordinal}" for d in devices}
@@ -117,15 +119,15 @@ def _names(devices: Sequence[Device]) -> dict[str, str]:
 
 
 class Action(NamedTuple):
-    """Something to do. kind: log (info), warn (a warning), callback (each event once), and, if the budget says so, trim
-    and raise (at the next checkpoint, never asynchronously)."""
+    """An action for the session. `kind`: log (level info), warn (level warning), callback (once for each event). If
+    `on_pressure` has them, also trim and raise (at the next checkpoint, never asynchronously)."""
 
     kind: str
     event: Event
 
 
 class _Block(NamedTuple):
-    """The lowest and highest level of half a second, in bytes, and when it was lowest."""
+    """The lowest and highest level in half a second, in bytes, and the time of the lowest."""
 
     number: int
     time: float
@@ -134,13 +136,13 @@ class _Block(NamedTuple):
 
 
 class _Track(NamedTuple):
-    """What `decide` remembers of one framework on one GPU, or of one GPU."""
+    """The state of one framework on one GPU, of the process on one GPU, or of the unaccounted memory there."""
 
     level: Pressure = Pressure.OK
     blocks: tuple[_Block, ...] = ()
-    peaks: tuple[tuple[int, int], ...] = ()  # before the blocks: a number of thirty seconds, and its highest level
-    announced: int | None = None  # the highest level of the rise that a forecast was made for
-    rose: float = 0.0  # when that was reached
+    peaks: tuple[tuple[int, int], ...] = ()  # before the blocks: (number of the half minute, peak level)
+    announced: int | None = None  # the highest level so far of the announced rise
+    rose: float = 0.0  # the time of that level
     warned: tuple[tuple[Pressure, float], ...] = ()
 
 
@@ -149,28 +151,28 @@ _NONE: Mapping[str, FrameworkSample] = MappingProxyType({})
 
 
 class _Level(NamedTuple):
-    """How much of `top` is needed, in bytes. No framework can give back `base`, a part of both.
+    """The needed bytes and their bound `top`. `base` is the part of both that no trim can return.
 
-    `others`: who holds what is missing, if that is not this process.
+    `others`: the clause that names the holder of the missing memory, if that is not this process.
     """
 
     used: int
     top: int
     base: int
     others: str = ""
-    rises: bool = False  # `top` is what an elastic cap can rise to
+    rises: bool = False  # `top` is the highest possible value of an elastic cap
 
 
 @dataclass(frozen=True)
 class PressureState:
-    """What `decide` remembers. Opaque but for `level`."""
+    """The state of `decide` between samples. Opaque except for `level`."""
 
     _tracks: Mapping[tuple[str | None, str | None], _Track] = field(default_factory=dict)
     _block: int | None = field(default=None, compare=False)
     _devices: tuple[DeviceSample, ...] = field(default=(), compare=False)
 
     def level(self, uuid: str | None, framework: str | None = None) -> Pressure:
-        """The pressure on one GPU: of a framework, or of the process."""
+        """The pressure level of a framework on one GPU, or of the process (None)."""
         track = self._tracks.get((uuid, framework))
         return track.level if track is not None else Pressure.OK
 
@@ -179,10 +181,10 @@ START = PressureState()
 
 
 def decide(settings: Settings, sample: Sample, state: PressureState) -> tuple[PressureState, list[Action]]:
-    """The state after a sample, and what to do. Every event has one log or warn, and one callback."""
+    """The state after a sample, and the actions. Every event has one log or warn action, and one callback action."""
     block = int(sample.time // BLOCK)
     if block == state._block and sample.devices == state._devices:
-        return state, []  # nothing has moved, and the half second is not over
+        return state, []  # no figure has changed, and the block is not over
     tracks: dict[tuple[str | None, str | None], _Track] = {}
     actions: list[Action] = []
     before = {device.uuid: device.frameworks for device in state._devices} if block == state._block else {}
@@ -197,9 +199,9 @@ def decide(settings: Settings, sample: Sample, state: PressureState) -> tuple[Pr
                 and track.blocks
                 and track.announced is None
                 and known.get(framework) == device.frameworks[framework]
-                and not level.rises  # how far depends on the others
+                and not level.rises  # `top` depends on the siblings too
             ):
-                tracks[key] = track  # it is as it was, and so is all that follows from it
+                tracks[key] = track  # unchanged figures within a block: unchanged state
                 continue
             track = _seen(track, sample.time, level.used)
             if track.level is not Pressure.OK or level.used >= settings.warn * level.top:
@@ -215,9 +217,9 @@ def decide(settings: Settings, sample: Sample, state: PressureState) -> tuple[Pr
 
 
 def needed(name: str, usage: FrameworkSample) -> int | None:
-    """The bytes of a framework that a trim would not return; None if it reports nothing.
+    """The bytes of a framework that a trim would not return; None if it reports no figures.
 
-    Held less reclaimable. In use, if that is unknown, or if idle memory never leaves the framework.
+    Held less reclaimable. Instead, in use if one of these is unknown or the framework never returns idle memory.
     """
     held, in_use, reclaimable, _ = usage
     if held is not None and reclaimable is not None and (in_use is None or name not in NEVER_GIVE_BACK):
@@ -226,7 +228,7 @@ def needed(name: str, usage: FrameworkSample) -> int | None:
 
 
 def _levels(device: DeviceSample, bounds: Bounds | None = None) -> Iterator[tuple[str | None, _Level]]:
-    """Of each framework with a cap, and of the process (None) if it has a limit."""
+    """The level of each framework with a cap, and of the process (None) if it has a limit."""
     tops = _tops(device, bounds) if bounds is not None else _FIXED
     need = idle = reclaimable = held = 0
     silent = False
@@ -239,7 +241,7 @@ def _levels(device: DeviceSample, bounds: Bounds | None = None) -> Iterator[tupl
         need += part
         reclaimable += free or 0
         if taken is None:
-            silent = True  # `process` contains what it holds beyond its need, and that is unknown
+            silent = True  # `process` includes its idle memory, whose size is unknown
         else:
             idle += taken - part
             held += taken
@@ -251,7 +253,7 @@ def _levels(device: DeviceSample, bounds: Bounds | None = None) -> Iterator[tupl
     used = need + device.overhead if silent or device.process is None else max(process - idle, 0)
     left = device.free + reclaimable
     squeezed = process + device.free < device.limit and device.limit - left > used
-    if squeezed:  # other processes or the driver hold a part of what the limit promises
+    if squeezed:  # other processes or the driver hold a part of the limit
         used = device.limit - left
     others = "other processes hold the rest of the card"
     if device.used is None:  # unified memory
@@ -263,7 +265,7 @@ _FIXED: Mapping[str, int] = MappingProxyType({})
 
 
 def _tops(device: DeviceSample, bounds: Bounds) -> dict[str, int]:
-    """What each elastic cap can rise to, beside what the others have for good and what they need beyond that."""
+    """The highest possible value of each elastic cap, given the minima of the siblings and their need beyond these."""
     taken = {}
     for name, least in bounds.least.items():
         usage = device.frameworks.get(name)
@@ -272,14 +274,14 @@ def _tops(device: DeviceSample, bounds: Bounds) -> dict[str, int]:
         elif name in bounds.most:
             taken[name] = max(least, needed(name, usage) or 0)
         else:
-            taken[name] = usage.cap or least  # it may have been resized
+            taken[name] = usage.cap or least  # `memguard.resize` may have changed it
     free = bounds.room - sum(taken.values())
     return {name: max(min(most, free + taken[name]), bounds.least[name]) for name, most in bounds.most.items()}
 
 
 def _seen(track: _Track, time: float, used: int) -> _Track:
-    """The blocks with one more sample."""
-    level, blocks, peaks, announced, rose, warned = track  # without `_replace`, which takes four times as long
+    """Add a sample to the blocks."""
+    level, blocks, peaks, announced, rose, warned = track  # `_replace` takes four times as long
     number = int(time // BLOCK)
     if not blocks:
         return _Track(level, (_Block(number, time, used, used),), peaks, announced, rose, warned)
@@ -294,13 +296,13 @@ def _seen(track: _Track, time: float, used: int) -> _Track:
             peaks = _remembered(peaks, blocks[0], time)
             blocks = blocks[1:]
         blocks = (*blocks, _Block(number, time, used, used))
-    else:  # the clock was set back: nothing before can be compared
+    else:  # the clock was set back: earlier blocks are not comparable
         return _Track(level, (_Block(number, time, used, used),))
     return _Track(level, blocks, peaks, announced, rose, warned)
 
 
 def _remembered(peaks: tuple[tuple[int, int], ...], block: _Block, now: float) -> tuple[tuple[int, int], ...]:
-    """The peaks with a block that leaves; those too old are forgotten."""
+    """Add the peak of a dropped block, and drop peaks older than `MEMORY`."""
     part = int(block.time // (MEMORY / 10))
     if peaks and peaks[-1][0] == part:
         if block.high <= peaks[-1][1]:
@@ -340,7 +342,7 @@ def _pressure(
 
 
 def _threshold(settings: Settings, threshold: float, reached: bool) -> float:
-    """The ratio at which a level begins or, once it was reached, ends."""
+    """The ratio at which a level begins, or ends if it is `reached`."""
     return max(threshold - settings.hysteresis, threshold / 2) if reached else threshold
 
 
@@ -384,7 +386,7 @@ def _forecast(
 
 
 def _leak(settings: Settings, now: float, uuid: str, unaccounted: int, track: _Track, actions: list[Action]) -> _Track:
-    """A leak of memory that is no framework's is said once, and again each time that it has doubled."""
+    """Report a leak of unaccounted memory once, and again each time the memory has doubled."""
     if track.announced is not None:
         if unaccounted < track.announced // 2:
             return track._replace(announced=None)
@@ -403,10 +405,10 @@ def _leak(settings: Settings, now: float, uuid: str, unaccounted: int, track: _T
 
 
 def _speed(track: _Track) -> float | None:
-    """Bytes per second of a steady rise by `LEAKED` or more, within seconds or minutes. None if there is none."""
+    """The bytes per second of a steady rise by at least `LEAKED`, over seconds or minutes. None without such a rise."""
     climb = _climb(track)
     steps = [b.low - a.low for a, b in pairwise(track.blocks)]
-    # Without the largest step, which may be something else; with so many, as a few libraries' first uses are no leak.
+    # Ignore the largest step, which may have another cause. Require `STEPS`: first uses of a few libraries are no leak.
     if climb is not None and sum(steps) - max(steps) >= LEAKED and sum(step > 0 for step in steps) >= STEPS:
         return climb.slope
     peaks = [peak for _, peak in track.peaks]
@@ -417,14 +419,14 @@ def _speed(track: _Track) -> float | None:
 
 
 def _rise(level: _Level, track: _Track) -> tuple[float, float] | None:
-    """A steady rise: bytes per second, and seconds until it is at the top. None if there is none."""
+    """The bytes per second of a steady rise, and the seconds until it reaches `top`. None without a steady rise."""
     floor = level.top - (1 - FLOOR) * (level.top - level.base)
     climb = _climb(track) if track.blocks[-1].high > floor else None
     return (climb.slope, (level.top - climb.high) / climb.slope) if climb is not None else None
 
 
 class _Climb(NamedTuple):
-    """A steady rise to above all that was seen before: bytes per second, and the top so far."""
+    """A steady rise above all earlier levels: bytes per second, and the highest level so far."""
 
     slope: float
     high: int
@@ -443,30 +445,30 @@ def _climb(track: _Track) -> _Climb | None:
         return None
     for part in (blocks[first:], blocks[first // 2 :], blocks, _threes(blocks)):
         slope = _slope(part)
-        # Above everything seen before by two seconds of the rise: else it is a batch like those before.
+        # It must exceed earlier levels by two seconds of its slope: else it is a batch like earlier ones.
         if slope > 0 and high > highest + 2 * slope:
             return _Climb(slope, high)
     return None
 
 
 def _beginning(blocks: Sequence[_Block]) -> int | None:
-    """Where the last blocks begin that are enough evidence; None if there are not so many."""
+    """The index of the first of the last blocks that satisfy `EVIDENCE`; None if there are too few blocks."""
     last = range(len(blocks) - EVIDENCE[1], -1, -1)
     return next((n for n in last if blocks[-1].time - blocks[n].time >= EVIDENCE[0]), None)
 
 
 def _threes(blocks: Sequence[_Block]) -> list[_Block]:
-    """The lowest of each three: what a workload takes and gives back within a second and a half has no slope then."""
+    """The lowest of every three blocks, so that memory allocated and freed within 1.5 s adds no slope."""
     return [min(blocks[end - 3 : end], key=lambda block: block.low) for end in range(len(blocks), 2, -3)][::-1]
 
 
 def _slope(blocks: Sequence[_Block]) -> float:
-    """Theil-Sen: the median of the slopes between all pairs; 0 if too few of them rise, or it was one step."""
+    """The Theil-Sen slope: the median over all pairs. 0 if too few pairs rise, or one step makes most of the rise."""
     if len(blocks) < EVIDENCE[1]:
         return 0.0
     if 2 * max(b.low - a.low for a, b in pairwise(blocks)) > blocks[-1].low - blocks[0].low:
         return 0.0
-    from statistics import median  # loads a dozen modules, which a budget without a rise does not need
+    from statistics import median  # imports a dozen modules, which a budget without a rise does not need
 
     slopes = [(b.low - a.low) / (b.time - a.time) for a, b in combinations(blocks, 2)]
     rising = sum(slope > 0 for slope in slopes)

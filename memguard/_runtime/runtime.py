@@ -1,10 +1,10 @@
-"""Which budget is in effect in this process: the states of a `Runtime`, and what `init`, `guard` and `shutdown` change.
+"""The state machine of this process's budget, and its transitions by `init`, `guard`, `shutdown`, `suspend` and fork.
 
     Empty ──init──▶ Starting ──▶ Active ──shutdown──▶ Empty
       └─ nothing is applied (MEMGUARD_DISABLE, no GPU) ─▶ Idle        Active ──suspend──▶ Suspended ──resume──▶ Active
-    In a forked child an Active or Starting one becomes Forked.
+    A fork changes Active and Starting to Forked in the child.
 
-`this` is the one of this process. `memguard.api` gives it the table of extensions, and has the public functions.
+`this` is the `Runtime` of this process. `memguard.api` sets its table of extensions and has the public functions.
 """
 
 from __future__ import annotations
@@ -50,42 +50,42 @@ _MISSING = (
 )
 _DISABLED = f"no budget is active, and nothing caps this program: {workers.DISABLE} is set"
 _STAND_IN = "h200"
-"""What `missing_gpu="simulate"` simulates: the card whose figures were measured."""
+"""The GPU that `missing_gpu="simulate"` simulates: the one whose figures were measured."""
 _FREED = 3.0
-"""Seconds that the driver may take to free what a process that ended had on a GPU: its lease is free before that."""
+"""Seconds to wait for the driver to free the GPU memory of an ended process, whose lease is released earlier."""
 _PATIENCE = 5.0
-"""Seconds that a call waits for an `init` of another thread."""
+"""Seconds that a call waits for an `init` on another thread."""
 
 
 class Empty:
-    """No budget. What needs one raises NotActive with `why`."""
+    """No budget. Calls that need a budget raise NotActive with `why`."""
 
     session: Session | None = None
-    """The budget that is in effect, or is being applied, or could not yet be undone."""
+    """The session of the budget that is in effect, is being applied, or is not completely undone."""
     idle: IdleGuard | None = None
 
     def __init__(self, why: Advice = _NONE) -> None:
         self.why = why
 
     def guard(self) -> Guard:
-        """What `ledger`, `require` and the other calls are made of. Raises NotActive."""
+        """The guard that implements `ledger`, `require` and the other public calls. Raises NotActive."""
         return self.need_session().guard
 
     def need_session(self) -> Session:
-        """Raises NotActive."""
+        """The session. Raises NotActive without one."""
         if self.session is None:
             raise NotActive(self.why)
         return self.session
 
     def checkpoint(self) -> None:
-        """`memguard.checkpoint`. Raises NotActive."""
+        """Implements `memguard.checkpoint`. Raises NotActive."""
         self.need_session().checkpoint()
 
     def check(self, what: str) -> None:
         """Raise Suspended if the budget cannot change now."""
 
     def without_session(self) -> Empty:
-        """The state once the budget is over."""
+        """The state after the end of the budget."""
         return self
 
 
@@ -94,7 +94,7 @@ class Forked(Empty):
 
 
 class Idle(Empty):
-    """Nothing is applied, and the public calls do nothing: MEMGUARD_DISABLE, or `missing_gpu="warn"` without a GPU."""
+    """`init` applied nothing, and public calls do nothing: MEMGUARD_DISABLE, or `missing_gpu="warn"` without a GPU."""
 
     def __init__(self, guard: IdleGuard, why: Advice) -> None:
         super().__init__(why)
@@ -108,9 +108,9 @@ class Idle(Empty):
 
 
 class Active(Empty):
-    """A budget is in effect, unless an interruption came while it was undone: then the next change does what is left.
+    """A budget is in effect, or an interruption left it partly undone: then the next `init` or `shutdown` continues.
 
-    `otherwise` is the state without it.
+    `otherwise` is the state after the end of the budget.
     """
 
     def __init__(self, session: Session, otherwise: Empty) -> None:
@@ -127,11 +127,11 @@ class Active(Empty):
 
 
 class Starting(Active):
-    """`init` applies a budget. Calls of other threads wait for it."""
+    """`init` is applying a budget. Calls on other threads wait for it."""
 
 
 class Suspended(Empty):
-    """The process is off its GPUs: its guard answers from the last reading or refuses, and the budget stays."""
+    """The process is suspended. Its guard returns the last reading or raises Suspended; the budget stays."""
 
     def __init__(self, inner: Empty) -> None:
         super().__init__(inner.why)
@@ -145,29 +145,29 @@ class Suspended(Empty):
 
 
 class Runtime:
-    """The budget of one process. Changes are made with `lock` held; readers take `state` as it is."""
+    """The budget of one process. Changes hold `lock`; readers of `state` take no lock."""
 
     def __init__(self) -> None:
         self.lock: InterruptSafeLock = ranked(InterruptSafeLock(), Rank.RUNTIME)
         self.extensions: Mapping[str, str] = {}
-        """What a section of the budget adds to its session: `extensions.load`."""
+        """The factories of extensions by section of the budget. See `extensions.load`."""
         self.simulated_by_default: Sequence[str] | None = None
-        """The GPUs of `memguard run --simulate`: the program's own `init` uses them too."""
+        """The GPUs of `memguard run --simulate`, which also apply to the program's own `init`."""
         self.from_environment: Guard | None = None
-        """What MEMGUARD_CONFIG applied: the program's own `init` replaces it without `replace=True`."""
+        """The guard that MEMGUARD_CONFIG applied. The program's own `init` replaces it without `replace=True`."""
         self.claimed: list[Claimed] = []
-        """Leases that `init` has claimed, or kept of the budget before, until it is known whose they are."""
+        """Leases that `init` claimed, or took over from the previous budget, until it has succeeded or failed."""
         self.applying = False
-        """Whether `init` is at work."""
+        """Whether `init` is running."""
         self.claiming = False
-        """Whether it waits for a lease: `shutdown` ends that."""
+        """Whether `init` is waiting for a lease. `shutdown` ends the wait."""
         self._unwanted = False
-        """Whether a signal handler, or another thread while `init` waits, has called `shutdown` within it."""
+        """Whether `shutdown` was called during `init`, by a signal handler or by another thread."""
         self._environment: Any = sys.modules.get("_memguard_environment")
-        """There if MEMGUARD_CONFIG was set when Python started."""
+        """The module that applies MEMGUARD_CONFIG, if that was set at Python's start."""
         self._state = Empty()
 
-    # what is
+    # the current state
 
     @property
     def state(self) -> Empty:
@@ -175,38 +175,38 @@ class Runtime:
 
     @property
     def session(self) -> Session | None:
-        """The budget in effect, or one that is being applied or undone: `session.active` says."""
+        """The session of a budget in effect, or being applied or undone: see `session.active`."""
         return self._state.session
 
     @property
     def idle(self) -> IdleGuard | None:
-        """The guard that does nothing, while nothing is applied."""
+        """The guard of the Idle state; None in other states."""
         return self._state.idle
 
     @property
     def was_forked(self) -> bool:
-        """Whether this is a forked child that has had no budget of its own since."""
+        """Whether this is a forked child without a budget of its own."""
         return self._state.why == _FORKED
 
     def settled(self) -> Empty:
-        """The state that a public call is made in: MEMGUARD_CONFIG is applied first, and an `init` waited for."""
+        """The state for a public call, after applying MEMGUARD_CONFIG and waiting for an `init` on another thread."""
         state = self._state
         if type(state) is Active or type(state) is Idle:
             return state
         if self._environment is not None and state.session is None and workers.disabled(os.environ):
-            self._stay_idle(_DISABLED, os.environ.get("MEMGUARD_CONFIG", ""))  # its budget from MEMGUARD_CONFIG alone
+            self._stay_idle(_DISABLED, os.environ.get("MEMGUARD_CONFIG", ""))  # only MEMGUARD_CONFIG can name a budget
             return self._state
         return self._awaited()
 
     def need_session(self) -> Session:
-        """The budget in effect. Raises NotActive, also while nothing is applied."""
+        """The session of the budget in effect. Raises NotActive without one, also in the Idle state."""
         state = self._state
         return (state if type(state) is Active else self._awaited()).need_session()
 
     def _awaited(self) -> Empty:
         if self._environment is not None:
             self._environment.activate()
-        if type(self._state) is Starting:  # by another thread, which may wait for an import of this one: not for ever
+        if type(self._state) is Starting:  # bounded: that thread may wait for an import on this one
             free(self.lock, _PATIENCE)
         state = self._state
         why = getattr(self._environment, "why", None)
@@ -217,7 +217,7 @@ class Runtime:
     def init(
         self, budget: BudgetLike, replace: bool, simulate: str | Sequence[str] | None, missing_gpu: MissingGpu
     ) -> tuple[Guard, Session | None]:
-        """`memguard.init`, and the session if this call began one."""
+        """Implements `memguard.init`. Also returns the session if this call began one."""
         if missing_gpu not in get_args(MissingGpu):
             raise ValueError(f"missing_gpu is 'raise', 'warn' or 'simulate', found {missing_gpu!r}")
         if simulate is None and self.simulated_by_default is None and workers.disabled(os.environ):
@@ -238,7 +238,7 @@ class Runtime:
                     self._let_go()
             state = self._state
             if isinstance(state, Starting) and _same(state.session, loaded, simulate):
-                self._unwanted = False  # wanted again, if a `shutdown` came before this one
+                self._unwanted = False  # this `init` revokes a `shutdown` before it
                 return state.session.guard, None
             raise AlreadyActive(
                 "memguard.init is at work on this thread, and was called within that by a signal handler, a log "
@@ -249,7 +249,7 @@ class Runtime:
     def _apply(
         self, loaded: Budget, simulate: str | Sequence[str] | None, replace: bool, missing_gpu: MissingGpu
     ) -> tuple[Guard, Session | None]:
-        """`init`, with the lock held."""
+        """`init`. Callers hold the lock."""
         self._unwanted = False
         before = self._in_effect()
         if before is not None:
@@ -270,18 +270,18 @@ class Runtime:
         self.state.check("memguard.init")
         why = None
         try:
-            session = self._planned(loaded, simulate, before)  # first: a budget that does not fit changes nothing
+            session = self._planned(loaded, simulate, before)  # first: a budget that does not fit must change nothing
         except DeviceError as error:
             if missing_gpu == "raise" or not error.missing:
                 raise
             why = str(error.advice.with_alternatives())
-        if why is not None:  # here, so that what this raises has one traceback
+        if why is not None:  # outside `except`: errors raised below get no context
             if missing_gpu == "warn":
                 idle = self._stay_idle(f"no budget is active, and nothing caps this program: {why}", loaded, loud=True)
                 return idle, None
             session = self._without_gpu(loaded, before, why)
         kept = before.lease if before is not None else None
-        if kept is not None:  # until the new budget is there: if it fails, this one is applied again
+        if kept is not None:  # until the new budget is applied: if that fails, the previous one is applied again
             self.claimed.append(kept)
             kept.kept = True
         if before is not None:
@@ -296,7 +296,7 @@ class Runtime:
                 if before.guard is self.from_environment:
                     self.from_environment = again.guard if again is not None else None
             raise
-        if self.session is session:  # not in a child that was forked within it
+        if self.session is session:  # not in a child forked within `_start`
             self._state = Active(session, Empty())
         self.from_environment = None
         if self._environment is not None:
@@ -304,7 +304,7 @@ class Runtime:
         return session.guard, session
 
     def _planned(self, budget: Budget, simulate: str | Sequence[str] | None, before: Session | None) -> Session:
-        """The budget resolved on its GPUs, and not yet applied."""
+        """A session with the budget resolved against its GPUs, not yet applied. Claims its lease."""
         host: Host | None = None
         try:
             host = open_host(simulate)
@@ -323,7 +323,7 @@ class Runtime:
         return session
 
     def _claim(self, lease: Claimed, session: Session) -> None:
-        """Wait for it as long as the budget says. The lock is held: `init` and `shutdown` of other threads wait too."""
+        """Wait for the lease up to `device.wait`, holding the lock: `init` and `shutdown` on other threads wait too."""
         self.claimed.append(lease)
         try:
             self.claiming = True
@@ -337,7 +337,7 @@ class Runtime:
             self.claiming = False
 
     def _let_go(self) -> None:
-        """Give back what `init` claimed for a budget that does not hold, and what it kept of one that is over."""
+        """Release the leases that `init` claimed or took over, except the lease of the budget in effect."""
         active = self._state.session
         own = active.lease if active is not None and active.active else None
         for lease in [*self.claimed]:
@@ -348,7 +348,7 @@ class Runtime:
                 self.claimed.remove(lease)
 
     def _without_gpu(self, budget: Budget, before: Session | None, why: str) -> Session:
-        """The budget on a simulated GPU, as there is no real one. Says so, once."""
+        """A session with the budget on a simulated GPU in place of the missing real one. Prints that once."""
         session = self._planned(budget, _STAND_IN, before)
         session.stands_in = True
         real_imports.said = True
@@ -356,19 +356,19 @@ class Runtime:
         return session
 
     def _start(self, session: Session) -> None:
-        """Make it the active one, and start it. Whatever interrupts that, `_in_effect` finds it. The lock is held."""
+        """Make the session current and start it. `_in_effect` undoes an interrupted start. Callers hold the lock."""
         try:
-            # Before it starts: an import in another thread may call memguard at once.
+            # Before `start`: an import on another thread may call memguard at once.
             self._state = Starting(session, self._state.without_session())
             session.start()
         finally:
-            if self.session is session:  # not in a child that was forked within it
+            if self.session is session:  # not in a child forked within `start`
                 self._state = Active(session, self._state.without_session())
-        if self._unwanted:  # by a `shutdown` of a signal handler meanwhile
+        if self._unwanted:  # `shutdown` was called during `start`
             session.guard.stop()
 
     def _in_effect(self) -> Session | None:
-        """The budget in effect. What an interrupted call left of another one is undone first. The lock is held."""
+        """The session of the budget in effect, after undoing the rest of an interrupted one. Callers hold the lock."""
         if self.claimed and not self.applying:
             self._let_go()
         found = self._state.session
@@ -383,11 +383,11 @@ class Runtime:
             self._state = self._state.without_session()
 
     def _again(self, before: Guard, lease: Claimed | None) -> Session | None:
-        """The budget that was active before a replacement failed, applied anew."""
+        """Apply the previous budget again after its replacement failed. None if that fails too."""
         session: Session | None = None
         try:
             session = Session(Guard(before.budget, before.host), extensions.load(before.budget, self.extensions))
-            session.guard.plan = before.plan  # as `resize` had left it
+            session.guard.plan = before.plan  # with the changes by `resize`
             if lease is not None:
                 session.have(lease)
             self._start(session)
@@ -395,15 +395,14 @@ class Runtime:
             if session is not None:
                 session.guard.stop()
             self._in_effect()
-            # As text: a log that keeps its records would keep the error, its causes, and their frames.
+            # As text: a log handler that keeps records would keep the error, its causes and their frames alive.
             _log.warning("no budget is active any more: the one before could not be applied again: %s", str(error))
             return None
         return session
 
-    # nothing is applied
-
+    # the Idle state
     def _stay_idle(self, why: str, budget: BudgetLike, *, loud: bool = False) -> Guard:
-        """Apply nothing, and let the program run through: the public functions do nothing. An active budget stays."""
+        """Enter the Idle state, where public functions do nothing. A budget in effect stays."""
         state = self._state
         before, found = state.idle, state.session
         if found is not None and found.active:
@@ -427,7 +426,7 @@ class Runtime:
         return idle
 
     def _stay_passive(self) -> Guard:
-        """Apply nothing and touch no GPU: this is a worker of multiprocessing that imports the script again."""
+        """Apply nothing and access no GPU, in a multiprocessing worker that imports the script again."""
         state = self._state
         if state.session is not None and state.session.active:
             return state.session.guard
@@ -436,15 +435,15 @@ class Runtime:
         return workers.PassiveGuard()
 
     def _with(self, otherwise: Empty) -> Empty:
-        """The state now, with another one for the time when no budget is there."""
+        """The current state, with `otherwise` as the state after the end of the budget."""
         state = self._state
         return type(state)(state.session, otherwise) if isinstance(state, Active) else otherwise
 
     # the end
 
     def shutdown(self) -> list[str]:
-        """`memguard.shutdown`."""
-        if self.claiming:  # another thread's `init`, or one that this call interrupted: it waits no longer
+        """Implements `memguard.shutdown`."""
+        if self.claiming:  # end the wait of an `init` on another thread, or of one that this call interrupted
             self._unwanted = True
         with self.lock:
             if outlived(self.session):
@@ -453,16 +452,16 @@ class Runtime:
             if self.claimed and not self.applying:
                 self._let_go()
             if self.session is not None:
-                self.state.check("memguard.shutdown")  # what was changed is taken back on the GPUs
+                self.state.check("memguard.shutdown")  # the undo needs the GPUs
             self._end_idling()
             if self._environment is not None:
                 self._environment.disarm()
-            self._unwanted = True  # for an `init` that a signal handler has interrupted, to call this
+            self._unwanted = True  # for an `init` that was interrupted by the signal handler that calls this
             found = self.session
-            # None is there; or a signal handler, say, called this within `init`, which is in the middle of it.
+            # There is no budget, or a signal handler called this during `init`, which then stops the guard itself.
             if found is None or isinstance(self._state, Starting):
                 return []
-            stays = found.guard.stop()  # also what is left of one that was interrupted
+            stays = found.guard.stop()  # also continues an interrupted undo
             self._forget(found)
             return stays
 
@@ -472,12 +471,12 @@ class Runtime:
             self._state = self._with(Empty(state.why))
 
     def end_of(self, session: Session | None, idle: Guard | None, error: BaseException | None) -> None:
-        """End the session, or the idling, that a block began, if it still counts.
+        """End the session or Idle state that a `with` block began, if it is still the current one.
 
-        What fails in that does not replace the block's own `error`.
+        A failure is logged if the block itself raised `error`, so that it does not replace that error.
         """
         if (session is None or self.session is not session) and (idle is None or idle is not self.idle):
-            return  # without the lock: there is nothing to end
+            return  # nothing to end: no lock needed
         try:
             with self.lock:
                 if session is not None and self.session is session:
@@ -490,16 +489,16 @@ class Runtime:
             _log.warning("the budget of a block could not be ended: %s", str(failure))
 
     def forked(self) -> None:
-        """A forked child starts without a budget, and with a lock of its own: the parent's may be held for ever."""
+        """Reset a forked child: no budget, and a new lock, because the inherited one may be held for ever."""
         self.lock, self.claiming, self.applying = ranked(InterruptSafeLock(), Rank.RUNTIME), False, False
         self.claimed.clear()
-        watches.clear()  # what they write to has its threads in the parent
+        watches.clear()  # callbacks may depend on threads of the parent
         before = self.session
         if before is None:
             return
         self._state = Forked(_FORKED)
         before.forked()
-        if workers.from_fork_server(sys.modules, sys.orig_argv):  # the budget was meant for the workers
+        if workers.from_fork_server(sys.modules, sys.orig_argv):  # the parent is multiprocessing's fork server
             self._state = Forked(workers.SERVED)
             _log.warning("%s", workers.SERVED)
             return
@@ -508,7 +507,7 @@ class Runtime:
     # GPUs
 
     def _simulated_by_default(self) -> Sequence[str] | None:
-        """The GPUs of `memguard run --simulate`, else those of MEMGUARD_SIMULATE, which a line on stderr then names."""
+        """The GPUs of `memguard run --simulate`, else of MEMGUARD_SIMULATE. The latter are printed on stderr once."""
         if self.simulated_by_default is not None:
             return self.simulated_by_default
         names = workers.simulated(os.environ)
@@ -519,7 +518,7 @@ class Runtime:
         try:
             for name in names:
                 catalog.models(name)
-        except DeviceError as error:  # before anything is said of them
+        except DeviceError as error:  # before they are printed
             raise DeviceError(error.advice.within(workers.SIMULATE)) from None
         if not real_imports.said:
             real_imports.said = True
@@ -547,12 +546,12 @@ def _names(simulate: str | Sequence[str] | None) -> tuple[str, ...] | None:
 
 
 def simulated_names(host: Host) -> tuple[str, ...] | None:
-    """What `simulate` was for this host; None for real GPUs."""
+    """The `simulate` argument of this host; None for real GPUs."""
     return getattr(host, "names", ()) if host.simulated else None
 
 
 def open_host(simulate: str | Sequence[str] | None) -> Host:
-    """The GPUs of this process, or simulated ones of these names. Raises DeviceError."""
+    """Open the GPUs of this process, or simulated ones of these names. Raises DeviceError."""
     names = _names(simulate)
     if names is not None:
         from memguard._devices.simulated import SimulatedHost

@@ -1,8 +1,8 @@
-"""The monitor: a daemon thread that takes samples, asks `pressure` what they mean, and has it done.
+"""The monitor: a daemon thread that takes samples, evaluates them with `pressure` and carries out the actions.
 
-It knows no GPU and no framework: what it calls is given to it, and so is the clock. Whatever those calls raise, the
-thread goes on: a sample that fails is logged once and tried again later, a callback that fails is logged once. It keeps
-plain data only. Of an exception it keeps the text, as the traceback would keep the arrays of its frames alive.
+It knows no GPU and no framework: its functions and its clock are injected. No error ends the thread: a failed sample is
+logged once and retried later, a failed callback is logged once. It keeps plain data only, and the text of an exception
+instead of the exception, because a traceback would keep the arrays of its frames alive.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from memguard._runtime import pressure
 from memguard._runtime.pressure import Action, Settings
 
 KEPT = 600
-"""Samples that are kept: five minutes at the default interval."""
+"""Number of samples kept: five minutes at the default interval."""
 SLOWEST_RETRY = 30.0
-"""Seconds between two attempts while samples fail, at most; or the interval, if that is longer."""
+"""The longest time in seconds between two attempts while samples fail; the interval, if that is longer."""
 BURST = 10.0
-"""Seconds of its CPU share that the monitor may save up for an expensive sample."""
+"""Seconds whose CPU share the monitor may save up for an expensive sample."""
 _MOST = 60.0
-"""Seconds of CPU that one sample may cost. More, or less than nothing, comes of a clock that the program replaced."""
+"""The most CPU seconds of one sample. A larger or negative value means that the program replaced the clock."""
 _BEGIN = 0.2
-"""Seconds that `stop` waits for a thread whose `start` was interrupted, and which may never begin."""
+"""Seconds that `stop` waits for a thread that may never begin, because its `start` was interrupted."""
 _LOOK = 0.005
-"""Seconds between two looks of `pause` at the sample that is under way."""
+"""Seconds between two polls of `quiet` for the end of the current sample."""
 JOIN = 2.0
-"""Seconds that `stop` waits for a sample that hangs in the driver; the thread then ends by itself."""
+"""Seconds that `stop` waits for a sample that hangs in the driver. The thread ends by itself once the call returns."""
 
 
 class Flag:
-    """As a `threading.Event`, for a signal handler too: of an Event it may find the lock taken, for ever."""
+    """A `threading.Event` that is safe in signal handlers. `Event.set` could deadlock there on the event's own lock."""
 
     def __init__(self) -> None:
         self._lock, self._set = threading.Lock(), False
@@ -50,18 +50,18 @@ class Flag:
 
     def set(self) -> None:
         self._set = True
-        with contextlib.suppress(RuntimeError):  # released already
+        with contextlib.suppress(RuntimeError):  # already released
             self._lock.release()
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most that long until it is set. Returns whether it is. For one thread."""
+        """Wait for at most `seconds` until set. Returns whether it is set. Only one thread may wait."""
         if not self._set and self._lock.acquire(timeout=max(min(seconds, threading.TIMEOUT_MAX), 0)):
             self._lock.release()
         return self._set
 
 
 class Clock(Protocol):
-    """Where time comes from. All in seconds."""
+    """A source of time, in seconds."""
 
     def time(self) -> float:
         """The time of day, as in `Sample.time`."""
@@ -70,7 +70,7 @@ class Clock(Protocol):
         """The CPU time of the calling thread so far."""
 
     def wait(self, stop: Flag, seconds: float) -> bool:
-        """Wait, but not longer than until `stop` is set. Returns whether it is."""
+        """Wait for `seconds`, or until `stop` is set. Returns whether it is set."""
 
 
 class SystemClock:
@@ -87,9 +87,9 @@ class SystemClock:
 
 
 class Monitor:
-    """`take` reads a sample; `act` does what `pressure.decide` decides; `record` is given each sample and its events.
+    """`take` reads a sample, `act` carries out an action of `pressure.decide`, `record` gets a sample and its events.
 
-    All three run on the monitor's thread. For a sample that failed `record` is given one without devices.
+    All three run on the monitor's thread. For a failed reading `record` gets a sample without devices.
     """
 
     def __init__(
@@ -116,58 +116,58 @@ class Monitor:
 
     @property
     def alive(self) -> bool:
-        """Whether samples are being taken."""
+        """Whether the thread runs."""
         thread = self._thread
         return thread is not None and thread.is_alive() and not self._stop.is_set()
 
     @property
     def interval(self) -> float:
-        """Seconds between samples at present: longer than declared if they cost too much, or fail."""
+        """The current seconds between samples: longer than declared if samples cost too much CPU time, or fail."""
         return self._interval
 
     @property
     def failing(self) -> bool:
-        """Whether the GPUs could not be read the last time."""
+        """Whether the last reading of the GPUs failed."""
         return self._failures > 0
 
     @property
     def state(self) -> pressure.PressureState:
-        """What the last sample meant."""
+        """The pressure state after the last sample."""
         return self._state
 
     def start(self) -> None:
-        """Begin, also again after `stop`. Does nothing if it runs already."""
+        """Start the thread, also again after `stop`. Does nothing if it runs."""
         if self.alive:
             return
-        self._stop, self._begun = Flag(), Flag()  # new: a thread that hangs must not come back
+        self._stop, self._begun = Flag(), Flag()  # new flags: an old thread that hangs must still end
         self._thread = threading.Thread(
             target=self._run, args=(self._stop, os.getpid(), self._begun), name="memguard-monitor", daemon=True
         )
         self._thread.start()
 
     def stop(self) -> None:
-        """End, and wait for it at most `JOIN` seconds. Called on its own thread, by a callback, it does not wait."""
+        """End the thread and wait for it at most `JOIN` seconds. Does not wait if called on the monitor's thread."""
         self._stop.set()
         thread = self._thread
         if thread is None or thread is threading.current_thread():
             return
-        if thread.ident is None and not thread.is_alive():  # interrupted in `start`: if it begins, it ends at once
+        if thread.ident is None and not thread.is_alive():  # interrupted `start`: if it begins, it ends at once
             self._begun.wait(_BEGIN)
         if self._begun.is_set():  # else `join` would raise
             thread.join(JOIN)
 
     def pause(self, seconds: float) -> bool:
-        """Take no sample until `go_on`. False if the one under way has not ended within that time.
+        """Take no sample until `go_on`. False if the current sample has not ended within `seconds`.
 
-        Called on its own thread, by a callback, it does not wait.
+        Does not wait if a callback calls it on the monitor's thread.
         """
         self._paused = True
         return self.quiet(seconds)
 
     def quiet(self, seconds: float) -> bool:
-        """Wait at most that long until no sample is under way. Returns whether that is so.
+        """Wait for at most `seconds` until the current sample has ended. Returns whether it has.
 
-        Called on its own thread, by a callback, it does not wait.
+        Does not wait if a callback calls it on the monitor's thread.
         """
         until = time.monotonic() + seconds
         while self._ticking and self._thread is not threading.current_thread():
@@ -179,11 +179,11 @@ class Monitor:
         return True
 
     def go_on(self) -> None:
-        """Take samples again."""
+        """Resume sampling after `pause`."""
         self._paused = False
 
     def forked(self) -> None:
-        """In a forked child: no thread runs there."""
+        """Reset in a forked child, where the thread does not exist."""
         self._paused = self._ticking = False
         self._stop = Flag()
         self._thread = None
@@ -191,21 +191,21 @@ class Monitor:
         self._state = pressure.START
 
     def last(self, seconds: float) -> list[Sample]:
-        """The samples of that time before the newest one, oldest first."""
-        samples = self._ring.copy()  # one call, during which the monitor's thread cannot append
+        """The samples of the last `seconds` before the newest one, oldest first."""
+        samples = self._ring.copy()  # atomic: the monitor's thread cannot append meanwhile
         return [sample for sample in samples if sample.time >= samples[-1].time - seconds]
 
     def _run(self, stop: Flag, pid: int, begun_here: Flag | None = None) -> None:
         if begun_here is not None:
             begun_here.set()
-        debt = 0.0  # seconds of CPU beyond the share
+        debt = 0.0  # CPU seconds used beyond the share
         share = max(self._settings.cpu, 1e-6)
         while not stop.is_set():
             wait = self._settings.interval
             try:
                 begun = self._cpu()
                 self._tick_unless_paused(lambda: stop.is_set() or os.getpid() != pid)
-                if os.getpid() != pid:  # a callback forked: this is the child, on a copy of this thread
+                if os.getpid() != pid:  # a callback forked, and this is the child
                     return
                 cost = self._cpu() - begun
                 debt += cost if 0.0 <= cost <= _MOST else 0.0
@@ -213,14 +213,14 @@ class Monitor:
                 self._interval = wait
                 if self._clock.wait(stop, wait):
                     return
-            except BaseException as error:  # what a program puts into the place of `time` or `logging`, say
+            except BaseException as error:  # the program may have replaced `time` or `logging`
                 self._complain("take a sample", error)
                 if _nap(stop, wait):
                     return
             debt = max(debt - wait * share, -BURST * share)
 
     def _cpu(self) -> float:
-        """The thread's CPU time; 0 if the clock does not tell, as in a program that has replaced `time`."""
+        """The thread's CPU time; 0 if the clock fails, for example because the program replaced `time`."""
         try:
             seconds = float(self._clock.cpu())
         except BaseException:
@@ -228,12 +228,12 @@ class Monitor:
         return seconds if math.isfinite(seconds) else 0.0
 
     def _retry(self) -> float:
-        """Seconds until the next attempt: twice as long each time, up to a bound."""
+        """Seconds until the next attempt: exponential backoff, capped by `SLOWEST_RETRY` or the interval."""
         interval = self._settings.interval
         return min(interval * 2.0 ** min(self._failures, 30), max(SLOWEST_RETRY, interval))
 
     def _tick_unless_paused(self, over: Callable[[], bool]) -> None:
-        self._ticking = True  # first: whoever pauses looks at it afterwards
+        self._ticking = True  # before the read of `_paused`: `pause` sets `_paused`, then reads `_ticking`
         try:
             if not self._paused:
                 self._tick(over)
@@ -241,11 +241,11 @@ class Monitor:
             self._ticking = False
 
     def _tick(self, over: Callable[[], bool]) -> None:
-        """One sample, and what follows from it; nothing follows once `over` is true."""
+        """Take one sample, record it and carry out its actions. Stops once `over()` is true."""
         actions: list[Action] = []
         try:
             sample = self._take()
-        except BaseException as error:  # SystemExit would end the thread without a word
+        except BaseException as error:  # SystemExit would end the thread silently
             if over():
                 return  # the budget ended during the sample
             sample = Sample(self._now(), ())
@@ -292,7 +292,7 @@ class Monitor:
 
 
 def _nap(stop: Flag, seconds: float) -> bool:
-    """Wait, whatever was replaced: by a lock, which is C. Returns whether `stop` is set."""
+    """Wait by a lock's timeout, which works if the program has replaced `time`. Returns whether `stop` is set."""
     lock = threading.Lock()
     lock.acquire()
     while seconds > 0 and not stop.is_set():

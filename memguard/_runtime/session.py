@@ -1,6 +1,7 @@
-"""A budget in effect: its guard, the hooks for out-of-memory errors, the monitor and the timeline.
+"""The session of a budget: its guard, out-of-memory hooks, monitor, timeline and extensions.
 
-The monitor's thread notices and reports. What frees memory or raises waits for a checkpoint on the user's thread.
+The monitor's thread detects and reports pressure. Trims and UnderPressure errors wait for a checkpoint on the user's
+thread.
 """
 
 from __future__ import annotations
@@ -37,31 +38,31 @@ if TYPE_CHECKING:
 
 
 callbacks: list[Watch] = []
-"""Registered with `memguard.on_event`. They belong to the process, and outlive a budget."""
+"""Callbacks of `memguard.on_event`. They belong to the process and outlive a budget."""
 watches: list[Watch] = []
-"""Registered with `memguard.on_sample`. They too; a forked child has none."""
+"""Callbacks of `memguard.on_sample`. They belong to the process and outlive a budget; a forked child has none."""
 WITHOUT_MONITOR = (
     "memguard.on_sample: the active budget takes no samples, so nothing is called\n"
     "    fix: write 'monitor: {interval: 500ms}' in the budget"
 )
 
 _thread = threading.local()
-"""`session`, on a monitor's thread: the one whose budget a callback there may end."""
+"""`session`, on a monitor thread: the session whose budget a callback on that thread may end."""
 
 
 def outlived(active: Session | None) -> bool:
-    """Whether this thread is the monitor of a budget that is over, while another budget is active."""
+    """Whether this thread is the monitor thread of an ended budget while another budget is active."""
     own = getattr(_thread, "session", None)
     return own is not None and active is not None and active is not own
 
 
 def on_monitor() -> bool:
-    """Whether this thread is a monitor's, which also runs functions of `on_event`."""
+    """Whether this is a monitor thread, which also runs `on_event` callbacks."""
     return getattr(_thread, "session", None) is not None
 
 
 class Session:
-    """One budget from `start` until its guard stops, with the extensions that it asks for."""
+    """The lifecycle of one budget, from `start` until its guard stops, with the extensions that it enables."""
 
     def __init__(self, guard: Guard, extensions: Sequence[Extension] = ()) -> None:
         self.guard = guard
@@ -69,18 +70,18 @@ class Session:
         self.extensions = tuple(extensions)
         self._writer: Writer | None = None
         self.undo = Undo()
-        """What ends with the budget, while its caps still hold."""
-        self._due: deque[Event | None] = deque(maxlen=64)  # trims that wait for a checkpoint; None: others ask
-        self._raises: dict[tuple[str | None, str | None], Event] = {}  # errors that do
+        """Undo steps that run at the budget's end, while its caps still hold."""
+        self._due: deque[Event | None] = deque(maxlen=64)  # trims for the next checkpoint; None: an extension's work
+        self._raises: dict[tuple[str | None, str | None], Event] = {}  # errors for the next checkpoint
         self._settings: pressure.Settings | None = None
         self.lease: Claimed | None = None
-        """What the budget claims of the GPUs, if it does: the guard gives it back last."""
+        """The budget's lease on its GPUs, if it has one. The guard's last undo step releases it."""
         self.stands_in = False
-        """Whether its GPU is simulated because there was none: `init` with the same budget means this one."""
+        """Whether a simulated GPU replaces a missing one. Then `init` with the same budget returns this session."""
         self._workloads = Workloads()
         self._refusals = RefusalEvents()
         self._pid = os.getpid()
-        self._here = threading.local()  # per thread: whether it is the monitor's, or in a checkpoint already
+        self._here = threading.local()  # per thread: `monitor` on the monitor thread, `busy` in a checkpoint
 
     @property
     def active(self) -> bool:
@@ -88,27 +89,27 @@ class Session:
         return self.guard.active
 
     def prepare(self, before: Session | None) -> None:
-        """Raise what prevents the budget, while the budget `before` is still in effect."""
+        """Let each extension reject the budget, while the budget `before` is still in effect."""
         for extension in self.extensions:
             extension.prepare(self, before)
 
     def while_waiting(self, say: Say) -> Look | None:
-        """What an extension does meanwhile, if the budget waits for its lease."""
+        """The first extension's function to call at each poll while the budget waits for its lease."""
         looks = (extension.while_waiting(self, say) for extension in self.extensions)
         return next((look for look in looks if look is not None), None)
 
     def have(self, lease: Claimed) -> None:
-        """The budget's lease: not claimed yet, or that of the same budget before. It outlives every cap."""
+        """Set the budget's lease, which is unclaimed or taken over. It is released after all caps."""
         self.lease = lease
         self.guard.undo.add("the lease", lease.close)
 
     @property
     def writer(self) -> Writer | None:
-        """The timeline, if there is one."""
+        """The timeline's writer, if the budget has a timeline."""
         return self._writer
 
     def write_to(self, writer: Writer) -> None:
-        """Samples, events and refusals go into this timeline."""
+        """Set the timeline of samples, events and refusals."""
         self._writer = writer
 
     def begin_timeline(self, writer: Writer) -> None:
@@ -118,7 +119,7 @@ class Session:
         writer.begin()
 
     def start(self) -> None:
-        """Apply the budget, then hook errors. A thread and a file only if the budget has `monitor`."""
+        """Apply the budget, then install the out-of-memory hooks, then start the monitor and the extensions, if any."""
         self.guard.callbacks.stop = self.undo
         self.undo.add("monitor", self._forget)
         self.guard.start()
@@ -135,7 +136,7 @@ class Session:
             if monitor is not None:
                 self.undo.add("monitor", monitor.stop)
             if monitor is not None or self.extensions:
-                # At the interpreter's end too: nothing here must look at frameworks that are being torn down.
+                # Also at interpreter exit: no thread may read frameworks that are shutting down.
                 self.undo.add("monitor", lambda: life.not_at_exit(self._at_exit))
                 life.at_exit(life.Rank.BUDGET, self._at_exit)
             if monitor is not None:
@@ -149,10 +150,10 @@ class Session:
             self.guard.stop()
             raise
         if getattr(_thread, "session", None) is not None:
-            _thread.session = self  # a monitor's callback began this budget, and may end it
+            _thread.session = self  # a callback on a monitor thread began this budget, and may end it
 
     def _make_monitor(self) -> Monitor | None:
-        """Not started yet."""
+        """Create the monitor, without starting it."""
         budget = self.guard.budget
         if budget.monitor is None:
             return None
@@ -165,7 +166,7 @@ class Session:
         return self.monitor
 
     def _at_exit(self) -> None:
-        """The program ends without `shutdown`. Nothing in a forked child, which inherits this exit function."""
+        """Called when the program ends without `shutdown`. Does nothing in a forked child, which inherits it."""
         if self._pid != os.getpid():
             return
         if self.monitor is not None:
@@ -175,14 +176,14 @@ class Session:
         self._write_refusals(everything=True)
 
     def _forget(self) -> None:
-        """The last step, once monitor, timeline and hooks have ended."""
+        """The last undo step, after monitor, timeline and hooks have ended."""
         self.monitor = self._writer = None
         self.extensions = ()
 
     def forked(self) -> None:
-        """In a forked child: no thread of the parent's is there, and its locks may be held."""
+        """Reset in a forked child: threads of the parent do not exist there, and inherited locks may be held."""
         self.guard.forked()
-        _thread.session = None  # if a callback forked: the child's thread is no monitor's
+        _thread.session = None  # after a fork in a callback the child's thread is no monitor thread
         self._refusals.forked()
         if self.monitor is not None:
             self.monitor.forked()
@@ -194,13 +195,13 @@ class Session:
     # the user's threads
 
     def checkpoint(self) -> None:
-        """Trim what the budget says to trim under pressure, and do what others ask through `memguard top`.
+        """Carry out the trims that pressure made due, and call the extensions, for example for `memguard top`.
 
-        Raise UnderPressure if the budget says so and the pressure lasts.
+        Raise UnderPressure if `on_pressure` has `raise` and the pressure is still critical.
         """
-        if not self._due and not self._raises:  # mostly
+        if not self._due and not self._raises:
             return
-        if suspension.now is not None:  # both wait until the process is back
+        if suspension.now is not None:  # both wait until `resume`
             return
         here = self._here
         if getattr(here, "busy", False) or getattr(here, "monitor", False):
@@ -215,7 +216,7 @@ class Session:
             lasting = [event for event in self._taken_raises() if self._critical(event)]
         finally:
             here.busy = False
-            if any(extension.waiting for extension in self.extensions):  # it was interrupted: at the next one
+            if any(extension.waiting for extension in self.extensions):  # interrupted: continue at the next checkpoint
                 self.wake()
         for event in lasting:
             raise UnderPressure(event.framework, event.uuid, event.text)
@@ -236,7 +237,7 @@ class Session:
         return [event for event in taken if event is not None]
 
     def _critical(self, event: Event) -> bool:
-        """Whether it is critical now: after the trims, and whatever the last sample saw."""
+        """Whether the pressure is still critical after the trims, by a new sample."""
         from memguard._runtime import pressure
 
         assert self._settings is not None
@@ -247,7 +248,7 @@ class Session:
         return state.level(event.uuid, event.framework) is Pressure.CRITICAL
 
     def _finished(self, report: WorkloadReport, seconds: float, failed: str | None) -> None:
-        """A workload has ended, with an error of the class `failed`. Warn if it leaks."""
+        """Called when a workload has ended. `failed`: the class name of its error. Warns if the workload leaks."""
         for extension in self.extensions:
             extension.finished(report, seconds, failed)
         each = None if failed is not None else self._workloads.leaked(report)
@@ -259,7 +260,7 @@ class Session:
     # out-of-memory errors
 
     def _oom_context(self) -> hooks.OomContext:
-        """Ledger, plan, other processes and the last samples, read now."""
+        """Read the ledger, the other processes and the peaks for a report, and add the plan and the last samples."""
         guard = self.guard
         ledger = guard.ledger()
         processes = {
@@ -270,7 +271,7 @@ class Session:
         return hooks.OomContext(ledger, guard.plan, processes, tuple(samples), guard.budget, guard.peaks())
 
     def _refused(self, request: RefusedRequest) -> None:
-        """A request was refused, within the allocation: into the timeline. Callbacks run no user code in there."""
+        """Write a refused request to the timeline. Runs within the allocation, so it calls no `on_event` callback."""
         if (writer := self._writer) is not None:
             for event in self._refusals.refused(request):
                 writer.event(event)
@@ -281,7 +282,7 @@ class Session:
                 writer.event(event)
 
     def _write_oom(self, report: Report) -> None:
-        """Count the request of an error whose allocator told nobody, and write the report into the timeline."""
+        """Write the report to the timeline. Count the refusal if the allocator did not report it to memguard."""
         who, request = report.verdict.requester, None if report.moment is None else report.moment.id
         if request is None and who is not None and who in self.guard.frameworks:
             self.guard.refusals.add(RefusedRequest(who, "text", report.time, report.uuid, report.verdict.requested))
@@ -306,7 +307,7 @@ class Session:
         sample = self.guard.sample()
         try:
             return self.guard.rebalance(sample)
-        except Exception as error:  # a sample is taken all the same
+        except Exception as error:  # the sample is still valid
             _log.debug("no headroom was given: %s", text_of(error))
         return sample
 
@@ -342,15 +343,15 @@ class Session:
     # any thread
 
     def wake(self) -> None:
-        """Let the next checkpoint call those of the extensions."""
+        """Make the next checkpoint call `Extension.checkpoint`."""
         self._due.append(None)
 
     def announce(self, event: Event) -> None:
-        """Something that was done from outside the budget: into the timeline, and to the callbacks."""
+        """Write an extension's or retry's event to the timeline and pass it to the callbacks."""
         self._announce(event)
 
     def _announce(self, event: Event) -> None:
-        """Into the timeline, and to the callbacks."""
+        """Write the event to the timeline and pass it to the callbacks."""
         if (writer := self._writer) is not None:
             writer.event(event)
         self._call(event)
@@ -359,5 +360,5 @@ class Session:
         for watch in list(callbacks):
             try:
                 watch.callback(event)
-            except (Exception, SystemExit) as error:  # logged once: it is called again at the next event
+            except (Exception, SystemExit) as error:  # logged once; the callback stays registered
                 watch.failed("memguard.on_event", error)

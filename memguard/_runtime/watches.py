@@ -1,6 +1,6 @@
-"""What `memguard.on_event` and `memguard.on_sample` return, and the calls of the latter's functions.
+"""Callback registrations of `memguard.on_event` and `memguard.on_sample`, and the delivery of samples.
 
-Loaded when the first function is registered.
+Imported when the first callback is registered.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from memguard._devices import suspension
 
 
 class Watch:
-    """A function that is given each event, or each sample, until `remove`; in a `with` block, until its end."""
+    """The registration of a callback for events or samples, until `remove` or the end of its `with` block."""
 
     def __init__(self, callback: Callable[[Any], object], registered: list[Watch]) -> None:
         self.callback = callback
@@ -25,7 +25,7 @@ class Watch:
         self._failed = False
 
     def remove(self) -> None:
-        """Give it nothing any more. May be called again, and on any thread, also by the function itself."""
+        """Unregister the callback. May be called again, on any thread, and by the callback itself."""
         for position, one in enumerate(self._registered):
             if one is self:
                 del self._registered[position]
@@ -40,16 +40,16 @@ class Watch:
         self.remove()
 
     def failed(self, by: str, error: BaseException) -> None:
-        """Log what the function raised, once for each registration. The error is kept nowhere."""
+        """Log the callback's error, once for each registration. Keeps no reference to the error."""
         if not self._failed:
             self._failed = True
             _log.warning("%s: %s failed (logged once): %s", by, name_of(self.callback), text_of(error))
 
 
 def give(watches: list[Watch], sample: Sample, active: Callable[[], bool]) -> None:
-    """Give the sample to every watch, on the monitor's thread: see `Session`.
+    """Call every registered callback with the sample, on the monitor's thread.
 
-    None follows if one of them ends the budget, suspends the process, or forks: here is the child then.
+    Stops after a callback that ends the budget, suspends the process, or forks (in the child).
     """
     pid = os.getpid()
     for watch in [*watches]:
@@ -57,12 +57,12 @@ def give(watches: list[Watch], sample: Sample, active: Callable[[], bool]) -> No
             return
         try:
             watch.callback(sample)
-        except BaseException as error:  # SystemExit would end the monitor's thread without a word
+        except BaseException as error:  # SystemExit would end the monitor's thread silently
             watch.failed("memguard.on_sample", error)
 
 
 def name_of(callback: object) -> str:
-    """The callback's name and place, which it may not tell."""
+    """The callback's name, and its file and line if known."""
     try:
         code = getattr(callback, "__code__", None)
         where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""

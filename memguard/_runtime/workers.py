@@ -1,9 +1,8 @@
-"""Where `memguard.init` applies nothing: in worker processes, with MEMGUARD_DISABLE, and without a GPU.
+"""Detects processes where `memguard.init` applies no budget (workers, MEMGUARD_DISABLE, no GPU), and has their guards.
 
-Workers import the script again, and with it run its `memguard.init` a second time.
-
-`spawn` and `forkserver` (the default from Python 3.14 on) import the parent's script in each worker. An `init` at its
-top would give every worker the whole budget once more, so it applies nothing there unless it is asked to.
+`spawn` and `forkserver` (the default from Python 3.14 on) import the parent's script in each worker. That runs a
+`memguard.init` at module level again. It would give every worker the whole budget, so it applies nothing there unless
+MEMGUARD_CHILDREN is set.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from memguard._guard.figures import Reclaimable
 
 ASKED = "MEMGUARD_CHILDREN"
-"""The environment variable that makes the script's `init` apply in the workers too."""
+"""The environment variable that makes the script's `init` apply its budget in workers too."""
 DISABLE, SIMULATE = "MEMGUARD_DISABLE", "MEMGUARD_SIMULATE"
 WHY = Advice(
     "no budget is active in this process: it is a worker, and memguard.init does nothing while multiprocessing "
@@ -38,7 +37,7 @@ SERVED = Advice(
     f"script once for all of them, so that {ASKED}=1 does not reach them",
     "call memguard.init in the function that the worker runs, or start workers with spawn",
 )
-# multiprocessing (torch's and joblib's pools too), its copy that pickles with dill, and Celery's.
+# multiprocessing (also used by torch and joblib), its copy that pickles with dill, and Celery's copy.
 _POOLS = ("multiprocessing.process", "multiprocess.process", "billiard.process")
 _ANSWERED = {"active", "frameworks", "notes", "permanent", "start", "stop", "forked"}
 
@@ -46,7 +45,7 @@ _ANSWERED = {"active", "frameworks", "notes", "permanent", "start", "stop", "for
 def reimporting(modules: Mapping[str, object]) -> bool:
     """Whether multiprocessing is importing the parent's script in this process. Imports nothing.
 
-    multiprocessing itself reads `_inheriting`, to refuse to start processes during that import.
+    `_inheriting` is the flag by which multiprocessing itself forbids starting processes during that import.
     """
     for name in _POOLS:
         current = getattr(modules.get(name), "current_process", None)
@@ -56,28 +55,28 @@ def reimporting(modules: Mapping[str, object]) -> bool:
 
 
 def from_fork_server(modules: Mapping[str, object], command: Sequence[str]) -> bool:
-    """In a forked child: whether multiprocessing's server forked it, and not one of the workers."""
+    """In a forked child: whether its parent is multiprocessing's fork server, not a worker."""
     parent = getattr(modules.get("multiprocessing.process"), "parent_process", None)
     return any("multiprocessing.forkserver" in word for word in command) and callable(parent) and parent() is None
 
 
 def wanted(reimporting: bool, environ: Mapping[str, str]) -> bool:
-    """Whether `init` should apply its budget: always, except in a worker that has not asked for it."""
+    """Whether `init` should apply its budget: always, except in a worker without MEMGUARD_CHILDREN."""
     return not reimporting or environ.get(ASKED, "") not in ("", "0")
 
 
 def disabled(environ: Mapping[str, str]) -> bool:
-    """Whether MEMGUARD_DISABLE is set, so that nothing is applied."""
+    """Whether MEMGUARD_DISABLE is set."""
     return environ.get(DISABLE, "") not in ("", "0")
 
 
 def simulated(environ: Mapping[str, str]) -> list[str] | None:
-    """The GPUs of MEMGUARD_SIMULATE; None if there are none."""
+    """The GPUs that MEMGUARD_SIMULATE names; None if it is not set."""
     return [name.strip() for name in environ.get(SIMULATE, "").split(",") if name.strip()] or None
 
 
 class _Inactive(Guard):
-    """A guard that caps nothing, and has nothing to undo."""
+    """A guard that caps nothing and has nothing to undo."""
 
     def _repr_html_(self) -> str:
         from memguard._base.text import html
@@ -100,9 +99,9 @@ class _Inactive(Guard):
 
 
 class PassiveGuard(_Inactive):
-    """What `init` returns if it applied nothing: not active, and whatever needs a budget raises NotActive."""
+    """The guard that `init` returns in a worker: not active, and calls that need a budget raise NotActive."""
 
-    def __init__(self) -> None:  # not Guard's, which asks for GPUs
+    def __init__(self) -> None:  # not Guard's, which needs GPUs
         self.notes, self.permanent = [], []
 
     def __getattribute__(self, name: str) -> Any:
@@ -121,16 +120,16 @@ class PassiveGuard(_Inactive):
 
 
 class IdleGuard(_Inactive):
-    """What `init` returns if a program is to run on without a budget. Its calls do nothing.
+    """The guard that `init` returns if the program should run without a budget. Its methods do nothing.
 
-    `why` says why nothing is applied, `given` is what `init` was given: `budget` reads it when it is asked for.
-    `ledger()` and `sample()` are empty, what is unknown is None. Where there is no value without a GPU,
-    `part` raises NotActive, and `host` and the parts of a guard are an AttributeError with the reason.
+    `why`: the reason why nothing is applied. `given`: the argument of `init`, which `budget` parses on access.
+    `ledger()` and `sample()` are empty, unknown values are None. `part` raises NotActive. `host` and the parts of a
+    guard do not exist: access raises AttributeError with the reason.
     """
 
-    plan = Plan(())  # in place of the guard's property
+    plan = Plan(())  # overrides the guard's property
 
-    def __init__(self, why: str, given: Any) -> None:  # not Guard's, which asks for GPUs
+    def __init__(self, why: str, given: Any) -> None:  # not Guard's, which needs GPUs
         self.why, self.given = why, given
         self.notes, self.permanent = [why], []
         self.plan = Plan((), notes=(why,))
@@ -179,7 +178,7 @@ class IdleGuard(_Inactive):
         return []
 
     def make_room(self, framework: str, needed: int, device: Device | None = None) -> Room:
-        return Room({}, None, 0, {})  # no cap is in the way
+        return Room({}, None, 0, {})  # there is no cap to raise
 
     def require(self, framework: str, size: int | str, device: Device | None = None) -> None:
         pass

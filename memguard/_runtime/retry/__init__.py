@@ -1,7 +1,7 @@
-"""Running a function or block again after a GPU ran out of memory: let go of what failed, make room, say so.
+"""Retries a function or block after a GPU out-of-memory error: clears the failed run's frames, makes room, logs it.
 
-`recognised` knows the errors, `frames` lets go of a failed run, `room` has the budget make room, `ranks` refuses where
-other ranks would wait, `sizes` shrinks, `words` says what was done; `run` puts them in order for one call.
+`recognised` classifies errors, `frames` clears the failed run's frames, `room` makes room through the budget, `ranks`
+detects distributed jobs, `sizes` computes smaller sizes, `words` formats log line and notes; `run` controls one call.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Same(Protocol):
 
 
 class Shrinking(Protocol[P, R_co]):
-    """A function that remembers the size that fitted."""
+    """A function that remembers the size that succeeded."""
 
     def forget(self) -> None:
-        """Begin the next call with what it is given."""
+        """Make the next call start with its own argument again."""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
     @overload
@@ -52,19 +52,19 @@ class Shrinks(Protocol):
 class Retry:
     """Run the function again if it fails because a GPU ran out of memory: `@memguard.retry()`. **It runs twice.**
 
-    Before that the failed run is let go of (its frames hold tensors), garbage is collected, other frameworks of the
-    budget give back what idles, and an elastic cap rises; a line in the log says what was done. The last error
-    comes out as it is, with a note. Other errors pass at once. For functions, methods and `async def`.
+    Before a retry memguard clears the frames of the failed run (they hold tensors), collects garbage, trims the idle
+    caches of the budget's frameworks, raises an elastic cap, and logs the result. The last error is raised unchanged,
+    with a note. Other errors are raised at once. For functions, methods and `async def`.
 
-    times     how often at most; once if not given, or with `shrink` until the floor
-    shrink    the name of an argument, a whole number, that is halved each time. What fitted is remembered: the next
-              call begins there, or lower if it is given less, until `function.forget()`
+    times     the most retries; by default one, or with `shrink` as many as reach the floor
+    shrink    the name of an integer argument that is halved before each retry. memguard remembers the size that
+              succeeded: until `function.forget()`, the next call starts with it, or with its own argument if smaller
     floor     the smallest size; `multiple` rounds each size down to a multiple of it
-    ranks     "refuse" does not run it again in a job of several ranks (torch.distributed, MPI, ...), where others
-              wait in a collective; "independent" says that the function holds none
+    ranks     "refuse" does not retry in a job of several ranks (torch.distributed, MPI, ...), where other ranks wait
+              in a collective; "independent" declares that the function contains no collective
 
-    `retry.call` does it for one call, `retry.attempts` for a block. Raises TypeError for a generator, whose caller has
-    a part of what it yields. See docs/retry.md.
+    `retry.call` retries one call, `retry.attempts` a block. Raises TypeError for a generator function, because its
+    caller already has some of the items. See docs/retry.md.
     """
 
     @overload
@@ -91,17 +91,17 @@ class Retry:
 
     @staticmethod
     def call(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the function, and once more if it fails because a GPU ran out of memory: as `memguard.retry()` does."""
+        """Call the function, and retry once if a GPU ran out of memory, as `memguard.retry()` does."""
         return again(function, Policy(), None)(*args, **kwargs)
 
     @staticmethod
     def attempts(
         times: int | None = None, *, size: int | None = None, floor: int = 1, multiple: int = 1, ranks: Ranks = "refuse"
     ) -> Attempts:
-        """The same for a block: `for attempt in memguard.retry.attempts(): with attempt: ...`, until the first success.
+        """Retry a block: `for attempt in memguard.retry.attempts(): with attempt: ...`, until the first success.
 
-        With `size`, `attempt.size` is halved after each failure, down to `floor`; nothing is remembered. Variables of
-        the function around the block stay: what they hold is not let go of. Otherwise as `memguard.retry`.
+        With `size`, `attempt.size` is halved after each failure, down to `floor`; no size is remembered. Variables of
+        the enclosing function keep their arrays: memguard does not release them. Otherwise as `memguard.retry`.
         """
         if size is not None and (type(size) is not int or size < 1):
             raise ValueError(f"size is a whole number above 0, found {size!r}")

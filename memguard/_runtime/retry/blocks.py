@@ -1,4 +1,4 @@
-"""`for attempt in memguard.retry.attempts():` with a `with attempt:` block, for code that is no function of its own."""
+"""Retries a block of code: `for attempt in memguard.retry.attempts():` around `with attempt:`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from memguard._runtime.retry.run import Policy, Run
 
 
 class Attempt:
-    """One run of the block. `number` counts from 1; `size` is what it gets, None if `attempts` was given none."""
+    """One run of the block. `number` counts from 1; `size` is None without the argument `size` of `attempts`."""
 
     def __init__(self, run: Run, number: int) -> None:
         self._run, self.number, self.size = run, number, run.size
@@ -25,7 +25,7 @@ class Attempt:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        """True if the block is to run again: the loop then gets ready for it, once nothing holds the error."""
+        """Suppress the error (True) if the block should run again. The loop prepares the run when the error is gone."""
         self.state = "over"
         if error is None or not issubclass(type(error), Exception) or not self._run.again(error):
             return False
@@ -34,7 +34,7 @@ class Attempt:
 
 
 class Attempts:
-    """The attempts of one block: the loop ends after the first that does not fail."""
+    """The attempts of one block. Iteration ends after the first success."""
 
     def __init__(self, policy: Policy, size: int | None) -> None:
         self._run = Run(policy, size)

@@ -1,4 +1,4 @@
-"""Functions that run again: what `memguard.retry` makes of one, and how its size is found among the arguments."""
+"""Wraps functions for `memguard.retry`, and reads and replaces the shrinking argument of a call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 
 def checked(function: Callable[..., Any]) -> None:
-    """Raise TypeError for what cannot be run again as a whole."""
+    """Raise TypeError for an object that cannot be retried as a whole."""
     if isinstance(function, (classmethod, staticmethod)):
         kind = type(function).__name__
         raise TypeError(f"a {kind} was given to memguard.retry\n    fix: write @{kind} above @memguard.retry()")
@@ -41,13 +41,13 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def _code(function: Callable[..., Any]) -> Any:
-    """What runs when it is called: of an object its class's `__call__`."""
+    """The function that a call runs: for an object, its class's `__call__`."""
     plain = inspect.isroutine(function) or isinstance(function, (type, functools.partial))
     return function if plain else type(function).__call__
 
 
 class Sized:
-    """The argument of a function that shrinks: read from each call, and written into it."""
+    """The shrinking argument of a function: reads it from each call and replaces it."""
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         self.name, self.fitted = name, Fitted()
@@ -62,7 +62,7 @@ class Sized:
                 raise TypeError(f"shrink={name!r}: {_name(function)} has no such argument; it has: {known}")
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        """The size that this call gives; None if the call is wrong, which it then says itself."""
+        """The size that this call passes; None if its arguments do not fit the signature, as the call then raises."""
         try:
             bound = self._signature.bind(*args, **kwargs)
         except TypeError:
@@ -90,7 +90,7 @@ class Sized:
 
 
 class _Call:
-    """One call of a function, and its runs."""
+    """One call of a function with its retries."""
 
     def __init__(self, policy: Policy, sized: Sized | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._sized, self.args, self.kwargs = sized, args, kwargs
@@ -112,7 +112,7 @@ class _Call:
 
 
 def again(function: Callable[P, R], policy: Policy, shrink: str | None) -> Callable[P, R]:
-    """The function that runs again. With `shrink` it has `forget`."""
+    """Wrap the function with retries. With `shrink` the wrapper has `forget`."""
     checked(function)
     sized = None if shrink is None else Sized(function, shrink)
     if is_async(function):
@@ -138,7 +138,7 @@ def _called(function: Callable[..., Any], policy: Policy, sized: Sized | None) -
             else:
                 call.fits()
                 return result
-            call.run.prepare()  # here, where nothing holds the error any more
+            call.run.prepare()  # outside `except`: nothing references the error any more
 
     return runs
 

@@ -1,7 +1,7 @@
-"""Whether this process is one of several ranks: then a run that failed alone must not run again alone.
+"""Detects whether this process is one of several ranks, where one rank must not retry alone.
 
-The healthy ranks wait in a collective (NCCL has no way back), and a rank that repeats one misaligns the others'.
-Nothing is imported to find out: only `sys.modules` and the environment are read.
+The healthy ranks wait in a collective (NCCL cannot cancel one), and a rank that repeats a collective misaligns the
+others. Detection imports nothing: it reads only `sys.modules` and the environment.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _HOROVOD = ("horovod.torch", "horovod.tensorflow", "horovod.tensorflow.keras", "
 
 
 class Signs(NamedTuple):
-    """What was seen: how many ranks each loaded library counts, by its name, and the environment."""
+    """The signs of several ranks: the number of ranks by name of each loaded library, and the environment."""
 
     libraries: Mapping[str, int]
     environ: Mapping[str, str]
 
 
 def several(signs: Signs) -> str | None:
-    """Why there is more than one rank, as the end of a sentence; None if nothing says so. Pure."""
+    """The evidence for more than one rank, as the end of a sentence; None without evidence. Pure."""
     for name, size in signs.libraries.items():
         if size > 1:
             return f"{name} has {size} ranks"
@@ -36,7 +36,7 @@ def several(signs: Signs) -> str | None:
 
 
 def signs() -> Signs:
-    """Read the signs, now."""
+    """Read the current signs."""
     found = {}
     for name, ask in _ASK.items():
         try:
@@ -73,4 +73,4 @@ _ASK: Mapping[str, Callable[[], int | None]] = {
     "MPI": _mpi,
     "Horovod": _horovod,
 }
-"""How many ranks each library counts: those of the frameworks, and the others."""
+"""The readers of the number of ranks, by library: the frameworks', MPI and Horovod."""

@@ -1,4 +1,4 @@
-"""Which errors are run again, and what is kept of one."""
+"""Decides which errors are retried, and extracts plain data from them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from memguard._oom.classify import ErrorFacts, Verdict, classify
 from memguard._runtime.retry.types import Failure
 
 _WALKED = 100
-"""Exceptions of one chain that are examined."""
+"""The most exceptions of one chain that are examined."""
 _TEXT, _MOST = 240, 1000
-"""Characters of an error's text in a note on a later one: whole sentences up to the first number, the first in any case
-up to the second."""
+"""Characters of an error's text in the note on a later error. Whole sentences are kept up to the first number; the
+first sentence is kept up to the second number."""
 _SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[^\sa-z])|\s*\n\s*")
 
 
 def recognised(error: BaseException, outer: int | None = None) -> Failure | None:
-    """What is known of the error if it is, or came from, an out-of-memory error of a GPU; else None.
+    """The facts of an error that is, or was caused by, a GPU out-of-memory error; else None.
 
-    Also one that type and text leave open: room is what helps then, and a second failure goes to the program. A group
-    counts only if all of its members do: else the others would be lost. `outer` is the `id` of an exception that was
-    being handled when the run began: it is none of this run's.
+    An error whose type and text leave the cause open counts too: a retry may help, and a second failure reaches the
+    program. A group counts only if all its members do, because a retry would discard the other errors. `outer` is the
+    `id` of an exception that was being handled when the run began. It does not belong to the run.
     """
     found = _look(error, outer, set())
     if found is None:
@@ -33,12 +33,12 @@ def recognised(error: BaseException, outer: int | None = None) -> Failure | None
 
 
 def _words(facts: ErrorFacts) -> str:
-    """Type and text in one line."""
+    """The error's type and text in one line."""
     return f"{facts.type.rpartition('.')[2]}: {first_sentences(facts.text)}"
 
 
 def first_sentences(text: str) -> str:
-    """The sentences that begin the text, in one line: what was asked for and who holds what. Advice comes later."""
+    """The first sentences of the text, in one line: requested size and holders, without the advice after them."""
     found = ""
     sentences = [" ".join(one.split()) for one in _SENTENCE.split(text.strip())]
     for one in sentences:

@@ -1,7 +1,7 @@
-"""Makes room for another run, through the budget that is active. Only this module of the room knows the guard.
+"""Makes room for a retry through the active budget. No other module in `retry/` uses the guard.
 
-A run that is repeated takes everything again: what its framework held in the failed run, and the request that failed.
-So figures of before the frames were cleared and of after it are compared. Without a budget there is nothing to do here.
+A retry allocates everything again: the memory that its framework held in the failed run, and the request that failed.
+So this module compares figures from before and after the frames are cleared. Without a budget it does nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from memguard._runtime.retry.types import Done, Failure
 from memguard._runtime.runtime import this
 
 _ASKED = 4
-"""How often the guard is asked for less than before: what it lacks for the most may be of the card, or of the caps."""
+"""The most calls of `make_room` with a reduced size. The shortage of a call may be of the GPU or of the caps."""
 
 if TYPE_CHECKING:
     from memguard._base.framework_spec import CacheName, FrameworkName
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 
 def active() -> Guard | None:
-    """The guard of the budget in effect; None if there is none. It activates none."""
+    """The guard of the budget in effect; None without one. Does not apply MEMGUARD_CONFIG."""
     session = this.session
     return session.guard if session is not None and session.active else None
 
 
 def capturing() -> bool:
-    """Whether this thread captures a CUDA graph, with a framework that tells."""
-    if suspension.now is not None:  # a process that captures is not taken off its GPUs
+    """Whether this thread is capturing a CUDA graph, as far as frameworks report it."""
+    if suspension.now is not None:  # a process with a capture cannot be suspended
         return False
     try:
         guard = active()
@@ -52,16 +52,16 @@ def capturing() -> bool:
 
 
 def with_figures(failure: Failure) -> Failure:
-    """With what the frameworks hold while the error is alive. Without a budget, or if a driver fails, as it was."""
+    """Add the frameworks' memory before the frames are cleared. Unchanged without a budget, or if the driver fails."""
     sample = _sample()
     return failure if sample is None else failure._replace(in_use=_of(sample, "in_use"), held=_of(sample, "held"))
 
 
 def make(failure: Failure) -> Done:
-    """Once the failed run is let go of: have everything idle given back, and raise the cap as far as it goes.
+    """Trim all idle caches and raise the cap as far as possible, after the frames of the failed run are cleared.
 
-    More than the request that failed, as nobody knows what the run would have asked for after it, and a run that fails
-    again costs more than caches that fill anew.
+    That is more than the failed request needs. The run's later requests are unknown, and another failed run costs more
+    than refilling caches.
     """
     guard, now = active(), _sample()
     if guard is None or now is None:
@@ -84,7 +84,7 @@ def make(failure: Failure) -> Done:
 
 
 def _raise(guard: Guard, failure: Failure, who: FrameworkName, device: Device, returned: dict[str, int]) -> Room:
-    """Make room for as much as it may ever have; if that is not there, for what is, and at least for the same again."""
+    """Make room up to the framework's max. If that is not available, for less, down to the failed run's memory."""
     now = _sample()
     held = 0 if now is None else _of(now, "held").get(device.uuid, {}).get(who, 0)
     refused = failure.request.held if failure.request is not None else None
@@ -104,7 +104,7 @@ def _raise(guard: Guard, failure: Failure, who: FrameworkName, device: Device, r
 
 
 def announce(failure: Failure, done: Done, text: str) -> None:
-    """Into the timeline, and to the functions of `on_event`."""
+    """Write a retry event to the timeline and pass it to the `on_event` callbacks."""
     session = this.session
     if session is not None and session.active:
         size = sum(done.returned.values())
@@ -118,7 +118,7 @@ def _add(returned: dict[str, int], more: Mapping[str, int]) -> None:
 
 
 def _device(guard: Guard, failure: Failure) -> Device | None:
-    """Where the request failed: as a report would say."""
+    """The GPU of the failed request, found as in an out-of-memory report."""
     parts = guard.plan.devices
     if len(parts) == 1:
         return parts[0].device
@@ -136,7 +136,7 @@ def _sample() -> Sample | None:
 
 
 def _of(sample: Sample, field: str) -> dict[str, dict[str, int]]:
-    """One figure of each framework where it is known, by UUID and name."""
+    """One known figure of each framework, by UUID and name."""
     return {
         device.uuid: {
             name: size for name, one in device.frameworks.items() if (size := getattr(one, field)) is not None

@@ -1,4 +1,4 @@
-"""The runs of one call: decides after each failure whether there is another, and gets ready for it."""
+"""Controls the runs of one call: decides after each failure whether to retry, and prepares the retry."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Ranks = Literal["refuse", "independent"]
 
 @dataclass(frozen=True)
 class Policy:
-    """What the user asked for, as `memguard.retry` says. `times`: None is once, or as often as the size can shrink."""
+    """The arguments of `memguard.retry`. `times` None means one retry, or as many as the size can shrink."""
 
     times: int | None = None
     floor: int = 1
@@ -43,9 +43,9 @@ class Policy:
 
 
 class Run:
-    """One call, from its first run to its last. It never keeps an exception, a traceback or a frame.
+    """One call, from its first run to its last. Never keeps an exception, a traceback or a frame.
 
-    `size` is what the next run gets, or None where nothing shrinks; `name` is what that is called.
+    `size`: the size for the next run; None without a shrinking argument. `name`: the name of that argument.
     """
 
     def __init__(self, policy: Policy, size: int | None = None, name: str = "size") -> None:
@@ -57,15 +57,15 @@ class Run:
         self.most = once if policy.times is None else policy.times if size is None else min(policy.times, once)
 
     def begin(self) -> None:
-        """Before each run: know the exception that is being handled already, if there is one."""
+        """Called before each run: remember the id of the exception that is already being handled, if any."""
         outer = sys.exc_info()[1]
-        self._outer = None if outer is None else id(outer)  # it lives as long as it is being handled
+        self._outer = None if outer is None else id(outer)  # valid: the exception lives while it is handled
 
     def again(self, error: BaseException) -> bool:
-        """Whether to run again: then the error's frames are cleared. Else the error may have got a note."""
+        """Whether to retry. If so, clears the error's frames; if not, may add a note to the error."""
         try:
             return self._again(error)
-        except Exception as failure:  # nothing that goes wrong here may come in the place of the user's error
+        except Exception as failure:  # an error in memguard must not replace the user's error
             _log.debug("an error could not be examined for another run: %s", text_of(failure))
             return False
 
@@ -88,7 +88,7 @@ class Run:
         return True
 
     def prepare(self) -> None:
-        """Before another run, once the error is gone: collect, make room, shrink, and say so."""
+        """Prepare a retry once the error is gone: collect garbage, make room, shrink the size, and log it."""
         failure, self._failure = self._failure, None
         if failure is None:
             return
@@ -118,7 +118,7 @@ class Run:
         return None if why is None else words.several(why)
 
     def _over(self) -> str:
-        """The note on the last error of its kind."""
+        """The note on the last out-of-memory error, after which there is no retry."""
         if self.size is None:
             return words.history(self._runs, "Each time a GPU ran out of memory.")
         if sizes.smaller(self.size, self.policy.floor, self.policy.multiple) is not None:

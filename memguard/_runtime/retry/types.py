@@ -1,4 +1,4 @@
-"""One failed run, and what was done after it: figures and text, never an exception, a traceback or an array."""
+"""Plain data of a failed run and of the room made after it, without exceptions, tracebacks or arrays."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from memguard._oom.classify import ErrorFacts, Verdict
 
 
 class Failure(NamedTuple):
-    """One failed run as plain data. Sizes are bytes; None if not known.
+    """One failed run. Sizes are bytes; None if unknown.
 
-    who     the framework or library that asked
-    request  the record of its refusal, if the allocator told of one
-    words   type and text of the error, in one line
-    in_use  what each framework had in live arrays when the error was caught, by UUID and name
-    held    the same of what it had taken from the driver
+    who      the framework or library that requested memory
+    request  the record of the refused request, if the allocator reported it
+    words    type and text of the error, in one line
+    in_use   the live arrays of each framework when the error was caught, by UUID and name
+    held     the memory that each framework had taken from the driver then, by UUID and name
     """
 
     who: str | None
@@ -38,13 +38,13 @@ class Failure(NamedTuple):
 
 
 class Done(NamedTuple):
-    """What was done before a run is repeated, in bytes, by NVML.
+    """The room made before a retry, in bytes.
 
-    freed     what the frameworks have less in use since the failed run was let go of; None without a budget
-    returned  what each framework gave back
-    cap       the requester's before and after; None if it did not move
-    live      what siblings hold in live arrays above what is theirs for good
-    uuid      the GPU; None if it is not known
+    freed     the decrease of memory in use since the failed run's frames were cleared; None without a budget
+    returned  the bytes that each framework gave back, by NVML
+    cap       the requester's cap before and after; None if it did not move
+    live      the bytes that siblings hold in live arrays above their min, or above a fixed cap
+    uuid      the GPU; None if unknown
     """
 
     freed: int | None = None

@@ -1,4 +1,4 @@
-"""What is said of runs that are repeated, or not: the line in the log, and the note on the error. Pure."""
+"""Formats the log line of a retry and the note on an error that is not retried. Pure."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def several(why: str) -> str:
 
 
 def not_again(why: str) -> str:
-    """The note on an error after which nothing was tried."""
+    """The note on an error without any retry."""
     return f"memguard did not run it again: {why}"
 
 
 def done(what: Done, who: str | None) -> str:
-    """What was done, in one sentence without an end. `who` asked: what it gives back was its own cache."""
+    """The room made, as a sentence without a full stop. `who`: the requester, which can return only its own cache."""
     parts = []
     if what.freed:
         parts.append(f"the failed run let go of {format_size(what.freed)}")
@@ -43,13 +43,13 @@ def done(what: Done, who: str | None) -> str:
 
 
 def line(failure: Failure, what: Done, number: int, most: int, size: str) -> str:
-    """For the log. `number` of at most `most` repetitions; `size` as `batch_size=32`, or empty."""
+    """The log line of retry `number` of at most `most`. `size`: for example `batch_size=32`, or empty."""
     smaller = f" with {size}" if size else ""
     return f"{failure.title}: {done(what, failure.who)}; running again{smaller} ({number} of {most})"
 
 
 def history(runs: Sequence[str], end: str) -> str:
-    """The note on the error that came out at last. `end` says why there is no further run."""
+    """The note on the final error, with a line for each run. `end`: the reason why there is no further run."""
     lines = [f"memguard ran it {len(runs) + 1} times. {end}"]
     lines += [f"  run {number}: {text}" for number, text in enumerate(runs, 1)]
     return "\n".join([*lines, f"  run {len(runs) + 1}: this error"])
