@@ -1,1 +1,1 @@
-"""Sizes, texts, types, locks, undo steps and specs: what every room builds on. Imports nothing else of memguard."""
+"""Sizes, texts, data types, locks, undo steps and framework specs for every room. Imports no other room of memguard."""

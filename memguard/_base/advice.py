@@ -1,7 +1,6 @@
-"""What a message says, as data: why, what to do, and what else would do; and the base of the errors that carry it.
+"""A message as data (reason, fix, alternatives), and the base classes of the errors that carry it.
 
-`str()` makes the text, once, at the edge. `memguard.errors` has the other errors: rooms import all of them from there,
-but for `_base`, which is below it.
+Only `str()` joins the parts to text. Rooms import errors from `memguard.errors`, but for `_base`, which is below it.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ from memguard._base.text import visible
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A reason with its remedy. Code that needs one part reads the field; no code takes the text apart again.
+    """A reason with its remedy. Code that needs one part reads its field; no code parses the text.
 
-    `alternatives` do as well as the fix. Each part may have several lines; the later ones bring their own indent.
+    Each of `alternatives` may replace the fix. A part may have several lines; lines after the first carry their indent.
     """
 
     reason: str
@@ -32,19 +31,19 @@ class Advice:
         return "; ".join(line.strip() for part in parts for line in part.splitlines())
 
     def within(self, where: str) -> Advice:
-        """The same, with text before the reason: `where: reason`."""
+        """A copy whose reason is prefixed with a place: `where: reason`."""
         return replace(self, reason=f"{where}: {self.reason}")
 
     def with_alternatives(self, *alternatives: str) -> Advice:
-        """The same with these alternatives, and no others."""
+        """A copy with exactly these alternatives."""
         return replace(self, alternatives=alternatives)
 
 
 class InvalidValue(ValueError):
-    """A value that is written wrongly. `advice.fix` says what to write instead, if that can be told.
+    """A malformed value. `advice.fix` names a replacement; it is empty if none can be derived.
 
-    `general`: the fix only shows what such values look like. pydantic keeps the exception of a validator in the context
-    of its own error, as `error`: so the fix travels with it.
+    `general`: the fix is only an example of the format. pydantic keeps a validator's exception as `error` in the
+    context of its own error, so the fix survives.
     """
 
     def __init__(self, reason: str, fix: str = "", general: bool = False) -> None:
@@ -58,8 +57,8 @@ class InvalidValue(ValueError):
 class MemguardError(Exception):
     """Base of all of memguard's errors; `exit_code` is what the command line returns.
 
-    `advice` has the parts of the text: `reason`, `fix` (empty if there is none) and `alternatives`, a tuple. An error
-    with several problems has that of the first.
+    `advice` holds the parts of the text: `reason`, `fix` (empty if there is none) and `alternatives`, a tuple. An error
+    with several problems holds the advice of the first.
     """
 
     __module__ = "memguard.errors"  # its public home: pickles and tracebacks name it
@@ -72,11 +71,11 @@ class MemguardError(Exception):
 
     @property
     def advice(self) -> Advice:
-        """What the text is made of."""
+        """The parts of the text."""
         return Advice(*self._said)
 
     def _say(self, advice: Advice) -> None:
-        # Plain data: a pickle of it is read by other versions of memguard too.
+        # Plain data: other versions of memguard may unpickle it.
         self._said = visible(advice.reason), visible(advice.fix), tuple(map(visible, advice.alternatives))
 
     def __str__(self) -> str:

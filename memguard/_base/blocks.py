@@ -1,7 +1,7 @@
-"""`with` blocks around the user's code, which leave the exception that comes out of it as it is.
+"""`with` blocks around user code that do not modify the exception that leaves the block.
 
-Not `contextlib.contextmanager`: since Python 3.11 it assigns `__traceback__` of the exception that passes, which a
-frozen dataclass refuses. Then `FrozenInstanceError` would come out of the block in place of the user's exception.
+Not `contextlib.contextmanager`: since Python 3.11 it assigns `__traceback__` of that exception. An exception that is a
+frozen dataclass refuses the assignment, and `FrozenInstanceError` would replace the user's exception.
 """
 
 from __future__ import annotations
@@ -17,19 +17,18 @@ T = TypeVar("T")
 P = ParamSpec("P")
 R = TypeVar("R")
 End = Callable[["BaseException | None"], None]
-"""Ends a block; it is given the exception that leaves the block, or None. It must raise only if it is given None."""
+"""Ends a block. Its argument is the exception that leaves the block, or None; it may raise only for None."""
 WITHIN: ContextVar[frozenset[int]] = ContextVar("memguard_blocks", default=frozenset())
-"""The blocks that this code runs within, if they were numbered. A new thread is within none, a task of asyncio within
-those of its maker."""
+"""The ids of the enclosing numbered blocks. A new thread starts with none; an asyncio task inherits its creator's."""
 _TWICE = "this block has begun and is not over\n    fix: make another one for each `with`"
 
 
 class Block(Generic[T]):
-    """One `with` or `async with` block. `begin` returns the block's value and its end, `begin_in_loop` a coroutine that
-    does the same without blocking the event loop.
+    """One `with` or `async with` block. `begin` returns the block's value and its end; `begin_in_loop` is a coroutine
+    that does the same without blocking the event loop.
 
-    As a decorator, one block for each run of the function's body: a coroutine's and a generator's begins at its first
-    step, and ends when the body returns, raises or is closed.
+    As a decorator it makes one block for each run of the function's body. The block of a coroutine or generator begins
+    at its first step and ends when the body returns, raises or is closed.
     """
 
     def __init__(
@@ -106,11 +105,11 @@ class Block(Generic[T]):
                         except StopIteration as done:
                             return done.value
                         finally:
-                            thrown = None  # else it and this frame would keep each other
+                            thrown = None  # break the reference cycle between the exception and this frame
                         place.leave()
                         try:
                             sent = yield value
-                        except GeneratorExit:  # it is closed, and so is the body, below
+                        except GeneratorExit:  # the caller closes this generator; the body is closed below
                             raise
                         except BaseException as error:
                             thrown = error
@@ -152,17 +151,17 @@ class Block(Generic[T]):
 
 
 class _Place:
-    """Where the body of a generator runs: within its block, while whoever it yields to is not."""
+    """The context of a generator's body: inside its block while it runs, outside while it is suspended at a yield."""
 
     def __init__(self) -> None:
         self._around = self._within = WITHIN.get()
 
     def leave(self) -> None:
-        """It yields."""
+        """Leave the block's context at a yield."""
         self._within = WITHIN.get() - self._around
         WITHIN.set(self._around)
 
     def enter(self) -> None:
-        """It goes on, perhaps somewhere else."""
+        """Enter the block's context on resumption, perhaps on another thread or task."""
         self._around = WITHIN.get()
         WITHIN.set(self._around | self._within)

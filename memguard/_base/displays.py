@@ -1,6 +1,6 @@
-"""How a plan looks, as text and in a notebook; and tables in HTML. Pure.
+"""Render a plan as text and as notebook HTML, and tables as HTML. Pure.
 
-The HTML has inline styles, as notebooks remove style sheets from what they show.
+The HTML uses inline styles, because notebooks strip style sheets from output.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _RULE = "border-top: 1px solid #888"
 
 
 def table(caption: str, head: Sequence[str], groups: Sequence[Sequence[Sequence[str]]], numbers: Container[str]) -> str:
-    """Rows of cells below a caption (HTML), with a rule between the groups. Columns in `numbers` are to the right."""
+    """An HTML table: a caption, rows, a rule between the groups. Columns in `numbers` are right-aligned."""
     sides = [_RIGHT if name in numbers else _LEFT for name in head]
     styles = ["", *[f' style="{_RULE}"'] * len(groups)]
     bodies = (
@@ -37,9 +37,9 @@ def _row(tag: str, row: Sequence[str], sides: Sequence[str]) -> str:
 
 
 def plan_text(plan: Plan, holds: Mapping[str, str] | None, notes: Iterable[str] = ()) -> str:
-    """Each GPU's plan in lines. `holds` says how each framework's cap holds now; one that is left out is shut down.
+    """Each GPU's plan in lines. `holds` gives each framework's enforcement; a framework missing from it is shut down.
 
-    None: how they hold is not known.
+    None: the enforcement is unknown.
     """
     lines = []
     for part in plan.devices:
@@ -49,7 +49,7 @@ def plan_text(plan: Plan, holds: Mapping[str, str] | None, notes: Iterable[str] 
 
 
 def plan_html(plan: Plan, holds: Mapping[str, str] | None, notes: Iterable[str] = ()) -> str:
-    """The same for notebooks."""
+    """`plan_text` as HTML for notebooks."""
     tables = [
         table(
             f"<b>{html(_name(part))}</b> {html(part.device.uuid)}<br>{html(_about(part))}",

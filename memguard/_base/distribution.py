@@ -1,6 +1,6 @@
-"""Where this copy of memguard was installed from, as an argument for `pip install`.
+"""The `pip install` argument that reinstalls this copy of memguard.
 
-On PyPI `memguard` is another project: no message may tell anybody to install that name.
+On PyPI `memguard` is another project, so no message may recommend that name.
 """
 
 from __future__ import annotations
@@ -18,25 +18,24 @@ _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__
 
 
 def requirement() -> str:
-    """What installs this copy again, quoted for a shell: a folder, a wheel, a URL, else `memguard-gpu`.
+    """The requirement that reinstalls this copy, quoted for a shell: a folder, a wheel, a URL, else `memguard-gpu`.
 
-    Read from the installation's `direct_url.json` (PEP 610). The root of a checkout that is not installed is a folder
-    too.
+    Read from the installation's `direct_url.json` (PEP 610). A checkout that is not installed gives its root folder.
     """
     for found in metadata.distributions(name=NAME, path=[_ROOT, *sys.path]):
         try:
             origin = json.loads(found.read_text("direct_url.json") or "{}")
             if _is_this_copy(found, origin):
                 return _argument(origin)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # a damaged file is no reason to fail
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # damaged metadata: fall through
             continue
     return shlex.quote(_ROOT) if os.path.isfile(os.path.join(_ROOT, "pyproject.toml")) else NAME
 
 
 def _is_this_copy(found: metadata.Distribution, origin: dict[str, Any]) -> bool:
-    """An installed memguard-gpu may be another copy than the one that runs, for example from PYTHONPATH."""
+    """False if the installed memguard-gpu is another copy than the running one, for example with PYTHONPATH set."""
     places = [str(found.locate_file(""))]
-    if "dir_info" in origin:  # an editable installation runs from the folder that it was installed from
+    if "dir_info" in origin:  # an editable installation runs from its source folder
         places.append(_path(origin["url"]) or "")
     return os.path.realpath(_ROOT) in map(os.path.realpath, places)
 
@@ -58,6 +57,6 @@ def _argument(origin: dict[str, Any]) -> str:
 
 
 def _path(url: str) -> str | None:
-    """The path of a `file:` URL; None for any other."""
+    """The path of a `file:` URL; None for other URLs."""
     parts = urlsplit(url)
     return unquote(parts.path) if parts.scheme == "file" else None

@@ -1,6 +1,6 @@
-"""The names of what `memguard doctor` may find. They are public: `doctor: {ignore: [...]}` in a budget uses them.
+"""The names of the doctor's findings. They are public: `doctor: {ignore: [...]}` in a budget uses them.
 
-Each has a page, `docs/doctor/<name>.md`.
+Each finding has a page, `docs/doctor/<name>.md`.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ NAMES: tuple[str, ...] = get_args(Name)
 
 
 def nearest(name: str) -> str | None:
-    """The name that was probably meant."""
+    """The known name closest to a misspelt one."""
     import difflib
 
     return next(iter(difflib.get_close_matches(name, NAMES, 1)), None)
 
 
 def known(names: Iterable[str]) -> frozenset[str]:
-    """The names, checked. Raises MemguardError for an unknown one."""
+    """The names, validated. Raises MemguardError for an unknown name."""
     for name in names:
         if name not in NAMES:
             meant = nearest(name)

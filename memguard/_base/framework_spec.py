@@ -1,12 +1,12 @@
-"""What a row about a framework may say (`FrameworkSpec`), and the GPU memory that no framework owns. Pure data types.
+"""One framework's static description (`FrameworkSpec`), and the GPU memory that belongs to no framework. Pure types.
 
-Each row is in its framework's folder, `_frameworks/<name>/spec.py`; `specs` finds them.
+Each framework defines its spec in `_frameworks/<name>/spec.py`; `specs` discovers them.
 
-Figures are bytes, measured on one NVIDIA H200 (driver 580.159, CUDA 13). Those of what no framework owns, the CUDA
-context and NCCL, are in `OVERHEADS`. `python -m bench run overheads` holds all but NCCL's to a GPU again.
+Figures are bytes, measured on one NVIDIA H200 (driver 580.159, CUDA 13). `OVERHEADS` has the figures of memory that
+belongs to no framework: the CUDA context and NCCL. `python -m bench run overheads` measures all but NCCL's again.
 """
 
-# Without `from __future__ import annotations`, which makes typing compile the annotation of each field of a NamedTuple.
+# No `from __future__ import annotations`: with it, typing compiles the annotation of each field of a NamedTuple.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,28 +17,28 @@ from typing import Literal, NamedTuple, TypeAlias
 from memguard._base.units import MIB
 
 FrameworkName: TypeAlias = Literal["torch", "tensorflow", "cupy", "jax", "pycuda", "numba"]
-"""The names of the rows in `_frameworks/`, for type checkers and editors, which cannot read those. For a name that is
-only known at run time: `framework_name`."""
+"""The framework names, for type checkers and editors, which cannot discover `_frameworks/`. `framework_name` checks a
+name at run time."""
 ArraysName: TypeAlias = FrameworkName | Literal["numpy"]
-"""What `exchange` can make arrays of."""
+"""The libraries between which `exchange` converts arrays."""
 CacheName: TypeAlias = FrameworkName | Literal["shared pool"]
-"""What `trim` can empty: the second is the pool of `strategy: pool`, which several frameworks draw from."""
+"""The caches that `trim` can empty. `shared pool` is the driver pool of `strategy: pool`, which frameworks share."""
 CONTEXT = 544 * MIB
-"""What `reserve: auto` keeps for a CUDA context: 518 MiB, and room for its growth. Contexts are shared: kept once."""
+"""The reserve of `reserve: auto` for the CUDA context: 518 MiB plus growth. Counted once: frameworks share it."""
 SLACK = 64 * MIB
-"""What `reserve: auto` leaves for the driver's own rounding."""
+"""The reserve of `reserve: auto` for the driver's rounding."""
 SECOND_CONTEXT = "second context"
-"""The name of a CUDA context beside the primary one. A third is `second context 2`."""
+"""The name of a CUDA context other than the primary one. A third context is `second context 2`."""
 
 
 LAZY = 8 * MIB
-"""What the ledger takes for kernels that are loaded at their first launch, for each live framework in all. The driver
-takes 2 MiB for several of them."""
+"""The ledger's allowance for kernels loaded at their first launch, in total for each live framework. The driver
+allocates 2 MiB for several kernels."""
 LIBRARIES: Mapping[str, str] = MappingProxyType(
     {"cublas": "libcublas.so", "cudnn": "libcudnn_", "cusolver": "libcusolver.so", "cufft": "libcufft.so"}
 )
-"""Libraries whose first use takes GPU memory, each with how its file's name begins. Of cuDNN these are the parts that
-it loads at its first use: `libcudnn.so` itself comes with an import."""
+"""Libraries whose first use allocates GPU memory, each with the prefix of its file name. cuDNN is listed by the parts
+that it loads at first use, because an import already loads `libcudnn.so`."""
 KERNELS = "kernels"
 DOORS: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
     {
@@ -52,12 +52,12 @@ DOORS: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
         ),
     }
 )
-"""The functions with which each use of a library begins, which makes a handle or a plan, and with which kernels are
-loaded: how the name of their library's file begins, and theirs."""
+"""The entry points of each library (they create a handle or a plan, and load kernels): the prefix of the library's
+file name, and the function names."""
 
 
 class Outside(NamedTuple):
-    """Memory that lies outside every cap. `modules` and `workspace` are as in `FrameworkSpec`."""
+    """Memory outside every cap. `modules` and `workspace` are as in `FrameworkSpec`."""
 
     modules: int
     workspace: int
@@ -72,17 +72,17 @@ OVERHEADS: Mapping[str, Outside] = MappingProxyType(
         SECOND_CONTEXT: Outside(518 * MIB, CONTEXT),
     }
 )
-"""What lies outside the caps and belongs to no framework, by name. A numbered name counts as the one without."""
+"""Memory outside the caps that belongs to no framework, by name. A numbered name falls back to its base name."""
 
 
 class Option(NamedTuple):
-    """A setting that one framework has in the budget, beside its share or limit.
+    """A budget key of one framework, in addition to share and limit.
 
-    `kind` says what it holds: "flag" is true or false, "count" a whole number from 0 to `most`, "word" one of `words`.
-    `advice` says what to write instead of a wrong value. `synonyms` are other words that people write for a value, each
-    with the word that it means, and `aliases` other names that they write for the setting. `elsewhere` says what to
-    answer when the setting stands below another framework, whose name replaces `{name}`; `fix` says what to do then.
-    `applied` is False for a setting that only changes the reserve: the adapter does not get it.
+    `kind` is the type: "flag" is true or false, "count" a whole number from 0 to `most`, "word" one of `words`.
+    `advice` is the fix for an invalid value. `synonyms` map other spellings of a value to the valid one, and `aliases`
+    are other spellings of the key. `elsewhere` is the message for the key below another framework, whose name replaces
+    `{name}`; `fix` is its fix. `applied` is False for a key that only changes the reserve: the adapter does not
+    receive it.
     """
 
     name: str
@@ -100,19 +100,19 @@ class Option(NamedTuple):
 
 
 Memory = Literal["gpu", "pinned", "host", "disk", "none"]
-"""What an error says ran out. `pinned` is page-locked host memory, `host` the CPU's, `disk` a full file system
-(/dev/shm too), `none` nothing."""
+"""The memory that an error reports as exhausted. `pinned` is page-locked host memory, `host` the CPU's, `disk` a full
+file system (/dev/shm too), `none` no memory."""
 
 
 class ErrorPattern(NamedTuple):
-    """One of a framework's own out-of-memory errors. The first pattern of the row that fits wins.
+    """One of a framework's own out-of-memory errors. The first matching pattern of the spec wins.
 
-    `text` is searched in the error's text, ignoring case, `type` in the qualified name of its type and of each base
-    class; both are regular expressions, and both must fit. Errors are only searched if a type's name contains "Memory",
-    or the text one of `STEMS` in `memguard._oom.classify` or of the row's `stems`. Not `certain`: the same words have
-    other causes. `why` says in a few words why they mean that. `shared`: other frameworks use the same words, so the
-    type of the error decides who asked for the memory. `refused`: the requester's own allocator says so, which refuses
-    for two reasons only: its cap and the full GPU.
+    `text` is a regular expression for the error's text, ignoring case; `type` is one for the qualified name of its type
+    and of each base class. Both must match. Errors are only matched if a type's name contains "Memory", or the text one
+    of `STEMS` in `memguard._oom.classify` or of the spec's `stems`. `certain` is False if the same words have other
+    causes. `why` explains the match in a few words. `shared`: other frameworks use the same words, so the error's type
+    identifies the requester. `refused`: the requester's own allocator raises this error, and only for two reasons: its
+    cap is reached or the GPU is full.
     """
 
     memory: Memory
@@ -125,11 +125,11 @@ class ErrorPattern(NamedTuple):
 
 
 class Allocators(NamedTuple):
-    """The variable by which a user chooses a framework's allocator, and on which choices no cap can be set.
+    """The environment variable that selects a framework's allocator, and the values under which no cap can be set.
 
-    `uncapped` has each known one with the reason, as the end of a sentence that begins with the setting. `unlimited`
-    are those of them that keep to no limit at all. `capped` are the values under which a cap holds, as it does under an
-    empty one, and `unknown` is the reason for any other. Without it any other is the framework's default allocator.
+    `uncapped` maps each such value to the reason, as the end of a sentence that begins with the setting. `unlimited`
+    lists those of them that obey no limit at all. Under the values in `capped`, and under an empty one, a cap holds.
+    `unknown` is the reason for any other value; without it, any other value selects the default allocator.
     """
 
     variable: str = ""
@@ -139,7 +139,7 @@ class Allocators(NamedTuple):
     unknown: str | None = None
 
     def why_uncapped(self, value: str) -> str | None:
-        """Why no cap can be set on the allocator of this name; None if one can."""
+        """Why no cap can be set on the allocator of this name; None if one can be set."""
         name = value.strip().lower()
         return self.uncapped.get(name, None if not name or name in self.capped else self.unknown)
 
@@ -148,11 +148,11 @@ _NO_CHOICE = Allocators()
 
 
 class Examined(NamedTuple):
-    """How the doctor examines a framework, beside what its `probe.py` does.
+    """How the doctor examines a framework, in addition to its `probe.py`.
 
-    `distributions`: how the names of the distributions begin that bring it, as a regular expression; empty: its name.
-    `brings_cuda`: they bring CUDA's libraries too, and in one process it works before those that take what is loaded.
-    `length` ranks its probe by how long it takes: the longest begin first.
+    `distributions`: a regular expression for the name prefixes of the distributions that install it; empty: its name.
+    `brings_cuda`: these distributions install CUDA's libraries too. In one process such a framework must be imported
+    before the frameworks that use libraries already loaded. `length` orders the probes by duration: longest first.
     """
 
     distributions: str = ""
@@ -164,11 +164,11 @@ _PLAIN = Examined()
 
 
 class Exchanged(NamedTuple):
-    """What `exchange` knows of a framework before it loads the module of its arrays.
+    """A framework's properties that `exchange` reads before it imports the framework's `arrays.py`.
 
-    `arrays` is the class in its `arrays.py`. `short` are other names that people
-    write for it, beside those for a budget, and `packages` other packages whose classes are arrays of it. `compacts`:
-    it takes any strides, so it can make a compact copy for a framework that cannot.
+    `arrays` is the class in `arrays.py`. `short` are abbreviations of the framework, in addition to its `aliases`;
+    `packages` are other packages that define its array types. `compacts`: it accepts any strides, so it can make a
+    compact copy for a framework that cannot.
     """
 
     arrays: str
@@ -183,52 +183,53 @@ class FrameworkSpec:
 
     name              its key in the budget, and its name in every table and report
     title             its name in sentences
-    place             its place in every list of frameworks: the lowest comes first, and those of one place go by name
-    module            what is imported to have it
+    place             its rank in every list of frameworks: lowest first, equal ranks by name
+    module            the module whose import loads the framework
     adapter           the class in its `adapter.py`
     modules           the most that was measured outside its cap: kernels, modules, library workspaces
-    workspace         what `reserve: auto` keeps for the same; never less than `modules`
-    first_uses        the part of `modules` that comes with the first use of a library: pairs of a key of `LIBRARIES`
-                      and what was measured; the same library twice if a second thread has a handle of its own
-    cap_is            how its cap holds, for `memguard plan`
+    workspace         the reserve of `reserve: auto` for the same memory; never less than `modules`
+    first_uses        the part of `modules` that first uses of libraries allocate: pairs of a key of `LIBRARIES` and the
+                      measured bytes; a library is listed twice if a second thread gets its own handle
+    cap_is            how its cap is enforced, for `memguard plan`
     hook              the module after whose import the cap can be applied, if it is not `module`
-    allocator         the model that stands in for it on simulated GPUs, a key of `MODELS` in
+    allocator         the model that simulates it on simulated GPUs, a key of `MODELS` in
                       `memguard._frameworks.simulated.adapter`; any other name means a caching pool
-    simulates         the allocators that this model stands for, as traces name them, the usual one first; empty if the
+    simulates         the allocators that this model covers, as traces name them, the default one first; empty if the
                       framework has only one
-    aliases           other names that people write for it in a budget
-    options           its own settings in the budget
-    families          first parts of the type names of its errors
+    aliases           other spellings of its name in a budget
+    options           its own keys in the budget
+    families          first components of the type names of its errors
     errors            its own out-of-memory errors
-    stems             words of these errors, in small letters, for those that have none of those of all frameworks
-    size_attribute    the attribute of its errors that holds the bytes asked for
+    stems             lower-case words of its errors, for texts that contain none of `STEMS`
+    size_attribute    the attribute of its errors that holds the requested bytes
     never_gives_back  its pool returns nothing to the driver while the process lives (measured)
-    rounds_up         the most by which its allocator rounds a request up, as a part of the request
-    install           the package that brings it, if it is not `module`: what the extra of that name has
+    rounds_up         the most by which its allocator rounds a request up, as a fraction of the request
+    install           the package that installs it, if it is not `module`: the content of the extra of its name
     own_trim          the framework's own call that frees its cache, for a framework that the budget does not name
     trims_on_own_thread   its cache can only be freed on the thread on which its CUDA context is current
-    context_module    the module whose import makes a CUDA context beside the primary one
+    context_module    the module whose import creates a second CUDA context
     unfragment        how the user avoids a fragmented cache, as the end of a sentence
-    figures           what its errors say of the moment: pairs of a field of `RefusedRequest` (or `cached`) and a
+    figures           the figures in the text of its errors: pairs of a field of `RefusedRequest` (or `cached`) and a
                       pattern, whose first group is a size
-    pads              what it holds beyond live arrays and what a trim returns is rounding: it caches nothing in pieces
-    refuses_silently  its allocator tells nobody of a refused request, so an error that the program catches is not seen
-    joint             the class in its `joint.py`, for `strategy: pool`; empty if it cannot draw from that pool
-    default_pool      it takes from the device's default pool alone, which cannot be capped
-    remainder         what it has in use in that pool is what no other counts: its own figures cover everybody there
-    allocators        how the user chooses its allocator by a variable, and on which ones no cap can be set
+    pads              memory that it holds beyond live arrays and reclaimable cache is rounding: it caches no fragments
+    refuses_silently  its allocator reports no refused request, so memguard misses an error that the program catches
+    joint             the class in its `joint.py`, for `strategy: pool`; empty if it cannot use the shared pool
+    default_pool      it allocates only from the device's default pool, which cannot be capped
+    remainder         its use of the shared pool is the remainder that no other framework counts: its own figures cover
+                      the whole pool
+    allocators        the variable that selects its allocator, and the values under which no cap can be set
     examined          how the doctor examines it
-    cures             what to do before its libraries meet another framework's in one process: pairs of that one's name,
-                      and a module of its folder with a function, which returns what was done
-    uncounted         it counts nothing without a budget: what it holds is unaccounted then
-    frees_late        a trim of it also frees what the program has let go of, and it has kept so far
-    tells_peak        its allocator says the most that it has held
-    regions           its pool grows by regions that it neither joins nor gives back: a request must fit into one
-    weight            its part of a first guess of `memguard suggest`, beside the others'
-    colour            its colour in reports, `#rrggbb`; empty: the next of some that none has
-    terminal_colour   the same on the screen of `memguard top`: one of the terminal's own 16
+    cures             fixes to apply before its libraries meet another framework's in one process: pairs of the other
+                      framework's name and a module of its folder, whose function returns what it changed
+    uncounted         it counts nothing without a budget: its memory is then unaccounted
+    frees_late        a trim of it also frees memory that the program released and the framework still holds
+    tells_peak        its allocator reports its peak
+    regions           its pool grows by regions that it neither joins nor returns: a request must fit into one
+    weight            its weight in the first guess of `memguard suggest`
+    colour            its colour in reports, `#rrggbb`; empty: the next free colour of a default list
+    terminal_colour   the same on the screen of `memguard top`: one of the terminal's 16 colours
     exchanged         how `exchange` reads and makes its arrays; None if it cannot
-    asks              its allocator is memguard's: it has room made, and an elastic cap raised, before it refuses
+    asks              its allocator is memguard's: before it refuses, it requests room and a higher elastic cap
     """
 
     name: str

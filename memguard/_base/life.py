@@ -1,10 +1,10 @@
-"""What memguard does at a fork and at the exit of the program: one list of each, in the order of `Rank`.
+"""memguard's fork and exit hooks: one list of each, run in the order of `Rank`.
 
-Only this module registers with `os.register_at_fork` and `atexit`. It lies in the lowest room because each room has
-something to register; what runs is added by its own module, once it has something to renew or to end.
+Only this module calls `os.register_at_fork` and `atexit.register`. It is in the lowest room because every room has
+hooks to add. Each module adds its hook once it has state to renew or to end.
 
-Exit functions of `atexit` run last first, those of frameworks among them. So `_exit` is registered again with each
-addition: it runs before the exit functions of every framework that was there by then.
+`atexit` runs functions last first, frameworks' functions among them. So each addition registers `_exit` again: it runs
+before the exit functions of every framework that is imported by then.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ Call = Callable[[], object]
 
 
 class Rank(IntEnum):
-    """Lower rooms first. A forked child renews what is below before what uses it; an exit ends what is above first."""
+    """Lower rooms first. A forked child renews lower rooms before their users; an exit ends upper rooms first."""
 
     CUDA = 1
-    """Which contexts there are (`_devices.contexts`)."""
+    """The list of CUDA contexts (`_devices.contexts`)."""
     PYCUDA = 2
     """The contexts that `exchange.pycuda_context` pushed: popped last."""
     EXPORTS = 3
     """Arrays shared with other processes."""
     LEASES = 4
-    """The database of leases: the one lock that a fork waits for."""
+    """The database of leases: the only lock that a fork waits for."""
     RECORDER = 5
     """`memguard suggest`: a recording without a budget."""
     BUDGET = 6
     """The budget in effect: its guard, monitor, timeline and extensions."""
     METRICS = 7
     TOLD = 8
-    """What other processes know of this one, and may ask it."""
+    """The endpoints that publish this process to others and take their requests."""
     IDLE = 9
-    """The watch for idleness."""
+    """The idle watcher."""
     CELLS = 10
-    """A notebook's cells."""
+    """Notebook cells."""
     CLAIMS = 11
-    """Files that say who suspends whom."""
+    """Lock files that record which process suspends which."""
     SUSPENSION = 12
-    """An exit brings the process back on its GPUs before all else ends."""
+    """At exit a suspended process is resumed before all other hooks run."""
 
 
 class _Hook(NamedTuple):
@@ -62,40 +62,40 @@ class _Last(NamedTuple):
 
 forks: list[_Hook] = []
 exits: list[_Last] = []
-"""As they were added. `atexit` does not tell what is registered: this does."""
+"""Exit hooks in the order of their addition, because `atexit` does not list its own."""
 
 
 def at_fork(rank: Rank, *, before: Call | None = None, parent: Call | None = None, child: Call | None = None) -> None:
-    """At each fork from now on, also of a forked child: before it, after it in the parent, after it in the child."""
+    """Add hooks for every later fork, also of a forked child: before it, after it in the parent and in the child."""
     forks.append(_Hook(rank, before, parent, child))
 
 
 def at_exit(rank: Rank, call: Call) -> None:
-    """Once, when the program ends. A forked child inherits it: there `call` must be harmless."""
+    """Run `call` once at exit. A forked child inherits the hook: there `call` must be harmless."""
     global _registered
     exits.append(_Last(rank, call))
     before, _registered = _registered, _Exit()
-    atexit.register(_registered)  # first: an interruption leaves two rather than none
+    atexit.register(_registered)  # before unregistering the old one: an interruption leaves two rather than none
     if before is not None:
         atexit.unregister(before)
 
 
 def not_at_exit(call: Call) -> None:
-    """It is over already. Nothing happens if it is not there."""
+    """Remove an exit hook. Does nothing if it was not added."""
     for one in [*exits]:
         if one.call == call:
             exits.remove(one)
 
 
 class _Exit:
-    """A new one for each registration, so that the one before can be told from it."""
+    """A new object for each registration, so that `atexit.unregister` removes the old one only."""
 
     def __call__(self) -> None:
         _run(iter(_next, None))
 
 
 def _next() -> Call | None:
-    """The exit function that comes now; None if none is left. One may add another."""
+    """The next exit hook; None if none is left. A hook may add another."""
     if not exits:
         return None
     last = max(exits, key=attrgetter("rank"))
@@ -120,7 +120,7 @@ def _in_order() -> list[_Hook]:
 
 
 def _run(calls: Iterable[Call | None]) -> None:
-    """All of them. What one raises is written to stderr, by Python if it is the last to fail."""
+    """Run all hooks. Print exceptions to stderr and continue; raise the last one at the end, so Python prints it."""
     failed: list[BaseException] = []
     for call in calls:
         try:
@@ -135,5 +135,5 @@ def _run(calls: Iterable[Call | None]) -> None:
 
 
 _registered: _Exit | None = None
-if hasattr(os, "register_at_fork"):  # at import, so that it is registered before anybody holds a lock
+if hasattr(os, "register_at_fork"):  # at import, before any thread can hold a lock
     os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)

@@ -1,4 +1,4 @@
-"""Re-entrant locks that stay consistent if a signal handler or a finalizer interrupts their owner; and their order."""
+"""Re-entrant locks that stay consistent if a signal handler or finalizer interrupts their owner; and the lock order."""
 
 from __future__ import annotations
 
@@ -16,53 +16,53 @@ from memguard._base.advice import MemguardError
 T = TypeVar("T")
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _WITHIN = 2.0
-"""Seconds that a call waits for another thread, if that may be waiting for the call that this one interrupted."""
+"""Seconds that an interrupting call waits for a thread that may itself wait for the interrupted call."""
 _LOOK = 0.05
-"""Seconds from one look to the next, meanwhile, whether it is."""
+"""Seconds between two checks for such a deadlock during that wait."""
 _patient: list[int] = []
-"""Threads that wait in a call that interrupted another one."""
+"""Threads that wait in a call that interrupted another memguard call."""
 _awaited: list[int] = []
-"""Threads that another thread waits for by `awaiting`, perhaps with a lock of its own."""
+"""Threads for which another thread waits in `awaiting`, perhaps while holding a lock."""
 
 
 class Rank(IntEnum):
-    """The lock order, outermost first: a thread that has one of these locks may wait only for locks of later ranks.
+    """The lock order, outermost first: a thread that holds one of these locks may wait only for locks of later ranks.
 
-    Not for a lock that it has already. A try that does not wait may be made in any order, and so may a call that
+    It may not wait for a lock that it holds. A non-blocking attempt may be made in any order, and so may a call that
     interrupted another one on its thread: `InterruptSafeLock` bounds its wait.
     """
 
     SUSPENSION = 1
-    """`_node.suspend.own`: one suspension or resumption of this process at a time. Its holder waits for the thread that
-    carries it out, which takes the others."""
+    """`_node.suspend.own`: one suspension or resumption of this process at a time. Its holder waits for the worker
+    thread of the suspension, which takes the other locks."""
     RUNTIME = 2
     """`api`: `init` and `shutdown`."""
     GUARD = 3
-    """`CapTable.lock`: caps change, and caches are trimmed."""
+    """`CapTable.lock`: cap changes and trims."""
     READER = 4
-    """`LedgerReader`: readings that charge something. Never taken within an allocation."""
+    """`LedgerReader`: readings that charge overhead. Never taken within an allocation."""
     ALLOCATOR = 5
-    """The allocator of a framework. It lets go before it asks the guard for room."""
+    """The allocator of a framework. It releases its lock before it requests room from the guard."""
     RESERVATIONS = 6
     """`ReservationQueue`: one compare-and-swap."""
     DRIFT = 7
-    """`CapTable.noting`: what changed of a cap is noted."""
+    """`CapTable.noting`: records drift of a cap."""
     TIMELINE = 8
     """`Writer`: one line of the timeline."""
 
 
 check_order: Callable[[Any, Rank], Any] | None = None
-"""Set by a test before the locks are made: it returns a lock that checks the order, in place of the one it is given."""
+"""A test sets this before the locks are created: it wraps a lock in one that checks the order."""
 
 
 def ranked(lock: Any, rank: Rank) -> Any:
-    """The lock, which has that place in the order."""
+    """Give the lock its rank in the order, and return it."""
     return lock if check_order is None else check_order(lock, rank)
 
 
 def interrupting() -> bool:
-    """Whether this call came within another call of memguard on this thread: from a signal handler, a finalizer or a
-    callback. That call may have locks, which other threads wait for.
+    """Whether this call interrupted another memguard call on this thread: from a signal handler, a finalizer or a
+    callback. The interrupted call may hold locks for which other threads wait.
     """
     frame: FrameType | None = sys._getframe(1)
     outside = False
@@ -76,13 +76,13 @@ def interrupting() -> bool:
 
 
 class InterruptSafeLock(RLock):  # type: ignore[misc]  # final for type checkers only
-    """The lock of a public call, as `with lock:`. Entering it raises MemguardError where it could wait for ever.
+    """The lock of a public call, as `with lock:`. Entering it raises MemguardError where it could deadlock.
 
-    That is where this call interrupted another memguard call on this thread: the other one may have a lock for which
-    the thread that has this one waits. Such a call waits a bounded time, in the acquisition itself: a look at the lock
-    before an unbounded `with` would let another thread take it in between.
+    It could if this call interrupted another memguard call on this thread: the interrupted call may hold a lock for
+    which this lock's owner waits. Such a call waits a bounded time within the acquisition itself. To test the lock
+    first and then enter an unbounded `with` would let another thread take it in between.
 
-    `__exit__` is that of `RLock`, in C: an interruption cannot come between the end of the block and the release. The
+    `__exit__` is `RLock.__exit__`, in C: no interruption can come between the end of the block and the release. The
     inherited `acquire` is for callers that give a timeout.
     """
 
@@ -90,7 +90,7 @@ class InterruptSafeLock(RLock):  # type: ignore[misc]  # final for type checkers
 
     def __enter__(self) -> bool:  # type: ignore[override]  # declared as `acquire` there
         if self._is_owned():
-            # After a call Python may run a signal handler, whose exception would leave it acquired. Unpacking is none.
+            # After a call Python may run a signal handler, which may raise with the lock held. Unpacking is no call.
             (taken,) = map(_acquire, (self,))
             return taken
         try:
@@ -109,7 +109,7 @@ class InterruptSafeLock(RLock):  # type: ignore[misc]  # final for type checkers
             raise
 
     def _in_time(self) -> bool:
-        """One wait at a time on each thread: under a storm of signals, waits within waits would add up to minutes."""
+        """Wait, once at a time on each thread: in a storm of signals, nested waits would add up to minutes."""
         thread = threading.get_ident()
         if thread in _patient:
             return False
@@ -130,7 +130,8 @@ _acquire = RLock.acquire
 
 
 def awaiting(thread: int, wait: Callable[..., T], *given: Any) -> T:
-    """`wait(*given)`, which waits for that thread. What interrupted its work does not wait for this one meanwhile."""
+    """Return `wait(*given)`, which waits for `thread`. Calls that interrupt that thread's work meanwhile do not wait
+    for this thread."""
     try:
         _awaited.append(thread)
         return wait(*given)
@@ -140,7 +141,7 @@ def awaiting(thread: int, wait: Callable[..., T], *given: Any) -> T:
 
 
 def free(lock: Any, seconds: float) -> bool:
-    """Whether this thread has the lock, or could have it within that time."""
+    """Whether this thread holds the lock, or can acquire it within `seconds`."""
     if lock._is_owned():
         return True
     try:
@@ -158,9 +159,9 @@ def _leave(lock: Any) -> None:
 
 
 class Turn:
-    """A re-entrant lock for work that is handed in, so that a Ctrl-C at any point leaves it free.
+    """A re-entrant lock that runs a function while held, so that a Ctrl-C at any point leaves it free.
 
-    `lock` is one that others take by themselves; without it, one of its own of that rank.
+    `lock` is a lock that other code also takes directly; without it, a new lock of `rank`.
     """
 
     def __init__(self, lock: Any = None, rank: Rank | None = None) -> None:
@@ -169,13 +170,13 @@ class Turn:
 
     @property
     def mine(self) -> bool:
-        """Whether this thread has it: the caller was called within the work, by a signal handler or a finalizer."""
+        """Whether this thread holds the lock: a signal handler or finalizer made this call during the work."""
         return bool(self._lock._is_owned())
 
     def take(self, work: Callable[..., T], patience: float, *given: Any) -> tuple[T] | None:
-        """Do the work while no other thread does any. What `work(*given)` returns, in a tuple.
+        """Run `work(*given)` with the lock held. Returns its result in a tuple.
 
-        None if another thread's work takes longer than `patience` seconds.
+        Returns None if another thread holds the lock for more than `patience` seconds.
         """
         lock = self._lock
         if lock._is_owned():
@@ -183,9 +184,9 @@ class Turn:
         try:
             try:
                 return (work(*given),) if lock.acquire(timeout=patience) else None
-            finally:  # as `_leave`, without the call: each reading comes here
+            finally:  # the body of `_leave` without the call: every path runs it
                 if lock._is_owned():
                     lock.release()
         finally:
-            if lock._is_owned():  # again: a Ctrl-C may have come into the one before
+            if lock._is_owned():  # again: a Ctrl-C may have interrupted the release above
                 lock.release()

@@ -1,7 +1,7 @@
-"""The one way into memguard's log, the logger `memguard`. Whatever listens to that logger, the caller goes on.
+"""The only access to memguard's log, the logger `memguard`. Logging never raises into the caller.
 
-A handler, filter or stream of the program may raise, and so may `str` of an error. Neither may end the monitor's
-thread, nor come out of the line of the program at which memguard had something to say.
+A handler, filter or stream of the program may raise, and so may `str` of an error. Such an exception must neither end
+the monitor's thread nor surface in the user's code.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ _TEXT = 300
 
 
 class Log:
-    """The methods of a `logging.Logger` that memguard uses. Of an error among the arguments only the text is logged."""
+    """The methods of a `logging.Logger` that memguard uses. An error among the arguments is logged as its text."""
 
     def debugs(self) -> bool:
-        """Whether somebody listens to `debug`: for lines that take longer to put together than to drop."""
+        """Whether the level `debug` is enabled: for lines that are expensive to format."""
         try:
             try:  # takes no lock, as `getLogger` does
                 return logging.Logger.manager.loggerDict["memguard"].isEnabledFor(logging.DEBUG)  # type: ignore[union-attr]
@@ -45,7 +45,7 @@ log = Log()
 
 
 def is_heard() -> bool:
-    """Whether somebody set up logging: memguard's own handler discards everything."""
+    """Whether the program configured logging: memguard's own handler discards everything."""
     logger: logging.Logger | None = logging.getLogger("memguard")
     while logger is not None:
         if any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers):
@@ -55,7 +55,7 @@ def is_heard() -> bool:
 
 
 def text_of(error: BaseException) -> str:
-    """Type and text of an error in one line. Both may be code of the program: nothing that they raise comes out."""
+    """Type and text of an error in one line. Exceptions of the program's `__str__` are suppressed."""
     try:
         name = str(type.__getattribute__(type(error), "__name__"))
     except BaseException as failure:
@@ -77,7 +77,7 @@ def words_of(error: BaseException) -> str:
 
 
 def stays_here(error: BaseException) -> bool:
-    """Whether an error of the program's code may be dropped. Not a Ctrl-C or an exit on the main thread."""
+    """Whether to drop an exception of the program's code. False for a Ctrl-C or an exit on the main thread."""
     return isinstance(error, Exception) or threading.get_ident() != threading.main_thread().ident
 
 

@@ -1,11 +1,11 @@
-"""One row for each framework, found by discovery: the folders of `_frameworks/` that have a `spec.py`.
+"""The table of frameworks, found by discovery: the folders of `_frameworks/` that have a `spec.py`.
 
-The budget, its schema, the plan, the ledger, the reports, the monitor, the doctor and the simulation all read these
-rows. Adding a framework takes a folder: its row is `SPEC` in `spec.py`, and the row names its adapter.
+The budget, its schema, the plan, the ledger, the reports, the monitor, the doctor and the simulation all read this
+table. Adding a framework takes one folder: its `spec.py` defines `SPEC`, which names the adapter.
 
-The rooms below `_frameworks/` read the rows too: the budget's schema has a key for each. So the table is here, and each
-`spec.py` imports nothing but `_base` (`tests/unit/test_framework_folders.py`). Finding them loads no adapter and
-imports no framework.
+The table is here because rooms below `_frameworks/` read it too: the budget's schema has a key for each framework. Each
+`spec.py` imports nothing but `_base` (`tests/unit/test_framework_folders.py`). Discovery loads no adapter and imports
+no framework.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _HOME = "memguard._frameworks"
 
 
 def files(module: str) -> dict[str, str]:
-    """The path of the module of this name in each folder of `_frameworks/` that has one. Imports none."""
+    """The path of the module `module` in each framework's folder that has it. Imports nothing."""
     found = {}
     for path in importlib.import_module(_HOME).__path__:
         for folder in os.listdir(path):
@@ -33,9 +33,9 @@ def files(module: str) -> dict[str, str]:
 
 
 def modules(name: str) -> Iterator[Any]:
-    """The module of this name of each folder that has one: those of the frameworks of a budget first, in their order.
+    """Import the module `name` of each framework's folder that has it: budget frameworks first, in table order.
 
-    Importing one imports no framework.
+    Importing it imports no framework.
     """
     folders = files(name)
     for folder in (*(row for row in SPECS if row in folders), *sorted(folders.keys() - SPECS.keys())):
@@ -43,7 +43,7 @@ def modules(name: str) -> Iterator[Any]:
 
 
 def load(folder: str, module: str, name: str) -> Any:
-    """What is called so in a module of that folder."""
+    """The attribute `name` of a module of that folder."""
     return getattr(importlib.import_module(f"{_HOME}.{folder}.{module}"), name)
 
 
@@ -53,23 +53,23 @@ def _rows() -> list[FrameworkSpec]:
 
 
 SPECS: Mapping[str, FrameworkSpec] = MappingProxyType({row.name: row for row in _rows()})
-"""The frameworks that a budget may name, by name, in the order in which they are listed."""
+"""The frameworks that a budget may name, by name, in the order of `place`."""
 
 NEVER_GIVE_BACK = frozenset(row.name for row in SPECS.values() if row.never_gives_back)
 """The frameworks whose pools return nothing to the driver while the process lives."""
 
 CONTEXT_MAKER = next(row for row in SPECS.values() if row.context_module)
-"""The framework that can make a CUDA context beside the primary one."""
+"""The framework that can create a second CUDA context."""
 
 
 def setting(option: str) -> str:
-    """The place in the budget of an option that one framework has: `frameworks.torch.nccl` for `nccl`."""
+    """The path in the budget of an option that one framework has: `frameworks.torch.nccl` for `nccl`."""
     owner = next(row.name for row in SPECS.values() if any(own.name == option for own in row.options))
     return f"frameworks.{owner}.{option}"
 
 
 def framework_name(text: str) -> FrameworkName:
-    """The name, checked, for a type checker: of a framework that is only known at run time. ValueError for another."""
+    """Narrow a run-time name to `FrameworkName` for type checkers. Raises ValueError for an unknown name."""
     if isinstance(text, str) and text in SPECS:
         return cast("FrameworkName", text)
     import difflib

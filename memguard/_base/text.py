@@ -1,8 +1,8 @@
 """Make text safe to print: escape control sequences, and replace what the encoding lacks.
 
-Names and messages come from drivers, frameworks, files and users. Whatever they hold, printing them must neither move
-the cursor nor raise UnicodeEncodeError. `visible` is for every text. `fitting` and `shown` are for text on its way to a
-stream: errors, notes and records are logged, pickled and printed elsewhere, so they keep every character.
+Names and messages come from drivers, frameworks, files and users. Printing them must neither move the cursor nor raise
+UnicodeEncodeError. `visible` applies to every text. `fitting` and `shown` apply only to text on its way to a stream.
+Errors, notes and records keep every character, because they are logged, pickled and printed elsewhere.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _SIGNS = str.maketrans(
         "\N{BULLET}": "*",
     }
 )
-"""What our own texts use beyond ASCII, as somebody with ASCII alone would write it."""
+"""ASCII replacements of the other characters in memguard's own texts."""
 _SPACES = str.maketrans(dict.fromkeys("\N{NO-BREAK SPACE}\N{NARROW NO-BREAK SPACE}\N{THIN SPACE}", " "))
 
 
 def visible(text: str, keep: str = "\n\t") -> str:
-    """The text with control characters, and whatever else cannot be seen, as `\\u001b`. Those in `keep` stay."""
+    """The text with control and invisible characters escaped as `\\u001b`. Those in `keep` stay."""
     if text.isprintable():
         return text
     text = text.translate(_SPACES)
@@ -38,7 +38,7 @@ def visible(text: str, keep: str = "\n\t") -> str:
 def fitting(text: str, encoding: str | None = None) -> str:
     """The text in the characters of `encoding`, by default standard output's: `>=` for the sign, `\\u00e9` for others.
 
-    A text that the encoding can hold is returned as it is.
+    A text that the encoding can represent is returned unchanged.
     """
     encoding = encoding or _of_stdout()
     if _fits(text, encoding):
@@ -52,18 +52,18 @@ def shown(text: str) -> str:
 
 
 def html(text: str) -> str:
-    """The text as HTML: nothing in it is a tag, and nothing that it has is invisible."""
+    """The text escaped for HTML: no tags, no invisible characters."""
     from html import escape
 
     return escape(visible(text))
 
 
 def malformed(error: ValueError) -> str:
-    """Why a line is not JSON, at most 100 characters. Python calls each line the first: that is left out."""
+    """Why a line is not JSON, at most 100 characters. Omits Python's line number, which is always 1."""
     if isinstance(error, UnicodeDecodeError):
         return "it is not UTF-8"
     text, at = getattr(error, "doc", None), getattr(error, "pos", None)
-    if text is None or at is None:  # a number, say, that Python does not read
+    if text is None or at is None:  # for example a number that Python does not parse
         return visible(str(error), keep="")[:100]
     if at >= len(text.rstrip()):
         return "it ends too early"
@@ -79,7 +79,7 @@ def _fits(text: str, encoding: str) -> bool:
         text.encode(encoding)
     except UnicodeEncodeError:
         return False
-    except (LookupError, ValueError):  # no encoding of text that Python knows
+    except (LookupError, ValueError):  # not a text encoding that Python knows
         return text.isascii()
     return True
 
@@ -87,11 +87,11 @@ def _fits(text: str, encoding: str) -> bool:
 def _of_stdout() -> str:
     try:
         encoding = sys.stdout.encoding
-    except Exception:  # None, or a stand-in for it with code of its own
+    except Exception:  # stdout is None, or an object that raises
         return "utf-8"
     return encoding if isinstance(encoding, str) else "utf-8"
 
 
 def _escaped(char: str) -> str:
-    """As in JSON, so that a JSON text in which it stands stays one."""
+    """The JSON escape of a character, so that JSON text stays valid."""
     return f"\\u{ord(char):04x}" if ord(char) < 0x10000 else f"\\U{ord(char):08x}"

@@ -1,10 +1,10 @@
 """memguard's data, as frozen dataclasses and tuples. All sizes are bytes; None means unknown, never 0.
 
-What each word means is in `docs/words.md`. Python writes and compiles six methods for a frozen dataclass when it is
-imported, 0.4 ms for each class; a NamedTuple takes 0.06. So what only memguard itself makes and reads is a NamedTuple.
+`docs/words.md` defines the words. At import, Python generates and compiles six methods for each frozen dataclass, which
+takes 0.4 ms; a NamedTuple takes 0.06 ms. So data that only memguard makes and reads is a NamedTuple.
 """
 
-# Without `from __future__ import annotations`, which makes typing compile the annotation of each field of a NamedTuple.
+# No `from __future__ import annotations`: with it, typing compiles the annotation of each field of a NamedTuple.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from memguard._base.units import format_size
 
 
 class State(Enum):
-    """How far a framework has come in this process."""
+    """How far a framework is initialised in this process."""
 
     ABSENT = "absent"
     IMPORTABLE = "importable"
@@ -26,23 +26,23 @@ class State(Enum):
 
 
 class Enforcement(Enum):
-    """How a cap holds."""
+    """How a cap is enforced."""
 
     ENFORCED = "enforced"  # the framework's own allocator refuses
     PENDING = "pending"  # enforced as soon as the framework is imported or initialises CUDA
-    WATCHED = "watched"  # only observed: nothing refuses, or what refused was changed since
+    WATCHED = "watched"  # only observed: no allocator refuses, or something else undid the cap
     ABSENT = "absent"  # not installed, or a build without CUDA
 
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU. `index` is NVML's; `ordinal` is CUDA's in this process, None until CUDA was asked.
+    """One GPU. `index` is NVML's; `ordinal` is CUDA's in this process, None until memguard has queried CUDA.
 
     `total` is NVML's total; `reserved` the part of it that the driver keeps (NVML v2; None on older
-    drivers). `usable` is what CUDA reports as total: measured equal to total − reserved on an H200.
+    drivers). `usable` is CUDA's total: measured equal to total − reserved on an H200.
 
     `unified`: the GPU has no memory of its own and allocates from the machine's (DGX Spark's GB10, Jetson), so that
-    NVML has no figures of it. `total` is then CUDA's (`cuDeviceTotalMem`), and `reserved` None.
+    NVML reports no memory. `total` is then CUDA's (`cuDeviceTotalMem`), and `reserved` None.
     """
 
     uuid: str
@@ -56,7 +56,7 @@ class Device:
     unified: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("uuid", "name", "architecture"):  # from a driver or a file, and on their way to a terminal
+        for name in ("uuid", "name", "architecture"):  # a driver or a file supplied them; a terminal may print them
             object.__setattr__(self, name, visible(getattr(self, name), keep=""))
 
     @property
@@ -69,10 +69,10 @@ class MemoryInfo(NamedTuple):
 
     Where `reserved` is None (NVML v1), `used` contains the driver's reserve.
 
-    Of a GPU with unified memory NVML knows nothing: `used` is None, `total` is CUDA's, and `free` what the machine can
-    give out, at most `total`. It is the larger of the kernel's `MemAvailable` and of `cuda_free`, CUDA's own figure
-    (`cuMemGetInfo`), which leaves out the file cache that the kernel would give up; None before this process has a
-    context. Nothing adds up to `total` there.
+    NVML has no figures of a GPU with unified memory: `used` is None, `total` is CUDA's, and `free` is what the machine
+    can allocate, at most `total`. It is the larger of the kernel's `MemAvailable` and of `cuda_free`, CUDA's own figure
+    (`cuMemGetInfo`), which excludes the file cache that the kernel would evict. `cuda_free` is None before this process
+    has a context. There the figures do not add up to `total`.
     """
 
     total: int
@@ -86,8 +86,8 @@ class MemoryInfo(NamedTuple):
 class DevicePlan:
     """One device's part of a plan: limit = reserve + Σ caps + unallocated.
 
-    The caps of elastic frameworks are those of now: the rest are what they are for good. Those of `joined` frameworks
-    are one and the same, which they share: it counts once in the sum.
+    The caps of elastic frameworks are their current ones; all other caps are fixed. The frameworks in `joined` share
+    one cap, which counts once in the sum.
     """
 
     device: Device
@@ -97,14 +97,14 @@ class DevicePlan:
     unallocated: int
     reserve_source: str = "auto"
     elastic: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """The least and the most of each elastic framework, in bytes: its cap moves between them."""
+    """The min and max of each elastic framework, in bytes: its cap moves between them."""
     joined: tuple[str, ...] = ()
     """The frameworks that draw from one driver pool (`strategy: pool`)."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The budget resolved against devices. `options` holds what a framework needs beside its caps."""
+    """The budget resolved against devices. `options` holds each framework's settings other than its caps."""
 
     devices: tuple[DevicePlan, ...]
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -116,11 +116,11 @@ class Plan:
 
 
 class Usage(NamedTuple):
-    """What a framework holds on one device. A tuple, as the monitor makes them many times a second.
+    """One framework's memory on one device. A tuple, as the monitor makes them many times a second.
 
     held         bytes it has taken from the driver; None if it does not report them
     in_use       bytes that live arrays occupy
-    reclaimable  the part of held − in_use that a trim would really return; None if not known
+    reclaimable  the part of held − in_use that a trim would return; None if unknown
     held_at_least, held_at_most   bounds if `held` is None
     """
 
@@ -134,49 +134,49 @@ class Usage(NamedTuple):
 
 usage_of: Callable[[tuple[int | None, int | None, int | None, int | None, int | None, int | None]], Usage]
 usage_of = partial(tuple.__new__, Usage)
-"""A Usage from all its fields, in half the time that the class takes: each reading makes one for each framework. The
-others below that end in `_of` are the same."""
+"""Builds a Usage from a tuple of all its fields, in half the time of the class: each reading makes one for each
+framework. The functions below that end in `_of` do the same for their classes."""
 memory_info_of: Callable[[tuple[int, int | None, int | None, int, int | None]], MemoryInfo]
 memory_info_of = partial(tuple.__new__, MemoryInfo)
 
 
 class NoHelp(StrEnum):
-    """What kept memguard from making room for a request that was then refused. Equal to its name as text."""
+    """Why memguard made no room for a request that was then refused. Equal to its name as text."""
 
     CAPTURE = "capture"
-    """This thread was capturing a CUDA graph, which freeing memory would spoil."""
+    """This thread was capturing a CUDA graph, which freeing memory would invalidate."""
     COMMUNICATORS = "communicators"
-    """A thread of memguard's own asked while NCCL communicators lived: freeing memory would wait for other ranks."""
+    """A thread of memguard's own made the request while NCCL communicators lived: a free would wait for other ranks."""
     LOCK_HELD = "lock held"
     """Another thread held memguard's lock for too long."""
     WITHIN_CALL = "within another call"
     """The request was made within another memguard call on the same thread."""
     NOTHING_IDLE = "nothing idle"
-    """memguard looked, and the other frameworks had too little to give back."""
+    """memguard searched, and the other frameworks had too little idle memory."""
     NOT_ASKED = "not asked"
-    """The framework's allocator refused without asking."""
+    """The framework's allocator refused without requesting room from memguard."""
 
 
 class WhyNoHelp(NamedTuple):
-    """Why no room was made for one refused request: the kind, and the reason as the end of a sentence."""
+    """Why memguard made no room for one refused request: the kind, and the reason as the end of a sentence."""
 
     kind: NoHelp
     text: str
 
 
 RECORD = "memguard_refusal"
-"""The attribute of an exception that names the record of its refusal, `RefusedRequest.id`."""
+"""The exception attribute that holds the id of its refusal's record, `RefusedRequest.id`."""
 
 
 class RefusedRequest(NamedTuple):
-    """One request for GPU memory that was refused, and what was known then. Sizes are bytes; None if not known.
+    """One refused request for GPU memory, with the figures of that moment. Sizes are bytes; None if unknown.
 
-    source: refusal (memguard's own allocator refused it), observer (the framework's allocator told), text (of the
-    error), peak (the most that the framework ever had in use) or sample (the monitor's last one). `held`, `in_use` and
-    `reclaimable` are of the framework, as in `Usage`; `free` is of the GPU. `thread` is 0 if not known. `pooled` is the
-    part of `in_use` that idles in private pools: readings of another time do not count it. `id` names the record of
-    the refusal, process and number, as `memguard_refusal` on its exception; None without a record. `why_no_help` is why
-    no room was made for it; None if that is not known, or if room would not have helped (a fixed cap refused it).
+    source: refusal (memguard's own allocator refused it), observer (the framework's allocator reported it), text (of
+    the error), peak (the framework's largest use so far) or sample (the monitor's last one). `held`, `in_use` and
+    `reclaimable` are the framework's, as in `Usage`; `free` is the GPU's. `thread` is 0 if unknown. `pooled` is the
+    part of `in_use` that idles in private pools: later readings do not count it. `id` identifies the record of the
+    refusal by process and number, as `memguard_refusal` on its exception; None without a record. `why_no_help` is why
+    memguard made no room for it; None if unknown, or if room would not have helped (a fixed cap refused it).
     """
 
     framework: str
@@ -202,8 +202,8 @@ class RefusedRequest(NamedTuple):
 class Shortage(NamedTuple):
     """A request that an allocator cannot serve, before it is refused for good. Sizes are bytes.
 
-    `asked` is what the program asked for, `needed` the most that the allocator would take from the driver for it.
-    `full`: the driver refused, as the GPU has not so much left; else the cap forbids it.
+    `asked` is the size of the request, `needed` the most that the allocator would take from the driver for it. `full`:
+    the driver refused, as the GPU has too little free memory; otherwise the cap refused.
     """
 
     framework: str
@@ -214,11 +214,11 @@ class Shortage(NamedTuple):
 
 
 class Room(NamedTuple):
-    """What was done so that one request may be served, in bytes.
+    """The outcome of making room for one request, in bytes.
 
-    `returned` is what each sibling gave back, as NVML says. `cap` is the requester's before and after; None if it did
-    not move. `missing` is what still lacks; 0 if the request fits now. `live` is what siblings hold in live arrays
-    above what is theirs for good (their min): only the program can free it.
+    `returned` is what each sibling returned, by NVML. `cap` is the requester's cap before and after; None if it did not
+    change. `missing` is the remaining shortage; 0 if the request fits now. `live` is the siblings' live arrays beyond
+    their guaranteed memory (their min): only the program can free them.
     """
 
     returned: Mapping[str, int]
@@ -228,7 +228,7 @@ class Room(NamedTuple):
 
 
 class Applied(NamedTuple):
-    """The result of applying a cap: how it holds, how to undo it, or why it cannot be undone.
+    """The result of applying a cap: its enforcement, how to undo it, or why it cannot be undone.
 
     Exactly one of `undo` and `permanent` is set.
     """
@@ -242,8 +242,8 @@ class Applied(NamedTuple):
 class TraceEvent(NamedTuple):
     """One line of an allocation trace (`docs/trace.md`).
 
-    `op` is `alloc` and `free` (with `id`), `in_use` (a framework that reports only its level), `trim`,
-    or `mark` (what was really held and in use at that moment: for comparing, not for replaying).
+    `op` is `alloc` and `free` (with `id`), `in_use` (a framework that reports only its total), `trim`,
+    or `mark` (the measured held and in use at that moment: for comparison, not for replay).
     `time` is seconds; `device` the position in the trace header's device list.
     """
 
@@ -259,10 +259,10 @@ class TraceEvent(NamedTuple):
 
 @dataclass
 class WorkloadReport:
-    """What a `workload` block did, in bytes in use. Filled in when the block ends; None if unknown.
+    """The memory use of a `workload` block, in bytes in use. Filled in when the block ends; None if unknown.
 
     `peak` is also None if the process had been higher before the block: frameworks keep only one peak. `reserved` is
-    what it asked for with `needs`; `waited` the seconds that it waited its turn for that.
+    the reservation that `needs` requested; `waited` is the seconds that the block waited for it.
     """
 
     name: str
@@ -275,7 +275,7 @@ class WorkloadReport:
 
     @property
     def delta(self) -> int | None:
-        """What the block left allocated."""
+        """The change of the bytes in use over the block."""
         return None if self.after is None or self.before is None else self.after - self.before
 
     def __str__(self) -> str:
@@ -312,9 +312,9 @@ class FrameworkSample(NamedTuple):
 
 
 class DeviceSample(NamedTuple):
-    """One GPU at one moment, in bytes. `process` is what this process holds by NVML; None if unknown.
+    """One GPU at one moment, in bytes. `process` is this process's memory by NVML; None if unknown.
 
-    `used` is NVML's; None on a GPU with unified memory, where `free` is what the machine can give out.
+    `used` is NVML's; None on a GPU with unified memory, where `free` is what the machine can allocate.
     """
 
     uuid: str
@@ -329,7 +329,7 @@ class DeviceSample(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """The ledger's figures without its rows, as the monitor reads them. `time` is as `time.time()`."""
+    """The ledger's figures without its rows, for the monitor. `time` is as `time.time()`."""
 
     time: float
     devices: tuple[DeviceSample, ...]
@@ -348,19 +348,20 @@ _LEVEL_STYLES = {"warn": "color: #a65f00", "critical": "color: #b3001b"}
 
 
 class Event(NamedTuple):
-    """Something that the monitor or the guard noticed, or that was done.
+    """A change that the monitor or the guard observed or made.
 
     kind: pressure (its level changed), forecast (cap or limit is reached in `seconds`), leak (a workload leaves more
-    behind each time; without a framework: unaccounted memory goes on growing), probe (a probe failed, or works again),
-    trim, oom, note (a cap no longer holds, or holds again; a setting made later met it), refused (only in timelines:
+    behind each time; without a framework: unaccounted memory keeps growing), probe (a probe failed, or works again),
+    trim, oom, note (a cap no longer holds, or holds again; a later setting met it), refused (only in timelines:
     an allocator refused `times` requests, whether or not the program catches the errors), peak (only in timelines: an
-    allocator says that it had `bytes` in use at most so far), workload (only in timelines: one has ended, after
-    `seconds`, or `times` of them in a row; `bytes` is the peak), reclaim (siblings gave back
-    `bytes` for `framework`, or its elastic cap moved), retry (a function is run again, after `bytes` came back),
-    suspended (the process left its GPUs with `bytes`, within `seconds`: no sample follows until the next), resumed,
-    lease (another process uses `bytes` of a GPU, more than its lease or without one; or this one's lease is gone).
+    allocator reports a peak of `bytes` in use so far), workload (only in timelines: one has ended, after
+    `seconds`, or `times` of them in a row; `bytes` is the peak), reclaim (siblings returned
+    `bytes` for `framework`, or its elastic cap changed), retry (a function is run again, after `bytes` were freed),
+    suspended (the process left its GPUs with `bytes`, within `seconds`: the next sample follows its resumption),
+    resumed, lease (another process uses `bytes` of a GPU, above its lease or without one; or this process's lease was
+    lost).
 
-    Of a refused request `bytes` is what was asked for. `held`, `in_use`, `reclaimable` and `cap` are the framework's at
+    For a refused request `bytes` is its size. `held`, `in_use`, `reclaimable` and `cap` are the framework's at
     that moment, and `free` is the GPU's, all in bytes.
     """
 
@@ -384,13 +385,13 @@ class Event(NamedTuple):
         return shown(f"{f'{self.level} ' if self.level is not None else ''}{self.kind}: {self.text}")
 
     def __repr__(self) -> str:
-        """The fields that it has."""
+        """The fields that are set."""
         known = ((name, getattr(self, name)) for name in self._fields)
         said = (f"{name}={(str(value) if name == 'level' else value)!r}" for name, value in known if value is not None)
         return shown(f"<Event {' '.join(said)}>")
 
     def _repr_html_(self) -> str:
-        """Its time of day, level, kind and text in one line."""
+        """Time of day, level, kind and text in one line."""
         import time
 
         at, level = time.strftime("%H:%M:%S", time.localtime(self.time)), str(self.level or "")

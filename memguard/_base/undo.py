@@ -1,4 +1,4 @@
-"""What takes back a change: a list of steps that survives an interruption."""
+"""An undo stack that survives an interruption."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from memguard._base.logs import text_of
 
 
 class Undo:
-    """Steps that take back what was done, last first. Whatever interrupts them, the next `run` finishes them.
+    """Undo steps, run last first. After an interruption the next `run` runs the remaining steps.
 
-    Add a step before the change that it takes back: an interruption may come right after the change. So a step must
-    work too if there was no change yet, and if it ran before, wholly or in part. It is forgotten once it has ended.
+    Add a step before the change that it undoes: an interruption may come right after the change. So a step must also
+    work before the change was made, and after an earlier run of the step, complete or not. A step that ends is removed.
     """
 
     def __init__(self) -> None:
@@ -20,21 +20,22 @@ class Undo:
 
     @property
     def done(self) -> bool:
-        """Whether nothing is left to take back."""
+        """Whether no steps remain."""
         return not self._steps
 
     def add(self, what: str, step: Callable[[], object]) -> None:
-        """`what` names it in a warning, if it fails."""
+        """Add a step. `what` names it in the warning if it fails."""
         self._steps.append(_Step(what, step))
 
     def clear(self) -> None:
-        """Forget the steps: something else takes back what they would."""
+        """Drop the steps: other code undoes the changes."""
         self._steps.clear()
 
     def run(self) -> None:
-        """Do the steps. One that fails is warned about and forgotten.
+        """Run the steps. A step that fails is logged as a warning and removed.
 
-        One that is interrupted (Ctrl-C, an exit) stays in the list. The others are done, and then that is raised.
+        A step that is interrupted (Ctrl-C, an exit) stays in the list. The other steps run, then the interruption is
+        raised.
         """
         interruption: BaseException | None = None
         for step in reversed([*self._steps]):
@@ -45,7 +46,7 @@ class Undo:
             except BaseException as error:
                 interruption = interruption or error
                 continue
-            if step in self._steps:  # else a signal handler ran them all meanwhile
+            if step in self._steps:  # else a signal handler ran the steps meanwhile
                 self._steps.remove(step)
         if interruption is not None:
             raise interruption

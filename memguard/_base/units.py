@@ -1,7 +1,7 @@
-"""Sizes, percentages and durations as people write them, and back.
+"""Parse and format sizes, percentages and durations.
 
 Sizes are bytes in base 1024 (`KiB`, `MiB`, `GiB`, `TiB`), as NVML, CUDA and PyTorch print them.
-`GB` is refused rather than guessed: it means 10⁹ to some and 2³⁰ to others.
+`GB` is refused because it is ambiguous: 10⁹ or 2³⁰.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from memguard._base.advice import InvalidValue
 
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 GRANULE = 2 * MIB
-"""Caps are whole multiples of this: the page in which CUDA hands out device memory (measured)."""
+"""Caps are whole multiples of this: the page size in which CUDA allocates device memory (measured)."""
 MAX_SIZE = 1 << 50
 """1 PiB: larger than any device; a larger number is a typing mistake."""
 
@@ -30,7 +30,7 @@ _PERCENT = re.compile(r"\s*(\d{1,6}(?:\.\d{1,20})?)\s*%\s*", re.ASCII)
 def parse_size(value: object) -> int:
     """Bytes of `"512MiB"`, `"1.5GiB"` or a plain whole number of bytes.
 
-    Fractions of a byte are dropped. Raises ValueError with a sentence that says what is allowed.
+    Fractions of a byte are dropped. Raises ValueError with a sentence that gives the allowed values.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         size = value
@@ -70,7 +70,7 @@ def parse_percent(value: object) -> Fraction:
 def parse_duration(value: object) -> float:
     """Seconds of `"500ms"`, `"2s"`, `"5min"`, `"1h"` or a plain number of seconds; 0 or more.
 
-    Raises ValueError with a sentence that says what is allowed.
+    Raises ValueError with a sentence that gives the allowed values.
     """
     if isinstance(value, (int, float, Fraction)) and not isinstance(value, bool) and 0 <= value < 1e9:
         return float(value)
@@ -118,13 +118,13 @@ def round_up(size: int, granule: int = GRANULE) -> int:
 
 
 def gpu_uuid(raw: bytes) -> str:
-    """The 16 bytes that CUDA calls a device's UUID, as NVML and `nvidia-smi -L` write it."""
+    """Format CUDA's 16-byte device UUID as NVML and `nvidia-smi -L` do."""
     digits = bytes(raw).hex()
     return "GPU-" + "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:32]))
 
 
 def _percent_hint(value: object) -> str:
-    """What somebody who wrote 50, 0.5 or '50' most likely means by it."""
+    """The percentage most likely meant by 50, 0.5 or '50', for a fix."""
     if isinstance(value, str) and re.fullmatch(r"\s*\d{1,3}(\.\d{1,6})?\s*", value, re.ASCII):
         value = float(value)
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 100:
@@ -133,12 +133,12 @@ def _percent_hint(value: object) -> str:
 
 
 def is_whole(value: object) -> TypeGuard[int]:
-    """Whether it is a number of bytes: whole, from 0 to 1 PiB."""
+    """Whether the value is a whole number of bytes, from 0 to 1 PiB."""
     return type(value) is int and 0 <= value <= MAX_SIZE
 
 
 def short(value: object) -> str:
-    """A value as a message shows it: at most 60 characters, whatever it is."""
+    """The repr of a value for a message, at most 60 characters; never raises."""
     try:
         text = repr(value)
     except Exception:  # for example an int of more than 4,300 digits, or a list nested too deep

@@ -1,4 +1,4 @@
-"""The budget file (`schema.py` has its models and reads it), and the plan that follows from it. Pure."""
+"""The budget file (`schema.py` has its models and parses it), and the plan that resolves it. Pure."""
 
 from memguard._budget.schema import FRAMEWORKS as FRAMEWORKS
 from memguard._budget.schema import Budget as Budget

@@ -1,8 +1,8 @@
-"""Frameworks that share one driver pool: the plan's part of it, and admission. Pure.
+"""Frameworks that share one driver pool: their joint cap in the plan, and their admission. Pure.
 
-Under `strategy: pool` those that can draw from one stream-ordered pool have one cap together: the sum of their parts,
-which is the pool's size. Each may use all of it while the others use none, so frameworks that peak in turn need room
-for one peak.
+Under `strategy: pool` the frameworks that can use one stream-ordered pool share one cap: the sum of their parts, which
+is the pool's size. Each may fill it while the others use none, so frameworks that peak in turn need room for one peak
+only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from memguard._budget import Budget
 
 POOL = "shared pool"
-"""The ledger's row of what the pool holds beyond the frameworks' arrays: one cache for all."""
+"""The ledger's row of the pool's bytes beyond the frameworks' arrays: one cache for all."""
 REMAINDER = (
     "≈ a remainder: what is in use in the shared pool and counted by no other framework, as torch's own figures cover "
     "everybody there"
@@ -27,12 +27,12 @@ REMAINDER = (
 
 
 def capped(names: Iterable[str]) -> bool:
-    """Whether the driver can cap the pool that these frameworks share: none takes from the default one alone."""
+    """Whether the driver can cap the pool of these frameworks: none of them allocates from the default pool only."""
     return not any(SPECS[name].default_pool for name in names)
 
 
 def how(part: DevicePlan, name: str) -> str:
-    """How the joint cap holds for a framework, for `memguard plan`."""
+    """How the joint cap of a framework is enforced, for `memguard plan`."""
     if capped(part.joined):
         return "enforced, jointly: the size (maxSize) of one driver pool for all of them"
     if SPECS[name].asks:
@@ -41,7 +41,7 @@ def how(part: DevicePlan, name: str) -> str:
 
 
 def members(budget: Budget) -> tuple[str, ...]:
-    """The frameworks of the budget that draw from one pool; empty with `strategy: caps`."""
+    """The frameworks of the budget that use the shared pool; empty with `strategy: caps`."""
     if budget.strategy != "pool":
         return ()
     return tuple(
@@ -50,7 +50,7 @@ def members(budget: Budget) -> tuple[str, ...]:
 
 
 def joined(part: DevicePlan, names: tuple[str, ...]) -> DevicePlan:
-    """The plan in which these frameworks have one cap together, the sum of their caps."""
+    """The plan with one joint cap for these frameworks, the sum of their caps."""
     if not names:
         return part
     size = sum(part.caps[name] for name in names)
@@ -58,12 +58,12 @@ def joined(part: DevicePlan, names: tuple[str, ...]) -> DevicePlan:
 
 
 def distinct(part: DevicePlan) -> int:
-    """The sum of a device's caps in bytes, with the one that is shared counted once."""
+    """The sum of a device's caps in bytes, with the joint cap counted once."""
     return sum(cap for name, cap in part.caps.items() if name not in part.joined[1:])
 
 
 def shared_notes(part: DevicePlan | None) -> dict[str, str]:
-    """What the ledger says beside the rows of the pool's frameworks, and of the pool itself."""
+    """The ledger's notes on the rows of the pool's frameworks and of the pool itself."""
     names = () if part is None else part.joined
     if part is None or not names:
         return {}
@@ -73,15 +73,15 @@ def shared_notes(part: DevicePlan | None) -> dict[str, str]:
 
 
 def as_if_alone(own: Usage | None, cap: int, reserved: int, used: int) -> tuple[int, Usage]:
-    """The cap and the usage with which a framework is admitted that draws from a pool: what others have in use there
-    is gone, and all of the pool's cache serves it. `reserved` and `used` are the pool's, in bytes."""
+    """The cap and the usage for the admission of a framework that uses the shared pool: the cap less the others' use,
+    and the usage with all of the pool's cache. `reserved` and `used` are the pool's, in bytes."""
     in_use = 0 if own is None or own.in_use is None else own.in_use
     others = max(used - in_use, 0)
     return max(cap - others, 0), Usage(in_use + max(reserved - used, 0), in_use)
 
 
 def shared_cap(framework: str, part: DevicePlan, left: int) -> str:
-    """What a refusal adds where its cap is what others leave of the pool; empty for a framework with its own cap."""
+    """A refusal's note that other frameworks use part of the joint cap; empty for a framework with its own cap."""
     if framework not in part.joined:
         return ""
     whole = part.caps[framework]
@@ -90,7 +90,7 @@ def shared_cap(framework: str, part: DevicePlan, left: int) -> str:
 
 
 def left_to(part: DevicePlan, figures: Mapping[str, FrameworkSample]) -> dict[str, FrameworkSample]:
-    """The figures with what the others leave of the pool as each one's cap: that is what it can come close to."""
+    """The figures with each framework's cap set to its room in the pool: pressure is measured against that."""
     live = sum(one.in_use or 0 for name, one in figures.items() if name in part.joined or name == POOL)
     found = dict(figures)
     for name in part.joined:
@@ -100,5 +100,5 @@ def left_to(part: DevicePlan, figures: Mapping[str, FrameworkSample]) -> dict[st
 
 
 def counted(used: int, others: Mapping[str, int]) -> int:
-    """What is in use in the pool and nobody else counts: a remainder. Read at different moments, so never below 0."""
+    """The remainder: bytes in use in the pool that no other framework counts. Clamped at 0: readings differ in time."""
     return max(used - sum(others.values()), 0)

@@ -1,13 +1,13 @@
-"""What CUDA's Multi-Process Service (MPS) lets a process have of each GPU: the value that says so. Pure.
+"""The value that sets a process's memory limits under CUDA's Multi-Process Service (MPS). Pure.
 
-Under MPS the driver refuses what a client asks for beyond CUDA_MPS_PINNED_DEVICE_MEM_LIMIT, whichever library asks. The
-variable names GPUs as CUDA_VISIBLE_DEVICES does, by ordinal or by UUID, each with a whole number and G or M: `0=8G`,
-`GPU-…=34816M`, comma between them (https://docs.nvidia.com/deploy/mps/appendix-environment-variables.html). M is MiB,
-and the client's context counts. A limit of the control daemon's own that is lower stays.
+Under MPS the driver refuses a client's allocations, of any library, beyond CUDA_MPS_PINNED_DEVICE_MEM_LIMIT. The
+variable identifies GPUs as CUDA_VISIBLE_DEVICES does, by ordinal or by UUID, each with a whole number and G or M:
+`0=8G`, `GPU-…=34816M`, separated by commas
+(https://docs.nvidia.com/deploy/mps/appendix-environment-variables.html). M is MiB, and the limit includes the client's
+context. A lower limit of the control daemon stays in effect.
 
-An entry that names a GPU which the process does not see takes away every limit, the daemon's among them
-(ai-dynamo/dynamo, docs "Per-GPU Compute and Memory Limits with MPS", driver 615). So what is written here names GPUs by
-UUID, and only those that the plan has.
+An entry for a GPU that the process does not see disables every limit, the daemon's included (ai-dynamo/dynamo, docs
+"Per-GPU Compute and Memory Limits with MPS", driver 615). So memguard writes only the plan's GPUs, by UUID.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ _UNSEEN = "and MPS drops every memory limit of a process for which an entry name
 
 
 class Entry(NamedTuple):
-    """One GPU's part of the variable: how it names the GPU, and bytes."""
+    """One GPU's entry in the variable: its identifier, and bytes."""
 
     gpu: str
     size: int
 
 
 def limits(plan: Plan) -> dict[str, int]:
-    """What MPS is to let a process have of each GPU, by UUID: the plan's limit, rounded down to whole MiB."""
+    """The MPS limit of each GPU, by UUID: the plan's limit, rounded down to whole MiB."""
     return {part.device.uuid: round_down(part.limit, MIB) for part in plan.devices}
 
 
 def value(sizes: Mapping[str, int]) -> str:
-    """The variable's value for these bytes by UUID, never more than they are. Raises ValueError for less than 1 MiB."""
+    """Format the variable from bytes by UUID, rounded down. Raises ValueError for less than 1 MiB."""
     if any(size < MIB for size in sizes.values()):
         raise ValueError("MPS takes no limit below 1 MiB")
     return ",".join(f"{uuid}={size // MIB}M" for uuid, size in sizes.items())
 
 
 def parse(text: str) -> list[Entry]:
-    """The entries of a value that somebody else wrote. Raises ValueError with a sentence."""
+    """Parse a value that was set outside memguard. Raises ValueError with a sentence."""
     entries = []
     for part in text.split(","):
         found = _ENTRY.fullmatch(part)
@@ -62,27 +62,27 @@ def parse(text: str) -> list[Entry]:
 
 
 def strays(entries: Iterable[Entry], devices: Sequence[Device]) -> list[str]:
-    """How the entries name GPUs that this process does not see. Ordinals that CUDA did not tell count as seen."""
+    """The identifiers of GPUs that this process does not see. With CUDA's ordinals unknown, any ordinal passes."""
     told = all(device.ordinal is not None for device in devices)
     named = [entry.gpu for entry in entries if told or not entry.gpu.isdecimal()]
     return [gpu for gpu in named if not any(_means(gpu, device) for device in devices)]
 
 
 def given(entries: Iterable[Entry], device: Device) -> int | None:
-    """The least that the entries let this process have of a GPU, in bytes; None without an entry that is surely its."""
+    """The lowest limit that the entries set for a GPU, in bytes; None if no entry certainly identifies it."""
     return min((entry.size for entry in entries if _means(entry.gpu, device)), default=None)
 
 
 def _means(gpu: str, device: Device) -> bool:
     if gpu.isdecimal():
         return int(gpu) == device.ordinal
-    return device.uuid.lower().startswith(gpu.lower())  # the first characters will do, as in CUDA_VISIBLE_DEVICES
+    return device.uuid.lower().startswith(gpu.lower())  # a prefix identifies a GPU, as in CUDA_VISIBLE_DEVICES
 
 
 def met(plan: Plan, text: str | None) -> dict[str, int]:
-    """`limits`, met with what the variable says already: the stricter of both holds.
+    """The stricter of `limits` and of the limits already set in the variable, for each GPU.
 
-    Raises ConflictingSetting for a looser one, for one that cannot be read, and for one that would drop all limits.
+    Raises ConflictingSetting for a looser limit, for a malformed value, and for one that would disable all limits.
     """
     wanted = limits(plan)
     if text is None or not text.strip():
@@ -107,13 +107,13 @@ def met(plan: Plan, text: str | None) -> dict[str, int]:
 
 
 def too_old(plan: Plan) -> DevicePlan | None:
-    """A GPU before Volta: its MPS has no limits."""
+    """A GPU of the plan older than Volta: its MPS enforces no limits."""
     return next((part for part in plan.devices if part.device.architecture in _TOO_OLD), None)
 
 
 def shortfalls(plan: Plan, text: str | None) -> Iterator[Advice]:
-    """What to warn of in a process that was started with this value: GPUs of which it cannot have its budget's limit,
-    and a value that limits nothing. None of it matters to a process that runs without MPS.
+    """Warnings for a process started with this value: GPUs on which it cannot reach its budget's limit, and a value
+    that limits nothing. They do not apply to a process that runs without MPS.
     """
     if text is None or not text.strip():
         return

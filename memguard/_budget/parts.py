@@ -1,4 +1,4 @@
-"""A part of a budget, for processes that share a GPU. Pure."""
+"""Divide a budget among processes that share a GPU. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def part_of(budget: Budget, parts: int, who: str = "rank") -> Budget:
-    """The budget of one of so many processes (`who`: each of them) that share each GPU in equal parts.
+    """The budget of one of `parts` processes that share each GPU equally. `who` is the word for such a process.
 
     Raises PlanError if a size becomes less than 2 MiB.
     """
@@ -25,11 +25,11 @@ def part_of(budget: Budget, parts: int, who: str = "rank") -> Budget:
 
 
 def multiplied(budget: Budget, part: Fraction, small: str, fix: str) -> Budget:
-    """The budget of a process that has this part of each GPU, of 1 at most.
+    """The budget scaled to `part` of each GPU, at most 1.
 
-    Limits of GPUs, and sizes in bytes of frameworks, are multiplied; a share is of the process's own limit, and the
-    reserve is what each process needs for its own context. Raises PlanError if a size becomes less than 2 MiB: `small`
-    goes on after that size, and `fix` says what to do.
+    Scales limits of GPUs, and frameworks' sizes in bytes. Shares stay, as they are relative to the process's own limit;
+    so does the reserve, as each process has its own context. Raises PlanError if a size becomes less than 2 MiB:
+    `small` is appended to that size in the message, and `fix` is its fix.
     """
     if part == 1:
         return budget
@@ -60,21 +60,21 @@ def multiplied(budget: Budget, part: Fraction, small: str, fix: str) -> Budget:
 
 
 def refuse_ranks(budget: Budget, whose: str, instead: str) -> None:
-    """Raise ConfigError for a budget with `ranks`, where an engine already divides it among its workers."""
+    """Raise ConfigError for a budget with `ranks` if an engine already divides it among its workers."""
     if budget.ranks is not None:
         what = f"ranks is for processes of torchrun, mpirun and srun: {whose} workers are none"
         raise ConfigError([budget.problem(("ranks",), what, f"remove it, {instead}")], budget.source or "budget")
 
 
 def said_of_a_part(error: PlanError, part: Fraction, why: str) -> PlanError:
-    """The same for who wrote the whole budget: the figures in it are those of a process that has this part of it."""
+    """The error with a note for the author of the whole budget: its figures are those of one process with `part`."""
     of = f"these are the figures of a worker, whose limits are {part} of the budget's ({why})"
     problems = [replace(one, fix=f"{one.fix}; {of}") for one in error.problems] if part < 1 else error.problems
     return PlanError(problems, error.source)
 
 
 def with_nccl(budget: Budget) -> Budget:
-    """With one communicator of NCCL for each framework that has them, where the budget does not say how many."""
+    """Add one NCCL communicator for each framework that has them and whose count the budget leaves out."""
     unsaid = without_nccl(budget)
     found: dict[str, Any] = {
         name: one.model_copy(update={"nccl": 1}) if name in unsaid else one for name, one in budget.frameworks.items()
@@ -83,6 +83,6 @@ def with_nccl(budget: Budget) -> Budget:
 
 
 def without_nccl(budget: Budget) -> list[str]:
-    """The frameworks that have communicators of NCCL, and of which the budget does not say how many."""
+    """The frameworks that have NCCL communicators and whose count the budget leaves out."""
     owners = [name for name in budget.frameworks if any(option.name == "nccl" for option in SPECS[name].options)]
     return [name for name in owners if budget.frameworks[name].nccl is None]

@@ -1,4 +1,4 @@
-"""The decisions: budget and devices in, a plan out. Pure: no clock, thread, environment or GPU.
+"""Resolve a budget against devices into a plan; resize and admit. Pure: no clock, thread, environment or GPU.
 
 `plan` returns a Plan or raises PlanError with every problem. Shares are divided by largest remainder in whole
 granules of 2 MiB, so caps never add up to more than was declared.
@@ -28,26 +28,26 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SMALLER = {"turing": Fraction(3, 4), "ampere": Fraction(7, 8), "ada": Fraction(7, 8)}
-"""A context grows with the number of multiprocessors, so less is kept on older architectures. Not measured by us."""
+"""The reserve's factor on older architectures: a context grows with the number of multiprocessors. Not measured."""
 
 
 def auto_reserve(
     architecture: str, frameworks: Sequence[str], communicators: int = 0, second_context: bool = False
 ) -> int:
-    """`reserve: auto` in bytes, from the architecture and what the budget *declares*: import order changes no cap."""
+    """`reserve: auto` in bytes, from the architecture and the *declared* frameworks: import order changes no cap."""
     libraries = [f"nccl {number}" for number in range(1, communicators + 1)] + [SECOND_CONTEXT] * second_context
     needed = CONTEXT + sum(workspace(name) for name in (*frameworks, *libraries)) + SLACK
     return round_down(int(needed * SMALLER.get(architecture, Fraction(1))))
 
 
 def workspace(name: str) -> int:
-    """What the reserve keeps for a framework, or for a library that `Framework.libraries` names, in bytes."""
+    """The reserve for a framework, or for a library that `Framework.libraries` names, in bytes."""
     found = _outside(name)
     return found.workspace if found is not None else 128 * MIB
 
 
 def modules(name: str) -> int:
-    """The most that was measured of a framework or library outside every cap, in bytes; 0 if nothing was measured."""
+    """The largest measured size of a framework or library outside every cap, in bytes; 0 if not measured."""
     found = _outside(name)
     return found.modules if found is not None else 0
 
@@ -57,12 +57,12 @@ def _outside(name: str) -> FrameworkSpec | Outside | None:
 
 
 def needs_ordinals(budget: Budget) -> bool:
-    """Whether the budget names a GPU by CUDA ordinal, so that CUDA must be asked for its numbering."""
+    """Whether the budget names a GPU by CUDA ordinal, so that CUDA must be queried for its numbering."""
     return any(_is_ordinal(key) for key in budget.devices)
 
 
 class _Rule(Generic[T]):
-    """A value that the budget sets for one device, and the entry that sets it."""
+    """A value that the budget sets for one device, and the path of the entry that sets it."""
 
     def __init__(self, value: T, at: tuple[str, ...]) -> None:
         self.value, self.at = value, at
@@ -71,17 +71,17 @@ class _Rule(Generic[T]):
 def plan(budget: Budget, devices: Sequence[Device], sharing: Sharing | None = None) -> Plan:
     """Resolve the budget against the devices. Raises PlanError if it does not fit one of them.
 
-    `sharing` says how many ranks share each of them: the plan is that of one rank, whose limits are its part of the
-    budget's, in whole granules, so that together they are never more. Without it, as `ranks: {per_gpu: 2}` says.
+    `sharing` gives the number of ranks that share each device: the plan is one rank's, whose limits are its part of the
+    budget's, rounded down to granules. Without `sharing`, the count of `ranks: {per_gpu: 2}` applies.
     """
     whole = _resolved(budget, devices)
     if sharing is None and isinstance(budget.ranks, int):
-        from memguard._budget import ranks  # few budgets are for ranks
+        from memguard._budget import ranks  # only budgets with ranks load it
 
         sharing = ranks.declared(budget.ranks, None)
     if sharing is None:
         return whole
-    from memguard._budget.parts import part_of, with_nccl  # a budget that is for one process needs nothing of it
+    from memguard._budget.parts import part_of, with_nccl  # only divided budgets load it
 
     among = {device.uuid: sharing.on(device.ordinal) for device in devices}
     if sharing.nccl:
@@ -134,7 +134,7 @@ def _resolved(budget: Budget, devices: Sequence[Device], sharers: int = 1) -> Pl
 
 
 def _fixed(budget: Budget) -> Iterator[str]:
-    """The elastic shares of frameworks whose caps cannot move."""
+    """The elastic frameworks whose caps cannot move."""
     from memguard._budget.values import text
 
     for name, framework in budget.frameworks.items():
@@ -146,11 +146,11 @@ def _fixed(budget: Budget) -> Iterator[str]:
 
 
 class _Tight:
-    """What does not fit, on all devices: one number in a fix has to do for each of them.
+    """Collects misfits over all devices, because one figure in a fix must fit each of them.
 
-    `found` holds a place, what is wrong there on one device, and what to do (None: lower the parts to fit each room).
-    `most` is the least that CUDA can give of the GPUs that a limit is set for, `least` the most that one of them needs.
-    With several `sharers` the budget is the part of one of them.
+    `found` holds a path, the misfit there on one device, and its fix (None: lower the parts to fit each device).
+    `most` is the lowest usable memory of the GPUs for which a limit is set, `least` the largest need of one of them.
+    With several `sharers` the budget is one sharer's part.
     """
 
     def __init__(self, sharers: int = 1) -> None:
@@ -169,7 +169,7 @@ class _Tight:
         return [budget.problem(loc, message, fix or self._fix(budget, loc)) for loc, message, fix in self.found]
 
     def _for_all(self, loc: tuple[str, ...]) -> str:
-        """What to do where it fits one process and not several: the limit in the file is that of all of them."""
+        """The fix if one process fits and several do not: the limit in the file is shared by all of them."""
         fewer = "start fewer ranks on a GPU"
         if loc in self.least and loc[-1] != "max":
             needed = -(-self.least[loc] * self.sharers // MIB)
@@ -189,7 +189,7 @@ class _Tight:
         shares, limits = _parts(budget)
         elastic = [name for name, part in budget.frameworks.items() if part.min is not None]
         lowered = values.as_text(suggestions.fitting(shares, limits, min(self.rooms)), elastic)
-        raised = "" if self.most else ", or raise device.limit"  # that is said to be too large for a GPU already
+        raised = "" if self.most else ", or raise device.limit"  # with `most`, the limit already exceeds a GPU
         if not lowered:
             return f"not even the smallest caps fit: name fewer frameworks{raised}"
         parts = "shares, limits or minima" if elastic else "shares or limits"
@@ -197,7 +197,7 @@ class _Tight:
 
 
 def _parts(budget: Budget) -> tuple[dict[str, Fraction], dict[str, int]]:
-    """What the budget's frameworks get in any case: shares, and bytes."""
+    """The guaranteed parts of the budget's frameworks: shares, and bytes."""
     parts = {name: framework.guaranteed for name, framework in budget.frameworks.items()}
     shares = {name: part for name, part in parts.items() if isinstance(part, Fraction)}
     return shares, {name: round_down(part) for name, part in parts.items() if isinstance(part, int)}
@@ -211,7 +211,7 @@ def _device_plan(
     tight: _Tight,
     sharers: int,
 ) -> DevicePlan | None:
-    """The plan of one device; None if something does not fit it, which is in `tight` then."""
+    """The plan of one device; None if something does not fit it, which is then in `tight`."""
     label = f"{device.name} ({device.uuid})"
     share = limit_rule.value
     limit = int(share * device.usable) if isinstance(share, Fraction) else share
@@ -222,7 +222,7 @@ def _device_plan(
         at = (*limit_rule.at, "limit")
         tight.found.append((at, message, None))
         tight.most[at] = min(device.usable, tight.most.get(at, device.usable))
-        limit = device.usable // MIB * MIB  # what does not fit into the rest either is said at once
+        limit = device.usable // MIB * MIB  # continue with the largest possible limit, to report further misfits
     auto = reserve_rule.value == "auto"
     reserve = (
         auto_reserve(device.architecture, list(budget.frameworks), communicators(budget), own_context(budget))
@@ -235,7 +235,7 @@ def _device_plan(
     if room < GRANULE:
         message = f"nothing is left on {label}: limit {format_size(limit)}, reserve {format_size(reserve)}"
         at = limit_rule.at if reserve_rule.at == ("device",) else reserve_rule.at
-        # Room for what is in bytes, and for the smallest cap of each share.
+        # Room for the parts in bytes, and for the smallest cap of each share.
         least = sum(fixed.values()) / (1 - total) if fixed and total < 1 else 0
         least = reserve + int(max(least, *(GRANULE / part for part in shares.values()), GRANULE)) + 1
         fix = None if least <= device.usable and fits else _smaller_reserve(auto, device.usable - (least - reserve))
@@ -269,7 +269,7 @@ def _device_plan(
 
 
 def _maxima(budget: Budget, room: int, label: str, tight: _Tight) -> dict[str, int] | None:
-    """The max of each framework whose cap can move, on one device; None if one is below its min (see `tight`)."""
+    """The max of each framework whose cap can move, on one device; None if a max is below its min (see `tight`)."""
     found, fits = {}, True
     for name, framework in budget.frameworks.items():
         if framework.min is None or framework.max is None:
@@ -286,11 +286,11 @@ def _maxima(budget: Budget, room: int, label: str, tight: _Tight) -> dict[str, i
 
 
 def starting_caps(room: int, caps: Mapping[str, int], elastic: Mapping[str, tuple[int, int]]) -> dict[str, int]:
-    """The caps to begin with, in bytes: `caps`, which are the minima of elastic ones, and what is spare lent to those.
+    """The initial caps in bytes: `caps`, in which elastic frameworks have their min, plus the spare lent to those.
 
-    First to those whose allocator is not memguard's: it cannot ask for a higher cap within a request that would fail.
-    What they do not use is called back at once. The others ask, and get in file order what is left. Σ caps ≤ `room`,
-    and each elastic cap is within its bounds.
+    Frameworks with an allocator other than memguard's borrow first: they cannot raise their cap within a request that
+    would fail. `rebalance` takes back what they do not use. The other elastic frameworks borrow the rest, in file
+    order. Σ caps ≤ `room`, and each elastic cap is within its bounds.
     """
     found, spare = dict(caps), round_down(max(room - sum(caps.values()), 0))
     for name in sorted(elastic, key=lambda name: SPECS[name].asks):
@@ -307,23 +307,23 @@ def _smaller_reserve(auto: bool, most: int) -> str:
 
 
 def communicators(budget: Budget) -> int:
-    """How many NCCL communicators this process will keep on each GPU, as the budget says."""
+    """The number of NCCL communicators that the budget declares for each GPU."""
     return int(_setting(budget, "nccl") or 0)
 
 
 def own_context(budget: Budget) -> bool:
-    """Whether a framework of the budget works in a CUDA context of its own."""
+    """Whether a framework of the budget uses its own CUDA context."""
     return bool(_setting(budget, "context") == "own")
 
 
 def _setting(budget: Budget, option: str) -> Any:
-    """The option's value in the one framework that has it; None if the budget does not name that framework."""
+    """The option's value in the only framework that has it; None if the budget does not name that framework."""
     owners = (name for name in budget.frameworks if any(own.name == option for own in SPECS[name].options))
     return next((getattr(budget.frameworks[name], option) for name in owners), None)
 
 
 def _divide(room: int, shares: Mapping[str, Fraction]) -> dict[str, int]:
-    """Largest remainder, in granules; the sum is that of the exact shares, rounded down. Ties: file order."""
+    """Divide by largest remainder, in granules; the sum is that of the exact shares, rounded down. Ties: file order."""
     exact = {name: share * room / GRANULE for name, share in shares.items()}
     units = {name: int(value) for name, value in exact.items()}
     left = int(sum(exact.values(), Fraction(0))) - sum(units.values())
@@ -334,7 +334,7 @@ def _divide(room: int, shares: Mapping[str, Fraction]) -> dict[str, int]:
 
 def _is_ordinal(key: object) -> bool:
     text = str(key)
-    return text.isascii() and text.isdecimal()  # int() takes the digits of other alphabets too
+    return text.isascii() and text.isdecimal()  # isdecimal() alone accepts digits of other alphabets
 
 
 def _precedence(key: str) -> int:
@@ -350,26 +350,26 @@ def _matches(key: str, device: Device) -> bool:
 
 
 def room_left(room: int, others: Iterable[tuple[int, int]]) -> int:
-    """What may be given away of `room` bytes beside the others, each with its cap and what it holds; below 0 if they
-    have more than that.
+    """The bytes of `room` that remain for one framework. `others` are each other framework's cap and held bytes; the
+    result is below 0 if they exceed the room.
 
-    A cap that was lowered below live arrays frees none of them. So each counts as its cap, or as what it holds if that
-    is more: what it holds above its cap can be given to nobody until it is freed.
+    Lowering a cap below live arrays frees none of them. So each framework counts as the larger of its cap and its
+    held bytes: bytes above its cap remain unavailable until they are freed.
     """
     return room - sum(max(cap, held) for cap, held in others)
 
 
 def left_beside(part: DevicePlan, framework: str, held: Mapping[str, int] = {}) -> int:
-    """The most that the cap of `framework` may be there: the room that the others leave. `held` is by framework."""
+    """The highest possible cap of `framework`: the room that the others leave. `held` is by framework."""
     pool, rest = part.joined, [name for name in part.caps if name not in part.joined]
     one_each = [(part.caps[name], held.get(name, 0)) for name in rest if name != framework]
-    if pool and framework not in pool:  # they have one cap together
+    if pool and framework not in pool:  # they share one joint cap
         one_each.append((part.caps[pool[0]], sum(held.get(name, 0) for name in pool)))
     return room_left(part.limit - part.reserve, one_each)
 
 
 def known_held(usage: Usage | None) -> int:
-    """What a framework holds, in bytes; the least that it must hold if it does not say that."""
+    """The bytes that a framework holds, or their lower bound if it does not report them."""
     if usage is None:
         return 0
     return usage.held if usage.held is not None else max(usage.held_at_least or 0, usage.in_use or 0)
@@ -384,8 +384,8 @@ def resized(
 ) -> Plan:
     """The plan with the framework's cap changed to `size` bytes on every device. PlanError if it does not fit.
 
-    `held` is by UUID and framework, in bytes. What elastic frameworks have beyond their min and what others cache above
-    their caps is called back before; `short` says by UUID where that is not enough.
+    `held` is by UUID and framework, in bytes. Before, the guard takes back elastic caps above their min and
+    others' caches above their caps; `short` gives by UUID the bytes that this does not recover.
     """
     if shared := next((part.joined for part in current.devices if framework in part.joined), ()):
         message = f"{framework} draws from the pool of {' and '.join(shared)}, whose size is fixed"
@@ -396,7 +396,7 @@ def resized(
     for part in current.devices:
         uuid = part.device.uuid
         beside = cap - short[uuid].missing if uuid in short else left_beside(part, framework, held.get(uuid, {}))
-        frees[uuid] = max(beside, part.caps.get(framework, 0))  # a lower cap than now takes nothing from anybody
+        frees[uuid] = max(beside, part.caps.get(framework, 0))  # lowering the cap takes nothing from the others
         over[uuid] = _above(part, framework, held.get(uuid, {}))
     most = round_down(min(frees.values(), default=0))
     live = dict.fromkeys(name for sizes in (*(room.live for room in short.values()), *over.values()) for name in sizes)
@@ -428,7 +428,7 @@ def resized(
 
 
 def with_cap(current: Plan, uuid: str, framework: str, cap: int) -> Plan:
-    """The plan with one cap changed on one GPU, as `lending` has decided."""
+    """The plan with one cap changed on one GPU, as decided by `lending`."""
     devices = [
         replace(
             part,
@@ -443,14 +443,14 @@ def with_cap(current: Plan, uuid: str, framework: str, cap: int) -> Plan:
 
 
 def beside_minima(part: DevicePlan, framework: str) -> int:
-    """What the minima of elastic frameworks and the caps of the others leave of the room, in bytes."""
+    """The room less the minima of elastic frameworks and the caps of the other frameworks, in bytes."""
     others = (part.elastic.get(name, (cap, cap))[0] for name, cap in part.caps.items() if name != framework)
     return part.limit - part.reserve - sum(others)
 
 
 def elastic_advice(refusal: Refusal, part: DevicePlan, room: Room) -> Advice:
-    """What to say of a refusal. Of an elastic framework that its cap refused also its bounds, what others leave of
-    them, who holds in live arrays what it might borrow, and which bounds to change."""
+    """The advice for a refusal. If the cap of an elastic framework refused, also its bounds, the room within them, the
+    frameworks whose live arrays occupy memory that it could borrow, and which bounds to change."""
     framework = refusal.framework
     if framework not in part.elastic or not isinstance(refusal, OverCap):
         return refusal.advice()
@@ -467,11 +467,11 @@ def elastic_advice(refusal: Refusal, part: DevicePlan, room: Room) -> Advice:
 
 
 def _bounds(part: DevicePlan, framework: str, mib: int, live: bool) -> str:
-    """What to change in the budget so that the cap of an elastic framework may be so many MiB."""
+    """The change of bounds in the budget that lets the cap of an elastic framework reach `mib` MiB."""
     most, beside, room = part.elastic[framework][1], beside_minima(part, framework), part.limit - part.reserve
     if mib * MIB > room:
         return f"use a larger GPU: the budget has {format_size(room)} of this one for all frameworks"
-    # Within its max only a higher min is sure to be had: others use what is spare.
+    # Within its max only a higher min guarantees the cap: others may borrow the spare.
     within = live or beside < most
     keys = ("min and max" if mib * MIB > most else "min") if within else "max"
     text = f"raise frameworks.{framework}.{keys} in the budget to at least {mib}MiB"
@@ -482,13 +482,13 @@ def _bounds(part: DevicePlan, framework: str, mib: int, live: bool) -> str:
 
 
 def _above(part: DevicePlan, framework: str, held: Mapping[str, int]) -> dict[str, int]:
-    """What others than `framework` hold above their caps there, in bytes."""
+    """The bytes that each framework other than `framework` holds above its cap."""
     alone = {name: cap for name, cap in part.caps.items() if name != framework and name not in part.joined}
     return {name: held[name] - cap for name, cap in alone.items() if held.get(name, 0) > cap}
 
 
 def _who(lent: Mapping[str, int], over: Mapping[str, int]) -> str:
-    """Who has in live arrays what was lent to it, and what is above its cap, most first."""
+    """The frameworks whose live arrays occupy borrowed bytes or bytes above their cap, largest first."""
     text = ""
     for what, sizes in (("lent to others, in live arrays", lent), ("held above their caps", over)):
         if sizes:
@@ -498,9 +498,9 @@ def _who(lent: Mapping[str, int], over: Mapping[str, int]) -> str:
 
 
 def busy(part: DevicePlan, memory: MemoryInfo, own: int | None) -> str | None:
-    """A warning if the limit cannot be reached now, because others hold part of the GPU; else None.
+    """A warning if the limit is out of reach now, because other processes hold part of the GPU; else None.
 
-    `own` is what this process holds, in bytes; None if NVML does not tell it from other processes.
+    `own` is what this process holds, in bytes; None if NVML does not report it separately.
     """
     available = memory.free + (own or 0)
     if part.limit <= available:
@@ -516,7 +516,7 @@ def busy(part: DevicePlan, memory: MemoryInfo, own: int | None) -> str | None:
 
 
 def card(memory: MemoryInfo) -> str:
-    """What sentences call the place that is full."""
+    """The noun for the exhausted memory in sentences."""
     return "the card" if memory.used is not None else "the machine, whose memory this GPU uses,"
 
 
@@ -528,7 +528,7 @@ def _who_holds(memory: MemoryInfo) -> str:
 
 @dataclass(frozen=True)
 class OverCap:
-    """Memory that the cap does not allow; bytes. `pool` says whose cap it is where several frameworks share one."""
+    """A refusal by the cap; bytes. `pool` describes the joint cap if several frameworks share one."""
 
     framework: str
     needed: int
@@ -540,11 +540,11 @@ class OverCap:
 
     @property
     def wanted(self) -> int:
-        """The cap that would do, in MiB."""
+        """The smallest sufficient cap, in MiB."""
         return -(-(self.cap + self.footprint - self.available) // MIB)
 
     def advice(self, cap_is: str = "is", change: str = "") -> Advice:
-        """`change`: what to change in the budget, if that is not the framework's own cap."""
+        """`change`: the budget's key to change, if that is not the framework's own cap."""
         own, needed = self.own, format_size(self.needed)
         least = "" if own.held is not None else "at least "
         held = own.held if own.held is not None else own.held_at_least
@@ -560,7 +560,7 @@ class OverCap:
 
 @dataclass(frozen=True)
 class NoneFree:
-    """Memory that the cap allows and the GPU does not have; bytes. `idle`: caches of other frameworks."""
+    """A refusal because the GPU is full although the cap has room; bytes. `idle`: caches of other frameworks."""
 
     framework: str
     needed: int
@@ -579,7 +579,7 @@ class NoneFree:
 
 @dataclass(frozen=True)
 class Reserved:
-    """Memory that other workloads have reserved; bytes."""
+    """A refusal because other workloads have reserved the memory; bytes."""
 
     framework: str
     needed: int
@@ -596,7 +596,7 @@ Refusal = OverCap | NoneFree | Reserved
 
 
 class Admission(NamedTuple):
-    """Whether memory is available: `trim` names the frameworks to trim first, `refusal` says why it is not.
+    """Whether memory is available. `trim` lists the frameworks to trim first; `refusal` is the reason if it is not.
 
     `available` is in bytes.
     """
@@ -609,10 +609,10 @@ class Admission(NamedTuple):
 def admit(
     framework: str, needed: int, footprint: int, cap: int, usages: Mapping[str, Usage | None], memory: MemoryInfo
 ) -> Admission:
-    """Whether `framework` can get `needed` bytes more on one device, within its cap and what the GPU has free.
+    """Whether `framework` can get `needed` bytes more on one device, within its cap and the GPU's free memory.
 
-    `footprint` is what its allocator would take from the driver for them, in bytes. Only a request that is sure to
-    fail is refused. So the framework's own cache counts as room: its allocator gives back the reclaimable part by
+    `footprint` is what its allocator would take from the driver for them, in bytes. `admit` refuses only a request that
+    is certain to fail. So the framework's own cache counts as room: its allocator returns the reclaimable part by
     itself, and the rest may serve the request. If held is unknown (TensorFlow with growth), live arrays count instead.
     """
     own = usages.get(framework) or Usage(held=0, in_use=0)
@@ -624,7 +624,7 @@ def admit(
         stuck = max(taken - (own.in_use if own.in_use is not None else taken), 0)
     room = max(cap - taken, 0)
     if (footprint > room or needed <= stuck) and framework in SPECS and SPECS[framework].pads:
-        stuck = 0  # it is what blocks were rounded up by: no other request is served from it
+        stuck = 0  # this cache is the rounding of blocks, which serves no other request
     if footprint > room and needed > stuck:
         return Admission(max(room, stuck), refusal=OverCap(framework, needed, footprint, max(room, stuck), cap, own))
     short = 0 if needed <= stuck else footprint - idle - memory.free
@@ -632,7 +632,7 @@ def admit(
         return Admission(max(room, stuck))
     trim, found = [], 0
     siblings = {n: size for n, u in usages.items() if n != framework and u is not None and (size := cached(u))}
-    # First those that know how much a trim returns.
+    # First frameworks whose reclaimable bytes are known.
     for name in sorted(siblings, key=lambda n: (_unsure(usages[n]), -siblings[n])):
         if found >= short:
             break
@@ -647,16 +647,16 @@ def admit(
 
 
 def in_use(usage: Usage | None) -> int | None:
-    """What live arrays occupy: 0 where the framework is not live."""
+    """The bytes of live arrays: 0 if the framework is not live."""
     return 0 if usage is None else usage.in_use
 
 
 def cached(usage: Usage) -> int:
-    """What trimming the framework may return: all of its cache, if it does not say which part is fragmented."""
+    """The most that a trim of the framework may return: its whole cache if it does not report fragmentation."""
     if usage.reclaimable is not None:
         return usage.reclaimable
     known = usage.held is not None and usage.in_use is not None
-    return max((usage.held or 0) - (usage.in_use or 0), 0) if known else 0  # two readings, at two moments
+    return max((usage.held or 0) - (usage.in_use or 0), 0) if known else 0  # clamped: two readings, at two moments
 
 
 def _unsure(usage: Usage | None) -> bool:

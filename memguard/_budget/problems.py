@@ -1,6 +1,6 @@
-"""pydantic's errors and the cross-check's violations as Problems: the place, what is wrong there, and what to do.
+"""Convert pydantic's errors and the rules' violations to Problems: path, message and fix.
 
-pydantic says where a value is wrong and how; what may be written there instead is read from the models.
+pydantic reports the path and kind of an error; the models supply the allowed values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Fields = Mapping[str, Mapping[str, Any]]
 
 _EXAMPLE = "torch: {share: 50%}"
 _SHAPES = {
-    # what belongs below a key, and what to write if it holds something else
+    # the content that a key requires, and the example to write if its value has another type
     "device": ("the keys limit and reserve", "'device: {limit: 90%}'"),
     "devices": ("one line for each GPU", "for example '0: {limit: 50%}' under devices"),
     "frameworks": ("one line for each framework", f"for example '{_EXAMPLE}' under frameworks"),
@@ -44,12 +44,12 @@ _OFF = {
     "when_idle": "remove the key: it is not suspended by itself then",
     "on_demand": "remove the key: it is not suspended for others' leases then",
 }
-"""What to do about a word such as `off`, which stands for no value of these keys."""
-# Words that people write, each with the one that it stands for.
+"""The fix for a word such as `off` that is no value of these keys."""
+# Synonyms of values, each with the valid one.
 _VALUES = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
 _VALUES |= {"warning": "warn", "free": "trim"} | dict.fromkeys(("error", "exception", "fail", "abort"), "raise")
 _UNSAFE = {"host_memory": "ignore"}
-"""Words that turn a safety off, by key: what only resembles one does not stand for it."""
+"""Words that turn off a safety, by key: only the exact word is accepted, no similar one."""
 _KEYS = {
     **dict.fromkeys(("gpu", "all", "card", "cards"), "device"),
     **dict.fromkeys(("gpus", "overrides", "per_device", "per_gpu"), "devices"),
@@ -84,13 +84,13 @@ _KEYS = {
     **{alias: option.name for spec in SPECS.values() for option in spec.options for alias in option.aliases},
 }
 _OTHERS = ("cudf", "cuml", "numpy")
-"""Libraries whose names are close to a framework's and that are not misspelt ones."""
+"""Libraries with names close to a framework's: no misspelling of one."""
 
 
 def problems(
     errors: Iterable[Mapping[str, Any]], violations: list[Violation], document: Document, fields: Fields
 ) -> list[Problem]:
-    """Everything wrong, in file order."""
+    """All problems, in file order."""
     named = {violation.loc for violation in violations if violation.alone}
     found = [_violation(error, fields, document.data) for error in errors if tuple(error["loc"]) not in named]
     every = [*found, *violations]
@@ -99,7 +99,7 @@ def problems(
     everything = explained | alone
 
     def reported(violation: Violation) -> bool:
-        """Whether something at or above its place was reported already, or is the only thing to report."""
+        """Whether a problem at or above its place was reported already, or excludes all others."""
         above = {violation.loc[:n] for n in range(len(violation.loc))}
         at = explained if violation.alone else everything
         return violation.loc in at or not above.isdisjoint(everything)
@@ -126,7 +126,7 @@ def _violation(error: Mapping[str, Any], fields: Fields, data: object) -> Violat
     elif raw is None and loc[-1] == key and not info.is_required():
         message, fix = "has no value", f"write {_examples(info)}, or remove the key"
     elif kind == "value_error":
-        # A parser says what is wrong and, if that depends on the value, what to do.
+        # The parser's error has the message and, if it depends on the value, the fix.
         wrong: InvalidValue = error["ctx"]["error"]
         message, fix = wrong.advice.reason, "" if wrong.general else wrong.advice.fix
         fix = fix or f"write for example {_examples(info)}"
@@ -139,7 +139,7 @@ def _violation(error: Mapping[str, Any], fields: Fields, data: object) -> Violat
 
 
 def _shape(loc: Loc, raw: object, data: object) -> tuple[str, str] | None:
-    """What belongs below a key, the name of a GPU or a framework, and what to write there."""
+    """What a key, the name of a GPU or a framework must contain, and an example to write."""
     if len(loc) == 1:
         key = str(loc[0])
         shape = _SHAPES.get(key)
@@ -153,7 +153,7 @@ def _shape(loc: Loc, raw: object, data: object) -> tuple[str, str] | None:
 
 
 def _instead(key: str, raw: object) -> str:
-    """What to write for a key of the top level whose value has another shape; "" if an example has to do."""
+    """The line to write for a top-level key whose value has another type; "" if only an example fits."""
     if key in ("device", "devices") and (line := suggestions.sized(raw, "%", "device")):
         return f"'device: {{{line}}}'"
     if not isinstance(raw, list) or not 0 < len(raw) <= 20:
@@ -170,13 +170,13 @@ def _instead(key: str, raw: object) -> str:
 
 
 def _name(word: object) -> str:
-    """The framework that a word stands for; "" if none."""
+    """The framework meant by a word; "" if none."""
     normal = suggestions.normal(word) if isinstance(word, str) else ""
     return normal if normal in SPECS else next((n for n, spec in SPECS.items() if normal in spec.aliases), "")
 
 
 def _choice(loc: Loc, key: str, kind: str, raw: object, info: Any) -> tuple[str, str]:
-    """What a word, a flag, a count or a list may be, and what to write."""
+    """The allowed values of a word, a flag, a count or a list, and the fix."""
     words, word, entry = _words(info), _word(raw), isinstance(loc[-1], int)
     options = SPECS[str(loc[1])].options if loc[0] == "frameworks" else ()
     option = next((option for option in options if option.name == key), None)
@@ -196,26 +196,26 @@ def _choice(loc: Loc, key: str, kind: str, raw: object, info: Any) -> tuple[str,
         if meant and _UNSAFE.get(key) == meant and not word.startswith(meant):
             meant, fix = "", f"write {_quoted(words)}"
     if isinstance(raw, (str, int)) and meant:
-        # What looks right already was refused because of its quotes.
+        # The value is right but for its quotes, so those are the problem.
         quotes = " without quotes" if raw == meant else ""
         fix = f"write '[{meant}]'" if kind == "tuple_type" else f"write '{meant}'{quotes}"
     return f"each entry of {key} is {what}" if entry else f"{key} is {what}", fix
 
 
 def _near(word: str, words: Iterable[str]) -> str:
-    """The word that is probably meant; "" for none. Long text is not compared: that takes long."""
+    """The closest word; "" if none is close. Long text is not compared, because that is slow."""
     return next(iter(difflib.get_close_matches(word, words, 1)), "") if len(word) <= 40 else ""
 
 
 def _words(info: Any) -> tuple[str, ...]:
-    """The words that a field, or each entry of its list, may be."""
+    """The words that a field, or each entry of its list, accepts."""
     if info.annotation is bool:
         return "true", "false"
     return get_args(get_args(info.annotation)[0] if get_origin(info.annotation) is tuple else info.annotation)
 
 
 def _examples(info: Any) -> str:
-    """What to write for a field: its examples, its words or its default."""
+    """Examples for a field: its examples, its words or its default."""
     words = () if get_origin(info.annotation) is tuple else _words(info)
     return _quoted(info.examples or words or [info.default])
 
@@ -245,7 +245,7 @@ def _unknown(loc: Loc, fields: Fields, data: object) -> Violation:
 
 
 def _of_all_gpus(loc: Loc, name: str, data: object) -> Violation:
-    """A key of `device` below one GPU, which can have no value of its own for it."""
+    """A key of `device` below one GPU: it applies to all GPUs only."""
     allowed = f"allowed here: {', '.join(suggestions.FIELDS_OF_A_DEVICE)}"
     there = suggestions.at(data, ("device", name)) is not None
     fix = "remove it: 'device:' has it" if there else "move it to 'device:'"
@@ -255,12 +255,12 @@ def _of_all_gpus(loc: Loc, name: str, data: object) -> Violation:
 def _instead_of(
     name: str, level: str, value: object, siblings: Mapping[str, Any], fields: Fields, data: object
 ) -> tuple[str, tuple[Loc, ...], bool]:
-    """What to do about an unknown key, the places that this explains too, and whether the key belongs elsewhere."""
+    """The fix for an unknown key, the other paths that it explains, and whether the key belongs elsewhere."""
     own: Loc = () if level == "" else (level,) if level not in SPECS else ("frameworks", level)
     allowed = fields[level]
 
     def known(word: str) -> str:
-        """The key of this level that a word stands for; "" if none."""
+        """The key of this level that a word means; "" if none."""
         normal = suggestions.normal(word)
         if level == "frameworks" and normal in _OTHERS:
             return ""
@@ -289,7 +289,7 @@ def _instead_of(
     if amount and level in SPECS and set(SIZES) & set(siblings) and not known(name):
         return "remove it", (), False
     line, fix = _sized(name, value, level, siblings, known(name)) if amount else ("", "")
-    if fix and line != f"{known(name)}: {_written(value)}":  # that is only misspelt
+    if fix and line != f"{known(name)}: {_written(value)}":  # otherwise the key is only misspelt
         return fix, (), level == "" or name == "share"
     if near := known(name):
         explains: tuple[Loc, ...] = ((*own, near),) if near not in siblings else ()
@@ -315,7 +315,7 @@ _BOUNDS = {
 
 
 def _bound(name: str, siblings: Mapping[str, Any]) -> str:
-    """The bound of an elastic share that a word stands for, where the other bound stands beside it; "" if none."""
+    """The bound of an elastic share that a word means, if the entry has the other bound; "" if none."""
     bound = _BOUNDS.get(suggestions.normal(name), "")
     words = [suggestions.normal(key) for key in siblings if key != name]
     others = {_BOUNDS.get(word) or _near(word, ("min", "max")) or word for word in words}
@@ -323,7 +323,7 @@ def _bound(name: str, siblings: Mapping[str, Any]) -> str:
 
 
 def _too_far_left(name: str, value: object, fields: Fields, data: object) -> str:
-    """The framework whose key below it is not indented, so that it stands beside it; "" if none is."""
+    """The framework whose nested key is not indented, so that it is a sibling key; "" if none."""
     empty = [one for one in suggestions.unsized(data) if suggestions.at(data, ("frameworks", one)) is None]
     if len(empty) != 1 or name not in fields[empty[0]] or isinstance(value, (Mapping, list)):
         return ""
@@ -331,15 +331,15 @@ def _too_far_left(name: str, value: object, fields: Fields, data: object) -> str
 
 
 def _exactly_elsewhere(name: str, fields: Fields) -> bool:
-    """Whether a key belongs to another level as it is written; amounts may belong to several."""
+    """Whether a key belongs to another level in its exact spelling; amounts may belong to several."""
     normal = suggestions.normal(name)
     return normal not in SIZES and any(normal in level for level in fields.values())
 
 
 def _sized(name: str, value: object, level: str, siblings: Mapping[str, Any], near: str) -> tuple[str, str]:
-    """The line for an amount of memory below a key of other words than ours, and what to do; "" if that cannot be told.
+    """The line for an amount of memory under an unknown key, and the fix; "" if it cannot be inferred.
 
-    At the top level it is that of the device. `near` is a key of this level that looks like it.
+    At the top level it is the device's amount. `near` is a similar key of this level.
     """
     if level not in ("", "device", *SPECS) or ("device" if level == "" else "limit") in siblings:
         return "", ""
@@ -356,7 +356,7 @@ def _sized(name: str, value: object, level: str, siblings: Mapping[str, Any], ne
 
 
 def _of_device(name: str, value: object, siblings: Mapping[str, Any], data: object) -> str:
-    """What to do with a GPU's name in `device`, which holds for all; "" if it is none."""
+    """The fix for a GPU's name in `device`, which applies to all GPUs; "" if the key is no GPU."""
     gpu = re.fullmatch(r"[0-9]{1,4}|(?i:gpu|cuda).*|.*[*].*", name) is not None
     return "move it below 'devices:'" if gpu and isinstance(value, Mapping) else ""
 
@@ -364,7 +364,7 @@ def _of_device(name: str, value: object, siblings: Mapping[str, Any], data: obje
 def _top(
     name: str, value: object, siblings: Mapping[str, Any], fields: Fields, data: object
 ) -> tuple[str, tuple[Loc, ...], bool] | None:
-    """What to do with an unknown key of the top level, by its value."""
+    """The fix for an unknown top-level key, inferred from its value."""
     if (shape := suggestions.looks_like(value, fields)) and shape not in siblings and name not in SPECS:
         return f"did you mean {shape!r}?", ((shape,),), False
     if isinstance(value, Mapping) and "frameworks" in value and "frameworks" not in siblings:
@@ -376,7 +376,7 @@ def _top(
 
 
 def _written(value: object) -> str:
-    """The value as text; "" if Python refuses to write it, as an integer of some thousand digits."""
+    """The value as text; "" if Python refuses to convert it, as an integer of some thousand digits."""
     try:
         return str(value)
     except ValueError:
@@ -384,7 +384,7 @@ def _written(value: object) -> str:
 
 
 def _home(name: str, value: object, fields: Fields, data: object) -> str:
-    """What to do with a key that belongs elsewhere; "" if it belongs nowhere."""
+    """The fix for a key that belongs to another level; "" if it belongs to none."""
     for level in ("frameworks", "device", "monitor", "metrics", "suspend", "doctor", *SPECS):
         if name in fields[level]:
             if level in SPECS and name in SIZES:
@@ -414,5 +414,5 @@ def _problem(violation: Violation, document: Document) -> Problem:
 
 
 def _printable(text: str) -> str:
-    """What was written may hold anything, and a terminal obeys control characters."""
+    """Escape control characters, which a terminal would execute."""
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

@@ -1,19 +1,19 @@
-"""The ranks of a job: what a launcher says of this process in its environment, and which GPU each rank uses. Pure.
+"""Detect the ranks of a job from its launcher's environment variables, and the GPU of each rank. Pure.
 
-What the launchers write, by their own documentation:
+The variables by launcher, from its documentation:
 
-- torchrun: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables. DeepSpeed's launcher writes
-  LOCAL_SIZE in the place of LOCAL_WORLD_SIZE.
+- torchrun: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables. DeepSpeed's launcher sets
+  LOCAL_SIZE instead of LOCAL_WORLD_SIZE.
 - Open MPI: https://docs.open-mpi.org/en/main/launching-apps/runtime-env-vars.html (its page on "Environment variables
   set for MPI applications").
 - MPICH and Intel MPI: MPI_LOCALRANKID and MPI_LOCALNRANKS, of their common launcher Hydra.
-- Slurm: srun(1), "OUTPUT ENVIRONMENT VARIABLES". `2(x3),1` stands for three nodes with two tasks and one with one.
+- Slurm: srun(1), "OUTPUT ENVIRONMENT VARIABLES". `2(x3),1` means three nodes with two tasks and one node with one.
 
-The one that is nearest to the program counts, as launchers nest: mpirun starts its daemons with srun, and those give
-their own SLURM_LOCALID to every rank; a script of Slurm starts torchrun.
+Launchers nest, and the innermost one counts: mpirun starts its daemons with srun, which passes the daemon's
+SLURM_LOCALID to every rank; a Slurm script starts torchrun.
 """
 
-# Without `from __future__ import annotations`, which makes typing compile the annotation of each field of a NamedTuple.
+# No `from __future__ import annotations`: with it, typing compiles the annotation of each field of a NamedTuple.
 
 import re
 from collections.abc import Iterator, Mapping
@@ -30,7 +30,7 @@ MOST = 1024
 
 
 class Unclear(ValueError):
-    """The environment does not say what has to be known. `fix` says what to do."""
+    """The environment leaves out a required value. `fix` is the remedy."""
 
     def __init__(self, message: str, fix: str) -> None:
         super().__init__(message)
@@ -38,7 +38,7 @@ class Unclear(ValueError):
 
 
 class _Launcher(NamedTuple):
-    """The variables of one launcher: a rank's number on its node, how many are there, its number in all, and of all."""
+    """The variables of one launcher: local rank, local size, global rank and global size."""
 
     title: str
     local: str
@@ -68,12 +68,12 @@ _SIZES = {
     "HOROVOD_SIZE": "horovodrun",
     "SLURM_STEP_NUM_TASKS": "srun",
 }
-"""What a launcher writes into the environment of each rank: how many there are. Slurm's SLURM_NTASKS is no sign by
-itself, as the batch script has it too, which runs once."""
+"""The launchers, each identified by its size variable. Slurm's SLURM_NTASKS alone identifies no rank: the batch script,
+which runs once, has it too."""
 
 
 class Rank(NamedTuple):
-    """This process among the ranks of its job: its number on this node of so many, and in all if that is known."""
+    """This process's rank: local rank and local size, and the global ones if known."""
 
     launcher: str
     local: int
@@ -85,8 +85,8 @@ class Rank(NamedTuple):
 class Sharing(NamedTuple):
     """How many ranks use each GPU that this process sees.
 
-    `counts` has one number for each, by CUDA ordinal; a single number holds for all of them. `own` is the ordinal of
-    the GPU that this rank uses, None if that is not known. `nccl`: a communicator of NCCL is to be expected.
+    `counts` has one number for each GPU, by CUDA ordinal; a single number applies to all. `own` is the ordinal of this
+    rank's GPU, None if unknown. `nccl`: expect one NCCL communicator.
     """
 
     counts: tuple[int, ...]
@@ -96,21 +96,21 @@ class Sharing(NamedTuple):
 
     @property
     def even(self) -> bool:
-        """Whether it is the same on each GPU, so that CUDA's numbering does not matter."""
+        """Whether all GPUs have the same count, so that CUDA's numbering does not matter."""
         return len({*self.counts}) == 1
 
     def on(self, ordinal: int | None) -> int:
-        """The ranks among which this GPU's limit is divided."""
+        """The number of ranks among which this GPU's limit is divided."""
         return self.counts[0] if self.even or ordinal is None else self.counts[ordinal]
 
 
-# who this process is
+# this process's rank
 
 
 def of(environ: Mapping[str, str]) -> Rank | None:
-    """This process's place among the ranks; None if no launcher says that it is one.
+    """This process's rank; None if no launcher's variables mark it as a rank.
 
-    Raises Unclear where one says so, but not among how many, or with a value that is none.
+    Raises Unclear if a launcher sets a rank but no size, or an invalid value.
     """
     unknown: _Launcher | None = None
     for launcher in _LAUNCHERS:
@@ -127,7 +127,7 @@ def of(environ: Mapping[str, str]) -> Rank | None:
         if count is None:
             unknown = unknown or launcher
             continue
-        if unknown is not None:  # a script copies the number of the launcher below it, as many do for LOCAL_RANK
+        if unknown is not None:  # scripts copy the underlying launcher's rank, for example to LOCAL_RANK
             known = whole(environ[unknown.local])
             if known != local:
                 raise Unclear(
@@ -151,7 +151,7 @@ def of(environ: Mapping[str, str]) -> Rank | None:
 
 
 def rank_of(environ: Mapping[str, str]) -> int | None:
-    """This process's number in its whole job, or None."""
+    """This process's global rank, or None."""
     for launcher in _LAUNCHERS:
         if (number := whole(environ.get(launcher.rank))) is not None:
             return number
@@ -159,14 +159,14 @@ def rank_of(environ: Mapping[str, str]) -> int | None:
 
 
 def local_numbers(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """The variables that have this process's number on its node, with their texts; the nearest launcher's first."""
+    """The variables that hold the local rank, with their texts; the innermost launcher first."""
     for launcher in _LAUNCHERS:
         if text := environ.get(launcher.local, "").strip():
             yield launcher.local, text
 
 
 def several(environ: Mapping[str, str]) -> str | None:
-    """Why there is more than one rank, as the end of a sentence; None if nothing says so."""
+    """The evidence for several ranks, as the end of a sentence; None without evidence."""
     for name, launcher in _SIZES.items():
         if (whole(environ.get(name)) or 0) > 1:
             return f"{launcher} started {environ[name].strip()} ranks ({name})"
@@ -178,13 +178,13 @@ def several(environ: Mapping[str, str]) -> str | None:
 
 
 def whole(text: str | None) -> int | None:
-    """The whole number from 0 on that a variable has; None for anything else."""
+    """A variable's value as a whole number ≥ 0; None for anything else."""
     text = (text or "").strip()
     return int(text) if re.fullmatch("[0-9]{1,9}", text, re.ASCII) else None
 
 
 def _count(launcher: _Launcher, environ: Mapping[str, str]) -> int | None:
-    """The ranks on this node by the launcher; None if it does not say."""
+    """The launcher's number of ranks on this node; None if it does not set it."""
     if launcher is _SRUN:
         return _tasks(environ)
     for name in launcher.counts:
@@ -199,8 +199,8 @@ def _count(launcher: _Launcher, environ: Mapping[str, str]) -> int | None:
 
 
 def _is_batch_script(environ: Mapping[str, str]) -> bool:
-    """Whether this is Slurm's batch script and not a task of srun: it has SLURM_LOCALID=0 and SLURM_PROCID=0 too, and
-    the job's SLURM_TASKS_PER_NODE, but nothing of a step."""
+    """Whether this is Slurm's batch script and not a task of srun. Both have SLURM_LOCALID=0, SLURM_PROCID=0 and the
+    job's SLURM_TASKS_PER_NODE, but the script has no variables of a step."""
     numbers = (whole(environ.get(name)) for name in (_SRUN.local, _SRUN.rank))
     return not environ.get(_SRUN.counts[0], "").strip() and not any(numbers)
 
@@ -232,7 +232,7 @@ def _tasks(environ: Mapping[str, str]) -> int | None:
 
 
 def _runs(text: str) -> Iterator[tuple[int, int]]:
-    """Of `2(x3),1`: two tasks on three nodes, then one on one. Nothing if the text is not like that."""
+    """Parse `2(x3),1`: yields (tasks, nodes) of each run. Yields nothing for malformed text."""
     found = [re.fullmatch(r"\s*([0-9]{1,4})\s*(?:\(x([0-9]{1,6})\))?\s*", one, re.ASCII) for one in text.split(",")]
     if all(found):
         yield from ((int(one[1]), int(one[2] or 1)) for one in found if one is not None)
@@ -251,10 +251,10 @@ def _count_fix(launcher: _Launcher) -> str:
 
 
 def _cluster(text: str | None) -> int:
-    """How many tasks TensorFlow's cluster has."""
+    """The number of tasks in TensorFlow's cluster."""
     if not text:
         return 0
-    import json  # few have it
+    import json  # rarely needed
 
     try:
         cluster = json.loads(text).get("cluster", {})
@@ -263,14 +263,14 @@ def _cluster(text: str | None) -> int:
         return 0
 
 
-# which GPU each rank uses
+# the GPU of each rank
 
 
 def sharing(rank: Rank | None, visible: int, environ: Mapping[str, str]) -> Sharing:
-    """How the ranks of this node use the GPUs, of which this process sees so many. Raises Unclear.
+    """How the ranks of this node use its `visible` GPUs. Raises Unclear.
 
-    Several GPUs: local rank r uses `cuda:{r % count}`, as programs do. One GPU: all ranks share it, unless the launcher
-    says that each has one of its own. Of simulated GPUs `environ` is empty: no launcher gives those out.
+    Several GPUs: local rank r uses `cuda:{r % count}`, the usual convention. One GPU: all ranks share it, unless the
+    launcher binds each rank to its own GPU. For simulated GPUs `environ` is empty: no launcher assigns those.
     """
     if rank is None:
         return Sharing((1,), note="ranks: no launcher says that this process is a rank, so it has the budget whole")
@@ -289,7 +289,7 @@ def sharing(rank: Rank | None, visible: int, environ: Mapping[str, str]) -> Shar
 
 
 def of_budget(budget: "Budget", visible: int, environ: Mapping[str, str], simulated: bool) -> Sharing | None:
-    """How the ranks of this node use so many GPUs; None for a budget that is for one process. Raises PlanError."""
+    """How the ranks of this node use its GPUs; None for a budget of one process. Raises PlanError."""
     if budget.ranks is None:
         return None
     try:
@@ -297,7 +297,7 @@ def of_budget(budget: "Budget", visible: int, environ: Mapping[str, str], simula
             return _with_nccl_said(budget, sharing(of(environ), visible, {} if simulated else environ))
         try:
             return _with_nccl_said(budget, declared(int(budget.ranks), of(environ)))
-        except Unclear:  # the budget says what the environment does not
+        except Unclear:  # the budget declares what the environment leaves out
             return declared(int(budget.ranks), None)
     except Unclear as error:
         raise PlanError([budget.problem(("ranks",), str(error), error.fix)], budget.source or "init") from None
@@ -313,14 +313,14 @@ def _with_nccl_said(budget: "Budget", found: Sharing) -> Sharing:
 
 
 def declared(per_gpu: int, rank: Rank | None) -> Sharing:
-    """As the budget says: so many processes share each GPU, whoever starts them."""
+    """The declared sharing: `per_gpu` processes on each GPU, whatever the launcher."""
     several = rank is not None and (rank.world or rank.size) > 1
     who = "each rank has its GPU for itself" if per_gpu == 1 else f"{per_gpu} ranks share each GPU"
     return Sharing((per_gpu,), None, several and per_gpu == 1, f"ranks: {who}, as per_gpu says")
 
 
 def _slurm(rank: Rank, visible: int, environ: Mapping[str, str]) -> int | None:
-    """The tasks that use one GPU, where srun bound them to GPUs and says how; else None."""
+    """The tasks that use one GPU, if srun bound them to GPUs and reports how; else None."""
     if rank.launcher != _SRUN.title:
         return None
     if (tasks := whole(environ.get("SLURM_NTASKS_PER_GPU"))) and visible == 1:

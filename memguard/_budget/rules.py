@@ -1,7 +1,7 @@
-"""What must hold between the values of a budget.
+"""Cross-checks between the values of a budget.
 
-The values are those of the checked budget. If some value is wrong there is none: then the rules read what they can of
-the document and skip the rest, so that their problems are reported together with those of single values.
+They read the validated budget. If a value is invalid there is no budget: then the rules check the readable part of the
+document, so that their violations are reported together with the invalid values.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Checked = Any
 T = TypeVar("T")
 
 SIZES = ("share", "limit", "min", "max")
-"""The keys that say how much a framework gets."""
+"""The keys that set a framework's amount."""
 _SIZES, _SHARE, _LIMIT, _BOUNDS = {*SIZES}, {"share"}, {"limit"}, {"min", "max"}
 
 
 class Part(NamedTuple):
-    """How much a framework gets, as far as it can be read. What is not written is None."""
+    """A framework's amount, as far as it is readable. Missing keys are None."""
 
     share: Fraction | None = None
     limit: int | None = None
@@ -37,9 +37,9 @@ class Part(NamedTuple):
 
 
 class Scope(NamedTuple):
-    """Limit and reserve of every GPU, or of those that an entry of `devices` names; None if that cannot be read.
+    """Limit and reserve of every GPU, or of the GPUs of an entry in `devices`; None if unreadable.
 
-    `written` has the keys at `loc`; what is not written there is as in `device`.
+    `written` has the keys at `loc`; missing ones are inherited from `device`.
     """
 
     loc: Loc
@@ -49,9 +49,9 @@ class Scope(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What the frameworks ask for in any case, in file order: parts of (limit − reserve), and bytes.
+    """The frameworks' guaranteed amounts, in file order: parts of (limit − reserve), and bytes.
 
-    For those in `elastic` it is their min.
+    For frameworks in `elastic` it is their min.
     """
 
     shares: Mapping[str, Fraction]
@@ -60,10 +60,10 @@ class Asked(NamedTuple):
 
 
 class Violation(NamedTuple):
-    """A problem that has not been given its line yet.
+    """A problem without its line.
 
-    `at_key` marks the key rather than the value; `alone` drops every other violation at or below its place, and at or
-    below those in `instead`, which it explains too.
+    `at_key` marks the key rather than the value. `alone` drops every other violation at or below its path, and at or
+    below the paths in `instead`, which it explains too.
     """
 
     loc: Loc
@@ -75,15 +75,15 @@ class Violation(NamedTuple):
 
 
 def check(data: Mapping[str, Any], budget: Checked | None) -> list[Violation]:
-    """Every violation in plain data, and in the budget that it was read to; None if some value is wrong.
+    """All violations in plain data and in the budget parsed from it, which is None if a value is invalid.
 
-    Frameworks that memguard does not know are left out.
+    Unknown frameworks are skipped.
     """
     written = _mapping(data.get("frameworks"))
     frameworks = {name: entry for name, entry in written.items() if name in SPECS and isinstance(entry, Mapping)}
     device, devices, monitor = _mapping(data.get("device")), _mapping(data.get("devices")), data.get("monitor")
     if budget is not None and len(budget.devices) < len(devices):
-        budget = None  # two keys name one GPU: it has one of their entries
+        budget = None  # two keys name one GPU, and the budget has only one of their entries
     parts: Mapping[str, Part]
     if budget is not None:
         parts, scopes = budget.frameworks, _scopes(device, devices, budget)
@@ -100,7 +100,7 @@ def check(data: Mapping[str, Any], budget: Checked | None) -> list[Violation]:
     violations += _amounts(frameworks, parts, scopes)
     if data.get("strategy") == "pool":
         violations += _pool(frameworks)
-    if budget is None:  # what no budget can have
+    if budget is None:  # a valid budget cannot have these
         violations += _of_others(frameworks)
         violations += _misplaced(data)
         violations += _same_device(devices)
@@ -128,7 +128,7 @@ def _part(entry: Mapping[str, Any]) -> Part:
 def _scopes(device: Mapping[str, Any], devices: Mapping[str, Any], budget: Checked) -> list[Scope]:
     every = budget.device
     scopes = [Scope(("device",), device, every.limit, every.reserve)]
-    for key, own in zip(devices, budget.devices.values(), strict=True):  # `cuda:0` is `0` in the budget
+    for key, own in zip(devices, budget.devices.values(), strict=True):  # the budget normalises `cuda:0` to `0`
         limit = every.limit if own.limit is None else own.limit
         reserve = every.reserve if own.reserve is None else own.reserve
         scopes.append(Scope(("devices", key), devices[key], limit, reserve))
@@ -147,13 +147,13 @@ def _readable_scopes(device: Mapping[str, Any], devices: Mapping[str, Any]) -> l
 def _amounts(
     frameworks: Mapping[str, Mapping[str, Any]], parts: Mapping[str, Part], scopes: list[Scope]
 ) -> Iterator[Violation]:
-    """What the frameworks ask for against what there is."""
+    """Compare the frameworks' amounts with limit − reserve."""
     asked = _asked(frameworks, parts)
     in_bytes = [scope for scope in scopes if isinstance(scope.limit, int)]
     least = min(map(_declared_room, in_bytes), default=None)
     left, needed = 1 - sum(asked.shares.values(), Fraction(0)), sum(asked.limits.values())
     if (left > 0 or (left == 0 and not needed)) and (least is None or (least > 0 and needed <= left * least)):
-        return  # all fits; what follows finds what does not, and numbers that would
+        return  # all fits; the checks below only find misfits and compute fixes
     auto = _auto_reserve(frameworks) if in_bytes else 0
     rooms = [room for scope in in_bytes if (room := _room(scope, auto)) > 0]
     yield from _shares(asked, rooms)
@@ -181,7 +181,7 @@ def _asked(frameworks: Mapping[str, Mapping[str, Any]], parts: Mapping[str, Part
 
 
 def _of_others(frameworks: Mapping[str, Mapping[str, Any]]) -> Iterator[Violation]:
-    """Settings of other frameworks."""
+    """Options that belong to other frameworks."""
     for name, entry in frameworks.items():
         own = {option.name for option in SPECS[name].options}
         for owner, option in ((owner, option) for owner, spec in SPECS.items() for option in spec.options):
@@ -191,7 +191,7 @@ def _of_others(frameworks: Mapping[str, Mapping[str, Any]]) -> Iterator[Violatio
 
 
 def _bounds(name: str, part: Part) -> Iterator[Violation]:
-    """The two bounds of an elastic share. A percentage and bytes are compared by the plan, on each GPU."""
+    """The order of min and max. The plan compares a percentage with bytes, on each GPU."""
     least, most = part.min, part.max
     if least is not None and most is not None and type(least) is type(most) and most < least:
         low, high = values.text(least), values.text(most)
@@ -201,13 +201,13 @@ def _bounds(name: str, part: Part) -> Iterator[Violation]:
 
 
 def _not_one(name: str, entry: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[Violation]:
-    """Not exactly one of share, limit, and min with max."""
+    """An entry must have exactly one of share, limit, and min with max."""
     from memguard._budget import suggestions
 
     loc: Loc = ("frameworks", name)
     fixed, bounds = [key for key in entry if key in SIZES[:2]], [key for key in entry if key in SIZES[2:]]
     options = {option.name for spec in SPECS.values() for option in spec.options}
-    known = set(entry) <= options | set(SIZES)  # an unknown key may be a misspelt one, and is explained by itself
+    known = set(entry) <= options | set(SIZES)  # an unknown key has its own problem and may be a misspelt amount
     kept = suggestions.flow(
         {key: value for key, value in entry.items() if key in {o.name for o in SPECS[name].options}}
     )
@@ -244,7 +244,7 @@ def _not_one(name: str, entry: Mapping[str, Any], data: Mapping[str, Any]) -> It
 
 
 def _other_bound(entry: Mapping[str, Any], bound: str, fixed: str) -> str:
-    """The bound that share or limit stands for beside the other one; "" if it cannot, as it is on its wrong side."""
+    """The bound that share or limit should be, given the other bound; "" if its value is on the wrong side."""
     here, there = _read(values.least, entry[bound]), _read(values.least, entry[fixed])
     if here is None or there is None:
         return ""
@@ -277,26 +277,26 @@ def _place(name: str, key: str, elastic: Collection[str]) -> Loc:
 
 
 def _lowered(shares: Mapping[str, Fraction], limits: Mapping[str, int], rooms: list[int]) -> dict[str, Fraction | int]:
-    """What to lower shares to that are too large by themselves: they have to be, even if a limit has to be raised."""
+    """Lower the shares that exceed 100% in sum, which is required even if a limit must be raised too."""
     from memguard._budget import suggestions
 
     return suggestions.fitting(shares, limits, min(rooms, default=None)) or suggestions.fitting(shares, limits, None)
 
 
 def _declared_room(scope: Scope) -> int:
-    """Limit − reserve in bytes. A reserve of `auto` counts as nothing: it depends on the GPU."""
+    """Limit − reserve in bytes. A reserve of `auto` counts as 0: it depends on the GPU."""
     assert isinstance(scope.limit, int)
     return scope.limit - (scope.reserve if isinstance(scope.reserve, int) else 0)
 
 
 def _room(scope: Scope, auto: int) -> int:
-    """What numbers that are suggested may use. A reserve of `auto` counts unless it takes the whole limit."""
+    """The room for suggested figures. A reserve of `auto` counts unless it exceeds the whole limit."""
     room = _declared_room(scope)
     return room - auto if not isinstance(scope.reserve, int) and room > auto else room
 
 
 def _auto_reserve(frameworks: Mapping[str, Mapping[str, Any]]) -> int:
-    """No less than `reserve: auto` on any GPU, for suggested numbers. `_budget.policy` decides it for one GPU."""
+    """An upper bound of `reserve: auto` on any GPU, for suggested figures. `_budget.policy` computes it for one GPU."""
     communicators = max([n for e in frameworks.values() if type(n := e.get("nccl")) is int and 0 < n < 100], default=0)
     size = CONTEXT + SLACK + sum(SPECS[name].workspace for name in frameworks)
     if communicators:
@@ -307,7 +307,7 @@ def _auto_reserve(frameworks: Mapping[str, Mapping[str, Any]]) -> int:
 
 
 def _fits(scope: Scope, asked: Asked, rooms: list[int], auto: int) -> Iterator[Violation]:
-    """Bytes against bytes. The plan finds what fits only on some GPUs."""
+    """Compare bytes with bytes. The plan finds misfits that depend on the GPU."""
     loc, own, limit, written_reserve = scope
     at = next((key for key in ("limit", "reserve") if key in own), None)
     if at is None or not isinstance(limit, int):
@@ -317,7 +317,7 @@ def _fits(scope: Scope, asked: Asked, rooms: list[int], auto: int) -> Iterator[V
     reserve, keep = declared or 0, auto if declared is None else declared
     total = sum(shares.values(), Fraction(0))
     needed, left = sum(limits.values()), 1 - total
-    # Shares that are too large by themselves have to be lowered in any case.
+    # Shares that exceed 100% in sum must be lowered in any case.
     after = {**shares, **limits, **(_lowered(shares, limits, rooms) if total >= 1 else {})}
     spare = 1 - sum((after[name] for name in shares), Fraction(0))
     wanted = math.ceil(sum(after[name] for name in limits) / spare) if spare > 0 else 0
@@ -326,7 +326,7 @@ def _fits(scope: Scope, asked: Asked, rooms: list[int], auto: int) -> Iterator[V
         fix = f"lower the reserve or raise the limit to {_about(max(wanted, reserve) + reserve)}"
         yield Violation((*loc, "reserve" if "reserve" in own else at), message, fix)
         return
-    if total >= 1:  # what is said of the shares fits this limit too, unless no cap of the smallest size does
+    if total >= 1:  # the violation of the shares covers this limit too, unless no smallest cap fits
         if limit - reserve < wanted:
             message = f"this limit of {size_text(limit)} leaves no room for {_sum(limits, elastic)} beside shares"
             yield Violation((*loc, at), message, f"raise the limit to {_about(wanted + keep)}")
@@ -349,7 +349,7 @@ def _fits(scope: Scope, asked: Asked, rooms: list[int], auto: int) -> Iterator[V
 
 
 def _pool(frameworks: Mapping[str, Mapping[str, Any]]) -> Iterator[Violation]:
-    """What is wrong with the frameworks of a budget whose strategy is the pool."""
+    """Frameworks that `strategy: pool` does not allow."""
     for name, entry in frameworks.items():
         for key in ("min", "max"):
             if key in entry and _joins(name, entry):
@@ -366,12 +366,12 @@ def _pool(frameworks: Mapping[str, Mapping[str, Any]]) -> Iterator[Violation]:
 
 
 def _joins(name: str, entry: Mapping[str, Any]) -> bool:
-    """Whether the framework draws from the shared pool. Not with a CUDA context of its own."""
+    """Whether the framework uses the shared pool. It cannot with its own CUDA context."""
     return bool(SPECS[name].joint) and entry.get("context") != "own"
 
 
 def _misplaced(data: Mapping[str, Any]) -> Iterator[Violation]:
-    """`device` for `devices` and the other way round: what is below them tells."""
+    """`device` written for `devices` or the reverse: the nested keys show which."""
     device, devices = data.get("device"), data.get("devices")
     own = {"limit", "reserve"}
     if isinstance(devices, Mapping) and (keys := own & set(devices)):
@@ -425,7 +425,7 @@ def _levels(monitor: Mapping[str, Any], budget: Checked | None) -> Iterator[Viol
 
 
 def _metrics(metrics: Mapping[str, Any]) -> Iterator[Violation]:
-    """Somebody has to get them. An unknown key may be a misspelt one, and is explained by itself."""
+    """`metrics` needs an exporter. An unknown key has its own problem and may be a misspelt one."""
     told = {key: value for key, value in metrics.items() if key != "opentelemetry" or value is not False}
     if set(told) <= {"job"}:
         from memguard._budget import suggestions
@@ -436,7 +436,7 @@ def _metrics(metrics: Mapping[str, Any]) -> Iterator[Violation]:
 
 
 def _lease(device: Mapping[str, Any]) -> Iterator[Violation]:
-    """There must be something to wait for. An unknown key may be a misspelt `lease`, and is explained by itself."""
+    """`wait` needs a lease. An unknown key has its own problem and may be a misspelt `lease`."""
     waits = [key for key in ("wait", "on_wait") if key in device and device[key] != "wait"]
     if not waits or not set(device) <= {"limit", "reserve", "lease", "wait", "on_wait"}:
         return

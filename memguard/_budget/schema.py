@@ -1,11 +1,11 @@
-"""The budget file: text to a checked `Budget`, or every problem at once with line, column and fix.
+"""The budget file: parse text to a validated `Budget`, or report every problem at once with line, column and fix.
 
 Pure: `Budget.load` reads one file and nothing else. Make budgets with `Budget.load`, `from_text` or `from_mapping`:
-each raises ConfigError and nothing else. What the keys mean is in `docs/budget.md`. pydantic builds a model when it is
-first used (`defer_build`): importing this builds none.
+each raises ConfigError and nothing else. `docs/budget.md` defines the keys. pydantic builds a model at its first use
+(`defer_build`): importing this module builds none.
 """
 
-# Without `from __future__ import annotations`, which makes pydantic compile the annotations again for each model.
+# No `from __future__ import annotations`: with it, pydantic compiles the annotations again for each model.
 
 import os
 import stat
@@ -45,12 +45,12 @@ _UNIQUE: dict[str, Any] = {"uniqueItems": True}
 
 
 def _key(description: str, default: Any = None, **more: Any) -> Any:
-    """A key that may be left out. Its default is written as in a file."""
+    """An optional key. `default` is written as in a file."""
     return Field(default=default, validate_default=default is not None, description=description, **more)
 
 
 class _Model(BaseModel):
-    # `model_dump(exclude_none=True)` gives what a file would say, so `from_mapping` reads it back.
+    # `model_dump(exclude_none=True)` returns the file's content, so `from_mapping` parses it back.
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
 
@@ -126,7 +126,7 @@ class FrameworkBudget(_Model):
 
     @property
     def guaranteed(self) -> Fraction | int:
-        """What it can have whatever others do: its share, limit or min; a part of (limit − reserve), or bytes."""
+        """Its guaranteed amount: share, limit or min; a part of (limit − reserve), or bytes."""
         part = self.share if self.share is not None else self.limit if self.limit is not None else self.min
         assert part is not None
         return part
@@ -143,7 +143,7 @@ def _option(option: Option) -> Any:
         return Literal[option.words], Field(**about)
     if option.kind == "flag":
         return bool, Field(strict=True, **about)
-    # Written as it is: in a budget for ranks that says nothing of it, it is None, see `_unsaid`.
+    # Serialised unchanged: in a budget for ranks that leaves it out, it is None, see `_unsaid`.
     return Annotated[int, values.AS_IT_IS], Field(strict=True, ge=0, le=option.most, **about)
 
 
@@ -158,11 +158,11 @@ MODELS: dict[str, type[FrameworkBudget]] = {
     for name, spec in SPECS.items()
 }
 """The model of each framework's part: share, limit, min and max, and the options of its row in `SPECS`."""
-globals().update(MODELS)  # where pickle looks for them
+globals().update(MODELS)  # pickle looks them up here
 
 
 class _ByFramework:
-    """Makes pydantic check each entry with the model of its framework, and keep the order of the file."""
+    """Makes pydantic validate each entry with its framework's model, and keep file order."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
@@ -240,7 +240,7 @@ class MetricsConfig(_Model):
 class DoctorConfig(_Model):
     """What `memguard doctor` reads of the budget; nothing else uses it."""
 
-    # Sorted, so that budgets that mean the same are equal.
+    # Sorted, so that equivalent budgets are equal.
     ignore: Annotated[
         tuple[Name, ...], AfterValidator(lambda names: tuple(sorted(names, key=NAMES.index))), values.LISTED
     ] = _key("Findings that it leaves out, by name: docs/doctor has a page for each.", (), json_schema_extra=_UNIQUE)
@@ -315,13 +315,13 @@ class Budget(_Model):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Budget":
-        """The budget in a file. Raises ConfigError, also if the file cannot be read."""
+        """Parse the budget in a file. Raises ConfigError, also if the file cannot be read."""
         from memguard._budget.yaml import MAX_BYTES
 
         source = short(path)
         try:
             source = os.fsdecode(path)
-            # O_NONBLOCK: opening a FIFO that nobody writes must fail below and not wait for ever.
+            # O_NONBLOCK: opening a FIFO without a writer must fail below instead of blocking.
             with open(source, "rb", opener=lambda at, flags: os.open(at, flags | getattr(os, "O_NONBLOCK", 0))) as file:
                 if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                     raise OSError(0, "it is not a regular file")
@@ -332,28 +332,28 @@ class Budget(_Model):
 
     @classmethod
     def from_text(cls, text: str | bytes, source: str = "budget") -> "Budget":
-        """The budget in a text, or in bytes of UTF-8. `source` names it in messages. Raises ConfigError."""
-        from memguard._budget.yaml import read  # imports yaml, which a budget of Python values does not need
+        """Parse text, or bytes of UTF-8. `source` names it in messages. Raises ConfigError."""
+        from memguard._budget.yaml import read  # imports yaml, which only text needs
 
         return _budget(read(text), _printable(source))
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> "Budget":
-        """The budget in plain Python values, as `yaml.safe_load` would give them. Raises ConfigError, without lines."""
+        """Validate plain Python values, as `yaml.safe_load` returns them. Raises ConfigError, without lines."""
         return _budget(of_mapping(mapping), "budget")
 
     @property
     def source(self) -> str:
-        """The file that it was read from, as messages name it; "" if it was made of plain Python values."""
+        """The file of the budget, as messages name it; "" if it was made from plain Python values."""
         return self._origin.source
 
     def problem(self, loc: tuple[str, ...], message: str, fix: str) -> Problem:
-        """A problem found later with what is written at `loc`, with its line and column if known."""
+        """A problem, found later, with the value at `loc`, with its line and column if known."""
         return self._origin.problem(loc, message, fix)
 
 
 def _in_folder(budget: Budget, folder: str) -> Budget:
-    """A relative path in a file starts at its folder: the same wherever the program is started."""
+    """Resolve a relative path against the budget file's folder, whatever the working directory."""
     monitor = budget.monitor
     if monitor is None or monitor.timeline is None:
         return budget
@@ -362,21 +362,21 @@ def _in_folder(budget: Budget, folder: str) -> Budget:
 
 
 def of(budget: Budget | str | os.PathLike[str] | Mapping[str, Any]) -> Budget:
-    """The budget, however it is given: itself, a file, or plain Python values. Raises ConfigError."""
+    """The budget from any accepted form: a Budget, a file, or plain Python values. Raises ConfigError."""
     if isinstance(budget, Budget):
         return budget
     return Budget.from_mapping(budget) if isinstance(budget, Mapping) else Budget.load(budget)
 
 
 def received(mapping: Mapping[str, Any], source: str) -> Budget:
-    """A budget that another process read from that file, and sent. Raises ConfigError."""
+    """Validate a budget that another process read from the file `source` and sent. Raises ConfigError."""
     budget = Budget.from_mapping(mapping)
     budget._origin = Origin(source)
     return budget
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON Schema 2020-12 of the file, for editors. Only memguard itself checks the sums of shares and sizes."""
+    """JSON Schema 2020-12 of the file, for editors. It does not check the sums of shares and sizes."""
     from pydantic.json_schema import GenerateJsonSchema
 
     class Generate(GenerateJsonSchema):
@@ -384,7 +384,7 @@ def json_schema() -> dict[str, Any]:
             return False
 
         def nullable_schema(self, schema: Any) -> dict[str, Any]:
-            return self.generate_inner(schema["schema"])  # a key is left out, never null
+            return self.generate_inner(schema["schema"])  # files leave a key out; null is invalid
 
         def default_schema(self, schema: Any) -> dict[str, Any]:
             written = super().default_schema(schema)
@@ -392,7 +392,7 @@ def json_schema() -> dict[str, Any]:
 
     schema = Budget.model_json_schema(schema_generator=Generate)
     for model in (schema, *schema["$defs"].values()):
-        model["description"] = model["description"].partition("\n\n")[0]  # the rest of a docstring is for Python
+        model["description"] = model["description"].partition("\n\n")[0]  # later paragraphs are for Python users
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
@@ -407,10 +407,10 @@ def _budget(document: Document, source: str) -> Budget:
         errors = error.errors()
     violations = rules.check(document.data, budget)
     if budget is None or violations or document.problems:
-        from memguard._budget.problems import problems  # explains: a budget that is right needs nothing of it
+        from memguard._budget.problems import problems  # only an invalid budget loads it
 
         raise ConfigError(problems(errors, violations, document, _fields()), source)
-    if budget.metrics is not None and budget.monitor is None:  # whose figures they are
+    if budget.metrics is not None and budget.monitor is None:  # metrics export the monitor's samples
         budget = budget.model_copy(update={"monitor": MonitorConfig()})
     if budget.ranks is not None:
         budget = _unsaid(budget)
@@ -420,7 +420,7 @@ def _budget(document: Document, source: str) -> Budget:
 
 
 def _unsaid(budget: Budget) -> Budget:
-    """With None for each count that the file does not say, as `nccl`: in a rank its default depends on the others."""
+    """Set each count that the file leaves out, such as `nccl`, to None: in a rank its default depends on the others."""
     found = {}
     for name, one in budget.frameworks.items():
         counts = {option.name for option in SPECS[name].options if option.kind == "count"} - one.model_fields_set

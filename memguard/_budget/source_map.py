@@ -1,6 +1,6 @@
-"""A budget as plain values (mappings, lists, text, whole numbers, true, false, nothing), and where each was written.
+"""A budget document as plain values (mappings, lists, text, whole numbers, true, false, null), and their positions.
 
-Places are looked up when an error needs them: a budget that is right never does.
+Positions are computed when an error needs them: a valid budget needs none.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from memguard.errors import Problem
 MAX_DEPTH = 16
 MAX_NODES = 10_000
 MAX_TEXT = 4096
-"""Characters in one key or value: no path, name or number of a budget needs more."""
+"""Characters in one key or value: longer than any valid path, name or number."""
 MAX_BITS = 1 << 17
-"""Bits in a whole number from Python: a longer one takes long to show."""
+"""Bits in a whole number from Python: a longer one is slow to print."""
 
 Mark = tuple[int, int]
 """Line and column, both from 1."""
 Loc = tuple[str | int, ...]
-"""The keys and indexes that lead to a value."""
+"""The path of a value: keys and indexes."""
 Places = tuple[dict[Loc, Mark | None], dict[Loc, Mark | None]]
 """The marks of the keys, and those of the values, in file order. A mark is None if there is no file."""
 
 
 class Document:
-    """One document as plain values, and its problems of form.
+    """One document as plain values, and its syntax problems.
 
-    `text` is None if it was made of Python values. What lies at or below a place in `bad` was reported already.
+    `text` is None for a document made from Python values. Problems at or below a path in `bad` are already reported.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Document:
         self.bad = set() if bad is None else bad
         self.find: Callable[[], Places] = self._without_marks
         self.reader: Callable[[str], Document] | None = None
-        """What reads `text` again."""
+        """Parses `text` again, for positions."""
 
     @cached_property
     def _places(self) -> Places:
@@ -78,7 +78,7 @@ class Document:
 
 
 class Opaque:
-    """Stands for a Python object that no budget can hold, and shows only its type."""
+    """A placeholder for a Python object that no budget can hold; its repr is only the type."""
 
     def __init__(self, value: object) -> None:
         self._shown = f"<{type(value).__name__[:40]}>"
@@ -117,7 +117,7 @@ def _plain(value: object, path: Loc, document: Document) -> object:
                 message = f"{short(key)} is given twice" if name else f"a key must be text, found {short(key)}"
                 document.problems.append(Problem(message, "keep one of them" if name else "write the key as text"))
             elif type(child) is str and child.isascii() and len(child) <= MAX_TEXT:
-                document.nodes += 1  # as most values are
+                document.nodes += 1  # scalars are the common case
                 found[name] = child
             else:
                 found[name] = _plain(child, (*path, name), document)
@@ -140,7 +140,7 @@ def _plain(value: object, path: Loc, document: Document) -> object:
 
 
 def too_long(text: str, what: str, line: int | None = None, column: int | None = None) -> Problem:
-    """The problem of a key or value that is longer than any budget's."""
+    """The problem of a key or value beyond `MAX_TEXT`."""
     message = f"this {what} has {len(text):,} characters; {MAX_TEXT:,} are the most: {short(text[:60])}"
     return Problem(message, "shorten it; check that this is the file you mean", line, column)
 
@@ -152,20 +152,20 @@ def _key(key: object) -> str | None:
 
 
 def encodable(text: str) -> bool:
-    """Whether text can be written as UTF-8: half characters (surrogates) cannot."""
+    """Whether text can be encoded as UTF-8: lone surrogates cannot."""
     return text.isascii() or not re.search("[\ud800-\udfff]", text)
 
 
 class Origin:
-    """Where a budget was written, for problems that are found later.
+    """The positions of a budget's values, for problems found after parsing.
 
     All origins are equal, so that equal budgets may come from different files. `source` names the text in messages, and
-    is "" if the budget was made of plain Python values.
+    is "" if the budget was made from plain Python values.
     """
 
     def __init__(self, source: str = "", document: Document | None = None) -> None:
         self.source = source
-        # Not the document, which is larger: few budgets have problems later.
+        # The document itself is larger, and problems after parsing are rare: parse again then.
         self._text, self._reader = (None, None) if document is None else (document.text, document.reader)
 
     def __eq__(self, other: object) -> bool:
@@ -175,13 +175,13 @@ class Origin:
         return hash(Origin)
 
     def problem(self, loc: Loc, message: str, fix: str) -> Problem:
-        """A problem with what is at `loc`. If nothing is written there, its line is that of the nearest key above."""
+        """A problem with the value at `loc`. If the file leaves it out, the line is that of the nearest key above."""
         marks = self._marks()
         line, column = marks.get(nearest(loc, marks)) or (None, None)
         return Problem(message, fix, line, column, path(loc))
 
     def _marks(self) -> dict[Loc, Mark]:
-        """By place in the checked budget: a mapping at its key, a value where it stands itself."""
+        """Marks by path in the validated budget: a mapping's at its key, a value's at the value."""
         if self._text is None or self._reader is None:
             return {}
         document = self._reader(self._text)
@@ -191,24 +191,24 @@ class Origin:
 
 
 def _canonical(loc: Loc) -> Loc:
-    """As the checked budget has it: `cuda:0` is `0` there."""
+    """The path in the validated budget, which normalises `cuda:0` to `0`."""
     return ("devices", device_key(str(loc[1])), *loc[2:]) if len(loc) > 1 and loc[0] == "devices" else loc
 
 
 def in_order(unordered: Iterable[Problem]) -> list[Problem]:
-    """By line and column; in their old order if there is no file."""
+    """Sort by line and column; stable if there is no file."""
     return sorted(unordered, key=lambda problem: (problem.line or 0, problem.column or 0))
 
 
 def nearest(loc: Loc, marks: Mapping[Loc, object]) -> Loc:
-    """The place itself, or the nearest one above it that has a mark."""
+    """The path itself, or its nearest parent that has a mark."""
     while loc and loc not in marks:
         loc = loc[:-1]
     return loc
 
 
 def path(loc: Loc) -> str:
-    """A place as a message names it: `frameworks.torch.share`."""
+    """A path as a message shows it: `frameworks.torch.share`."""
     text = ""
     for part in loc:
         plain = isinstance(part, str) and re.fullmatch(r"[^\W\d]\w{0,39}", part)

@@ -1,4 +1,4 @@
-"""What a wrong key or value of a budget was most likely meant to be, as text to write in its place. Pure."""
+"""Suggest the valid key or value for an invalid one, as text to write in its place. Pure."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ _JOINED = re.compile(r"([A-Za-z][\w-]{0,30})\s*[:= ]\s*(\S.{0,40})")
 
 
 def plain(text: str) -> str:
-    """Text as ASCII where it only looks different: full-width letters, other alphabets' digits, unusual spaces."""
+    """Replace characters that only look different from ASCII: full-width letters, other digits, unusual spaces."""
     wide = unicodedata.normalize("NFKC", text[:200])
     digits = "".join(str(unicodedata.decimal(c)) if c.isdecimal() else c for c in wide)
     return " ".join("".join(c for c in digits if c.isprintable() or c.isspace()).split())
 
 
 def quantity(value: object, bare: str) -> str | None:
-    """The percentage or size that was meant, as a budget takes it; None if that cannot be told.
+    """The percentage or size that a value means, in a budget's spelling; None if it cannot be inferred.
 
-    `bare` is the unit of a small number that has none: `%`, `GiB` or `MiB`.
+    `bare` is the unit of a small number without one: `%`, `GiB` or `MiB`.
     """
     if isinstance(value, bool):
         return None
@@ -109,16 +109,16 @@ def flow(value: object) -> str:
     return short(value) if isinstance(value, int) and abs(value) > MAX_SIZE else str(value)
 
 
-# Numbers that fit
+# Fitting amounts
 
 _HALF = Fraction(1, 2)
 
 
 def fitting(shares: Mapping[str, Fraction], limits: Mapping[str, int], room: int | None) -> dict[str, Fraction | int]:
-    """The parts that fit `room` bytes (None: unknown), in proportion to those that were asked for; only what changes.
+    """Scale the parts to fit `room` bytes (None: unknown), in proportion to the declared ones; returns only changes.
 
-    Shares are lowered where they are too large by themselves, else limits; both to one half where one alone would not
-    do, or to what the smallest limits leave. With an unknown room, shares leave a tenth for limits. Empty if nothing
+    Lowers shares if they exceed 100% in sum, else limits; both to one half if lowering one kind is not enough, or
+    shares to what the smallest limits leave. With an unknown room, shares leave a tenth for limits. Empty if nothing
     fits: no limit can be less than `GRANULE`, and no share is lowered to less than that.
     """
     wanted, sizes, least = sum(shares.values(), Fraction(0)), sum(limits.values()), len(limits) * GRANULE
@@ -143,7 +143,7 @@ def fitting(shares: Mapping[str, Fraction], limits: Mapping[str, int], room: int
             return {}
         found |= lowered
     if bytes_left is not None and sizes > bytes_left:
-        for name, size in sorted(limits.items(), key=lambda item: item[1]):  # the smallest need their least first
+        for name, size in sorted(limits.items(), key=lambda item: item[1]):  # smallest first: they need GRANULE
             part = min(max(size * bytes_left // sizes // GRANULE, 1) * GRANULE, size)
             found[name], bytes_left, sizes = part, max(bytes_left - part, 0), max(sizes - size, 1)
     asked = {**shares, **limits}
@@ -164,12 +164,12 @@ def _lowered(shares: Mapping[str, Fraction], scale: Fraction) -> dict[str, Fract
 
 
 def normal(name: str) -> str:
-    """A key without what people write differently: case, dashes, spaces, full-width letters."""
+    """Normalise a key: case, dashes, spaces, full-width letters."""
     return re.sub(r"[\s-]+", "_", plain(name).lower()).strip("_")
 
 
 def at(data: object, loc: Iterable[str | int]) -> Any:
-    """What is written at a place; None if nothing is."""
+    """The value at a path; None if the path is missing."""
     for part in loc:
         if isinstance(data, Mapping):
             data = data.get(part)
@@ -181,7 +181,7 @@ def at(data: object, loc: Iterable[str | int]) -> Any:
 
 
 def share_left(data: object) -> str:
-    """A share that fits beside those that are written: half of what they leave."""
+    """A share that fits beside the declared shares: half of the remainder."""
     shares = Fraction(0)
     entries = at(data, ["frameworks"])
     for entry in entries.values() if isinstance(entries, Mapping) else ():
@@ -193,7 +193,7 @@ def share_left(data: object) -> str:
 
 
 def entry(name: str, value: object, data: object) -> str:
-    """The line of a framework for whatever is written there instead of its keys."""
+    """The line of a framework, derived from a value of another shape."""
     if isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
         merged = {key: child for one in value for key, child in one.items()}
         return f"{name}: {flow(merged)}"
@@ -204,12 +204,12 @@ def entry(name: str, value: object, data: object) -> str:
 
 
 def is_quantity(name: str) -> bool:
-    """Whether a key speaks of an amount of memory in other words than ours."""
+    """Whether an unknown key is another word for an amount of memory."""
     return _QUANTITY_KEY.fullmatch(normal(name)) is not None
 
 
 def bare_unit(name: str) -> str:
-    """The unit of a number without one, below a key of other words."""
+    """The unit of a bare number under such a key."""
     key = normal(name)
     if _PART_KEY.fullmatch(key):
         return "%"
@@ -217,9 +217,9 @@ def bare_unit(name: str) -> str:
 
 
 def in_one_word(name: str, value: object, known: Callable[[str], str]) -> str | None:
-    """The line for a key and its value that YAML read as one key: `share 60%`, `share=60%`, `torch {share`.
+    """The line for a key and its value that YAML parsed as one key: `share 60%`, `share=60%`, `torch {share`.
 
-    `known` gives the key that a word stands for here, or "".
+    `known` returns the key that a word means here, or "".
     """
     text = plain(name)
     if isinstance(value, str) and (found := _INLINE.fullmatch(text)) and value.rstrip().endswith("}"):
@@ -234,11 +234,11 @@ def in_one_word(name: str, value: object, known: Callable[[str], str]) -> str | 
 
 
 _CUT = 10**15
-"""More than anybody writes before a decimal comma. Python refuses to write an integer of thousands of digits."""
+"""Larger than any number before a decimal comma. Python refuses to format an integer of thousands of digits."""
 
 
 def decimals(name: str, siblings: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The sibling key and its whole value, if YAML cut `limit: 1,5GiB` into `limit: 1` and the key `5GiB`."""
+    """The sibling key and its whole value, if YAML split `limit: 1,5GiB` into `limit: 1` and the key `5GiB`."""
     if not re.match("[0-9]", name) or siblings.get(name) is not None:
         return None
     before = list(siblings)[: list(siblings).index(name)] if name in siblings else []
@@ -249,7 +249,7 @@ def decimals(name: str, siblings: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def looks_like(value: object, fields: Mapping[str, Mapping[str, Any]]) -> str:
-    """The key of the top level whose shape a mapping has; "" if none."""
+    """The top-level key whose value has the shape of this mapping; "" if none."""
     if not isinstance(value, Mapping) or not value:
         return ""
     keys = {normal(str(key)) for key in value}
@@ -264,7 +264,7 @@ def looks_like(value: object, fields: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def unsized(data: object) -> Iterator[str]:
-    """The frameworks that have no share, limit, min or max yet."""
+    """The frameworks without share, limit, min or max."""
     entries = at(data, ["frameworks"])
     for name, own in entries.items() if isinstance(entries, Mapping) else ():
         if name in SPECS and (
@@ -286,7 +286,7 @@ def _is_model(word: str) -> bool:
 
 
 def device_key(name: str) -> str:
-    """The key that was meant by one which is no UUID, ordinal, name or pattern of a GPU; "" if none can be told."""
+    """The valid GPU key closest to a key that is no UUID, ordinal, name or pattern; "" if it cannot be inferred."""
     text = plain(name)
     if numbered := _NUMBERED.fullmatch(text.lower()):
         return numbered[1]

@@ -1,6 +1,6 @@
-"""The single values of a budget: text and numbers in, exact values out, and the JSON Schema of each.
+"""Parse single values of a budget to exact values, and define the JSON Schema of each.
 
-A parser raises InvalidValue, with what to write instead if that depends on the value. If not, `problems.py` says it.
+A parser raises InvalidValue, with a fix if that depends on the value. Otherwise `problems.py` supplies the fix.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ T = TypeVar("T")
 V = TypeVar("V")
 
 INTERVAL, FORECAST = (0.05, 3600.0), (1.0, 3600.0)
-"""The least and the most seconds between two samples, and that the monitor may look ahead (0 turns that off)."""
+"""The bounds in seconds of the sampling interval and of the forecast horizon (0 turns forecasts off)."""
 IDLE = (1.0, 604800.0)
-"""The least and the most seconds without work before a process is suspended."""
+"""The bounds in seconds of the idle time before a suspension."""
 WAIT = (1.0, 604800.0)
-"""The least and the most seconds that `init` waits for a lease (0: it does not wait)."""
+"""The bounds in seconds of `init`'s wait for a lease (0: no wait)."""
 WARN, CRITICAL = "85%", "95%"
-"""The monitor's levels by default."""
+"""The default levels of the monitor."""
 PORTS = 1024, 65535
-"""The least and the highest port that an unprivileged program may listen at."""
+"""The lowest and highest port for an unprivileged listener."""
 MAX_RANKS = 1024
 """Ranks that share a GPU: more are a typing mistake."""
 MAX_PATH = 1024
@@ -52,11 +52,11 @@ def found(value: object) -> str:
     return kinds.get(type(value)) or short(value)
 
 
-# Values as text
+# Format values
 
 
 def size_text(size: int) -> str:
-    """A size exactly, in the largest unit that is whole: `40GiB`, `1536MiB`, `2097153B`."""
+    """Format a size exactly, in the largest whole unit: `40GiB`, `1536MiB`, `2097153B`."""
     for unit, scale in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if size and size % scale == 0:
             return f"{size // scale}{unit}"
@@ -64,7 +64,7 @@ def size_text(size: int) -> str:
 
 
 def percent_text(fraction: Fraction) -> str:
-    """A percentage exactly, as a budget file takes it: `12.5%`."""
+    """Format a percentage exactly, in a budget's syntax: `12.5%`."""
     with localcontext() as context:
         context.prec = 40
         percent = Decimal(fraction.numerator) * 100 / Decimal(fraction.denominator)
@@ -72,7 +72,7 @@ def percent_text(fraction: Fraction) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """A duration exactly, as a budget file takes it: `500ms`, `20s`, `10min`."""
+    """Format a duration exactly, in a budget's syntax: `500ms`, `20s`, `10min`."""
     if seconds == int(seconds):
         size, unit = next(
             (one for one in ((3600, "h"), (60, "min")) if seconds >= one[0] and seconds % one[0] == 0), (1, "s")
@@ -83,29 +83,29 @@ def duration_text(seconds: float) -> str:
 
 
 def text(value: Fraction | int | str | None) -> str | None:
-    """A size, a percentage or a word as a budget file takes it."""
+    """Format a size, a percentage or a word in a budget's syntax."""
     if value is None or isinstance(value, str):
         return value
     return percent_text(value) if isinstance(value, Fraction) else size_text(value)
 
 
 def as_text(parts: Mapping[str, Fraction | int], elastic: Collection[str] = (), between: str = ", ") -> str:
-    """`torch 50%, jax 4GiB, cupy.min 5%`, as a message names them: of those in `elastic` the part is their min."""
+    """Format parts for messages: `torch 50%, jax 4GiB, cupy.min 5%`. Frameworks in `elastic` are shown by their min."""
     return between.join(f"{label(name, elastic)} {text(part)}" for name, part in parts.items())
 
 
 def label(name: str, elastic: Collection[str]) -> str:
-    """A framework whose share, limit or min is meant."""
+    """The path of a framework's share or limit, or of its min if it is elastic."""
     return f"{name}.min" if name in elastic else name
 
 
-# Text as values. Each parser first reads the value; only a wrong one is looked at again, for what to say of it.
+# Parse values. Each parser first parses the value; only after a failure does it look for a suggestion.
 
 
 def percent(value: object) -> Fraction:
-    """A part above 0 and at most 1, of text such as `50%` or of a Fraction."""
+    """A part above 0 and at most 1, from text such as `50%` or from a Fraction."""
     if isinstance(value, Fraction) and 0 < value <= 1:
-        if len(percent_text(value)) > 20:  # a third, for example: a budget must be the same when its own text is read
+        if len(percent_text(value)) > 20:  # for example a third: a budget must survive a round trip through its text
             raise InvalidValue(f"{value} has no exact percentage", f"write '{float(value * 100):.6g}%'")
         return value
     try:
@@ -115,7 +115,7 @@ def percent(value: object) -> Fraction:
 
 
 def size(value: object, least: int = GRANULE) -> int:
-    """Bytes; a number that is too small lacks its unit."""
+    """Bytes. A number that is too small gets an error about its missing unit."""
     if isinstance(value, str) and _OCTAL.fullmatch(value):
         raise InvalidValue(f"{found(value)} starts with 0: octal to some programs", "write it without the leading 0")
     try:
@@ -130,17 +130,17 @@ def size(value: object, least: int = GRANULE) -> int:
 
 
 def share(value: object) -> Fraction:
-    """A part of (limit − reserve)."""
+    """A framework's share: a part of (limit − reserve)."""
     with contextlib.suppress(ValueError):
         return parse_percent(value)
     text = value if isinstance(value, str) and "%" not in value else ""
     if text and (size := _meant(text, "%")) and not size.endswith("%"):
         raise InvalidValue(f"a share is a percentage, found the size {found(value)}", f"write 'limit: {size}'")
-    return percent(value)  # a Fraction; of anything else it says what is wrong
+    return percent(value)  # accepts a Fraction; raises the error for anything else
 
 
 def limit(value: object) -> int:
-    """The bytes of one framework."""
+    """A framework's limit in bytes."""
     try:
         return size(value)
     except ValueError:
@@ -153,7 +153,7 @@ def limit(value: object) -> int:
 
 
 def device_limit(value: object) -> Fraction | int:
-    """A part of what CUDA can give, or bytes."""
+    """A device's limit: a part of its usable memory, or bytes."""
     try:
         return _part_or_bytes(value, "40GiB")
     except ValueError:
@@ -163,7 +163,7 @@ def device_limit(value: object) -> Fraction | int:
 
 
 def least(value: object) -> Fraction | int:
-    """What an elastic framework can have at any time: a part of (limit − reserve), or bytes."""
+    """The min of an elastic framework: a part of (limit − reserve), or bytes."""
     try:
         return _part_or_bytes(value, "4GiB")
     except ValueError:
@@ -174,7 +174,7 @@ def least(value: object) -> Fraction | int:
 
 
 def most(value: object) -> Fraction | int:
-    """What the cap of an elastic framework may rise to: a part of (limit − reserve), or bytes."""
+    """The max of an elastic framework's cap: a part of (limit − reserve), or bytes."""
     try:
         return _part_or_bytes(value, "4GiB")
     except ValueError:
@@ -190,7 +190,7 @@ def _part_or_bytes(value: object, example: str) -> Fraction | int:
         return size(value)
     except ValueError:
         if _is_part(value):
-            return percent(value)  # which says how to write it
+            return percent(value)  # raises the error with the syntax
         bare = found(value).strip("' ")
         if not re.fullmatch("100|[1-9][0-9]?", bare):
             raise
@@ -199,7 +199,7 @@ def _part_or_bytes(value: object, example: str) -> Fraction | int:
 
 
 def _is_part(value: object) -> bool:
-    """Whether a value is a percentage, or means one: `50%`, `0.5`, `50 percent`."""
+    """Whether a value is a percentage or resembles one: `50%`, `0.5`, `50 percent`."""
     if isinstance(value, str):
         if "%" in value:
             return True
@@ -214,14 +214,14 @@ def _is_all(value: object) -> bool:
 
 
 def _meant(value: object, bare: str) -> str | None:
-    """As `suggestions.quantity`. What is written right needs nothing of that module."""
+    """`suggestions.quantity`, imported only for an invalid value."""
     from memguard._budget import suggestions
 
     return suggestions.quantity(value, bare)
 
 
 def _with_meant(error: InvalidValue, value: object, bare: str, fits: Callable[[str], bool]) -> InvalidValue:
-    """The error, with what was most likely meant as its fix, if that can be told."""
+    """The error with the suggested value as its fix, if there is one."""
     text = _meant(value, bare)
     said = f"write '{text}'", f"write for example '{text}'"
     if text is None or not fits(text) or error.advice.fix.startswith(said):
@@ -230,7 +230,7 @@ def _with_meant(error: InvalidValue, value: object, bare: str, fits: Callable[[s
 
 
 def reserve(value: object) -> int | Literal["auto"]:
-    """Bytes, or `auto`: as the table of measured overheads says."""
+    """Bytes, or `auto`: from the table of measured overheads."""
     if value == "auto":
         return "auto"
     if isinstance(value, str) and "%" in value:
@@ -243,7 +243,7 @@ def reserve(value: object) -> int | Literal["auto"]:
 
 
 def duration(value: object, least: float, most: float, or_none: str = "") -> float:
-    """Seconds within the bounds; 0 too if `or_none` says so in the message."""
+    """Seconds within the bounds, or 0 if `or_none` (a phrase of the message) allows it."""
     seconds = parse_duration(value)
     if least <= seconds <= most or (or_none and seconds == 0):
         return seconds
@@ -252,12 +252,12 @@ def duration(value: object, least: float, most: float, or_none: str = "") -> flo
 
 
 def lease_wait(value: object) -> float | None:
-    """Seconds; None for 0, which is not waiting at all."""
+    """Seconds to wait; None for 0."""
     return duration(value, *WAIT, ", or 0 for none") or None
 
 
 def version(value: object) -> int:
-    """The version of the format."""
+    """The version of the file format."""
     if isinstance(value, bool) or value != 1 or not isinstance(value, int):
         newer = re.fullmatch(r"'?v?([0-9]{1,9})(\.[0-9]+)*'?", found(value))
         if newer and int(newer[1]) > 1 and not isinstance(value, bool):
@@ -269,7 +269,7 @@ def version(value: object) -> int:
 
 
 def timeline(value: object) -> str:
-    """The path of a file as it is written. Only {pid} and {rank} are filled in, and only when the file is opened."""
+    """The path of the timeline, unexpanded: `{pid}` and `{rank}` are filled in when the file is opened."""
     if not isinstance(value, str) or not value.strip() or re.search(r"(^|/)\.{0,2}\Z", value):
         none = ", which names none" if isinstance(value, str) else ""
         raise InvalidValue(f"timeline is the path of a file, found {found(value)}{none}")
@@ -285,7 +285,7 @@ def timeline(value: object) -> str:
 
 
 def port(value: object) -> int:
-    """A port of this machine that any user may listen at."""
+    """A port of this machine that any user may listen on."""
     text = value.strip() if isinstance(value, str) else ""
     if isinstance(value, bool) or not isinstance(value, int) or not PORTS[0] <= value <= PORTS[1]:
         own = f"write '{int(text)}' without quotes" if re.fullmatch("[1-9][0-9]{3,4}", text) else ""
@@ -294,7 +294,7 @@ def port(value: object) -> int:
 
 
 def job(value: object) -> str:
-    """The name of a job: plain characters, so that it is the same in every query."""
+    """The name of a job, in plain characters that need no escaping in queries."""
     if not isinstance(value, str) or not re.fullmatch(JOB, value):
         raise InvalidValue(
             f"{found(value)} is not the name of a job: at most {MAX_JOB} letters, digits and . _ / : @ -, "
@@ -304,7 +304,7 @@ def job(value: object) -> str:
 
 
 def ranks(value: object) -> int | Literal["auto"]:
-    """`auto`, or how many ranks share each GPU: written as `{per_gpu: 2}`."""
+    """`auto`, or the number of ranks that share each GPU: written as `{per_gpu: 2}`."""
     if value == "auto":
         return "auto"
     if isinstance(value, Mapping) and set(value) == {"per_gpu"}:
@@ -332,7 +332,7 @@ def ranks_text(value: object) -> object:
 
 
 def device_key(value: str) -> str:
-    """A GPU by UUID, CUDA ordinal or name pattern, in one spelling each."""
+    """Normalise the key of a GPU: UUID, CUDA ordinal or name pattern."""
     name = value.strip(" \t") if len(value) <= MAX_KEY else value
     if name.isascii() and re.fullmatch(_UUID, name):
         return "GPU-" + name[4:].lower()
@@ -344,7 +344,7 @@ def device_key(value: str) -> str:
     if len(value) > MAX_KEY:
         raise InvalidValue(f"{shown} is longer than {MAX_KEY} characters", _NAME_A_GPU)
     if odd := next((c for c in name if not " " <= c <= "~"), ""):
-        # A digit of another alphabet would be taken for an ordinal, and a letter that looks alike fits no GPU's name.
+        # A digit of another alphabet would be parsed as an ordinal, and a look-alike letter matches no GPU's name.
         import unicodedata
 
         what = f"U+{ord(odd):04X} ({unicodedata.name(odd, 'a control character')})"
@@ -385,7 +385,7 @@ def _unit_missing(value: object, likely: bool, unit: str) -> str:
 
 
 class Frozen(dict[str, V]):
-    """A dict in file order that nothing may change, so that it has a hash."""
+    """An immutable, hashable dict in file order."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))
@@ -400,18 +400,18 @@ class Frozen(dict[str, V]):
 
 
 def frozen(entries: dict[str, V]) -> Frozen[V]:
-    return Frozen(entries)  # pydantic takes a millisecond to find out how the class itself is called
+    return Frozen(entries)  # pydantic takes a millisecond to inspect the class's own signature
 
 
 # Types, each with its part of the JSON Schema
 
 
 class Value:
-    """In `Annotated`: `parse` makes the value, `shown` is its text in a file, and `schema` its JSON Schema.
+    """For `Annotated`: `parse` makes the value, `shown` is its text in a file, and `schema` its JSON Schema.
 
-    What PlainValidator, PlainSerializer and WithJsonSchema do together, without what they look up for each field:
-    signatures, return types and the schema of a type that `parse` answers for. That was half of building the models.
-    A type with None is that of a key that may be left out: `parse` refuses None, so a key that is written has a value.
+    Replaces PlainValidator, PlainSerializer and WithJsonSchema without their lookups of signatures, return types and
+    the type's own schema for each field, which took half of the time to build the models. A type that includes None
+    marks an optional key: `parse` refuses None, so a key in the file must have a value.
     """
 
     def __init__(
@@ -431,7 +431,7 @@ class Value:
 
 
 class _Written:
-    """In `Annotated`, for a mapping that may be left out, which gives None: if it is written, it has a value."""
+    """For `Annotated`, on an optional mapping: a missing key gives None, a key in the file must have a value."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         return core_schema.no_info_before_validator_function(_not_none, handler(source))
@@ -441,7 +441,7 @@ WRITTEN = _Written()
 
 
 class _Shown:
-    """In `Annotated`: how the value is written."""
+    """For `Annotated`: how the value is serialised."""
 
     def __init__(self, shown: Callable[[Any], object]) -> None:
         self._shown = shown
@@ -451,9 +451,9 @@ class _Shown:
 
 
 LISTED = _Shown(list)
-"""For a tuple, which is written as a list."""
+"""Serialises a tuple as a list."""
 AS_IT_IS = _Shown(lambda value: value)
-"""For a value that may become None later, whatever its type says."""
+"""Serialises the value unchanged, also one that becomes None later, whatever its type."""
 
 
 def _not_none(value: object) -> object:
@@ -482,7 +482,7 @@ DEVICE_KEYS: list[Any] = [
     {"pattern": rf"^[ \t]*({_UUID}|{_ORDINAL})[ \t]*$"},
     {"pattern": r"^[ \t]*[ -~]*([*?\[]|[A-Za-z0-9][^A-Za-z0-9])[ -~]*[ \t]*$", "maxLength": MAX_KEY, "not": _NO_NAME},
 ]
-"""The JSON Schema of what may name a GPU below `devices`: any of these."""
+"""The JSON Schema of the keys below `devices`: any of these."""
 
 _DEVICE_LIMIT = Value(device_limit, text, _PERCENT, *_sizes(GRANULE))
 _RESERVE = Value(reserve, text, {"const": "auto"}, *_sizes(GRANULE))
@@ -498,7 +498,7 @@ Interval = Annotated[
 Forecast = Annotated[float, Value(_FORECAST, duration_text, *_seconds(*FORECAST), {"const": 0})]
 TimelineSize = Annotated[int, Value(partial(size, least=MIB), text, *_sizes(MIB))]
 
-# Of keys that may be left out
+# Types of optional keys
 
 LeaseWait = Annotated[float | None, Value(lease_wait, duration_text, *_seconds(*WAIT), {"const": 0})]
 OwnLimit = Annotated[Fraction | int | None, _DEVICE_LIMIT]

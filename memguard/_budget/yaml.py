@@ -1,9 +1,9 @@
-"""YAML text as plain values, and the line and column of each key and value for whoever asks.
+"""Parse YAML text to plain values; compute the line and column of each key and value on request.
 
-PyYAML composes nodes and never constructs: nothing in a file can make an object. While it composes, depth and nodes
-are counted (aliases as what they repeat), so no input can exhaust the stack or the memory. Plain scalars mean what they
-look like: `true` and `false`, decimal whole numbers, nothing; everything else is text, so YAML 1.1's `on`, `1:30`,
-`1_000` and `017` reach the validators as they were written.
+PyYAML only composes nodes and never constructs: nothing in a file can create an object. Composition counts depth and
+nodes (an alias counts as the nodes that it repeats), so no input can exhaust the stack or the memory. Plain scalars are
+`true` and `false`, decimal whole numbers and null; everything else is text, so YAML 1.1's `on`, `1:30`, `1_000` and
+`017` reach the validators unchanged.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _WORDS: dict[str, bool | None] = {
 
 
 class Unreadable(Exception):
-    """Reading cannot go on: the problem is the reason."""
+    """Parsing cannot continue; holds the problem."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
@@ -48,7 +48,7 @@ class Unreadable(Exception):
 
 
 def decode(raw: bytes | str) -> str:
-    """The text of a file. Raises Unreadable."""
+    """Decode a file to text. Raises Unreadable."""
     if isinstance(raw, str):
         return raw
     if not isinstance(raw, (bytes, bytearray)):
@@ -64,7 +64,7 @@ def decode(raw: bytes | str) -> str:
 
 
 def read(raw: bytes | str) -> Document:
-    """The document in a text or in bytes of UTF-8, with every problem of its form. Raises nothing."""
+    """Parse text, or bytes of UTF-8, to a document with every syntax problem. Raises nothing."""
     try:
         text = decode(raw)
         if len(text) > MAX_BYTES:
@@ -79,12 +79,12 @@ def read(raw: bytes | str) -> Document:
     document.find = partial(_places, root, composer.bad)
     if root is not None:
         document.data = _plain(root, (), document, composer.bad)
-    document.problems = list(dict.fromkeys(document.problems))  # an alias repeats those of its anchor
+    document.problems = list(dict.fromkeys(document.problems))  # an alias repeats its anchor's problems
     return document
 
 
 class _Composer(yaml.SafeLoader):
-    """Composes nodes within the bounds, and notes what a budget may not have: `bad` holds the ids of such nodes."""
+    """Composes nodes within the bounds, and collects in `bad` the ids of nodes that a budget does not allow."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -109,7 +109,7 @@ class _Composer(yaml.SafeLoader):
             self._deepest = max(self._deepest, self._depth + levels)
             return super().compose_node(parent, index)
         if event.anchor is not None:
-            self.anchors.pop(event.anchor, None)  # a name may be given again
+            self.anchors.pop(event.anchor, None)  # a document may redefine an anchor
         before, deepest, self._deepest = self._nodes - nodes, self._deepest, self._depth + levels
         self._depth += 1
         node: Any = super().compose_node(parent, index)
@@ -122,7 +122,7 @@ class _Composer(yaml.SafeLoader):
         return node
 
     def _repeated(self, event: Any) -> tuple[int, int]:
-        """The nodes and levels of what an alias repeats."""
+        """The nodes and levels of an alias's anchor."""
         name = event.anchor[:40]
         node = self.anchors.get(event.anchor)
         if node is None:
@@ -148,7 +148,7 @@ class _Composer(yaml.SafeLoader):
 
 
 def _compose(text: str) -> tuple[Node | None, _Composer]:
-    """The first document and what composed it. Raises Unreadable."""
+    """The first document and its composer. Raises Unreadable."""
     try:
         composer = _Composer(text)
     except yaml.reader.ReaderError as error:
@@ -178,7 +178,7 @@ _ALIGN = "align this line with the keys beside it, or remove what does not belon
 
 
 def _syntax(error: yaml.MarkedYAMLError, text: str) -> Problem:
-    """The cause and the fix, by the characters at which PyYAML began and stopped; its own sentence if none fits."""
+    """Cause and fix, from the characters at which PyYAML's context and problem begin; else PyYAML's own sentence."""
     stop = error.problem_mark or error.context_mark
     began = error.context_mark or stop
     assert stop is not None and began is not None
@@ -240,7 +240,7 @@ def _plain(node: Node, path: Loc, document: Document, bad: set[int]) -> object:
 
 
 def _places(root: Node | None, bad: set[int]) -> Places:
-    """The marks of what `_plain` takes into the document. What an alias repeats is where its anchor is."""
+    """The marks of the values that `_plain` puts into the document. An aliased value has its anchor's mark."""
     keys: dict[Loc, Mark | None] = {}
     values: dict[Loc, Mark | None] = {(): (1, 1)}
 

@@ -1,1 +1,1 @@
-"""Who holds what on each GPU, in rows that add up to what the driver reports: the readings, the rows, the tables."""
+"""The ledger: each GPU's memory by holder, in rows that add up to the driver's total; readings, rows and tables."""

@@ -1,23 +1,23 @@
-"""What is charged as overhead: CUDA contexts, modules and library workspaces, outside every framework's cap. Pure.
+"""Charges overhead: CUDA contexts, modules and library workspaces, outside every framework's cap. Pure.
 
-Overhead is charged when its cause is seen, never as what is left over. Causes are
+Overhead is charged when its cause is seen, never as the remainder. Causes are
 
-- what appears: the context, a framework, an NCCL communicator, a second context. Each is charged in the first reading
-  after it turned up, up to what `_budget.policy` keeps for it; a communicator that is made eagerly takes most at its
+- a new owner: the context, a framework, an NCCL communicator, a second context. Each is charged in the first reading
+  after it appeared, up to its reserve in `_budget.policy`. A communicator that is created eagerly allocates most at its
   first collective, and is charged then;
 - the first use of a library, by each framework that uses it: charged once, in one reading or two, if the library was
-  entered since the last look (`Host.entries`) and the growth is no larger than such first uses were measured;
+  entered since the last look (`Host.entries`) and the growth is at most the measured size of such first uses;
 - kernels that are loaded at their first launch, if a module was loaded: `LAZY` for each live framework in all.
 
-Where nothing tells what was entered, each library that is loaded may have been, and kernels may always have been. Then
-the growth must be about as large as it was measured. Two first uses come at once only if a framework, a communicator or
-a library has just appeared, and none is charged for what grows again and again.
+Where entries cannot be observed, every loaded library and every kernel load is a possible cause. Then the growth must
+be close to the measured size. Two first uses are charged at once only if a framework, a communicator or a library has
+just appeared, and none is charged for repeated growth.
 
-Other growth is unaccounted, as is all beyond what `_budget.policy` knows of the live frameworks. What was charged for
-a first use or for kernels and is given back is charged no more. While a framework does not report what it holds, growth
-may be its pool: such a charge is provisional, and taken back as far as the framework's own figures prove it wrong. The
-gaps in the driver's slabs are counted by address. A second context is often seen only after it was made: it is charged
-then, from what was unaccounted, and has a row of its own.
+Other growth is unaccounted, as is all growth beyond the reserve of the live frameworks in `_budget.policy`. Memory of a
+first use or of kernels that is freed is no longer charged. While a framework does not report what it holds, growth may
+be its pool: such a charge is provisional, and is reduced as far as the framework's own figures disprove it. The gaps in
+the driver's slabs are counted by address. A second context is often seen only after it was created: it is charged then,
+from the unaccounted memory, and has a row of its own.
 """
 
 from __future__ import annotations
@@ -34,44 +34,44 @@ from memguard._base.units import GRANULE
 from memguard._budget.policy import modules, workspace
 
 PAUSE = 2.0
-"""Seconds without growth that end a streak of it."""
+"""Seconds without growth that end a streak."""
 LINGER = 1.0
-"""Seconds for which a library that was entered may still take what its first use needs."""
+"""Seconds after its entry for which a library may still allocate for its first use."""
 AT_ONCE = 0.01
-"""The same for kernels, which take theirs at once: the GPUs are read one after the other."""
+"""`LINGER` for kernels, which allocate at once: the GPUs are read one after the other."""
 STREAK = 5
-"""The growths in a streak that may be first uses: PyTorch's libraries in one training step. What goes on is a leak."""
+"""The growths in a streak that may be first uses: PyTorch's libraries in one training step. More is a leak."""
 TOGETHER = 3
-"""The first uses that are told from one growth, of libraries that were seen to be entered."""
+"""The most first uses charged for one growth, of libraries whose entry was observed."""
 ANY = frozenset(LIBRARIES)
-"""Every library: where nothing tells which ones are loaded, each may be."""
+"""Every library: the possible causes where loaded libraries cannot be observed."""
 Use = tuple[str, int]
-"""A first use of a library: the framework, and the place in its `first_uses`."""
+"""A first use of a library: the framework, and the index in its `first_uses`."""
 Charge = tuple[int, frozenset[Use], int]
-"""Bytes, the first uses that they were charged for, and the part of them for kernels."""
+"""Bytes, the first uses that they cover, and the part of them for kernels."""
 
 
 @dataclass(frozen=True)
 class Overhead:
-    """What has been charged as overhead on one GPU so far, in bytes, and what had appeared by then.
+    """The bytes charged as overhead on one GPU so far, and the owners seen so far.
 
-    gap      the largest so far: what goes and comes back, or was counted a moment too early, is not charged twice
-    owed     what communicators may still take: one that is made eagerly takes most at its first collective
-    last     the gap of the last reading: what appears is charged with the growth since, whatever came and went before
-    slabs    what the driver's slabs hold beyond what frameworks count: of this reading, and part of no gap
-    fresh    whether something appeared in the last reading
-    second   the part of `charged` for contexts beside the primary one
-    loaded   the libraries that were loaded by then
-    used     the first uses that were charged: the framework, and the place in its `first_uses`
+    gap      the largest so far: memory that is freed and allocated again, or was counted early, is not charged twice
+    owed     what communicators may still allocate: one that is created eagerly allocates most at its first collective
+    last     the gap of the last reading: a new owner is charged with the growth since then, whatever the earlier gaps
+    slabs    the bytes of the driver's slabs that no framework counts, in this reading; part of no gap
+    fresh    whether an owner appeared in the last reading
+    second   the part of `charged` for contexts other than the primary one
+    loaded   the libraries loaded so far
+    used     the first uses charged: the framework, and the index in its `first_uses`
     lazy     the part of `charged` for kernels loaded at their first launch
-    rest     what the first use that was charged in the last reading may still take, if that was little
-    pending  the growth of the last reading, if nothing explains it: where nothing tells, it may begin a first use
-    grown    by how much the gap has grown, the last two times
-    at       when it last did, in seconds
-    streak   how often it has grown by then without a pause since something appeared
-    entries  how often each library was found entered by then; one that is not there cannot be told of
-    entered  those that were, if no first use was charged since
-    seen     when that was last seen, in seconds
+    rest     what the first use charged in the last reading may still allocate, if that was little
+    pending  the unexplained growth of the last reading: where entries cannot be observed, a first use may begin with it
+    grown    the size of the last two growths of the gap
+    at       the time of the last growth, in seconds
+    streak   the growths without a pause since an owner appeared
+    entries  how often each library was entered; a missing one cannot be observed
+    entered  the libraries entered since the last charge for a first use
+    seen     the time at which that was last observed, in seconds
     charges  each charge for first uses or kernels: its bytes, the uses, and its part of `lazy`
     doubtful the part of `charged`, `used` and `lazy` that was charged while a framework did not report what it held
     least    the least that such frameworks must hold, in the last reading
@@ -106,8 +106,8 @@ class Overhead:
 
     @property
     def lasting(self) -> tuple[int, int]:
-        """The figures that last: they may change only by a reading during which no framework's figure changed. Else
-        memory that a framework takes after it was asked passes for overhead."""
+        """The lasting figures. Only a reading during which no framework's figure changed may change them. Otherwise
+        memory that a framework takes after its own reading is mistaken for overhead."""
         return self.charged, self.gap
 
     def after(
@@ -120,11 +120,11 @@ class Overhead:
         entries: frozenset[tuple[str, int]] = frozenset(),
         least: int = 0,
     ) -> Overhead:
-        """The state after a reading: `gap` is the process's bytes less what frameworks hold, `loaded` of `LIBRARIES`,
-        `now` in seconds, `entries` as of `Host.entries`.
+        """The state after a reading. `gap` is the process's bytes less its frameworks' bytes; `loaded` lists the loaded
+        libraries of `LIBRARIES`; `now` is in seconds; `entries` comes from `Host.entries`.
 
-        Not `exact` if a framework does not report what it holds: part of the gap is then its pool, and no more is
-        charged than was measured for what appeared. `least`: what such frameworks must hold, which the gap leaves out.
+        `exact` is False if a framework does not report what it holds. Part of the gap is then its pool, and at most the
+        measured size of a new owner is charged. `least`: such frameworks' lower bound, which the gap excludes.
         """
         quiet = gap == self.last and least == self.least and not (self.fresh or self.rest or self.pending)
         if quiet and appeared == self.appeared and loaded == self.loaded and entries == self.entries:
@@ -136,7 +136,7 @@ class Overhead:
         looked = self.saw(entries, now, new)
         if new:
             growth = max(growth, min(since, allowed))
-        elif looked.entered:  # whatever came and went before, and not what comes back of what is charged
+        elif looked.entered:  # independent of earlier gaps, and not for charged memory that is allocated again
             growth = max(growth, gap - max(self.last, self.charged))
         late = sum(map(modules, _second(new)))
         growth = max(growth, min(late, gap - self.charged))
@@ -170,7 +170,7 @@ class Overhead:
             state, shrunk = returned
         if "context" not in appeared:
             shrunk = min(shrunk, max(gap, 0))
-        elif gone and since < 0:  # NCCL's communicators were destroyed, or a framework let go of the GPU
+        elif gone and since < 0:  # NCCL's communicators were destroyed, or a framework released the GPU
             shrunk = max(shrunk + max(since, -sum(workspace(name) for name in gone)), 0)
         state = replace(
             state,
@@ -189,10 +189,10 @@ class Overhead:
         return state._without_pools(self, exact)
 
     def _without_pools(self, before: Overhead, exact: bool) -> Overhead:
-        """The state without the charges that turn out to be a pool's memory.
+        """The state without the charges that prove to be a pool's memory.
 
-        When the least that a pool must hold rises, the pool holds that much: all overhead is then within the gap. At
-        other times the least may be too high (TensorFlow gives back idle regions), and proves nothing.
+        When the lower bound of a pool rises, the pool holds that much: all overhead is then within the gap. At other
+        times the bound may be too high (TensorFlow returns idle regions), and proves nothing.
         """
         size, used, lazy = self.doubtful
         if not exact:
@@ -217,8 +217,8 @@ class Overhead:
         )
 
     def saw(self, entries: frozenset[tuple[str, int]], now: float, new: frozenset[str] = frozenset()) -> Overhead:
-        """The state after a look at what was entered. What was entered before the first look does not count if
-        something is `new`: it is charged with that."""
+        """The state after reading the entered libraries. The first reading ignores earlier entries if an owner in `new`
+        appeared: they are charged with that owner."""
         known = {name for name, _ in self.entries}
         came = frozenset([name for name, count in entries - self.entries if count and (name in known or not new)])
         since, before = now - self.seen, self.entered
@@ -228,16 +228,16 @@ class Overhead:
         return replace(self, entries=entries, entered=entered, seen=now if came else self.seen)
 
     def may_be_a_library(self, gap: int) -> bool:
-        """Whether the gap has grown by enough for the first use of a library that was not loaded before."""
+        """Whether the gap has grown by enough for the first use of a newly loaded library."""
         growth = gap - self.last + self.pending
         return growth > LAZY and any(
             growth >= size * 5 // 8 for *_, library, size in self._unused() if library not in self.loaded
         )
 
     def _explained(self, size: int, most: int) -> Overhead | None:
-        """The state with a growth of that size charged to what may have caused it; None if nothing may have.
+        """The state with a growth of `size` charged to its possible causes; None without one.
 
-        `most`: how many libraries' first uses may have come at once where nothing tells of them; 0 if none.
+        `most`: the number of first uses that may coincide where they cannot be observed; 0 if none.
         """
         told = {name for name, _ in self.entries}
         if (most or told) and size <= self.rest:
@@ -255,7 +255,7 @@ class Overhead:
         return None
 
     def _used(self, size: int, libraries: frozenset[str], most: int, told: bool) -> Overhead | None:
-        """The state with a growth of that size charged to up to `most` first uses of those libraries, if it may be."""
+        """The state with a growth of `size` charged to at most `most` first uses of `libraries`; None if none fits."""
         unused = [use for use in self._unused() if use[2] in libraries]
         together = [uses for count in range(1, most + 1) for uses in combinations(unused, count)]
         sizes = [(sum(use[3] for use in uses), uses) for uses in together]
@@ -268,14 +268,14 @@ class Overhead:
         return replace(self, used=self.used | used, rest=rest, charges=self._with(size, used), entered=frozenset())
 
     def _with(self, size: int, used: frozenset[Use] = frozenset(), lazy: int = 0) -> tuple[Charge, ...]:
-        """The charges with one more. Those below a page of the driver's are in no figure by themselves."""
+        """The charges and one more. Charges below the driver's page size appear in no figure by themselves."""
         return (*self.charges, (size, used, lazy)) if size >= GRANULE else self.charges
 
     def _returned(self, fall: int, missing: int) -> tuple[Overhead, int] | None:
-        """The state without the last charge that was given back, and what remains charged; None if none was.
+        """The state without the last charge that was freed, and the remaining charge; None if none was freed.
 
-        It was if less is there than is charged: if that much is `missing`, or if the gap fell by as much. What falls by
-        the same and leaves nothing missing was unaccounted.
+        A charge counts as freed if the gap's `fall` or `missing` (the charged bytes beyond the gap) is about its size.
+        If nothing is missing, the freed memory was unaccounted.
         """
         for place in range(len(self.charges) - 1, -1, -1):
             size, used, lazy = self.charges[place]
@@ -286,31 +286,32 @@ class Overhead:
         return None
 
     def _unused(self) -> Iterator[tuple[str, int, str, int]]:
-        """The first uses that were not charged: framework, place in its row, library, bytes."""
+        """The first uses not yet charged: framework, index in its spec, library, bytes."""
         for name in sorted(self.appeared):
             for place, (library, size) in enumerate(SPECS[name].first_uses if name in SPECS else ()):
                 if (name, place) not in self.used:
                     yield name, place, library, size
 
     def _owed(self, new: frozenset[str], charge: int, appeared: frozenset[str]) -> int:
-        """What communicators may still take after a charge for what is `new`."""
+        """The bytes that communicators may still allocate after a charge for the owners in `new`."""
         came = _communicators(new)
         owed = min(self.owed, sum(map(workspace, _communicators(appeared)))) + sum(map(workspace, came))
         if came:
             owed -= max(charge - sum(map(_at_once, new - came)), 0)
-        # What is kept for them is a little more than what was measured: then nothing more is to come.
+        # Their reserve is slightly above the measured size: a smaller remainder means that nothing more follows.
         return owed if owed > sum(workspace(name) - modules(name) for name in _communicators(appeared)) else 0
 
 
 def _steady(growth: int, before: tuple[int, int]) -> bool:
-    """Whether it is the third growth of about the same size: a leak, and no first use."""
+    """Whether this is the third growth of about the same size: a leak, and no first use."""
     return min(before) >= growth * 3 // 4 and max(before) <= growth * 4 // 3
 
 
 def _fits(measured: int, growth: int, told: bool) -> bool:
-    """Whether a first use that was measured on an H200 may take so much. Of 66 MiB with cuBLAS 32 are its workspace,
-    of which other GPUs than Hopper's have 8 (cuBLAS documentation, `cublasSetWorkspace`). `told`: it was seen; cuDNN's
-    takes 8 MiB on an H100, half of what it does on an H200, and cuFFT's 8 instead of 24."""
+    """Whether a first use measured on an H200 may allocate `growth`. cuBLAS takes 66 MiB there, of which 32 are
+    workspace; on other GPUs than Hopper the workspace is 8 MiB (cuBLAS documentation, `cublasSetWorkspace`). The lower
+    bound is a quarter if its entry was observed (`told`): cuDNN allocates 8 MiB on an H100, half of its size on an
+    H200, and cuFFT 8 instead of 24."""
     return measured * (2 if told else 5) // 8 <= growth <= _most(measured)
 
 
@@ -319,13 +320,13 @@ def _most(measured: int) -> int:
 
 
 def _used_by(new: frozenset[str], charge: int) -> frozenset[Use]:
-    """The first uses that a charge for new frameworks contains, beyond what they take at once: the largest first."""
+    """The first uses that a charge for new frameworks contains, beyond their initial memory: the largest first."""
     uses = [(name, place) for name in new & set(SPECS) for place in range(len(SPECS[name].first_uses))]
     return _contained(uses, charge - sum(map(_at_once, new)))
 
 
 def _contained(uses: Iterable[Use], size: int) -> frozenset[Use]:
-    """The first uses that so many bytes contain: the largest first."""
+    """The first uses that fit into `size` bytes: the largest first."""
     found = set()
     for use in sorted(uses, key=lambda use: (_size_of(use), use), reverse=True):
         if _size_of(use) * 7 // 8 <= size:
@@ -340,22 +341,22 @@ def _size_of(use: Use) -> int:
 
 
 def _at_once(name: str) -> int:
-    """What was measured of it before the first use of a library."""
+    """A framework's measured memory before the first use of a library."""
     return modules(name) - sum(size for _, size in (SPECS[name].first_uses if name in SPECS else ()))
 
 
 def _communicators(names: frozenset[str]) -> frozenset[str]:
-    """Those among them that `Framework.libraries` numbers: `nccl 1`."""
+    """The communicators among `names`, which `Framework.libraries` numbers: `nccl 1`."""
     return frozenset(name for name in names - _second(names) if " " in name)
 
 
 def _second(names: frozenset[str]) -> frozenset[str]:
-    """The contexts among them that are not the primary one."""
+    """The non-primary contexts among `names`."""
     return frozenset(name for name in names if name.startswith(SECOND_CONTEXT))
 
 
 def expected_overhead(appeared: frozenset[str], exact: bool = True) -> int:
-    """What overhead may come to with these live: the figures behind `reserve: auto`, or the measured ones."""
+    """The most overhead of these owners: the figures of `reserve: auto` if `exact`, else the measured ones."""
     if not appeared:
         return 0
     if not exact:
@@ -364,9 +365,9 @@ def expected_overhead(appeared: frozenset[str], exact: bool = True) -> int:
 
 
 def own_bytes(processes: Mapping[int, int | None], pid: int, active: bool) -> int | None:
-    """What this process holds by NVML; None if NVML lists it without bytes, or not at all although it is active.
+    """This process's memory by NVML; None if NVML lists it without bytes, or not at all although it is active.
 
-    The second happens in a container, whose PIDs NVML knows by the host's numbers.
+    NVML does not list it in a container, because NVML uses the host's PIDs.
     """
     if pid in processes:
         return processes[pid]
@@ -374,7 +375,7 @@ def own_bytes(processes: Mapping[int, int | None], pid: int, active: bool) -> in
 
 
 def gap_of(own: int | None, usages: Iterable[Usage | None], slabs: int = 0) -> int | None:
-    """This process's bytes less what its frameworks are known to hold and the gaps in the driver's slabs."""
+    """This process's bytes less its frameworks' known bytes and the gaps in the driver's slabs."""
     if own is None:
         return None
     for usage in usages:
@@ -385,7 +386,7 @@ def gap_of(own: int | None, usages: Iterable[Usage | None], slabs: int = 0) -> i
 
 
 def totals(usages: Iterable[Usage | None]) -> tuple[int | None, int | None]:
-    """What one framework has in use on all GPUs together, and its peak; None for what it does not report."""
+    """One framework's bytes in use on all GPUs together, and its peak; None if it does not report them."""
     in_use: int | None = 0
     most: int | None = None
     for usage in usages:

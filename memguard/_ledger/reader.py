@@ -1,6 +1,6 @@
-"""The reader: reads GPUs and frameworks for the ledger and the monitor, and keeps what was charged as overhead.
+"""Reads GPUs and frameworks for the ledger and the monitor, and keeps the charged overhead.
 
-What is charged `overhead` decides, and what the rows are, `rows`.
+`overhead` decides the charges, and `rows` makes the rows.
 """
 
 from __future__ import annotations
@@ -46,25 +46,25 @@ _ATTEMPTS = 3
 _PATIENCE = 5.0
 """Seconds that a reading waits for another thread's."""
 _LOANS = "memguard._frameworks.arrays.lifetimes"
-"""If it was never loaded, nothing is lent."""
+"""The module that records loans of arrays. While it is not loaded, nothing is lent."""
 _CONTEXT, _NOTHING = frozenset({"context"}), Overhead()
 _NONE: frozenset[str] = frozenset()
 _NO_LOANS: Mapping[str, Lent] = MappingProxyType({})
 _NEVER: tuple[int | None, int | None, int] = (None, None, 0)
 _TRUSTED = 10
-"""Samples in a row for which this process's bytes are taken to be unchanged while the card's are."""
+"""Consecutive samples that reuse this process's bytes while the card's bytes are unchanged."""
 _SILENT = {"libraries": Framework.libraries, "contexts": Framework.contexts, "uncounted": Framework.uncounted}
-"""What few frameworks have anything to say about, and the methods of those that do not."""
+"""Methods that few frameworks override, and their default implementations."""
 _Named = tuple[tuple[str, Framework], ...]
 _Tellers = tuple[_Named, ...]
 _SECOND_LOOK = 1.0
-"""Seconds. Where memory leaks, each reading finds that the gap has grown."""
+"""Seconds between two searches for the cause of growth. With a leak, every reading finds growth."""
 _FRESH = 0.1
-"""Seconds in which a reading that finds no growth does not look again at what was entered."""
+"""Seconds for which a reading without growth reuses the observed library entries."""
 
 
 class LedgerReader:
-    """One process's readings. `unnamed` are frameworks that the budget does not name; `warn` is given a sentence."""
+    """One process's readings. `unnamed` are frameworks that the budget does not name; `warn` receives a sentence."""
 
     def __init__(self, host: Host, unnamed: Sequence[str], warn: Callable[[str], None]) -> None:
         self.host, self._unnamed, self._warn = host, unnamed, warn
@@ -74,16 +74,16 @@ class LedgerReader:
         self._overhead: dict[str, Overhead] = {}
         self._warned: set[str] = set()
         self._rest: dict[str, int] = {}
-        self._unsettled: set[str] = set()  # GPUs of which the last reading was not one moment's: nothing was charged
+        self._unsettled: set[str] = set()  # GPUs whose figures moved during the last reading: nothing was charged
         self._owned: dict[str, tuple[int | None, int | None, int]] = {}
         self._ordinals: dict[str, int] = {}
-        self._in_vain = -math.inf  # when a look at the loaded libraries showed no new one
-        self._looked = math.inf  # when what was entered was looked at; not before something has appeared
+        self._in_vain = -math.inf  # time of the last search for loaded libraries that found no new one
+        self._looked = math.inf  # time of the last look at library entries; none before an owner has appeared
         self._tellers: tuple[Mapping[str, Framework], int, _Tellers] | None = None
-        self._second: dict[str, dict[int, str]] = {}  # by GPU: handle and owner of contexts beside the primary one
+        self._second: dict[str, dict[int, str]] = {}  # by GPU: handle and owner of each non-primary context
 
     def clear(self) -> None:
-        """Forget what was charged: another budget begins."""
+        """Forget all charges: another budget begins."""
         self._overhead.clear()
         self._warned.clear()
         self._rest.clear()
@@ -92,15 +92,15 @@ class LedgerReader:
         self._second.clear()
 
     def forked(self) -> None:
-        """In a forked child: another thread of the parent may have held the lock."""
+        """In a forked child, replace the lock: another thread of the parent may have held it."""
         self._turn = Turn(rank=Rank.READER)
 
     def wait(self, seconds: float) -> bool:
-        """Whether the readings that are under way end within that time."""
+        """Wait for readings in progress. Whether they end within `seconds`."""
         return self._turn.take(bool, seconds) is not None
 
     def unnamed(self) -> Mapping[str, Framework]:
-        """The frameworks that the budget does not name and the program imported. Others' adapters are not loaded."""
+        """The imported frameworks that the budget does not name. Does not load the adapters of other frameworks."""
         for name in self._unnamed:
             if name in sys.modules and name not in self._created:
                 self._created[name] = registry.create(name, self.host)
@@ -115,12 +115,12 @@ class LedgerReader:
     ) -> DeviceLedger:
         """One GPU's rows; `refusals` as for `device_ledger`.
 
-        Raises MemguardError if another thread's reading does not return: a driver that hangs must not hang everybody.
+        Raises MemguardError if another thread's reading does not return: a hanging driver must not block every caller.
         """
         return self.ledger_of(self.reading(part, frameworks), part, enforcements, refusals)
 
     def reading(self, part: DevicePlan, frameworks: Mapping[str, Framework]) -> Reading:
-        """What the rows of `ledger` are made from. Raises as that does."""
+        """The reading behind the rows of `ledger`. Raises the same error."""
         return self._in_turn(self._read, part, frameworks)
 
     def ledger_of(
@@ -130,7 +130,7 @@ class LedgerReader:
         enforcements: Mapping[str, str],
         refusals: Mapping[str, tuple[int, float | None]] | None = None,
     ) -> DeviceLedger:
-        """The rows of a reading. The arguments must not change any more."""
+        """The rows of a reading. The arguments must not change afterwards."""
         watched = dict.fromkeys([*self._created, EXCHANGE], Enforcement.WATCHED.value)
         watched[POOL] = ""
         return device_ledger(reading, part, {**watched, **enforcements}, refusals)
@@ -138,9 +138,9 @@ class LedgerReader:
     def read_unlocked(
         self, part: DevicePlan, frameworks: Mapping[str, Framework]
     ) -> tuple[Reading, Mapping[int, int | None]]:
-        """One GPU's figures and processes, read once, without a lock, and nothing charged: when a request is refused.
+        """One GPU's figures and processes for a refused request: read once, without a lock and without charges.
 
-        It is called within allocations, where another thread may wait for this one. Contexts and loans are left out.
+        Called within allocations, where another thread may wait for this one. Leaves out contexts and loans.
         """
         device = part.device
         usages: dict[str, Usage | None] = {}
@@ -156,7 +156,7 @@ class LedgerReader:
         slabs = driver_pages.slabs[device.uuid].gaps
         state = self._overhead.get(device.uuid, Overhead())
         gap = gap_of(own, usages.values(), slabs)
-        if gap is not None:  # what has appeared since the last reading, which this one leaves to the next to charge
+        if gap is not None:  # include owners that appeared since the last reading; the next reading charges them
             live = {name for name, usage in usages.items() if usage is not None}
             silent = [usage.held_at_least or 0 for usage in usages.values() if usage is not None and usage.held is None]
             entries = self.host.entries(mark=False) if gap > state.last else state.entries
@@ -166,9 +166,9 @@ class LedgerReader:
         return Reading(device, memory, own, usages, replace(state, slabs=slabs)), processes
 
     def sample(self, part: DevicePlan, frameworks: Mapping[str, Framework]) -> DeviceSample:
-        """One GPU's figures, each asked for once: what the monitor can afford several times a second.
+        """One GPU's figures, each read once: cheap enough for several samples a second.
 
-        If the unaccounted part has changed, a whole reading follows, which charges it to overhead if it belongs there.
+        If the unaccounted memory has changed, a complete reading follows, which charges overhead.
         """
         return self._in_turn(self._sample, part, frameworks)
 
@@ -178,10 +178,10 @@ class LedgerReader:
         part: DevicePlan,
         frameworks: Mapping[str, Framework],
     ) -> _Read:
-        """What `read` returns. Readings that charge something (True) come one after the other.
+        """Return `read(...)`. Readings that charge overhead (argument True) run one after the other.
 
-        A signal handler may ask while another thread reads. That one may wait for a framework's lock, which this thread
-        has: so the handler waits for nobody, and its reading charges nothing.
+        A signal handler may read while another thread reads. That thread may wait for a framework's lock, which this
+        thread holds: so the handler does not wait, and its reading charges nothing.
         """
         found = self._turn.take(read, 0, part, frameworks, True)
         if found is None and interrupting():
@@ -201,11 +201,11 @@ class LedgerReader:
         charge: bool,
         earlier: Mapping[str, Usage | None] | None = None,
     ) -> Reading:
-        """NVML is read before and after the frameworks, and all of it again if its figures moved meanwhile.
+        """Read NVML before and after the frameworks, and repeat everything if its figures moved meanwhile.
 
-        Only a reading that is one moment's may change what is charged: each framework's figure has to be the same
-        before and after NVML's. `earlier`: figures from just before; without them, or if they differ, the frameworks
-        are asked once more where a charge depends on it.
+        Only a consistent reading may change the charges: each framework's figure must be equal before and after NVML's.
+        `earlier`: figures read just before; without them, or if they differ, the frameworks are read once more if a
+        charge depends on it.
         """
         device, host = part.device, self.host
         pid, uuid = host.pid, device.uuid
@@ -254,7 +254,7 @@ class LedgerReader:
             usages.update(kept)
             known += sum([_known(usage) for usage in kept.values()])
             lent = self._lent(device)
-        # While another thread allocates, there is no time to charge anything.
+        # While another thread allocates, no reading is consistent, so nothing is charged.
         gap = None if own is None or now != before else own - known - slabs
         owners = self._contexts(device, with_contexts, 0 if gap is None else state.last - gap)
         if gap is not None:
@@ -282,11 +282,11 @@ class LedgerReader:
         usages: Mapping[str, Usage | None],
         earlier: Mapping[str, Usage | None] | None,
     ) -> bool:
-        """Whether each framework held the same before and after NVML was read: as `earlier`, or if asked once more."""
+        """Whether each framework held the same before and after NVML was read: by `earlier`, or by another reading."""
         pooled = [name for name, one in frameworks.items() if one.pooled]
 
         def held(figures: Mapping[str, Usage | None]) -> dict[str, int]:
-            """Those that share a pool count as one: what is live there changes all the time."""
+            """Held bytes by framework; pool users count as one, because the live part changes all the time."""
             found = {n: _known(usage) for n, usage in figures.items() if usage is not None and n != EXCHANGE}
             shared = sum([found.pop(name, 0) for name in (*pooled, POOL)])
             return {**found, POOL: shared}
@@ -347,11 +347,11 @@ class LedgerReader:
     def _loaded(
         self, state: Overhead, gap: int, appeared: frozenset[str], mark: bool
     ) -> tuple[frozenset[str], frozenset[tuple[str, int]]]:
-        """The libraries that are loaded, and what was entered. The kernel's list takes milliseconds: it is read if a
-        library may be behind the growth of the gap that was not loaded, which then has loaded kernels. Where nothing
-        tells of those, it is not read within a second after it showed no new one."""
+        """The loaded libraries, and the observed entries. Reading the kernel's list takes milliseconds, so it is read
+        only if a newly loaded library may explain the growth of the gap, because a new library has loaded kernels.
+        Where entries cannot be observed, it is not read again for a second after it showed no new library."""
         came = appeared - state.appeared
-        if not mark:  # in a signal handler: the next reading is to find it
+        if not mark:  # in a signal handler: leave the search to the next reading
             return state.loaded, self.host.entries(mark=False)
         if came:
             return self.host.libraries(), self._look(came)
@@ -370,14 +370,14 @@ class LedgerReader:
         return loaded, self._look()
 
     def _look(self, new: frozenset[str] = _NONE) -> frozenset[tuple[str, int]]:
-        """What was entered, for the states of all GPUs: on which of them, nothing tells. `new`: what has appeared."""
+        """The observed library entries. No entry identifies its GPU, so all GPUs count it. `new`: new owners."""
         entries, self._looked = self.host.entries(), time.monotonic()
         for uuid, state in self._overhead.items():
             self._overhead[uuid] = state.saw(entries, self._looked, new)
         return entries
 
     def _who_tells(self, frameworks: Mapping[str, Framework]) -> _Tellers:
-        """Who has to be asked for `libraries`, `contexts` and `uncounted`: most frameworks say nothing there."""
+        """The frameworks that override `libraries`, `contexts` or `uncounted`; most do not."""
         if self._tellers is not None and self._tellers[0] is frameworks and self._tellers[1] == len(self._created):
             return self._tellers[2]
         known = {**self._created, **frameworks}.items()
@@ -389,8 +389,8 @@ class LedgerReader:
         return found
 
     def _own(self, device: Device, live: bool) -> int | None:
-        """This process's bytes. NVML's list is the slowest of the probes: a sample asks for it when the card's figure
-        has changed, and every tenth time, for a page that changes hands. With unified memory there is no such figure.
+        """This process's bytes. NVML's process list is the slowest probe: a sample reads it when the card's figure has
+        changed, and every tenth time, in case a page moves to another process. Unified memory has no such figure.
         """
         processes, pid = self.host.processes(device), self.host.pid
         if pid not in processes and not live:
@@ -398,7 +398,7 @@ class LedgerReader:
         return own_bytes(processes, pid, live)
 
     def _ordinal(self, device: Device) -> int | None:
-        """CUDA's number of the GPU, by which the exchange counts. It stays the same while the process lives."""
+        """CUDA's ordinal of the GPU, which the exchange counts by. It is constant while the process lives."""
         if self.host.simulated:
             return None
         if device.ordinal is not None:
@@ -411,7 +411,7 @@ class LedgerReader:
         return self._ordinals.get(device.uuid)
 
     def _kept(self, device: Device) -> dict[str, Usage]:
-        """What the exchange holds for other processes, as the usage of its row; empty if that is nothing."""
+        """The exchange's memory for other processes, as the usage of its row; empty if it is 0."""
         loans = sys.modules.get(_LOANS)
         kept: Mapping[int, int] | None = getattr(loans, "kept", None)
         size = kept.get(ordinal, 0) if kept and (ordinal := self._ordinal(device)) is not None else 0
@@ -420,8 +420,8 @@ class LedgerReader:
     def _shared(
         self, device: Device, frameworks: Mapping[str, Framework], read: Mapping[str, Usage | FrameworkSample | None]
     ) -> dict[str, Usage]:
-        """The row of the pool that several frameworks draw from, whose own rows were `read`; empty if it is not there
-        yet. Together they are what the pool holds, to the byte."""
+        """The row of the shared pool, given its frameworks' rows in `read`; empty before the pool exists. Together the
+        rows equal the pool's size, to the byte."""
         if self.joint is None:
             return {}
         members = [(one, usage) for name, one in frameworks.items() if one.pooled and (usage := read.get(name))]
@@ -430,7 +430,7 @@ class LedgerReader:
         return {} if found is None else {POOL: found}
 
     def _lent(self, device: Device) -> dict[str, Lent]:
-        """What each framework lends to others. Lent memory counts with the producer's."""
+        """The memory that each framework lends. Lent memory counts for the producer."""
         loans = sys.modules.get(_LOANS)
         ordinal = self._ordinal(device) if loans is not None and hasattr(loans, "lent_by") else None
         if loans is None or ordinal is None:
@@ -439,9 +439,9 @@ class LedgerReader:
         return {name: loan for name, loan in lent.items() if loan.bytes}
 
     def _contexts(self, device: Device, frameworks: _Named, fell: int) -> tuple[str, ...]:
-        """Who made each context beside the primary one. `fell`: how many bytes fewer are unaccounted than before.
+        """The owner of each non-primary context. `fell`: by how many bytes the unaccounted memory decreased.
 
-        A context that was seen before and is not now may be on another thread. It is gone if its memory is.
+        A known context that is not listed now may be on another thread. It was destroyed if its memory was freed.
         """
         ordinal = self._ordinal(device) if device.ordinal is None else device.ordinal
         pools = [handle for _, one in frameworks for handle in one.contexts(device)]
@@ -459,7 +459,7 @@ class LedgerReader:
         return tuple(known.values())
 
     def _warn_of_overhead(self, state: Overhead, part: DevicePlan) -> None:
-        """Once for each GPU whose reserve is too small."""
+        """Warn once for each GPU whose reserve is too small."""
         if part.device.uuid in self._warned:
             return
         self._warned.add(part.device.uuid)
@@ -476,10 +476,10 @@ class LedgerReader:
 
 
 def _known(usage: Usage) -> int:
-    """The bytes that a framework is known to hold."""
+    """The bytes that a framework certainly holds."""
     return usage.held if usage.held is not None else usage.held_at_least or 0
 
 
 def _usages(frameworks: Mapping[str, Framework], device: Device) -> dict[str, Usage]:
-    """Of the frameworks that hold something there."""
+    """The usages of frameworks that hold memory on this GPU."""
     return {name: usage for name, one in frameworks.items() if (usage := one.usage(device)) is not None}

@@ -1,7 +1,7 @@
-"""One reading of a GPU, and the ledger's rows that follow from it. Pure.
+"""One reading of a GPU, and the ledger's rows made from it. Pure.
 
-A framework that does not report what it holds (TensorFlow with growth) counts with the least it must hold. What lies
-above that is in `unaccounted`, whose row then says so. `unaccounted` is signed.
+A framework that does not report what it holds (TensorFlow with growth) counts with a lower bound. Its memory above the
+bound is in `unaccounted`, whose note names the framework. `unaccounted` is signed.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _UNKNOWN = (None, None)
 
 
 class Reading(NamedTuple):
-    """One GPU at one moment: what NVML and each framework say, each asked once. Sizes are bytes.
+    """One GPU at one moment: the figures of NVML and of each framework, each read once. Sizes are bytes.
 
-    own       what this process holds by NVML; None if unknown
-    usages    by framework; None for one that holds nothing there
-    overhead  what is charged as overhead, this reading included
-    moved     the figures changed while they were read, each time
-    contexts  who made each context beside the primary one
-    lent      what frameworks lend to others
-    uncounted what frameworks that are live here may take past their caps
+    own       this process's memory by NVML; None if unknown
+    usages    by framework; None for a framework that holds nothing there
+    overhead  the charged overhead, this reading included
+    moved     the figures changed during every attempt to read them
+    contexts  the owner of each non-primary context
+    lent      the memory that frameworks lend
+    uncounted allocations of live frameworks that may bypass their caps
     """
 
     device: Device
@@ -47,7 +47,7 @@ class Reading(NamedTuple):
 
 
 reading_of: Callable[[tuple[Any, ...]], Reading] = functools.partial(tuple.__new__, Reading)
-"""As `usage_of`."""
+"""Builds a Reading from a tuple of all fields, as `usage_of`."""
 
 
 def device_ledger(
@@ -56,10 +56,10 @@ def device_ledger(
     enforcements: Mapping[str, str] | None = None,
     refusals: Mapping[str, tuple[int, float | None]] | None = None,
 ) -> DeviceLedger:
-    """The rows of one GPU. `part` gives the caps and the limit, `enforcements` how each framework's cap holds.
+    """The rows of one GPU. `part` gives the caps and the limit, `enforcements` how each framework's cap is enforced.
 
-    `refusals`: how often each framework was refused, and the last time; none for one of which that is unknown. The rows
-    are made when somebody looks at them, so none of the arguments may change any more.
+    `refusals`: the number and last time of each framework's refusals; a framework without refusal reports is missing.
+    The rows are made when they are first accessed, so none of the arguments may change afterwards.
     """
     limit = part.limit if part is not None else None
     rows = functools.partial(_rows, reading, part, enforcements, refusals)
@@ -86,7 +86,7 @@ def _rows(
         if usage is not None and usage.held is None:
             silent.append(name)
     second = overhead.second if reading.contexts else 0
-    uncharged = memory.used is None and reading.own is None  # nothing tells what this process has beside its arrays
+    uncharged = memory.used is None and reading.own is None  # the process's memory beyond its arrays is unknown
     rows.append(Row("overhead", "overhead", None if uncharged else overhead.total - second))
     if reading.contexts:
         note = _of_contexts(reading.contexts, bool(second))
@@ -109,7 +109,7 @@ def _rows(
 
 
 def _unified(reading: Reading, counted: int, silent: Sequence[str]) -> list[Row]:
-    """The last rows of a GPU that uses the machine's memory: what adds up there is this process."""
+    """The last rows of a GPU with unified memory: they add up to this process."""
     memory, own = reading.memory, reading.own
     rest = None if own is None else own - counted - reading.overhead.total
     note = "unknown: NVML does not name this process here"
@@ -154,7 +154,7 @@ def _framework(
     if loan is not None:
         notes.append(str(loan))
     note, lent = "; ".join(notes), None if loan is None else loan.bytes
-    # By position, which takes half the time, in each row of each reading.
+    # Positional arguments, which take half the time: each reading makes one for each row.
     return Row(
         "framework",
         name,
@@ -174,7 +174,7 @@ def _framework(
 
 
 def _of_contexts(owners: Sequence[str], charged: bool) -> str:
-    """Who made the contexts beside the primary one, what they cost, and how not to have them."""
+    """The note on non-primary contexts: their owners, their size, and how to avoid them."""
     many = f"{len(owners)} contexts, " if len(owners) > 1 else ""
     names = [name if name != "unknown" else "something unknown" for name in dict.fromkeys(owners)]
     where = "" if charged else "; its cost is in unaccounted"

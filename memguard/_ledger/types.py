@@ -1,8 +1,8 @@
-"""The ledger: who holds what on each GPU, in rows that add up to what the driver reports; and its tables. Pure.
+"""The ledger: the holder of all memory of each GPU, in rows that add up to the driver's total; and its tables. Pure.
 
 frameworks + overhead + unaccounted + other processes + driver reserve + free = total, to the byte
 
-Of a GPU with unified memory (`Device.unified`), of which NVML has no figures, the first three add up to this process:
+NVML has no figures of a GPU with unified memory (`Device.unified`); there the first three add up to this process:
 
 frameworks + overhead + unaccounted = this process's bytes, to the byte
 """
@@ -26,17 +26,17 @@ COLUMNS = ("MiB", *NUMBERS, "cap is")
 LINE, AT_LEAST = "─", "≥ "
 _OWN = ("framework", "overhead", "unaccounted", "suspended")
 EXCHANGE = "exchange"
-"""The row of what is held for other processes, beside the frameworks'."""
+"""The row of memory that the exchange holds for other processes."""
 
 
 @dataclass(frozen=True, init=False)
 class Row:
-    """One line of the ledger. Sizes are bytes, None if unknown; `bytes` is what counts in the sum.
+    """One line of the ledger. Sizes are bytes, None if unknown; `bytes` is the summand.
 
     kind: framework, overhead, unaccounted, suspended, other processes, driver reserve, free. `lent` is the part of a
-    framework's memory that others have views of, each byte once; None if nothing is lent. `refused` says how often a
-    framework of the budget was refused memory on this GPU since the budget is active, as far as its allocator tells of
-    it, and `last_refused` when it last was (seconds, as `time.time()`); None if unknown, or for other rows.
+    framework's memory that consumers have views of, each byte once; None if nothing is lent. `refused` counts the
+    refusals of a framework of the budget on this GPU since the budget is active, if its allocator reports them.
+    `last_refused` is the time of the last refusal (seconds, as `time.time()`); None if unknown, or for other rows.
     """
 
     kind: str
@@ -71,7 +71,7 @@ class Row:
         refused: int | None = None,
         last_refused: float | None = None,
     ) -> None:
-        # At once: a frozen dataclass sets field by field, which takes three times as long, in a dozen rows a reading.
+        # In one call: a frozen dataclass sets field by field, which takes three times as long, a dozen rows a reading.
         vars(self).update(
             kind=kind, name=name, bytes=bytes, cap=cap, in_use=in_use, cached=cached, reclaimable=reclaimable,
             enforcement=enforcement, at_least=at_least, at_most=at_most, note=note, lent=lent, refused=refused,
@@ -81,7 +81,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Lent:
-    """What one framework lends on a GPU: `bytes` counts each byte once, `to` once for each consumer."""
+    """One framework's lent memory on a GPU: `bytes` counts each byte once, `to` once for each consumer."""
 
     bytes: int
     to: Mapping[str, int] = field(default_factory=dict)
@@ -93,14 +93,14 @@ class Lent:
 
 @dataclass(frozen=True)
 class DeviceLedger:
-    """One GPU's rows. `process`: what this process holds by NVML, None if unknown; `moved`: it changed while read.
+    """One GPU's rows. `process`: this process's memory by NVML, None if unknown; `moved`: it changed while read.
 
-    `sum`: what the rows that add up come to, in bytes. It is `device.total`; of a GPU with unified memory `process`,
-    without the rows `other processes`, `driver reserve` and `free`; and None there if `process` is unknown.
+    `sum`: the sum of the rows, in bytes. It is `device.total`. On a GPU with unified memory it is `process`, without
+    the rows `other processes`, `driver reserve` and `free`; and None if `process` is unknown.
 
-    `suspended`: the bytes that the process has in host memory instead, while it is off the GPU; None otherwise. Its
-    rows are then as they were, a row of kind `suspended` takes them off again, and `process` is 0. What others hold is
-    not known from within then, and so `sum` is None, unless somebody else reads the GPU.
+    `suspended`: the process's bytes in host memory while it is off the GPU; None otherwise. The other rows then keep
+    their last figures, a row of kind `suspended` subtracts them, and `process` is 0. A suspended process cannot read
+    other processes' memory, so `sum` is None, unless another process reads the GPU.
     """
 
     device: Device
@@ -114,13 +114,13 @@ class DeviceLedger:
     def later(
         cls, device: Device, rows: Callable[[], tuple[Row, ...]], process: int | None, limit: int | None, moved: bool
     ) -> DeviceLedger:
-        """One whose rows are made when somebody looks at them, by a call that always gives the same ones."""
+        """A ledger whose rows are made on first access, by a call that always returns the same rows."""
         found = cls.__new__(cls)
         vars(found).update(device=device, process=process, limit=limit, moved=moved, suspended=None, _rows=rows)
         return found
 
     def __getattr__(self, name: str) -> Any:
-        """The rows, the first time."""
+        """Make the rows on first access."""
         make = vars(self).get("_rows") if name == "rows" else None
         if make is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
@@ -133,7 +133,7 @@ class DeviceLedger:
 
     @property
     def own_rows(self) -> tuple[Row, ...]:
-        """What this process holds: frameworks, overhead, unaccounted; and what takes that off while it is suspended."""
+        """This process's rows: frameworks, overhead, unaccounted; and the row that subtracts them while suspended."""
         return tuple(row for row in self.rows if row.kind in _OWN)
 
     @property
@@ -209,7 +209,7 @@ class Ledger:
         from rich.console import Console
 
         out = StringIO()
-        # Else rich would display it at once in a notebook, and in italics if FORCE_COLOR is set, as Jupyter does.
+        # Without it rich displays output at once in a notebook, and in italics if FORCE_COLOR is set, as Jupyter does.
         plain = Console(
             file=out, width=80, highlight=False, markup=False, no_color=True, force_jupyter=False, force_terminal=False
         )
@@ -220,16 +220,16 @@ class Ledger:
         return html_ledger(self)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """What IPython shows in a terminal."""
+        """The text that IPython shows in a terminal."""
         printer.text(str(self))
 
 
-# As tables: by rich for terminals and text, and in HTML for notebooks. The HTML is written here because rich exports
-# preformatted text of one width, whose cells no notebook can select.
+# Tables: by rich for terminals and text, and in HTML for notebooks. The HTML is made here because rich exports
+# preformatted text of one width, whose cells cannot be selected in a notebook.
 
 
 def rich_ledger(ledger: Ledger, *, ascii_only: bool = False) -> RenderableType:
-    """One table for each GPU, sizes in MiB, and the notes below them. `ascii_only`: in these characters alone."""
+    """One table for each GPU, sizes in MiB, and the notes below them. `ascii_only`: use ASCII characters alone."""
     from rich.console import Group
     from rich.text import Text
 
@@ -238,7 +238,7 @@ def rich_ledger(ledger: Ledger, *, ascii_only: bool = False) -> RenderableType:
 
 
 def html_ledger(ledger: Ledger) -> str:
-    """The same in HTML."""
+    """`rich_ledger` in HTML."""
     tables = [_html_table(part, ledger.simulated) for part in ledger.devices]
     return "\n".join([*tables, *(f"<div>note: {html(note)}</div>" for note in ledger.notes)])
 
@@ -289,7 +289,7 @@ def _notes(part: DeviceLedger) -> list[str]:
 
 
 def _note(row: Row) -> str:
-    """Its note, and how often it was refused memory."""
+    """The row's note, and its number of refusals."""
     notes = [row.note] if row.note else []
     if row.refused and row.last_refused is not None:
         times = "once" if row.refused == 1 else f"{row.refused:,} times, the last time"
@@ -299,7 +299,7 @@ def _note(row: Row) -> str:
 
 
 def _groups(part: DeviceLedger) -> list[list[list[str]]]:
-    """The cells in the order of `COLUMNS`: of the frameworks, of the other rows, of the sum and what follows it."""
+    """The cells in the order of `COLUMNS`, in groups: frameworks, other rows, the sum and the rows after it."""
     unified = part.device.unified
     summed = part.own_rows if unified else part.rows
     frameworks = [_cells(row) for row in summed if row.kind == "framework"]
@@ -324,5 +324,5 @@ def _cells(row: Row) -> list[str]:
 
 
 def _mib(size: int | None) -> str:
-    """One unit for the whole table, so that columns can be compared at a glance."""
+    """A size in MiB, the unit of the whole table, so that columns compare at a glance."""
     return "unknown" if size is None else f"{size / MIB:,.1f}"

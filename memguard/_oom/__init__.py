@@ -1,1 +1,1 @@
-"""Out-of-memory errors: recognised by their text, explained by the figures, reported once."""
+"""Out-of-memory errors: classify them by type and text, explain them by figures, report each once."""

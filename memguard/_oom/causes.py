@@ -1,4 +1,4 @@
-"""Why an out-of-memory error happened, from the figures of the moment: a table of causes, first match first. Pure."""
+"""The cause of an out-of-memory error, from the figures of its refusal: a table of causes, first match first. Pure."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ if TYPE_CHECKING:
     from memguard._budget import Budget
 
 SEGMENT = 20 * MIB
-"""The most that an allocator takes beyond a small request: a segment of torch (measured)."""
+"""The most that an allocator takes from the driver beyond a small request: a segment of torch (measured)."""
 WORKSPACE = 256 * MIB
 """Assumed for a request of unknown size: above cuBLAS's and cuSOLVER's first use (measured: 100 MiB)."""
 _PIECES = 10
-"""Fragmentation is the reason if it takes at least one part in so many of the cap."""
+"""Fragmentation is the cause only if it wastes at least this fraction (1/10) of the cap."""
 _WHEN = {"peak": " at its peak", "sample": " in the last sample"}
-"""Of when a figure is, by the moment's source, where that is not the refusal itself."""
+"""The time of a figure, by its source, if that is not the refusal itself."""
 _PRESENT = "is", "has", "have", "holds"
 
 Reason = Literal["cap", "card", "cap and card", "fragmented", "unknown", "elsewhere"]
-"""Why there was no memory: its own cap, the full card (or machine, where its memory is unified), or both; a fragmented
-cache under a large enough cap; unknown; or it was no GPU memory at all."""
+"""Why the request failed: its own cap, the full card (or the full machine, with unified memory), or both; a fragmented
+cache under a large enough cap; unknown; or an exhausted memory other than the GPU's."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """An out-of-memory error on one GPU, and the figures behind its reason and its remedies. Sizes are bytes.
+    """An out-of-memory error on one GPU, and the figures behind its cause and its remedies. Sizes are bytes.
 
-    `row` is the requester's, None for a library: its memory lies outside every cap. `need` is how much was needed: the
-    request, and what its allocator takes beyond it. `of_then`: the requester's figures are those of the moment at which
-    the request was refused. `seen_free`: what the GPU had free in the last sample before.
+    `row` is the requester's, None for a library: its memory lies outside every cap. `need` is the request plus what its
+    allocator takes beyond it. `of_then`: the requester's figures are from the moment of the refusal. `seen_free`: the
+    GPU's free memory in the last sample before.
     """
 
     part: DeviceLedger
@@ -78,12 +78,12 @@ class Case:
 
     @cached_property
     def taken(self) -> int | None:
-        """The part of its cap that the requester cannot reuse: held less what a trim returns. None if not known."""
+        """The part of its cap that the requester cannot reuse: held less reclaimable. None if unknown."""
         if self.row is None:
             return 0
         if self.beside is not None:
             return (self.row.in_use or 0) + self.beside
-        if self.row.at_least is not None:  # TensorFlow with growth: its pool is not known, live arrays are
+        if self.row.at_least is not None:  # TensorFlow with growth: its pool is unknown, its live arrays are known
             return self.row.in_use or self.row.bytes or 0
         if self.row.bytes is None:
             return self.row.in_use
@@ -91,7 +91,7 @@ class Case:
 
     @cached_property
     def beside(self) -> int | None:
-        """What others have in use in the pool that the requester draws from, in bytes; None if it draws from none."""
+        """The bytes that others use in the requester's shared pool; None if it does not use the pool."""
         joined = self.planned.joined if self.planned is not None else ()
         if self.row is None or self.row.name not in joined:
             return None
@@ -100,16 +100,17 @@ class Case:
 
     @cached_property
     def room(self) -> int | None:
-        """What is left under its cap; None without a cap, or if it is not known."""
+        """The requester's headroom; None without a cap, or if unknown."""
         if self.row is None or self.row.cap is None or self.taken is None:
             return None
         return max(self.row.cap - self.taken, 0)
 
     @cached_property
     def split(self) -> int:
-        """What the requester caches in pieces that neither serve a large request nor can be given back.
+        """The requester's fragmented cache, which neither serves a large request nor can be returned.
 
-        That is what a trim leaves of its cache. For torch it is `inactive_split_bytes`, which `reclaimable` leaves out.
+        It is the part of the cache that a trim keeps. torch reports it as `inactive_split_bytes`, which `reclaimable`
+        excludes.
         """
         spec = SPECS.get(self.row.name) if self.row is not None else None
         if self.row is None or (spec is not None and spec.pads):
@@ -121,7 +122,7 @@ class Case:
 
     @cached_property
     def over_cap(self) -> bool:
-        if self.room is None:  # more than the whole cap, whatever is left of it
+        if self.room is None:  # without a known headroom: the request exceeds the whole cap
             cap = self.row.cap if self.row is not None else None
             return cap is not None and (self.verdict.requested or 0) > cap
         return self.room < self.need
@@ -132,10 +133,10 @@ class Case:
 
     @cached_property
     def shut_out(self) -> bool:
-        """Whether its cap is the reason though size or use is unknown: its own allocator refused, and not for the card.
+        """Whether the cap is the cause although size or use is unknown: the allocator refused, and the GPU had room.
 
-        An allocator refuses what does not fit under its cap or on the card. So it was the cap if the card had more free
-        than was left under the cap, or more than the request.
+        An allocator refuses a request that does not fit under its cap or on the GPU. So the cap refused if the GPU had
+        more free memory than the headroom, or more than the request.
         """
         cap = self.row.cap if self.row is not None else None
         if not cap or not self.verdict.refused or (self.verdict.requested is not None and self.taken is not None):
@@ -147,29 +148,29 @@ class Case:
 
     @property
     def _own(self) -> int:
-        """What the requester gives back by itself before it fails, or what its pool has idle for it."""
+        """The memory that the requester trims by itself before it fails, or that idles in its pool."""
         if self.beside is not None:
             return next((row.cached or 0 for row in self.frameworks if row.name == POOL), 0)
         return (self.row.reclaimable or 0) if self.row is not None else 0
 
     @property
     def fragmented(self) -> bool:
-        """Whether fragmentation is the reason. A few per cent of each cache are in pieces always."""
+        """Whether fragmentation is the cause. A few per cent of every cache are always fragmented."""
         cap = (self.row.cap if self.row is not None else None) or 0
         return self.of_then and self.in_pieces and self.split * _PIECES >= cap
 
     @cached_property
     def in_pieces(self) -> bool:
-        """Whether the request would fit under its cap if its cache were in one piece."""
+        """Whether the request would fit under its cap if its cache were unfragmented."""
         if self.verdict.requested is None:
             return False
-        if self.silent:  # by its live arrays both cap and GPU have room, so its pool has no piece of that size
+        if self.silent:  # its live arrays leave room under cap and GPU, so its pool lacks a block of that size
             return not self.over_card and self.room is not None and self.room >= self.need
         return self.over_cap and (self.room or 0) + self.split >= self.need
 
     @property
     def silent(self) -> bool:
-        """Whether the requester does not say what its pool holds: TensorFlow with growth."""
+        """Whether the requester does not report its pool's size: TensorFlow with growth."""
         return self.row is not None and self.row.at_least is not None
 
     @cached_property
@@ -186,7 +187,7 @@ class Case:
 def device_of(
     text: str, verdict: Verdict, ledger: Ledger | None, recorded: RefusedRequest | None
 ) -> DeviceLedger | None:
-    """The GPU of the record, or that the text names by CUDA's number; else where the requester has least room."""
+    """The GPU of the record, or of the CUDA ordinal in the text; else the requester's GPU with least headroom."""
     if ledger is None or not ledger.devices:
         return None
     if recorded is not None and recorded.uuid is not None:
@@ -202,7 +203,7 @@ def device_of(
 
 
 def caps_in_force(part: DeviceLedger, verdict: Verdict) -> DeviceLedger:
-    """A cap that is only watched refuses nothing: it is no reason for the error."""
+    """Drop caps that are only watched: they refuse nothing, so none of them caused the error."""
     watched = Enforcement.WATCHED.value
     rows = (
         replace(row, cap=None) if row.name == verdict.requester and row.enforcement == watched else row
@@ -218,7 +219,7 @@ def unknown(ledger: Ledger | None) -> tuple[Reason, str]:
 
 
 class Cause(NamedTuple):
-    """One row of the table: the reason, the figures that show it, and the sentence that says it."""
+    """One row of the table: the reason, its condition on the figures, and its sentence."""
 
     reason: Reason
     shown_by: Callable[[_Figures], bool]
@@ -226,9 +227,10 @@ class Cause(NamedTuple):
 
 
 def reason(case: Case, moment: RefusedRequest | None, since: str) -> tuple[Reason, str]:
-    """Whether it was its own cap or the full card, and the figures that show it: those of the moment, if known.
+    """Whether the cap or the full GPU refused, and the evidence: figures of the refusal, if known.
 
-    `since` says what is different now. Figures of now alone do not tell a cache in pieces from memory that was freed.
+    `since` describes the changes after the refusal. Current figures alone do not distinguish a fragmented
+    cache from memory freed later.
     """
     figures = _Figures(case, moment, since)
     cause = next(one for one in (CAUSES if figures.capped else CAUSES_WITHOUT_A_CAP) if one.shown_by(figures))
@@ -236,7 +238,7 @@ def reason(case: Case, moment: RefusedRequest | None, since: str) -> tuple[Reaso
 
 
 class _Figures:
-    """What the table's tests and sentences need of a case: figures, formatted once, and the tense of the verbs."""
+    """A case's figures for the table's conditions and sentences, each formatted once, and the tense of the verbs."""
 
     def __init__(self, case: Case, moment: RefusedRequest | None, since: str) -> None:
         self.case, self.moment, self.since = case, moment, since
@@ -256,7 +258,7 @@ class _Figures:
 
     @property
     def outside(self) -> str:
-        """Why no cap counts, as the end of a sentence."""
+        """Why no cap applies, as the end of a sentence."""
         row, planned = self.case.row, self.case.planned
         if row is None:
             return ", and this memory lies outside every cap"
@@ -266,7 +268,7 @@ class _Figures:
 
     @property
     def cap(self) -> str:
-        """The cap that was reached, and what the requester holds of it."""
+        """The cap that was reached, and the bytes that the requester holds under it."""
         moment, beside = self.moment, self.case.beside
         used = "" if self.in_use is None else f" ({format_size(self.in_use)} in use)"
         if moment is not None and moment.source == "peak":
@@ -295,7 +297,7 @@ class _Figures:
 
     @property
     def left(self) -> str:
-        """What is not known of a request that its own allocator refused, and what was left under the cap."""
+        """The unknown figures of a request that the requester's own allocator refused, and the headroom."""
         what = "the size of the request is unknown" if self.asked is None else "what it has in use is unknown"
         left = "an unknown part" if self.case.room is None else format_size(self.case.room)
         return f"{what}: {left} of its cap {'were' if self.since else 'are'} left"
@@ -306,7 +308,7 @@ class _Figures:
 
     @property
     def known(self) -> bool:
-        """Whether the requester's figures are those of the very moment."""
+        """Whether the requester's figures are from the moment of the refusal."""
         return self.exact and self.moment is not None and (self.moment.held, self.moment.in_use) != (None, None)
 
 
@@ -324,7 +326,7 @@ CAUSES_WITHOUT_A_CAP = (  # a library, or a framework that is only watched
     ),
 )
 CAUSES = (
-    Cause(  # more than it may ever have
+    Cause(  # a request above the whole cap
         "cap",
         lambda it: it.asked is not None and it.asked > it.most and it.case.over_cap,
         lambda it: (
@@ -332,12 +334,12 @@ CAUSES = (
             f"{it.place} {it.has} {it.card}{it.end}"
         ),
     ),
-    Cause(  # size or use is unknown, and the card had room
+    Cause(  # size or use is unknown, and the GPU had room
         "cap",
         lambda it: it.case.shut_out,
         lambda it: f"{it.shut_out}; {it.place} {it.has} {it.card}{it.end}",
     ),
-    Cause(  # figures of now
+    Cause(  # current figures
         "cap",
         lambda it: it.case.in_pieces and it.moment is None,
         lambda it: f"{it.cap} now; what was in use when the request failed is not known; {it.place} has {it.card}",
@@ -381,4 +383,4 @@ CAUSES = (
         lambda it: f"there is room now {it.room}: memory was freed since, as far as is known",
     ),
 )
-"""The first whose figures are there is the cause. The last of each table is what is left."""
+"""The first row whose condition holds is the cause. The last row of each table always holds."""

@@ -1,9 +1,8 @@
-"""Which memory an exception says ran out, by its type first and its text second. Pure: a table of rules.
+"""Classify an exception by the memory that ran out, by its type first and its text second. Pure: a table of rules.
 
-A rule names the memory that ran out and says why its words mean that. The first rule that fits wins, so the order
-matters: what only reads like an out-of-memory error, then disks, page-locked memory and CPU memory, then GPU memory
-from sure to possible. What only one framework says is in its row. `tests/oom` holds the texts to be told apart, with
-their sources.
+A rule names the memory and explains the match. The first matching rule wins, so the order matters: texts that only
+resemble an out-of-memory error, then disks, page-locked memory and CPU memory, then GPU memory from certain to
+possible. A framework's own rules are in its spec. `tests/oom` holds example texts with their sources.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ class ErrorFacts:
     """An exception as plain data. `mro` holds the qualified names of its type and of all bases but `object`."""
 
     type: str
-    mro: tuple[str, ...] = field()  # without it dataclass takes `type.mro` for the default
+    mro: tuple[str, ...] = field()  # without field(), dataclass uses `type.mro` as the default
     text: str
     attributes: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What ran out, who asked, and for how many bytes. Not `certain`: type and text leave other causes open.
+    """The exhausted memory, the requester, and the requested bytes. Not `certain`: type and text allow other causes.
 
-    `refused`: if it was GPU memory, the requester's own allocator refused it, as `ErrorPattern` says.
+    `refused`: the requester's own allocator refused GPU memory, as in `ErrorPattern`.
 
-    `requester` is a framework, or the library (`cublas`, `cuda`) whose error it is; None if nothing says who asked.
+    `requester` is a framework, or the library (`cublas`, `cuda`) that raised the error; None if unknown.
     """
 
     memory: Memory
@@ -48,9 +47,9 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Rule:
-    """`text` is searched in the exception's text, `type` in each name of its mro; both are regular expressions.
+    """`text` is matched in the exception's text, `type` in each name of its mro; both are regular expressions.
 
-    requester: a name; TYPE: the framework that defines the type; GROUP: what the first group of the text caught. In
+    requester: a name; TYPE: the framework that defines the type; GROUP: the first group of the text match. In
     `TYPE jax` the name is the requester if no framework defines the type.
     """
 
@@ -71,7 +70,7 @@ class Rule:
         return re.compile(self.type)
 
     def match(self, text: str, mro: Iterable[str]) -> re.Match[str] | None:
-        """The match in the text, if the type fits too."""
+        """The match in the text, if the type matches too."""
         found = self._text.search(text)
         return found if found and (not self.type or any(self._type.search(name) for name in mro)) else None
 
@@ -134,7 +133,7 @@ _GPU_BY_TEXT = (
     Rule("gpu", "TYPE cuda", True, "the call that failed takes device memory", rf"({_DEVICE_CALLS})\w*\b.*{_OOM}"),
     Rule("gpu", "cuda", True, "Thrust's allocator of device memory", "bad_alloc: cudaErrorMemoryAllocation"),
 )  # fmt: skip
-_GPU_POSSIBLY = (  # page-locked memory gives CUDA's error 2 too, and a library's status has many causes
+_GPU_POSSIBLY = (  # page-locked memory also gives CUDA's error 2, and a library's status has many causes
     Rule("gpu", "GROUP", False, "NCCL's buffers", r"(NCCL).*(CUDA [cm]alloc|Cuda failure (2 )?'out of memory)"),
     Rule("gpu", "cuda", False, "error 2 of any call", rf"CUDA (driver )?(failed with )?error:? (2 )?{_OOM}"),
     Rule("gpu", "TYPE cuda", False, "error 2 by name", "CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation"),
@@ -156,9 +155,9 @@ _REST = (
 
 
 def _rows(memory: Memory, by_type: bool = False) -> Iterator[Rule]:
-    """The frameworks' own rules about this memory: those of a type alone, or those of a text.
+    """The frameworks' own rules for this memory: either those by type alone, or those by text.
 
-    A framework that ties a text to its type comes first, so that the words of another do not take its error.
+    Patterns with both text and type come first, so that another framework's text alone does not match their error.
     """
     found = {
         spec.name: [own for own in spec.errors if own.memory == memory and (not own.text) is by_type]
@@ -188,13 +187,13 @@ STEMS = (
     "no space left", "disk is full", "bfcarena", "batch size", "new thread", "able to create", "unexpectedly",
     *(stem for spec in SPECS.values() for stem in spec.stems),
 )  # fmt: skip
-"""Every text that a rule fits contains one of these, in small letters, unless the rule is a certain `none`. So an error
-with none of them in its text, and no type that says Memory, is no out-of-memory error and is not searched."""
+"""Every text that a rule matches contains one of these in lower case, unless the rule is a certain `none`. So
+`classify` skips an error with none of them in its text and no type that contains "Memory"."""
 
 _ERRNO: Mapping[int, Memory] = {12: "host", 28: "disk", 122: "disk"}
 """ENOMEM, ENOSPC, EDQUOT."""
 _FAMILIES = {**{first: spec.name for spec in SPECS.values() for first in spec.families}, "rmm": "rmm"}
-"""The framework, by the first part of a type's name."""
+"""The framework, by the first component of a type's name."""
 _SCALE = {unit: 1 << 10 * power for power, unit in enumerate("BKMGTPE")}
 _SIZE = r"(\d[\d,]*(?:\.\d*)?) ?(bytes|B|[KMGTPE]i?B?)(?![\w])"
 _VERB = r"(?:[Aa]llocat(?:e|ing)|request for|asked for|to alloc|[cm]alloc async|cudaMalloc|pinned memory|Requested *:)"
@@ -215,13 +214,13 @@ _RAISED = re.compile(
 
 
 def classify(facts: ErrorFacts) -> Verdict:
-    """What ran out, by type first and text second. `none` if it is no out-of-memory error at all."""
+    """Classify by type first and text second. `none` if it is no out-of-memory error."""
     if "builtins.OSError" in facts.mro and isinstance(number := facts.attributes.get("errno"), int):
         memory = _ERRNO.get(number, "none")
         return Verdict(memory, None, asked(facts) if memory != "none" else None, True)
     if not _worth_a_look(facts):
         return Verdict("none", None, None, True)
-    # XGBoost derives its error from ValueError, and says in it what ran out.
+    # XGBoost's error derives from ValueError, and its text names the memory that ran out.
     own = (name for name in facts.mro if name != "builtins.ValueError" or name == facts.type)
     text, mro = facts.text, (*own, *_wrapped(facts.text))
     for rule in RULES:
@@ -235,7 +234,7 @@ def classify(facts: ErrorFacts) -> Verdict:
 
 
 def _worth_a_look(facts: ErrorFacts) -> bool:
-    """Whether a rule may fit. Fast, because every error that leaves a block is checked."""
+    """Whether a rule may match. Fast, because every exception that leaves a block is checked."""
     if any("Memory" in name for name in facts.mro):
         return True
     text = facts.text.casefold()
@@ -244,17 +243,17 @@ def _worth_a_look(facts: ErrorFacts) -> bool:
 
 def family(facts: ErrorFacts) -> str | None:
     """The framework that raised the exception, by its type; None if no framework did."""
-    if facts.type.startswith("memguard."):  # a simulated one
+    if facts.type.startswith("memguard."):  # a simulated error
         return facts.attributes.get("framework")
     names = (*facts.mro, *_wrapped(facts.text))
     return next((_FAMILIES[top] for name in names if (top := name.partition(".")[0]) in _FAMILIES), None)
 
 
 def asked(facts: ErrorFacts) -> int | None:
-    """The bytes asked for, as exactly as attributes or text give them; None if they do not."""
+    """The requested bytes, as exactly as attributes or text give them; None if they do not."""
     raised = SPECS.get(family(facts) or "")
     own = "requested" if facts.type.startswith("memguard.") else raised.size_attribute if raised is not None else ""
-    for name in ("memguard_requested", own):  # set by memguard's adapters, where the driver's error names no size
+    for name in ("memguard_requested", own):  # memguard's adapters set it where the driver's error has no size
         if type(size := facts.attributes.get(name)) is int and size > 0:
             return size
     text = re.sub(r"[ \t]+", " ", facts.text)
@@ -270,7 +269,7 @@ def asked(facts: ErrorFacts) -> int | None:
 
 
 def _wrapped(text: str) -> tuple[str, ...]:
-    """The type that a traceback in the text ends with: workers send their errors as text."""
+    """The type at the end of a traceback in the text: workers send their errors as text."""
     if "Traceback (most recent call last)" not in text:
         return ()
     names = _RAISED.findall(text)[-1:]

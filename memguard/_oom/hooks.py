@@ -1,11 +1,11 @@
-"""Out-of-memory errors: recognised, explained once, noted on the exception, passed to the sinks, shown, remembered.
+"""Hooks for out-of-memory errors: classify, diagnose once, add a note, call the sinks, print, and keep the report.
 
-An error comes from one of Python's hooks for uncaught exceptions, a `workload` or `guard` block, a notebook's cell or
-a failed test. `seen` makes the report, gives it to the sinks that `install` was given, and shows it. Before that, when
-the request was refused, `refused` may have kept the figures: there is nothing else of an error that is caught.
+An error reaches `seen` from a Python hook for uncaught exceptions, a `workload` or `guard` block, a notebook's cell or
+a failed test. `seen` makes the report, passes it to the sinks of `install`, and prints it. Earlier, when the allocator
+refused the request, `refused` may have recorded the figures: for an error that the program catches nothing else exists.
 
-The user's exception goes on as it came. Only text and figures of it are kept: this module keeps no exception,
-traceback, frame or array alive. Nothing here raises.
+The user's exception propagates unchanged. This module keeps only text and figures: no exception, traceback, frame or
+array stays alive. No function here raises.
 """
 
 from __future__ import annotations
@@ -28,39 +28,40 @@ from memguard._base.logs import text_of
 from memguard._base.specs import SPECS
 from memguard._base.types import RECORD, Plan, RefusedRequest, Sample
 
-if TYPE_CHECKING:  # what explains an error is loaded when there is one
+if TYPE_CHECKING:  # diagnosis is imported at the first error
     from memguard._budget import Budget
     from memguard._ledger.types import Ledger
     from memguard._oom.report import ErrorFacts, Report, Verdict
 
 
 _MARK = "_memguard_report"
-"""The attribute of a reported exception: process and number. It is pickled with it, and means nothing elsewhere."""
+"""The attribute of a reported exception: process and number. It is pickled too, and only valid in its own process."""
 _ATTRIBUTES = (
     "errno", "status", "code", "error_code", "_error_code", "result", "value", "_limit", "framework",
     "requested", "memguard_requested", RECORD,
     *(row.size_attribute for row in SPECS.values() if row.size_attribute),
 )  # fmt: skip
-"""Of exceptions of the frameworks, of memguard's simulated ones, and what memguard adds to PyCUDA's and Numba's."""
+"""Attributes with figures, on exceptions of the frameworks, on memguard's simulated errors, and added by memguard to
+PyCUDA's and Numba's errors."""
 _TEXT = 4_000
-"""Characters that are read of a text's beginning, and of its end: TensorFlow's lists the whole graph."""
+"""Characters that are read at the beginning and at the end of a text: TensorFlow's lists the whole graph."""
 _WALKED = 100
-"""Exceptions of one chain that are examined."""
+"""The most exceptions of one chain that are examined."""
 _CAUSE, _CONTEXT, _SUPPRESSED = (
     vars(BaseException)[name] for name in ("__cause__", "__context__", "__suppress_context__")
 )
-"""Python's own, whatever an exception's class calls so."""
+"""Python's own descriptors, as an exception's class may override these names."""
 _KEPT = 8
-"""Reports that are remembered, for exceptions that are seen again."""
+"""The most reports kept, for exceptions that are seen again."""
 _REFUSALS = 64
-"""Records of refused requests whose error was not seen: as many threads may fail at once."""
+"""The most records of refused requests whose error was not seen: as many threads may fail at once."""
 _AGAIN = 60.0
-"""Seconds in which a report like one that was shown in full is one line: for a loop that tries smaller batches."""
+"""Seconds in which a similar report is printed as one line: for a loop that tries smaller batches."""
 
 
 class OomContext(NamedTuple):
-    """What a report is made from, read while the error is alive. `processes`: the others, by UUID and PID. `peaks`: the
-    most that each framework ever had in use, by UUID and name."""
+    """The input of a report, read while the error is alive. `processes`: other processes, by UUID and PID. `peaks`: the
+    largest use of each framework so far, by UUID and name."""
 
     ledger: Ledger | None = None
     plan: Plan | None = None
@@ -71,17 +72,17 @@ class OomContext(NamedTuple):
 
 
 class _Refusal(NamedTuple):
-    """The record of a refused request: `context` makes an `OomContext` of what was read then."""
+    """The record of a refused request: `context` makes an `OomContext` from the figures of that moment."""
 
     request: RefusedRequest
     context: Callable[[], OomContext]
 
 
 class _Shown:
-    """A report that is shown in full, and the lines for those like it, which come after it.
+    """A report printed in full, and the lines for similar reports, which are printed after it.
 
-    Without a lock, which a signal handler might find held: whoever appends a line looks afterwards whether the report
-    is out, and whoever has written the report looks afterwards for lines.
+    It has no lock, as a signal handler may interrupt a lock's holder. Instead, a thread that appends a line then checks
+    whether the report is out, and a thread that prints the report then checks for lines.
     """
 
     def __init__(self, since: float) -> None:
@@ -91,61 +92,61 @@ class _Shown:
 
 
 display: Callable[[Report | str], None] | None = None
-"""Shows reports, or lines, instead of standard error: in a notebook they come under the cell's traceback."""
+"""Shows reports or lines in place of standard error: in a notebook they appear under the cell's traceback."""
 _installed: _Installed | None = None
 _pid: int | None = None
 _numbers = itertools.count(1)
 _reports: dict[int, Report] = {}
 _in_full: deque[int] = deque(maxlen=_KEPT)
-"""The numbers of those that were or will be shown in full."""
+"""The numbers of the reports that were or will be printed in full."""
 _refusals: dict[int, _Refusal] = {}
-"""Those of no error that was seen yet, by number."""
+"""Records whose error was not seen yet, by number."""
 _caught: dict[int, Report] = {}
-"""Reports that `last_oom` made of these."""
+"""Reports that `last_oom` made from these records."""
 _shown: dict[tuple[str | None, ...], _Shown] = {}
 
 
 def install(
     read: Callable[[], OomContext], *sinks: Callable[[Report], None], clock: Callable[[], float] = time.monotonic
 ) -> Callable[[], None]:
-    """Look at uncaught exceptions, of the main thread and of others, until the returned call undoes it.
+    """Examine uncaught exceptions, of all threads, until the returned function undoes it.
 
-    `read` reads the context on the thread of the error; if it raises, the report says what the error itself tells. Each
-    of `sinks` is given every new report. `clock` is as `time.monotonic`.
+    `read` reads the context on the thread of the error; if it raises, the report uses only the error's own text. Each
+    of `sinks` is called with every new report. `clock` is as `time.monotonic`.
 
-    The hooks that are there go on being called. What was installed before is replaced, and its undo then does
-    nothing. Hooks that were set after ours stay when ours goes.
+    Existing hooks are still called. A new `install` replaces the earlier one, whose undo then does nothing. Hooks set
+    after memguard's stay when it removes its own.
     """
     global _installed, _pid
     if _installed is not None:
         _installed.undo()
-    if _pid != os.getpid():  # a forked child: its parent's reports are not its own
+    if _pid != os.getpid():  # a forked child: drop its parent's reports
         for kept in (_reports, _refusals, _caught):
             kept.clear()
     installed = _installed = _Installed(read, sinks, clock)
     _pid = os.getpid()
     in_full_again()
-    installed.set()  # last: an interruption leaves nothing that `uninstall` does not know
+    installed.set()  # last: `uninstall` can undo whatever an interruption leaves
     return installed.undo
 
 
 def uninstall(read: Callable[[], OomContext]) -> None:
-    """Undo the `install` that was given `read`, also one that was interrupted; nothing if another took its place."""
+    """Undo the `install` of `read`, also an interrupted one; does nothing if another `install` replaced it."""
     installed = _installed
     if installed is not None and installed.read == read:
         installed.undo()
 
 
 def in_full_again() -> None:
-    """Show the next report in full, whatever was shown before: another budget, another cell of a notebook."""
+    """Print the next report in full, whatever was printed before: for another budget or another notebook cell."""
     _shown.clear()
 
 
 def seen(error: BaseException, *, show: bool = True) -> Report | None:
-    """The report, if the error is or came from an out-of-memory error. It is made, noted and printed once.
+    """The report, if the error is or was caused by an out-of-memory error. Makes, notes and prints it once.
 
-    Printed in full once a minute for the same requester, reason and GPU; in between one line says that it came again.
-    None also if no budget is active and the error was not reported while one was.
+    Prints it in full once a minute for the same requester, cause and GPU; repetitions in between take one line. Returns
+    None also if no budget is active and the error was not reported under one.
     """
     report, fresh = _examine(error)
     if report is not None and fresh and show:
@@ -154,10 +155,10 @@ def seen(error: BaseException, *, show: bool = True) -> Report | None:
 
 
 def refused(request: RefusedRequest, context: Callable[[], OomContext]) -> RefusedRequest:
-    """Keep what is known of a request that was just refused, on the thread that made it, before its error is raised.
+    """Record a request that was just refused, on the thread that made it, before its error is raised.
 
-    `context` makes an `OomContext` of what was read, if it is asked for: it reads nothing anew. Returns the
-    request with the id of its record; as it was if no budget is active. Nothing is printed.
+    `context` makes an `OomContext` from figures already read; it is called only for a report. Returns the request with
+    the id of its record, or unchanged if no budget is active. Prints nothing.
     """
     if _installed is None or _pid != os.getpid():
         return request
@@ -174,7 +175,7 @@ def refused(request: RefusedRequest, context: Callable[[], OomContext]) -> Refus
 def last_oom() -> Report | None:
     """The report of the last out-of-memory error of this process; None if there was none.
 
-    Also of one that the program has caught, if the framework's allocator tells of refused requests.
+    Includes errors that the program has caught, if the framework's allocator reports refused requests.
     """
     if _pid != os.getpid():
         return None
@@ -195,17 +196,17 @@ def last_oom() -> Report | None:
 
 
 def facts_of(error: BaseException) -> ErrorFacts:
-    """The exception as plain data: nothing of it is kept alive."""
+    """The exception as plain data, without references to it."""
     from memguard._oom.classify import ErrorFacts
 
     kind = type(error)
     try:
-        text = str.__getitem__(str(error), slice(None))  # a plain one, whatever class of text it was
+        text = str.__getitem__(str(error), slice(None))  # a plain str, also of a subclass
         if len(text) > 2 * _TEXT:
             text = f"{text[:_TEXT]}\n{text[-_TEXT:]}"
     except KeyboardInterrupt:
         raise
-    except BaseException:  # its own code, which may raise anything
+    except BaseException:  # code of the exception's class may raise anything
         text = ""
     attributes = {name: value for name in _ATTRIBUTES if (value := _plain(error, name)) is not None}
     return ErrorFacts(
@@ -219,9 +220,9 @@ def _examine(error: BaseException) -> tuple[Report | None, int | None]:
         for one in _chain(error):
             if (number := _marked(one)) is not None:
                 return _reports.get(number), None
-            if not issubclass(type(one), Exception):  # not isinstance, which may run code of the exception's
+            if not issubclass(type(one), Exception):  # isinstance may run code of the exception's class
                 continue
-            # Not before: an import while KeyboardInterrupt ends a program hides it.
+            # Import late: an import while KeyboardInterrupt ends a program would hide it.
             from memguard._oom.classify import classify
 
             facts = facts_of(one)
@@ -235,13 +236,13 @@ def _examine(error: BaseException) -> tuple[Report | None, int | None]:
             return _report(one, facts, verdict, installed)
     except KeyboardInterrupt:
         raise
-    except BaseException as failure:  # the exception's own code may raise anything
+    except BaseException as failure:  # code of the exception's class may raise anything
         _log_failure("an error could not be examined", failure)
     return None, None
 
 
 def _report(error: BaseException, facts: ErrorFacts, verdict: Verdict, installed: _Installed) -> tuple[Report, int]:
-    """Make the report, note it on the error, and give it to the sinks. Returns its number too."""
+    """Make the report, add the note to the error, and call the sinks. Returns the report's number too."""
     from memguard._oom.report import diagnose
 
     number = next(_numbers)
@@ -264,7 +265,7 @@ def _report(error: BaseException, facts: ErrorFacts, verdict: Verdict, installed
 
 
 def _claimed(facts: ErrorFacts, verdict: Verdict) -> _Refusal | None:
-    """The record of the refusal that the error comes from, which is then no other's."""
+    """Take the record of the refusal that caused the error, so that no other error uses it."""
     number = _record(facts, verdict)
     if number is None:
         return None
@@ -273,7 +274,7 @@ def _claimed(facts: ErrorFacts, verdict: Verdict) -> _Refusal | None:
 
 
 def request_of(facts: ErrorFacts, verdict: Verdict) -> RefusedRequest | None:
-    """The refused request that the error comes from, if it was recorded. The record stays for a report."""
+    """The recorded refused request that caused the error, if any. The record stays for a report."""
     number = _record(facts, verdict) if _pid == os.getpid() else None
     record = _refusals.get(number) if number is not None else None
     return record.request if record is not None else None
@@ -299,16 +300,15 @@ def _quietly(what: str, call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _log_failure(what: str, failure: BaseException) -> None:
-    """Without the exception's own text, if that cannot be had: nothing here raises."""
+    """Log the failure, without the exception's text if that raises: nothing here raises."""
     with contextlib.suppress(Exception):
         _log.debug("%s: %s: %s", what, *((facts := facts_of(failure)).type, facts.text))
 
 
 class _Showing:
-    """One report on its way to the screen: in full, or as one line if one like it was shown a short time ago.
+    """The output of one report: in full, or as one line shortly after a similar one.
 
-    Which of the two is decided when it is made, so that the note on the error can be left out of a traceback that the
-    full report follows.
+    The choice is made at construction, so that a traceback printed before the full report can omit the error's note.
     """
 
     def __init__(self, report: Report, number: int) -> None:
@@ -319,7 +319,7 @@ class _Showing:
             _in_full.append(number)
 
     def show(self) -> None:
-        """To standard error: drawn on a terminal, plain elsewhere."""
+        """Print to standard error: with rich on a terminal, plain elsewhere."""
         like = self._like
         if self.in_full:
             try:
@@ -331,7 +331,7 @@ class _Showing:
         while like.out and like.lines:
             try:
                 line = like.lines.popleft()
-            except IndexError:  # another thread was faster
+            except IndexError:  # another thread took the line
                 return
             _write(line)
 
@@ -351,7 +351,7 @@ def _write(shown: Report | str) -> None:
 
 
 def _like(report: Report) -> _Shown:
-    """What was shown of reports like this one in the last minute. Two threads get the same."""
+    """The output of similar reports in the last minute. Two threads get the same object."""
     verdict, now = report.verdict, _now()
     for key, shown in list(_shown.items()):
         if not 0 <= now - shown.since < _AGAIN and _shown.get(key) is shown:
@@ -365,7 +365,7 @@ def _now() -> float:
 
 
 def _line(report: Report, count: int, since: float) -> str:
-    """One line instead of the report."""
+    """One line in place of the report."""
     verdict = report.verdict
     who = "" if report.requester == "unknown" else f"{report.requester} "
     possibly = "" if verdict.certain else "possibly "
@@ -380,7 +380,7 @@ def _ordinal(number: int) -> str:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, those of its group, its cause and its context: nearest first."""
+    """The error, the members of its group, its cause and its context: nearest first."""
     known: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting and len(known) < _WALKED:
@@ -394,14 +394,14 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def kin(error: BaseException) -> tuple[BaseException | None, BaseException | None, tuple[BaseException, ...]]:
-    """The exception's cause, its context and the members of a group, read without running its own code.
+    """The exception's cause, its context and the members of a group, read without code of its class.
 
     Its class may have properties of these names, which raise or never return.
     """
-    group = getattr(builtins, "BaseExceptionGroup", None) or getattr(  # Python 3.11, or the package for older ones
+    group = getattr(builtins, "BaseExceptionGroup", None) or getattr(  # Python 3.11, or the package for older versions
         sys.modules.get("exceptiongroup"), "BaseExceptionGroup", None
     )
-    members: Any = _own(error).get("exceptions")  # of another package's group, such as that of older versions of trio
+    members: Any = _own(error).get("exceptions")  # a group of another package, such as of older versions of trio
     if group is not None and issubclass(type(error), group):
         members = vars(group)["exceptions"].__get__(error)
     found = tuple(m for m in members if issubclass(type(m), BaseException)) if type(members) in (list, tuple) else ()
@@ -409,7 +409,7 @@ def kin(error: BaseException) -> tuple[BaseException | None, BaseException | Non
 
 
 def suppressed(error: BaseException) -> bool:
-    """Whether its context is not to be looked at: `from None`, or `from` another."""
+    """Whether to skip its context: after `from None`, or `from` another exception."""
     return bool(_SUPPRESSED.__get__(error))
 
 
@@ -421,20 +421,20 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """As Python's own, without the code of the exception's class: one that is frozen refuses the attribute."""
+    """`BaseException.add_note` without code of the exception's class: a frozen class refuses the attribute."""
     notes = _own(error).setdefault("__notes__", [])
     if type(notes) is list:
         notes.append(note)
 
 
 def _marked(error: BaseException) -> int | None:
-    """The number of its report, if it was reported in this process."""
+    """The number of its report, if this process reported it."""
     mark = _own(error).get(_MARK)
     return mark[1] if mark is not None and mark[0] == os.getpid() else None
 
 
 def _own(error: BaseException) -> dict[str, Any]:
-    """The `__dict__` that every exception has, also one that refuses attributes: frozen, or with slots."""
+    """The `__dict__` of any exception, also of one that refuses attributes: frozen, or with slots."""
     found: dict[str, Any] = vars(BaseException)["__dict__"].__get__(error)
     return found
 
@@ -444,12 +444,12 @@ def _named(kind: type) -> str:
 
 
 def _plain(error: BaseException, name: str) -> int | str | None:
-    """An attribute that is a number or a short text; None for any other."""
+    """An attribute that is a number or a short text; None for others."""
     try:
         value = getattr(error, name, None)
     except KeyboardInterrupt:
         raise
-    except BaseException:  # a property of its own
+    except BaseException:  # a property of the exception's class
         return None
     if type(value) is int:
         return value
@@ -461,10 +461,10 @@ def _nothing() -> None:
 
 
 def without_note(error: BaseException, prints: bool) -> Callable[[], None]:
-    """Take the notes of reports that are shown in full off the errors while their traceback is printed.
+    """Remove the notes of reports printed in full from the errors while their traceback is printed.
 
-    Python's own hook `prints` to where the report is. Another may send the error elsewhere: it gets the note in one
-    line. Returns what puts the notes back; nothing else of the error is kept.
+    `prints`: Python's own hook prints the traceback next to the report. Another hook may send the error elsewhere: it
+    gets the note in one line. Returns a function that restores the notes; keeps nothing else of the error.
     """
     taken: list[tuple[list[Any], int, str]] = []
     try:
@@ -487,7 +487,7 @@ def without_note(error: BaseException, prints: bool) -> Callable[[], None]:
 
 
 class _Hook:
-    """One of Python's hooks for uncaught exceptions: examines the error, calls the hook before, shows the report."""
+    """One Python hook for uncaught exceptions: examines the error, calls the previous hook, prints the report."""
 
     def __init__(self, module: ModuleType, name: str) -> None:
         self._module, self._name, self._live = module, name, True
@@ -497,12 +497,12 @@ class _Hook:
         setattr(self._module, self._name, self)
 
     def remove(self) -> None:
-        self._live = False  # a hook that was set after ours still calls it: it then only passes on
+        self._live = False  # a hook set after memguard's may still call it: then it only calls the previous hook
         if getattr(self._module, self._name) is self:
             setattr(self._module, self._name, self._previous)
 
     def __call__(self, *args: Any) -> None:
-        """`sys` gives type, value and traceback; `threading` gives one object that has them."""
+        """`sys` passes type, value and traceback; `threading` passes one object that contains them."""
         error = args[1] if len(args) > 1 else getattr(args[0], "exc_value", None)
         report, fresh = _examine(error) if self._live and isinstance(error, BaseException) else (None, None)
         showing = _Showing(report, fresh) if report is not None and fresh is not None else None
@@ -517,16 +517,16 @@ class _Hook:
 
     @property
     def _prints(self) -> bool:
-        """Whether the hook before is Python's own, which only prints the traceback to standard error."""
+        """Whether the previous hook is Python's own, which only prints the traceback to standard error."""
         before = self._previous
         while isinstance(before, _Hook):
             before = before._previous
         return before in (sys.__excepthook__, threading.__excepthook__)
 
     def _pass_on(self, args: tuple[Any, ...]) -> None:
-        """Call the hook before; or let who called ours show the error as it would without any hook.
+        """Call the previous hook, or let an interactive interpreter show the error in its own window.
 
-        `code.InteractiveInterpreter` and IDLE show an error in their own window if `sys.excepthook` is Python's own.
+        `code.InteractiveInterpreter` and IDLE do that if `sys.excepthook` is Python's own.
         """
         again = None
         if self._module is sys and sys.excepthook is self and self._previous is sys.__excepthook__:
@@ -542,7 +542,7 @@ class _Hook:
 
 
 def _without_hook() -> Callable[[], object] | None:
-    """What shows the error that the caller of our hook has; None if that is no interactive interpreter."""
+    """The interactive interpreter's function that shows the current error; None under any other caller."""
     try:
         caller = sys._getframe(3)
     except ValueError:  # Python itself called the hook
@@ -560,7 +560,7 @@ def _without_hook() -> Callable[[], object] | None:
 
 
 class _Installed:
-    """What `install` was given, and the hooks that it set."""
+    """The arguments of `install`, and the hooks that it set."""
 
     def __init__(
         self, read: Callable[[], OomContext], sinks: tuple[Callable[[Report], None], ...], clock: Callable[[], float]

@@ -1,11 +1,11 @@
 """One refused request, from the allocator that refused it to the report and the timeline. Pure but for two locks.
 
-The guard completes what an adapter knows of it to a `RefusedRequest` with an id, which the exception carries too.
+The guard completes the adapter's figures to a `RefusedRequest` with an id, which the exception carries too.
 `RefusalCounts` counts it for the ledger and the metrics, `RefusalEvents` makes the timeline's events, and `record_of`
-finds the record that an exception belongs to. The rest says which figures a report uses: when an exception reaches a
-hook or a block, what the failing code held may be gone, so the figures of then are taken from the best source there is:
-the record itself (memguard's own allocators, torch's observer), the error's text, the most that the framework ever had
-in use, the monitor's last sample.
+finds the record of an exception. The other functions choose the figures of a report. When an exception reaches a hook
+or a block, the failing code may have freed its memory. So the report uses the figures of the refusal from the best
+source: the record itself (memguard's own allocators, torch's observer), the error's text, the framework's largest use
+so far, the monitor's last sample.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from memguard._base.specs import NEVER_GIVE_BACK, SPECS
 from memguard._base.types import RECORD, Event, RefusedRequest, Sample
 from memguard._base.units import MIB, format_size, parse_size
 
-if TYPE_CHECKING:  # what explains an error is loaded when there is one
+if TYPE_CHECKING:  # diagnosis is imported at the first error
     from memguard._ledger.types import DeviceLedger, Row
     from memguard._oom.classify import ErrorFacts, Verdict
 
 EVERY = 10.0
 """Seconds between two events of one framework on one GPU: a program may probe batch sizes thousands of times."""
 _KEPT = 256
-"""Requests whose event is remembered, and events whose time is. Only the report of a recent one is still to come."""
+"""The most requests whose event is remembered, and events whose time is. Only a recent one still gets a report."""
 _DIFFERS = 64 * MIB
-"""Figures of then and now that differ by less, or by less than a fiftieth, are the same to a reader."""
+"""Figures that differ by less than this, or by less than a fiftieth, count as equal in a report."""
 _ROUNDED = Fraction(6, 1000)
-"""Texts give two decimals: `1.00 GiB` may be a half per cent more or less."""
+"""The rounding of a text with two decimals: `1.00 GiB` may be half a per cent more or less."""
 
 
 class RefusalCounts:
-    """How often each framework was refused memory on each GPU (UUID), and the last such request.
+    """The number of each framework's refused requests on each GPU (UUID), and the last such request.
 
-    Counted without a lock, also within an allocation.
+    Counts without a lock, also within an allocation.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class RefusalCounts:
         known.count, known.last = next(known.numbers), request
 
     def on(self, uuid: str, told: Iterable[str]) -> dict[str, tuple[int, float | None]]:
-        """Count and time of the last by framework, on one GPU; of those not `told` only if they had an error."""
+        """Count and last time by framework, on one GPU; frameworks not in `told` are included only after an error."""
         found: dict[str, tuple[int, float | None]] = dict.fromkeys(told, (0, None))
         for (name, where), known in [*self._counts.items()] if self._counts else ():
             if where == uuid and known.last is not None:
@@ -75,7 +75,7 @@ class _Count:
 
 
 class _Waiting:
-    """What came since the last event."""
+    """The requests since the last event."""
 
     def __init__(self, since: float) -> None:
         self.since, self.count = since, 0
@@ -84,11 +84,11 @@ class _Waiting:
 
 
 class RefusalEvents:
-    """Refused requests as events of the timeline: the first at once, repetitions together.
+    """Convert refused requests to events of the timeline: the first at once, repetitions aggregated.
 
     Readers join an out-of-memory report with the event that counts its request. The event itself cannot carry the ids
-    of its requests, because memguard 0.1.0 refuses an event with a field that it does not know. So each event gets a
-    time of its own, and the report names its request's id and that time.
+    of its requests, because memguard 0.1.0 refuses an event with an unknown field. So each event gets a unique time,
+    and the report names its request's id and that time.
 
     Thread-safe. Its lock is reentrant, for a signal handler, and held for no more than a few lines.
     """
@@ -97,7 +97,7 @@ class RefusalEvents:
         self._clock, self._lock = clock, threading.RLock()
         self._waiting: dict[tuple[str, str | None], _Waiting] = {}
         self._events: dict[str, float] = {}
-        """By the id of a request, the time of the event that counts it."""
+        """The time of the event that counts a request, by the request's id."""
         self._times: deque[float] = deque(maxlen=_KEPT)
 
     def refused(self, request: RefusedRequest) -> list[Event]:
@@ -113,22 +113,22 @@ class RefusalEvents:
             return self._due(False)
 
     def forked(self) -> None:
-        """In a forked child: the parent writes its events, and another thread of it may have held the lock."""
+        """In a forked child, drop the parent's events and replace the lock, which another thread may have held."""
         self._lock, self._waiting = threading.RLock(), {}
 
     def due(self, everything: bool = False) -> list[Event]:
-        """The events that have waited long enough, or all."""
-        if not self._waiting:  # mostly
+        """The events whose interval `EVERY` has passed, or all."""
+        if not self._waiting:  # the common case
             return []
         with self._lock:
             return self._due(everything)
 
     def event_of(self, request: str | None) -> float | None:
-        """The time of the event that counts the request with this id, as the timeline has it; None if unknown."""
+        """The recorded time of the event that counts the request with this id; None if unknown."""
         return None if request is None else self._events.get(request)
 
     def _counted(self, request: RefusedRequest, count: int, ids: Iterable[str | None]) -> Event:
-        """The event, at a time that no other has. A timeline's times are whole milliseconds."""
+        """The event, with a unique time. A timeline's times are whole milliseconds."""
         when = round(request.time, 3)
         while when in self._times:
             when = round(when + 0.001, 3)
@@ -169,10 +169,10 @@ def _event(request: RefusedRequest, count: int) -> Event:
 def record_of(
     records: Mapping[int, RefusedRequest], facts: ErrorFacts, verdict: Verdict, name: str | None, pid: int, thread: int
 ) -> int | None:
-    """The number of the record that the error belongs to; None if there is none. `records` are those of no error yet.
+    """The number of the error's record; None if there is none. `records` are those without an error so far.
 
-    An allocator of memguard's own marks its error. The observer of another knows only framework and size; of several
-    the newest of this thread is taken, or else the newest: `backward` allocates on a thread of its own.
+    memguard's own allocators mark their errors. Other allocators' observers report only framework and size: of several
+    records the newest of this thread is taken, or else the newest, because `backward` allocates on its own thread.
     """
     marked = facts.attributes.get(RECORD)
     if isinstance(marked, str) and marked.startswith(f"{pid}:"):
@@ -193,7 +193,7 @@ def _same(exact: int | None, printed: int | None) -> bool:
 
 
 def of_text(facts: ErrorFacts, verdict: Verdict, time: float) -> RefusedRequest | None:
-    """The figures in the error's text, as the framework's row finds them; None if there are none."""
+    """The figures in the error's text, by the patterns of the framework's spec; None if there are none."""
     spec = SPECS.get(verdict.requester or "")
     found: dict[str, Any] = {}
     for field, pattern in spec.figures if spec is not None else ():
@@ -205,8 +205,8 @@ def of_text(facts: ErrorFacts, verdict: Verdict, time: float) -> RefusedRequest 
         return None
     if (cached := found.pop("cached", None)) is not None and "in_use" in found:
         found["held"] = found["in_use"] + cached
-    # An allocator that prints what it holds has emptied its cache before it refused. torch's cudaMallocAsync backend
-    # prints only what is in use: how much of the driver's pool a trim would return is not known.
+    # An allocator whose text has `held` trimmed its cache before it refused. torch's cudaMallocAsync backend prints
+    # only `in_use`: the reclaimable part of the driver's pool is unknown.
     reclaimable = 0 if "held" in found else None
     return RefusedRequest(spec.name, "text", time, requested=verdict.requested)._replace(
         reclaimable=reclaimable, **found
@@ -224,10 +224,10 @@ def _size(text: str) -> int | None:
 def from_now(
     part: DeviceLedger, verdict: Verdict, need: int, peak: int | None, samples: Sequence[Sample], time: float
 ) -> RefusedRequest | None:
-    """The last resorts, for an error without figures of its own: the last sample, or the peak; None if neither helps.
+    """The last resorts for an error without figures: the last sample, or the peak; None if neither explains it.
 
-    need  the bytes that the request needed of the requester's cap
-    peak  the most that the requester ever had in use on this GPU
+    need  the bytes that the request needed under the requester's cap
+    peak  the requester's largest use on this GPU so far
     """
     row = next((row for row in part.rows if row.kind == "framework" and row.name == verdict.requester), None)
     seen = next((d for d in samples[-1].devices if d.uuid == part.device.uuid), None) if samples else None
@@ -245,12 +245,12 @@ def from_now(
         )  # fmt: skip
     if (
         peak is not None and row.name in NEVER_GIVE_BACK and peak >= (row.in_use or 0)
-    ):  # else it may have held less then
+    ):  # otherwise the framework may have held less at the refusal
         held = row.bytes if row.at_least is None else None
         held = max(held, peak) if held is not None else None
         peaked = RefusedRequest(row.name, "peak", time, part.device.uuid, verdict.requested, held, peak, 0)
-    # The peak may be from long before, and the sample is from before the last requests. Of those that explain the error
-    # the larger is the better bound: no more was in use at the moment than at the peak.
+    # The peak may be old, and the sample is from before the last requests. Of the figures that explain the error, the
+    # larger is the better bound: use at the refusal was at most the peak.
     fills = [one for one in (peaked, sampled) if one is not None and row.cap and (one.in_use or 0) + need > row.cap]
     return max(fills, key=lambda one: one.in_use or 0, default=peaked or sampled)
 
@@ -260,9 +260,9 @@ def _more(then: int | None, now: int | None) -> bool:
 
 
 def complete(moment: RefusedRequest, other: RefusedRequest | None) -> RefusedRequest:
-    """The moment, with what only `other` knows, and its figure of what was in use if that is larger.
+    """The moment, completed with fields that only `other` has, and with the larger of both figures for in use.
 
-    PyTorch's text counts what idles in the pools of CUDA graphs as in use, and its counters do not.
+    PyTorch's text counts idle memory in the pools of CUDA graphs as in use, and its counters do not.
     """
     if other is None:
         return moment
@@ -274,9 +274,9 @@ def complete(moment: RefusedRequest, other: RefusedRequest | None) -> RefusedReq
 
 
 def at(part: DeviceLedger, moment: RefusedRequest) -> DeviceLedger:
-    """The rows of one GPU as they were at the moment, as far as it is known; of the others as in `part`.
+    """The rows of one GPU at the moment, as far as known; other rows as in `part`.
 
-    What the requester has given back since was not free then.
+    Memory that the requester has returned since was not free then.
     """
     rows, returned = [], 0
     for row in part.rows:
@@ -295,13 +295,13 @@ def at(part: DeviceLedger, moment: RefusedRequest) -> DeviceLedger:
 
 
 def _row(row: Row, moment: RefusedRequest) -> Row:
-    """The requester's row at the moment. What the moment does not know of the row is unknown then, and not as now."""
+    """The requester's row at the moment. Fields that the moment lacks are unknown, as current figures do not apply."""
     if moment.cap is not None and row.cap is not None and moment.cap < row.cap:
         row = replace(row, cap=moment.cap)  # the user's own limit
     if moment.held is None and moment.in_use is None:
         return row
     held, in_use = moment.held, moment.in_use
-    if held is None:  # at least what was in use
+    if held is None:  # in use is its lower bound
         held = max(row.bytes or 0, in_use or 0)
     if row.at_least is not None:
         return replace(row, bytes=held, at_least=held, in_use=in_use)
@@ -310,9 +310,9 @@ def _row(row: Row, moment: RefusedRequest) -> Row:
 
 
 def since(then: DeviceLedger, now: DeviceLedger | None, name: str | None, pooled: int | None = None) -> str:
-    """What is different now, as the end of a sentence; empty if nothing is, or nothing is known of now.
+    """What has changed since, as the end of a sentence; empty without a change or without current figures.
 
-    pooled  what was in use then and is in no figure of now
+    pooled  bytes in use at the refusal that no current figure counts
     """
     if now is None:
         return ""

@@ -1,4 +1,4 @@
-"""What the user can do about an out-of-memory error, best first, with the figures that show it would help. Pure."""
+"""Remedies for an out-of-memory error, best first, each with the figures that show its gain. Pure."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ _WITHOUT_HELP = {
     NoHelp.CAPTURE: "run the work once before the capture, or call memguard.require there: memguard can make room then",
     NoHelp.COMMUNICATORS: "do it on a thread of the program, not in a callback of memguard's: room can be made there",
 }
-"""What to do where memguard could not look for room."""
+"""The remedy for each reason why memguard could not make room."""
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """One thing to do, and the bytes that it gains; None if unknown."""
+    """One remedy, and the bytes that it gains; None if unknown."""
 
     text: str
     bytes: int | None = None
 
 
 def remedies(verdict: Verdict, case: Case | None, reason: str = "elsewhere") -> tuple[Remedy, ...]:
-    """What to do, best first. `reason` is that of the report."""
+    """The remedies, best first. `reason` is the report's."""
     if case is None:
         return tuple(Remedy(text) for text in _ELSEWHERE.get(verdict.memory, ()))
     found: list[Remedy] = []
@@ -72,16 +72,16 @@ def remedies(verdict: Verdict, case: Case | None, reason: str = "elsewhere") -> 
 
 
 def without_help(why: NoHelp) -> tuple[Remedy, ...]:
-    """What to do first where memguard could not look for room."""
+    """The first remedy if memguard could not look for room."""
     return (Remedy(_WITHOUT_HELP[why]),) if why in _WITHOUT_HELP else ()
 
 
 def _trims(case: Case) -> Iterator[Remedy]:
-    """Caches of other frameworks, largest first. The requester has emptied its own before it failed."""
+    """Trim other frameworks' caches, largest first. The requester has trimmed its own before it failed."""
     sizes = {}
     for row in case.frameworks:
         size = row.reclaimable if row.reclaimable is not None else row.cached
-        if row.name == POOL and case.beside is not None:  # it serves the request by itself
+        if row.name == POOL and case.beside is not None:  # this cache already serves the request
             continue
         if row is not case.row and row.name not in NEVER_GIVE_BACK and size is not None and size >= _WORTH:
             sizes[row.name] = row, size
@@ -102,7 +102,7 @@ def _processes(case: Case) -> Iterator[Remedy]:
     for size, pid in known[:2]:
         if size >= WORKSPACE:
             yield Remedy(f"process {pid} holds {format_size(size)} of {where}: end it{other}", size)
-    if case.unified:  # NVML's list has no programs of the CPU, and on a Jetson nothing at all
+    if case.unified:  # NVML lists no CPU programs, and on a Jetson no processes at all
         yield Remedy(
             "other programs use this memory too, those of the CPU as well: free -h and top show which; end some"
         )
@@ -133,7 +133,7 @@ def _outside(case: Case) -> Iterator[Remedy]:
 
 
 def _higher_cap(case: Case) -> Iterator[Remedy]:
-    """A cap under which the request fits, if the plan has room for it on every GPU; else which cap could shrink."""
+    """A cap under which the request fits, if the plan has room for it on every GPU; else another cap to shrink."""
     row, part, plan = case.row, case.planned, case.plan
     if row is None or part is None or plan is None or row.name not in part.caps:
         return
@@ -149,13 +149,13 @@ def _higher_cap(case: Case) -> Iterator[Remedy]:
         own, most = format_size(row.cap), format_size(cap)
         yield Remedy(f"{name}'s own limit of {own} is stricter than its cap of {most}: raise or remove that limit")
         return
-    # Allocators round up, PyCUDA's bins by up to a sixteenth. If its use is unknown, it is its whole cap at most.
+    # Allocators round up, PyCUDA's bins by up to a sixteenth. An unknown use is at most the whole cap.
     asked, taken = case.verdict.requested, cap if case.taken is None else case.taken
     wanted = round_up(taken + case.need + (asked or 0) // 16)
-    if asked is None and case.shut_out:  # what was left under the cap was too little, and more is not known
+    if asked is None and case.shut_out:  # the headroom was too small, and the request's size is unknown
         wanted = max(wanted, round_up(cap + WORKSPACE))
     least, gain = ("at least ", None) if asked is None else ("", wanted - cap)
-    # A share may be rounded down by a granule: that much is kept for each of the others.
+    # A share may be rounded down by a granule: reserve one granule for each of the others.
     spare = {p.device.uuid: _reach(p, name) - GRANULE * (len(p.caps) - 1) for p in plan.devices}
     if wanted <= cap:
         return
@@ -166,11 +166,11 @@ def _higher_cap(case: Case) -> Iterator[Remedy]:
         later = " and restart: its pool is fixed"
         if name not in NEVER_GIVE_BACK:
             held = {r.name: r.bytes or 0 for r in case.frameworks}
-            # Not what is lent to elastic frameworks, nor what others hold above their caps.
+            # Exclude memory lent to elastic frameworks, and memory that others hold above their caps.
             now = wanted <= min(policy.left_beside(p, name, held if p is part else {}) for p in plan.devices)
             later = f", or memguard.resize({name!r}, '{wanted // MIB}MiB')" if now else ""
         setting = _share(plan, part, wanted, spare, least) or f"limit to {least}{wanted // MIB}MiB"
-        if case.budget is not None and case.budget.frameworks[name].min is not None:  # it gets its min, and no more
+        if case.budget is not None and case.budget.frameworks[name].min is not None:  # only its min is guaranteed
             setting = f"min to {least}{wanted // MIB}MiB"
         yield Remedy(f"raise frameworks.{name}.{setting}{later}", gain)
         return
@@ -203,12 +203,12 @@ def _higher_cap(case: Case) -> Iterator[Remedy]:
 
 
 def _guaranteed(part: DevicePlan, name: str) -> int:
-    """What a framework can have on one GPU whatever others do: its min if it is elastic."""
+    """A framework's guaranteed bytes on one GPU: its min if it is elastic, else its cap."""
     return part.elastic.get(name, (part.caps[name], 0))[0]
 
 
 def _reach(part: DevicePlan, name: str) -> int:
-    """The highest cap of a framework that leaves the others what is theirs for good."""
+    """The highest cap of a framework that leaves the others their guaranteed bytes."""
     return part.limit - part.reserve - sum(_guaranteed(part, other) for other in part.caps if other != name)
 
 
@@ -217,7 +217,7 @@ def _key(part: DevicePlan, name: str, bound: str) -> str:
 
 
 def _wider(part: DevicePlan, name: str, wanted: int, least: str, gain: int | None) -> Iterator[Remedy]:
-    """Other bounds for an elastic share. Within its max it has nothing to come if others use what is spare."""
+    """Wider bounds for an elastic share. Its room below the max is no gain if others use the spare."""
     size = f"{least}{wanted // MIB}MiB"
     if wanted > part.elastic[name][1]:
         yield Remedy(f"raise frameworks.{name}.max to {size}", gain)
@@ -230,7 +230,7 @@ def _wider(part: DevicePlan, name: str, wanted: int, least: str, gain: int | Non
 
 
 def _higher_limit(case: Case, wanted: int, text: str) -> Iterator[Remedy]:
-    """The smallest `device.limit` under which the request fits. Shares grow with it, so the budget is planned anew."""
+    """The smallest `device.limit` under which the request fits. Shares grow with it, so the budget is planned again."""
     budget, part, row = case.budget, case.planned, case.row
     assert budget is not None and part is not None and row is not None
     name, cap = row.name, part.caps[row.name]
@@ -240,7 +240,7 @@ def _higher_limit(case: Case, wanted: int, text: str) -> Iterator[Remedy]:
     fixed = sum(round_down(one) for one in parts if isinstance(one, int))
     own = budget.frameworks[name].share
     rooms: list[tuple[Fraction, dict[str, int]]] = []
-    if own is not None:  # it grows with the limit by itself; a share may be rounded down by a granule
+    if own is not None:  # its share grows with the limit, and may be rounded down by a granule
         rooms.append(((wanted + GRANULE) / Fraction(own), {}))
     if shares < 1:
         rooms.append((Fraction(wanted + fixed) / (1 - shares), {name: wanted}))
@@ -256,7 +256,7 @@ def _higher_limit(case: Case, wanted: int, text: str) -> Iterator[Remedy]:
 
 
 def _gives(case: Case, wanted: int, caps: Mapping[str, int], limit: int | None = None) -> int | None:
-    """The requester's cap here, if the budget with these caps and this limit can be planned and gives `wanted`."""
+    """The requester's cap here under these caps and this limit, if that budget can be planned and gives `wanted`."""
     budget, part, row, plan = case.budget, case.planned, case.row, case.plan
     assert budget is not None and part is not None and row is not None and plan is not None
     written = budget.model_dump(exclude_none=True)
@@ -288,7 +288,7 @@ def _share(plan: Plan, part: DevicePlan, wanted: int, spare: Mapping[str, int], 
 
 
 def _whole(case: Case) -> Iterator[Remedy]:
-    """What helps against fragmentation."""
+    """Remedies for fragmentation."""
     assert case.row is not None
     name, size = case.row.name, case.split
     advice = SPECS[name].unfragment
@@ -301,7 +301,7 @@ def _whole(case: Case) -> Iterator[Remedy]:
 
 
 def _less(case: Case, reason: str) -> Iterator[Remedy]:
-    """What always helps, or which other cause is possible."""
+    """Use less memory, which always helps; or check another possible cause."""
     row = case.row
     if reason == "unknown" and not case.verdict.certain and not case.verdict.refused:
         yield Remedy("page-locked host memory gives the same error: check pin_memory and ulimit -l")

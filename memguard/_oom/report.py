@@ -1,7 +1,7 @@
-"""The report on an out-of-memory error: who asked, who holds the memory, how much of it is idle, what to do. Pure.
+"""The report on an out-of-memory error: the requester, the holders of the memory, idle memory, remedies. Pure.
 
-`diagnose` joins the verdict on the exception (`classify`) with a reading of the ledger, the plan, the other processes
-and the last samples. It claims nothing that the figures do not show: then the report says `unknown` or "possibly".
+`diagnose` combines the verdict on the exception (`classify`) with a reading of the ledger, the plan, the other
+processes and the last samples. Without evidence in the figures the report states `unknown` or "possibly".
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ if TYPE_CHECKING:
 __all__ = ["ErrorFacts", "Holder", "Reason", "Remedy", "Report", "Verdict", "classify", "diagnose"]
 
 LINES, WIDTH = 14, 80
-"""What a report takes on the screen at most."""
+"""The most lines and columns of a printed report."""
 _SHOWN = 4
-"""Holders that are printed. The JSON has all."""
+"""The most holders printed. The JSON has all."""
 _GROWTH = 64 * MIB
-"""Growth below this before the error is not worth a line."""
+"""The smallest growth before the error that is reported."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds memory of this GPU: `kind` is framework, process, overhead or unaccounted.
+    """A holder of this GPU's memory: `kind` is framework, process, overhead or unaccounted.
 
-    `cached` and `reclaimable` are known of frameworks only; None if unknown. `upper_bound`: the framework does not say
-    what it holds, and it is at most `bytes`, which are then in no other row.
+    `cached` and `reclaimable` are known for frameworks only; None if unknown. `upper_bound`: the framework does not
+    report its bytes; they are at most `bytes`, which no other row contains.
     """
 
     kind: str
@@ -59,11 +59,12 @@ class Holder:
 class Report:
     """The report on one error. `print` it, or use `as_dict()` / `to_json()`. It never holds the exception itself.
 
-    `requester` is who asked, in words (`cublas, through cupy`), `error` the short text, `why` one sentence, `holders`
-    the largest first, `processes` the others on that GPU (bytes by PID, None if NVML does not report them).
+    `requester` is the requester in words (`cublas, through cupy`), `error` the short text, `why` one sentence,
+    `holders` the largest first, `processes` the other processes on that GPU (bytes by PID, None if NVML does not report
+    them).
 
-    `moment` has the figures of the request's refusal; None if only those of `ledger` are known, which are of the time
-    at which memguard saw the error. `caught`: the refusal was seen, and its error has not left a block or the program.
+    `moment` has the figures of the refusal; None if only those of `ledger` are known, which are from the time at which
+    memguard saw the error. `caught`: the refusal was seen, and its error has not left a block or the program.
     """
 
     time: float
@@ -83,7 +84,7 @@ class Report:
 
     @property
     def simulated(self) -> bool:
-        """Whether it is about a simulated GPU."""
+        """Whether the GPU is simulated."""
         return self.ledger is not None and self.ledger.simulated
 
     def as_dict(self) -> dict[str, Any]:
@@ -112,7 +113,7 @@ class Report:
 
     @property
     def title(self) -> str:
-        """Who ran out of what, in one line."""
+        """The requester and the exhausted memory, in one line."""
         possibly = "" if self.verdict.certain else "possibly "
         size = "" if self.verdict.requested is None else f": {format_size(self.verdict.requested)} asked for"
         if self.verdict.memory == "disk":
@@ -124,12 +125,12 @@ class Report:
 
     @property
     def line(self) -> str:
-        """Title and reason in one line."""
+        """Title and cause in one line."""
         return f"memguard: {self.title}" + (f": {self.why}" if self.why else "")
 
     @property
     def note(self) -> str:
-        """For the exception itself: title, reason and the first remedy."""
+        """The note on the exception: title, cause and the first remedy."""
         parts = [f"memguard: {self.title}", self.why, *(remedy.text for remedy in self.remedies[:1])]
         return "\n  ".join(visible(part) for part in parts if part)
 
@@ -154,11 +155,11 @@ class Report:
         return f"<pre>{html.escape(full_text(self))}</pre>"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """What IPython shows in a terminal."""
+        """The text that IPython shows in a terminal."""
         printer.text(str(self))
 
     def _lines(self) -> list[tuple[str, str, str]]:
-        """Style, label and text of each line; remedies as far as there is room, the best first."""
+        """Style, label and text of each line; the best remedies, as many as fit."""
         lines = [("bold red", "", textwrap.shorten(f"memguard: {self.title}", WIDTH, placeholder="…"))]
         lines += _wrap("error", self.error, 1)
         part = (
@@ -206,12 +207,12 @@ def diagnose(
 ) -> Report:
     """The report on one exception, or on a refused request whose exception the program has caught.
 
-    ledger     a reading of now, while the exception is alive; of then, if nobody saw the exception
+    ledger     a current reading, while the exception is alive; of the refusal, if the exception was not seen
     processes  other processes' bytes by device UUID and PID
     samples    the monitor's last ones, oldest first
     time       seconds, as `time.time()`
-    budget     what `plan` was made from; without it no advice changes `device.limit`
-    peaks      the most that each framework ever had in use, by device UUID and name
+    budget     the source of `plan`; without it no remedy changes `device.limit`
+    peaks      each framework's largest use so far, by device UUID and name
     recorded   the record of the refusal, and `then` a reading of that moment
     """
     raised = family(facts)
@@ -247,7 +248,7 @@ def diagnose(
     if (unhelped := moment.why_no_help if moment is not None else None) is not None:
         if unhelped.kind in (NoHelp.NOTHING_IDLE, NoHelp.NOT_ASKED):
             why = f"{why}; no room was made: {unhelped.text}"
-        else:  # first: running it again may be all that it takes
+        else:  # first, because a retry may be enough
             why = f"no room was made for it: {unhelped.text}; {why}"
         found = (*without_help(unhelped.kind), *found)
     return Report(
@@ -267,7 +268,7 @@ def _then(
     peaks: Mapping[str, int],
     time: float,
 ) -> tuple[DeviceLedger, RefusedRequest | None]:
-    """The GPU's rows when the request was refused, and the figures behind that; as now, and None, if none are known."""
+    """The GPU's rows at the refusal, and their source; the current rows, and None, if no figures are known."""
     told = refusal.of_text(facts, verdict, time)
     uuid = part.device.uuid
     if recorded is not None:
@@ -286,7 +287,7 @@ def of_refusal(
     moment: RefusedRequest, then: Ledger | None, plan: Plan | None, processes: Mapping[str, Mapping[int, int | None]],
     budget: Budget | None = None,
 ) -> Report:  # fmt: skip
-    """The report on a refused request whose exception nobody has seen: the program has most likely caught it."""
+    """The report on a refused request whose exception was not seen: the program has probably caught it."""
     verdict = Verdict("gpu", moment.framework, moment.requested, True, refused=True)
     size = "" if moment.requested is None else f" {format_size(moment.requested)} of"
     facts = ErrorFacts("", (), f"its allocator refused{size} GPU memory; the program caught the error, as it seems", {})
@@ -297,14 +298,14 @@ def of_refusal(
 
 
 def _holders(case: Case) -> tuple[Holder, ...]:
-    """Who holds memory on this GPU, largest first."""
+    """The holders of memory on this GPU, largest first."""
     found = [
         Holder(row.kind, row.name, row.bytes, row.cached, row.reclaimable)
         for row in case.part.rows
         if row.kind in ("framework", "overhead") and row.bytes is not None and row.bytes > 0
     ]
     rest = case.part.row("unaccounted").bytes or 0
-    if case.part.process is not None:  # else it is other processes' too
+    if case.part.process is not None:  # otherwise it includes other processes' memory
         most = {row.name: min(row.at_most or rest, rest) for row in case.frameworks if row.bytes is None and rest > 0}
         found += [Holder("framework", name, size, upper_bound=True) for name, size in most.items()]
         rest -= sum(most.values())
@@ -333,7 +334,7 @@ def _described(holder: Holder, requester: str | None) -> str:
 
 
 def _growth(samples: Sequence[Sample], uuid: str | None) -> str:
-    """Who grew most in the time that the samples cover."""
+    """The framework with the largest growth over the samples."""
     seen = [
         (sample.time, {name: row.in_use if row.held is None else row.held for name, row in device.frameworks.items()})
         for sample in samples
@@ -352,7 +353,7 @@ def _growth(samples: Sequence[Sample], uuid: str | None) -> str:
 
 def _short(facts: ErrorFacts) -> str:
     """Type and the line about memory, in at most 200 characters."""
-    text = re.sub(r"\{\{[^{}]*\}\}\s*", "", facts.text)  # TensorFlow's names of nodes
+    text = re.sub(r"\{\{[^{}]*\}\}\s*", "", facts.text)  # TensorFlow's node names
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     telling = next((line for line in lines if re.search(r"memory|alloc|\boom\b", line, re.IGNORECASE)), "")
     line = telling or (lines[0] if lines else "")
@@ -362,7 +363,7 @@ def _short(facts: ErrorFacts) -> str:
 
 
 def _wrap(label: str, text: str, most: int, style: str = "") -> list[tuple[str, str, str]]:
-    """At most `most` lines, the label before the first."""
+    """At most `most` lines, with the label before the first."""
     indent = 9
     lines = textwrap.wrap(text, WIDTH - indent, max_lines=most, placeholder=" …")
     return [(style, f"  {label if not number else '':<{indent - 2}}", line) for number, line in enumerate(lines)]
@@ -378,7 +379,7 @@ def _moment(moment: RefusedRequest | None) -> dict[str, Any] | None:
 
 
 def _plain(value: Any) -> Any:
-    """Named tuples as mappings, all the way down."""
+    """Convert named tuples to mappings, recursively."""
     if hasattr(value, "_asdict"):
         return {name: _plain(child) for name, child in value._asdict().items()}
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""A timeline's files: opened without following links, and changed only if they are this user's timelines."""
+"""File access for timelines: opens without following links, and changes only this user's timelines."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from memguard.errors import TimelineError
 
 _CLOEXEC, _NOFOLLOW = getattr(os, "O_CLOEXEC", 0), getattr(os, "O_NOFOLLOW", 0)
 _NONBLOCK = getattr(os, "O_NONBLOCK", 0)
-"""With it, opening a FIFO that nobody writes returns at once, and the check below refuses it."""
+"""With it, opening a FIFO without a writer returns at once, and the check below refuses it."""
 
 
 def expand(pattern: str | os.PathLike[str], pid: int, rank: int | None) -> str:
-    """The absolute path with `{pid}` and `{rank}` filled in. If it names neither, both are put before its suffix."""
+    """The absolute path with `{pid}` and `{rank}` filled in. Without either, both are inserted before the suffix."""
     text = os.fspath(pattern)
     folder, name = os.path.split(text)
     if not name or "\0" in text:
@@ -38,7 +38,7 @@ def rotated(path: str, number: int | str) -> str:
 
 
 def numbered(path: str) -> list[tuple[int, str]]:
-    """The files in the same folder that are named like parts of `path`, sorted by number."""
+    """The files in the same folder that have names of parts of `path`, sorted by number."""
     base, suffix = os.path.splitext(path)
     folder, stem = os.path.split(base)
     pattern = re.compile(re.escape(stem) + r"\.(\d{1,9})" + re.escape(suffix), re.ASCII)
@@ -51,7 +51,7 @@ def numbered(path: str) -> list[tuple[int, str]]:
 
 
 def written_as(path: str) -> list[str]:
-    """The files that a budget's `timeline: PATH` has given, newest first: those have PID and rank in their name."""
+    """The files that a budget's `timeline: PATH` created, newest first, with PID and rank in their names."""
     base, suffix = os.path.splitext(path)
     folder, stem = os.path.split(base)
     pattern = re.compile(re.escape(stem) + r"-\d{1,10}-\d{1,10}" + re.escape(suffix), re.ASCII)
@@ -70,13 +70,13 @@ def open_regular(path: str, flags: int = 0) -> BinaryIO:
             handle = _open(path, os.O_RDONLY | _NONBLOCK | _CLOEXEC | flags, opened)
             if not stat.S_ISREG(os.fstat(handle).st_mode):
                 raise OSError(0, "not a regular file")
-            # In one call, as in `_open`: it belongs to the list or to the file object, which closes itself.
+            # One call, as in `_open`: either the list or the file object, which closes itself, owns the descriptor.
             return next(map(open, map(list.pop, (opened,)), ("rb",)))  # type: ignore[return-value]
         finally:
             if opened:
                 close(opened)
     finally:
-        if opened:  # again: a Ctrl-C may have come into the one before
+        if opened:  # again: a Ctrl-C may have interrupted the close above
             close(opened)
 
 
@@ -102,15 +102,15 @@ def is_ours(path: str) -> bool:
 
 
 def remove(path: str) -> None:
-    """Remove the file if it is ours."""
+    """Remove the file if it is this user's timeline."""
     if is_ours(path):
         os.unlink(path)
 
 
 def create(path: str, opened: list[int]) -> int:
-    """Create a file with mode 0600, open it for appending and lock it: the lock marks it as being written.
+    """Create a file with mode 0600, open it for appending and lock it: the lock marks a file being written.
 
-    The descriptor is also put into `opened`, for `close`: a Ctrl-C may come before this returns.
+    Puts the descriptor into `opened` too, for `close`: a Ctrl-C may come before this function returns.
     """
     handle = _open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | _NOFOLLOW | _CLOEXEC, opened)
     _lock(handle)
@@ -121,7 +121,7 @@ def close(opened: list[int]) -> None:
     """Close the descriptors, and empty the list. Raises nothing."""
     while opened:
         with contextlib.suppress(OSError):
-            # In one call, as in `_open`: each is taken out and closed, or neither.
+            # One call, as in `_open`: each descriptor is removed and closed, or neither.
             deque(map(os.close, map(list.pop, (opened,))), 0)
 
 
@@ -138,13 +138,13 @@ def in_use(path: str) -> bool:
 
 
 def _open(path: str, flags: int, opened: list[int]) -> int:
-    """Open the file and put the descriptor into `opened`, in one call, which a Ctrl-C cannot come into."""
+    """Open the file and put the descriptor into `opened`, in one C call that no Ctrl-C can interrupt."""
     opened.extend(map(os.open, (path,), (flags,), (0o600,)))
     return opened[-1]
 
 
 def _lock(handle: int) -> bool:
-    """False if another process holds the lock. True also where there are no locks, as on some network file systems."""
+    """Lock the file. False if another process holds the lock. True without lock support, as on some network systems."""
     try:
         import fcntl
     except ImportError:  # Windows

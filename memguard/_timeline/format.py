@@ -1,4 +1,4 @@
-"""The lines of a timeline, version 1: headers and records to text. The format is in `docs/timeline.md`."""
+"""Format the lines of a timeline, version 1: headers and records to text. `docs/timeline.md` defines the format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VERSION = 1
 MAGIC = b'{"memguard_timeline":'
 """The first bytes of every file. A file without them is not a timeline and is never changed."""
 MAX_LINE = 1 << 20
-"""Bytes. The writer writes no longer line, and the reader does not read one into memory."""
+"""Bytes. The writer writes no longer line, and the reader never loads one into memory."""
 MAX_SECONDS = 1e10
 """Upper bound of a time: three centuries."""
 MAX_PART = 10**9 - 1
@@ -27,14 +27,14 @@ _TEXT = 500
 """Characters of an event's text that are kept."""
 _DEPTH = 12
 PEAK = "peak"
-"""The kind of an event that has in `bytes` the most that a framework ever had in use, as its allocator says."""
+"""The kind of an event whose `bytes` is a framework's largest use so far, reported by its allocator."""
 NUMBERS = ("bytes", "times", "held", "in_use", "reclaimable", "cap", "free")
-"""What an event may have as whole numbers."""
+"""The optional whole numbers of an event."""
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 class Oom(NamedTuple):
-    """An out-of-memory report as recorded: plain data. `time` is in seconds, as of `time.time()`."""
+    """A recorded out-of-memory report: plain data. `time` is in seconds, as of `time.time()`."""
 
     time: float
     report: Mapping[str, Any]
@@ -42,7 +42,7 @@ class Oom(NamedTuple):
 
 @dataclass(frozen=True)
 class Dropped:
-    """How many records are not in the files: thinned, removed, or never written because the disk was full."""
+    """The number of records missing from the files: thinned, removed, or not written because the disk was full."""
 
     samples: int = 0
     events: int = 0
@@ -67,8 +67,9 @@ class Dropped:
 class Header(NamedTuple):
     """The first line of a file. The files of one run share `run`; `part` counts them.
 
-    `frameworks` has the version, allocator and so on of each framework, by name. Only part 0, which holds what is left
-    of the oldest parts, has `every`, the seconds between its samples, and `through`, the last part that it replaces.
+    `frameworks` has the version, allocator and so on of each framework, by name. Part 0 holds the thinned records of
+    the oldest parts. Only part 0 has `every`, the seconds between its samples, and `through`, the last part that it
+    replaces.
     """
 
     recorded: str
@@ -85,7 +86,7 @@ class Header(NamedTuple):
 
 
 class Columns:
-    """What the numbers in a sample's rows mean, and the figures that rarely change: totals, limits, caps."""
+    """The meaning of the numbers in a sample's rows, and the figures that rarely change: totals, limits, caps."""
 
     __slots__ = ("caps", "devices", "frameworks", "limits", "texts", "totals")
 
@@ -96,7 +97,7 @@ class Columns:
         self.frameworks: list[str] = []
         self.caps: list[list[int | None]] = []
         self.texts: dict[tuple[int, str], tuple[FrameworkSample, str]] = {}
-        """By GPU and framework, its figures as they were written last: mostly they have not changed."""
+        """By GPU and framework, its last written figures and their text: they rarely change."""
 
     def as_dict(self) -> dict[str, Any]:
         devices = [list(row) for row in zip(self.devices, self.totals, self.limits, strict=True)]
@@ -139,7 +140,7 @@ def event_line(event: Event) -> bytes:
 
 
 def oom_line(time: float, report: Mapping[str, Any], most: int) -> bytes:
-    """A line of at most `most` bytes. The largest entries are left out first; `cut` names them."""
+    """A line of at most `most` bytes. The largest entries are left out first, and listed in `cut`."""
     record = plain(report)
     cut: list[str] = []
     while len(line := _line({"t": _time(time), "oom": record})) > most and record.keys() - {"cut"}:
@@ -151,7 +152,7 @@ def oom_line(time: float, report: Mapping[str, Any], most: int) -> bytes:
 
 
 def sample_line(sample: Sample, columns: Columns) -> tuple[bytes, bool]:
-    """The line, and whether the columns changed for it. If so, write the columns first."""
+    """The line, and whether the columns changed for it. If they did, write the columns first."""
     changed = False
     rows = []
     names, texts = columns.frameworks, columns.texts
@@ -164,7 +165,7 @@ def sample_line(sample: Sample, columns: Columns) -> tuple[bytes, bool]:
         used, free, overhead, process, unaccounted, limit = figures
         known = device.used is None or used is not None  # NVML reports no used memory of a GPU with unified memory
         if not known or free is None or overhead is None or not is_whole(device.total):
-            continue  # a reading that cannot be true is none
+            continue  # an invalid reading is left out
         try:
             at = columns.devices.index(device.uuid)
         except ValueError:
@@ -187,7 +188,7 @@ def sample_line(sample: Sample, columns: Columns) -> tuple[bytes, bool]:
                 found.append(written[1])
                 continue
             held, in_use, reclaimable, cap = usage
-            # Mostly what the reader takes: a call of `number` for each figure takes half of the whole line's time.
+            # Inline fast path: a call of `number` for each figure takes half of the whole line's time.
             if type(held) is not int or not 0 <= held <= MAX_SIZE:
                 held = number(held)
             if type(in_use) is not int or not 0 <= in_use <= MAX_SIZE:
@@ -200,7 +201,7 @@ def sample_line(sample: Sample, columns: Columns) -> tuple[bytes, bool]:
                 caps[position], changed = cap, True
             text = f"[{held},{in_use},{reclaimable}]"
             found.append(text)
-            if usage == (held, in_use, reclaimable, cap):  # plain numbers, which compare as they are written
+            if usage == (held, in_use, reclaimable, cap):  # plain numbers: equal values have equal text
                 texts[at, name] = usage, text
         if len(frameworks) > len(found) - found.count("0"):
             for name in frameworks.keys() - set(names):
@@ -210,12 +211,12 @@ def sample_line(sample: Sample, columns: Columns) -> tuple[bytes, bool]:
             return sample_line(sample, columns)[0], True
         numbers = f"{at},{used},{free},{process},{overhead},{unaccounted}"
         rows.append(f"[{numbers},{','.join(found)}]" if found else f"[{numbers}]")
-    # The line holds only numbers, so None cannot be part of a text.
+    # The line holds only numbers, so no text can contain "None".
     return f'{{"t":{_time(sample.time)},"sample":[{",".join(rows)}]}}\n'.replace("None", "null").encode(), changed
 
 
 def number(value: object) -> int | None:
-    """A number of bytes as the reader takes it; None for whatever it would refuse."""
+    """A number of bytes that the reader accepts; None for any other value."""
     if type(value) is not int:
         if value is None:
             return None
@@ -231,7 +232,7 @@ def _words(value: object) -> str:
 
 
 def _detail(key: str, value: object) -> Any:
-    """What an event says beside its text, of the type that the reader takes; else None."""
+    """An event's optional field, converted to a type that the reader accepts; else None."""
     if key in NUMBERS:
         return number(value)
     value = plain(value)
@@ -241,7 +242,7 @@ def _detail(key: str, value: object) -> Any:
 
 
 def plain(value: Any, depth: int = _DEPTH) -> Any:
-    """The value as JSON can hold it: other objects as short texts, numbers that JSON cannot hold as null."""
+    """Convert the value to JSON types: other objects to short texts, unsupported numbers to null."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int):
@@ -256,7 +257,7 @@ def plain(value: Any, depth: int = _DEPTH) -> Any:
 
 
 def _time(time: float) -> float:
-    """Rounded to the millisecond; 0 if out of range."""
+    """Round to the millisecond; 0 if out of range."""
     try:
         return round(float(time), 3) if 0 <= time < MAX_SECONDS else 0.0
     except (TypeError, ValueError, OverflowError):

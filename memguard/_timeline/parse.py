@@ -63,7 +63,7 @@ class Parser:
         try:
             datetime.fromisoformat(record["recorded"])
             every = self._seconds(record, "every") if "every" in record else None
-            thinned = every is not None  # only the file of thinned parts has it: part 0
+            thinned = every is not None  # only part 0, the file of thinned records, has it
             header = Header(
                 record["recorded"],
                 self._typed(record, "run", str),
@@ -116,7 +116,7 @@ class Parser:
             record = _DECODER.decode(raw.decode())
         except RecursionError:
             self.fail("malformed JSON: nested too deeply", remove)
-        except ValueError as error:  # also when it is not UTF-8
+        except ValueError as error:  # also for invalid UTF-8
             self.fail(f"malformed JSON: {malformed(error)}", remove)
         if not isinstance(record, dict):
             self.fail("not a JSON object", remove)
@@ -174,15 +174,15 @@ class Parser:
     def _plan(self, content: dict[str, Any]) -> Plan:
         devices = []
         for part in content["devices"]:
-            known = {"unified": False, **part}  # older files do not have it
+            known = {"unified": False, **part}  # missing in older files
             device = Device(**{key: self._typed(known, key, *types) for key, types in _DEVICE.items()})
             sizes = {key: self._size(self._typed(part, key, *types)) for key, types in _PART.items()}
             self._size(device.total)
             caps = {str(name): self._size(cap) for name, cap in part["caps"].items()}
             source, elastic = str(part["reserve_source"]), {}
-            for name, (least, most) in part.get("elastic", {}).items():  # older files do not have it
+            for name, (least, most) in part.get("elastic", {}).items():  # missing in older files
                 elastic[str(name)] = self._size(least), self._size(most)
-            joined = tuple(str(name) for name in part.get("joined", ()))  # nor this
+            joined = tuple(str(name) for name in part.get("joined", ()))  # missing in older files
             figures = sizes["limit"], sizes["reserve"], caps, sizes["unallocated"]
             devices.append(DevicePlan(device, *figures, source, elastic, joined))
         options = {name: dict(about) for name, about in content["options"].items()}
@@ -220,7 +220,7 @@ class Parser:
 
 
 def _why(error: Exception) -> str:
-    """What is wrong with a record, in words: Python's own are of this module, and not of the file."""
+    """The error of a record, in words: Python's own messages describe this module, not the file."""
     if isinstance(error, KeyError):
         return f"{short(error.args[0])} is missing"
     if isinstance(error, (ValueError, OverflowError)) and "unpack" not in str(error):

@@ -1,4 +1,4 @@
-"""Reads a timeline lazily: all parts in order, in memory that does not depend on their length."""
+"""Reads a timeline lazily: all parts in order, in constant memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Part:
 
 
 class Records(Iterator[Record]):
-    """The records of a timeline, as they are read."""
+    """A lazy iterator over the records of a timeline."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._found = timeline._read(b"", self)
@@ -39,21 +39,21 @@ class Records(Iterator[Record]):
 
     @property
     def part(self) -> float:
-        """How much of the files was read, from 0 to 1."""
+        """The fraction of the files that was read, from 0 to 1."""
         return min(self.done / self._size, 1.0) if self._size else 0.0
 
 
 class Timeline:
     """One run's timeline. Every call of `records`, `samples`, `events` and `ooms` reads the files again.
 
-    `header` is the newest file's. `notes` says what is missing, and grows while the files are read. Reading a damaged
-    line raises TimelineError with file, line and fix; a last line that was cut short is only noted.
+    `header` is the newest file's. `notes` lists missing data, and grows while the files are read. A damaged line raises
+    TimelineError with file, line and fix; a truncated last line only adds a note.
     """
 
     def __init__(self, parts: list[_Part], notes: list[str], earlier: tuple[str, ...] = ()) -> None:
         self._parts, self._notes = parts, notes
         self.earlier = earlier
-        """The files of its name that are left out, as they belong to an earlier run."""
+        """Files of the same name that are left out because an earlier run wrote them."""
         self.header = parts[-1].header
         self.dropped = Dropped()
         for part in parts:
@@ -71,7 +71,7 @@ class Timeline:
         return shown(f"<Timeline {self._parts[-1].path}{parts}: {self._run} on {gpus}{mark}>")
 
     def __str__(self) -> str:
-        """What its header says: the run, the plan at its start; and what is known to be missing. Reads no file."""
+        """The header's run, the plan at its start, and the known missing data. Reads no file."""
         return shown(
             f"timeline of {self._run}, begun {self.header.recorded}\n{plan_text(self.plan, None, self._notes)}"
         )
@@ -81,7 +81,7 @@ class Timeline:
         return f"{head}\n{plan_html(self.plan, None, self._notes)}"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """What IPython shows in a terminal."""
+        """The text that IPython shows in a terminal."""
         printer.text(str(self))
 
     @property
@@ -96,16 +96,16 @@ class Timeline:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is missing, as far as it is known."""
+        """Notes on missing data, as far as known."""
         return tuple(self._notes)
 
     @property
     def size(self) -> int:
-        """Bytes of its files now."""
+        """The current size of its files in bytes."""
         return sum(os.path.getsize(part.path) for part in self._parts if os.path.exists(part.path))
 
     def records(self) -> Iterator[Record]:
-        """All records, in the order in which they were written."""
+        """All records, in the order of writing."""
         return Records(self)
 
     def samples(self) -> Iterator[Sample]:
@@ -113,7 +113,7 @@ class Timeline:
         return (record for record in self._read(b"") if isinstance(record, Sample))
 
     def events(self) -> Iterator[Event]:
-        """The events alone. Lines of other records are not decoded."""
+        """The events alone. Does not decode lines of other records."""
         return (record for record in self._read(b',"event":') if isinstance(record, Event))
 
     def ooms(self) -> Iterator[Oom]:
@@ -121,7 +121,7 @@ class Timeline:
         return (record for record in self._read(b',"oom":') if isinstance(record, Oom))
 
     def _read(self, only: bytes, told: Records | None = None) -> Iterator[Record]:
-        """All records, or only those whose line has `only` right after its time. `told` hears how far it is."""
+        """All records, or only those whose line has `only` right after its time. Updates the progress in `told`."""
         for part in self._parts:
             file = self._open(part)
             if file is None:
@@ -144,7 +144,7 @@ class Timeline:
                 yield record
 
     def _open(self, part: _Part) -> BinaryIO | None:
-        """Open the part, under its own name or its numbered one: the writer renames a file that is full."""
+        """Open the part, by its current or numbered name: the writer renames a full file."""
         base, suffix = os.path.splitext(part.path)
         for path in (part.path, f"{base}.{part.header.part}{suffix}"):
             try:
@@ -167,7 +167,7 @@ class Timeline:
 def load_timeline(path: str | os.PathLike[str]) -> Timeline:
     """Load the timeline in a file, with its older parts in the same folder (`run.1.jsonl` and so on).
 
-    Raises TimelineError: here if a header is wrong, and while reading if another line is.
+    Raises TimelineError: at once for an invalid header, and while reading for another invalid line.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise TimelineError(
@@ -193,7 +193,7 @@ def load_timeline(path: str | os.PathLike[str]) -> Timeline:
             try:
                 part = _part(sibling, notes)
             except FileNotFoundError:
-                continue  # the writer removed it just now
+                continue  # the writer has just removed it
             except TimelineError as error:
                 notes.append(f"left out: {error.advice.reason}")
                 continue
@@ -218,12 +218,12 @@ def load_timeline(path: str | os.PathLike[str]) -> Timeline:
 
 
 def of_earlier_runs(paths: Iterable[str]) -> str:
-    """The note on files of a timeline's name that are not read with it."""
+    """The note on files of a timeline's name that belong to earlier runs."""
     return f"left out, as they belong to an earlier run: {', '.join(paths)}; each can be read alone"
 
 
 def _in_order(older: list[_Part], newest: list[_Part], notes: list[str]) -> list[_Part]:
-    """The parts of one run by number, each once, without those that the thinned part replaces."""
+    """The parts of one run by number, each once, without parts that the thinned part replaces."""
     parts: dict[int, _Part] = {}
     for part in newest + older:
         first = parts.setdefault(part.header.part, part)
@@ -238,12 +238,12 @@ def _in_order(older: list[_Part], newest: list[_Part], notes: list[str]) -> list
                 f"of the run, and {thinned.path} replaces the parts up to {through}",
                 fix="move one of the two files to another folder",
             )
-    # A process killed while it thinned leaves the part that it was about to remove.
+    # A process killed during thinning leaves the part that it was about to remove.
     return [part for number, part in sorted(parts.items()) if number == 0 or number > through]
 
 
 def _part(path: str, notes: list[str]) -> _Part | None:
-    """The file as a part. None if it has no whole header."""
+    """The file as a part. None if its header is incomplete."""
     with open_regular(path) as file:
         header = _header(path, file)
         if header is None:

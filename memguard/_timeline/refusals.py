@@ -1,7 +1,7 @@
-"""Refused requests of a timeline, which may have one twice: as an event, and as an out-of-memory report. Pure.
+"""Deduplicate a timeline's refused requests, each recorded as an event, as an out-of-memory report, or as both. Pure.
 
-A report names the event that counts its request. Those of memguard 0.1.0, and those whose record was lost, do not: only
-these are matched by time and size, in `counting_event`. All sizes are bytes; None is unknown.
+A report names the event that counts its request. Reports of memguard 0.1.0, and reports whose record was lost, do not:
+`counting_event` matches these by time and size. All sizes are bytes; None is unknown.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 from memguard._base.units import GRANULE, is_whole
 
 _MOMENT, _REPORT = 0.01, 1.0
-"""Seconds by which the times of one request differ: the moment's, which is written, and the report's, made later."""
+"""The most seconds between two times of one request: to its recorded moment, and to its later report."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A request that was refused. `time` is as of `time.time()`, `held` what the framework could not return then.
+    """A refused request. `time` is as of `time.time()`, `held` the framework's unreclaimable bytes at the refusal.
 
     `times` counts the requests; 0 if an event has counted it already. `full`: the GPU was full, not the cap.
     """
@@ -34,17 +34,17 @@ class Refusal:
 
     @property
     def need(self) -> int:
-        """The least that would have served it. Under a cap it is more than that cap."""
+        """The least memory that would have served it. If the cap refused, it is more than that cap."""
         need = (self.held or 0) + (self.asked or 0)
         return need if self.full or self.cap is None else max(need, self.cap + GRANULE)
 
 
 @dataclass(frozen=True)
 class Reported:
-    """A refusal of an out-of-memory report. `moment` is when it was refused, None if only the report's time is known.
+    """The refusal of an out-of-memory report. `moment` is its time, None if only the report's time is known.
 
-    `exact`: what was held is of that moment, and not of the last sample. `event` is the time of the event that counts
-    it, which no other has; None if the report does not name it.
+    `exact`: `held` is from that moment, and not from the last sample. `event` is the unique time of the event that
+    counts it; None if the report does not name it.
     """
 
     refusal: Refusal
@@ -54,18 +54,18 @@ class Reported:
 
 
 def moment_of(report: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The report's figures of the moment of the refusal; empty if it has none."""
+    """The report's figures from the moment of the refusal; empty if it has none."""
     moment = report.get("moment")
     return moment if isinstance(moment, Mapping) else {}
 
 
 def is_counted(report: Mapping[str, Any]) -> bool:
-    """Whether an event counts the report's request: its allocator told of it when it was refused."""
+    """Whether an event counts the report's request: its allocator reported it at the refusal."""
     return moment_of(report).get("source") in ("refusal", "observer")
 
 
 def reported(report: Mapping[str, Any], refusal: Refusal, exact: bool = False) -> Reported:
-    """The `refusal` of this report, with what finds its event."""
+    """The report's `refusal`, with the keys that find its event."""
     moment = moment_of(report)
     if not is_counted(report):
         return Reported(refusal, None, exact)
@@ -74,12 +74,12 @@ def reported(report: Mapping[str, Any], refusal: Refusal, exact: bool = False) -
 
 
 def times_of(times: int | None) -> int:
-    """The requests that an event of kind `refused` counts."""
+    """The number of requests that an event of kind `refused` counts."""
     return times if is_whole(times) and times else 1
 
 
 def _time(value: object) -> float | None:
-    """As of `time.time()`, of what a report has."""
+    """A time in a report, as of `time.time()`; None if invalid."""
     try:
         return datetime.fromisoformat(str(value)).timestamp()
     except (ValueError, OverflowError, OSError):
@@ -87,7 +87,7 @@ def _time(value: object) -> float | None:
 
 
 def once(events: Sequence[Refusal], reports: Sequence[Reported]) -> tuple[Refusal, ...]:
-    """All of them, each request once. An event of several requests takes as many reports."""
+    """All refusals, each request once. An event of n requests matches n reports."""
     found = sorted(events, key=lambda event: event.time)
     left = [event.times for event in found]
     alone = []
@@ -104,8 +104,8 @@ def once(events: Sequence[Refusal], reports: Sequence[Reported]) -> tuple[Refusa
 def counting_event(events: Sequence[Refusal], left: Sequence[int], report: Reported) -> int | None:
     """The index of the event that counts the report's request; None if there is none.
 
-    `events` are one framework's on one GPU, by time; `left` says how many reports each may still take. An event of
-    several requests has the time of the last.
+    `events` are one framework's on one GPU, by time; `left` is the number of reports that each may still match. An
+    event of several requests has the time of the last.
     """
     if report.event is not None:
         at = bisect_left(events, report.event, key=_when)
@@ -127,7 +127,7 @@ def _when(event: Refusal) -> float:
 
 
 def _merged(event: Refusal, report: Reported) -> Refusal:
-    """The figures of the moment, if there are any, or else those that need more; the event's count.
+    """The report's figures of the moment, if any, or else the figures with the larger need; and the event's count.
 
     The figures of an event of several requests are another request's, unless only time and size matched them.
     """

@@ -1,15 +1,15 @@
-"""Replay a recorded timeline under another budget: who would have hit a cap, when, and the smallest budget. Pure.
+"""Replay a timeline under another budget: the frameworks that would have hit a cap, when; the smallest budget. Pure.
 
-A sample shows what an allocator held under the caps at the time. Under a smaller cap the allocator would first have
-returned idle memory, so a framework is judged by the memory that it could not have returned:
+A sample shows an allocator's memory under the caps at the time. Under a smaller cap the allocator would first have
+trimmed its idle memory, so the replay compares the cap with a framework's unreclaimable memory:
 
-- `refused`: the live arrays alone are above the cap.
-- `fragments`: the live arrays fit under the cap, but not the blocks that they lie in: refused, unless packed closer.
-- `cache`: more is held than the cap, but the excess is idle: it would have been returned and nothing refused.
+- `refused`: the live arrays alone exceed the cap.
+- `fragments`: the live arrays fit under the cap, but their blocks do not: refused, unless packed closer.
+- `cache`: held exceeds the cap, but the excess is idle: it would have been trimmed and nothing refused.
 
-Samples do not show what was allocated and freed between two of them: allocators' own peaks do, where they say it. What
-was refused while recording is not in them either. That is counted by itself: an unmet need, and a refusal under every
-cap that is smaller than that.
+Samples omit memory that was allocated and freed between two of them; allocators' own peaks cover it where they exist.
+Samples also omit requests refused while recording. The replay counts these separately, as unmet needs: a cap smaller
+than the need refuses them again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WIDTH = 80
 
 @dataclass(frozen=True)
 class Above:
-    """How often a figure was above its bound. `first` is as of `time.time()`, `most` the largest excess in bytes.
+    """How often a figure exceeded its bound. `first` is as of `time.time()`, `most` the largest excess in bytes.
 
     `times` counts the rises above the bound, `samples` the samples above it.
     """
@@ -51,9 +51,9 @@ class TimelineFramework:
     """One framework on one GPU, in bytes. `cap` is None if the budget does not name it. `needs` is its least
     in the samples.
 
-    `requests` counts the requests that were refused while recording; `again` says whether they would be under this cap:
-    None if it is large enough for each of them. `unmet` is what they needed at most. `peak` is what its allocator says
-    that it had in use at most, None if it does not.
+    `requests` counts the requests refused while recording; `again` whether this cap would refuse them: None if it is
+    large enough for each of them. `unmet` is their largest need. `peak` is its largest use by its allocator, None if
+    the allocator does not report it.
     """
 
     framework: str
@@ -73,12 +73,12 @@ class TimelineFramework:
 
     @property
     def least(self) -> int:
-        """The smallest limit that would have served all that is known."""
+        """The smallest limit that would have served all known needs."""
         return max(self.needs, self.peak or 0, self.unmet)
 
     @property
     def times(self) -> str:
-        """How often it would have been refused, as far as is known."""
+        """How often it would have been refused, as far as known."""
         if self.requests and self.again:
             return str(max(self.requests, self.refused.times))
         return str(self.refused.times or "?") if self.requests else str(self.refused.times)
@@ -104,7 +104,7 @@ class TimelineDevice:
 
 @dataclass(frozen=True)
 class TimelineOutcome:
-    """The result of a replay. `recorded` is True if the caps are those that the timeline was recorded with."""
+    """The result of a replay. `recorded` is True if the caps are the timeline's own."""
 
     samples: int
     begin: float
@@ -118,7 +118,7 @@ class TimelineOutcome:
 
     @property
     def fits(self) -> bool:
-        """Whether no framework would have been refused, with its arrays where they were."""
+        """Whether no framework would have been refused, with its arrays at their recorded positions."""
         return not any(
             row.refused.times or row.fragments.times or (row.requests and row.again) for row in self.frameworks
         ) and not any(gpu.together.times for gpu in self.devices)
@@ -191,7 +191,7 @@ def replay_timeline(
 ) -> TimelineOutcome:
     """Compare each sample of a timeline's `records` with the caps of `plan`, in constant memory.
 
-    `recorded`: the plan is the timeline's own. If it is not, give what counts the refusals under that one as `unmet`.
+    `recorded`: the plan is the timeline's own. Otherwise pass `unmet_under(...)` of the timeline's own plan as `unmet`.
     """
     run = _Run(plan, unmet_under(plan) if unmet is None else unmet)
     for record in records:
@@ -208,17 +208,17 @@ def replay_timeline(
 
 
 def unmet_under(plan: Plan) -> Unmet:
-    """What counts the refused requests of a timeline that was recorded under this plan."""
+    """A counter of the refused requests of a timeline that was recorded under this plan."""
     return Unmet(plan, _pinned)
 
 
 def _pinned(name: str, usage: FrameworkSample) -> int:
-    """What the framework could not return then."""
+    """The framework's unreclaimable bytes in a sample."""
     return _Cell(name, None).see(0.0, usage)
 
 
 class _Count:
-    """One bound, while replaying."""
+    """Counts excesses of one bound during a replay."""
 
     __slots__ = ("first", "most", "now", "samples", "times")
 
@@ -236,7 +236,7 @@ class _Count:
         self.most = max(self.most, by)
 
     def at_least(self, time: float, by: int) -> None:
-        """It was so far above once, by then. That is nothing new if a sample has shown as much."""
+        """Count one excess by the time `time`, unless a sample has already shown as large a one."""
         if by > self.most:
             self.most, self.times = by, max(self.times, 1)
             self.first = time if self.first is None else self.first
@@ -246,7 +246,7 @@ class _Count:
 
 
 class _Cell:
-    """One framework on one GPU, while replaying."""
+    """One framework on one GPU, during a replay."""
 
     __slots__ = (
         "cache",
@@ -263,17 +263,17 @@ class _Cell:
     )
 
     def __init__(self, name: str, cap: int | None) -> None:
-        # What such a pool holds does not tell what a smaller one would have needed.
+        # The size of a pool that never shrinks is no measure of the need under a smaller cap.
         self.cap, self.pool = cap, name in NEVER_GIVE_BACK
         self.held: int | None = None
         self.in_use: int | None = None
-        self.peak: int | None = None  # of what was in use, as its allocator says
+        self.peak: int | None = None  # largest use, by its allocator
         self.needs, self.silent = 0, False
         self.requests = 0
         self.refused, self.fragments, self.cache = _Count(), _Count(), _Count()
 
     def see(self, time: float, usage: FrameworkSample) -> int:
-        """Count one sample. Returns what the framework needed then."""
+        """Count one sample. Returns the framework's need in it."""
         held, in_use, reclaimable, _ = usage
         if held is None:
             self.silent = True
@@ -282,7 +282,7 @@ class _Cell:
         if in_use is None:
             if held is None:
                 return 0
-            live = pinned = held - (reclaimable or 0)  # the best estimate there is
+            live = pinned = held - (reclaimable or 0)  # the best available estimate
         else:
             if self.in_use is None or in_use > self.in_use:
                 self.in_use = in_use
@@ -309,7 +309,7 @@ class _Cell:
 
 
 class _Gpu:
-    """One GPU, while replaying."""
+    """One GPU, during a replay."""
 
     def __init__(self, index: int, part: DevicePlan) -> None:
         self.index, self.part = index, part
@@ -325,9 +325,9 @@ class _Gpu:
             self.process = device.process
         outside = overhead = device.overhead
         known = True
-        more = 0  # what elastic frameworks needed beyond their min
+        more = 0  # the elastic frameworks' need above their min
         for name, usage in device.frameworks.items():
-            if name == EXCHANGE:  # belongs to no framework and has no cap: the reserve must hold it
+            if name == EXCHANGE:  # belongs to no framework and has no cap: it counts against the reserve
                 outside += usage.held or 0
                 continue
             needed = self.cell(name).see(time, usage)
@@ -335,7 +335,7 @@ class _Gpu:
                 more += max(needed - self.least[name], 0)
             known = known and usage.held is not None
         if known and device.unaccounted is not None and device.unaccounted > 0:
-            outside += device.unaccounted  # else it may contain memory of a framework that does not say what it holds
+            outside += device.unaccounted  # otherwise it may contain memory of a framework that does not report held
         self.outside = max(self.outside, outside)
         if more > self.spare:
             self.together.see(time, more - self.spare)
@@ -349,7 +349,7 @@ class _Gpu:
     def cell(self, name: str) -> _Cell:
         if name not in self.cells:
             cap = self.part.caps.get(name)
-            if name in self.part.elastic:  # it may rise while the others use no more than is theirs for good
+            if name in self.part.elastic:  # its cap may rise while the others stay within their guaranteed bytes
                 least, most = self.part.elastic[name]
                 cap = min(most, least + self.spare)
             self.cells[name] = _Cell(name, cap)
@@ -365,7 +365,7 @@ class _Run:
         self.others: set[str] = set()
 
     def oom(self, record: Oom) -> None:
-        """A report. If its request was recorded when it was refused, an event has counted it."""
+        """Count a report, unless an event has counted its request already."""
         self.unmet.oom(record)
         report = record.report
         if report.get("memory", "gpu") == "gpu" and not is_counted(report):
@@ -378,7 +378,7 @@ class _Run:
             gpu.cell(name).requests += count
 
     def peak(self, event: Event) -> None:
-        """What an allocator says that it had in use at most."""
+        """Record an allocator's own peak."""
         key, size = self.unmet.key(event.framework, event.uuid), event.bytes
         gpu = None if key is None else self.gpus.get(key[0])
         if key is None or gpu is None or size is None:

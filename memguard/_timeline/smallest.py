@@ -1,4 +1,4 @@
-"""From what frameworks needed to the limits of a budget, for `memguard replay` and `suggest`. Pure; all in bytes."""
+"""Compute a budget's limits from frameworks' needs, for `memguard replay` and `suggest`. Pure; all in bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def with_headroom(need: int, headroom: Fraction = Fraction(0)) -> int:
 
 
 def entry(limit: int, options: Mapping[str, Any]) -> str:
-    """A framework's part of the file: `{limit: 512MiB, growth: false}`."""
+    """A framework's entry in the file: `{limit: 512MiB, growth: false}`."""
     more = "".join(f", {key}: {str(value).lower()}" for key, value in options.items())
     return f"{{limit: {limit // MIB}MiB{more}}}"
 
@@ -28,7 +28,7 @@ class Smallest:
     limits: Mapping[str, int]
     reserve: int | None
     problem: str | None = None
-    """Why no budget can be written: the figures come from different GPUs, and a budget has one figure for all."""
+    """Why no budget can be written: its figures come from different GPUs, and a budget has one figure for all."""
 
     def yaml(self) -> str:
         """A budget file that `memguard check` accepts."""

@@ -1,14 +1,14 @@
-"""Thins the oldest parts of a timeline when its files reach their bound. Pure: lines in, lines out.
+"""Thins the oldest parts of a timeline when its files reach their size limit. Pure: lines in, lines out.
 
-The oldest part is thinned and not simply removed, so that bounded files still answer what a timeline is read for:
+Thinning the oldest part, instead of removing it, keeps the answers to the three questions of a timeline's reader:
 
-- Why did the run fail? Reports and events are few and say why, so they are kept first, the newest of them.
-- What is the smallest budget that fits? The peaks decide that, and a peak may lie anywhere in the run. So the sample
+- Why did the run fail? Reports and events are few and give the cause, so the newest of them are kept first.
+- What is the smallest budget that fits? The peaks decide that, and a peak may be anywhere in the run. So the sample
   with the highest value of each figure is kept: while these fit, `memguard replay --smallest` answers as before.
 - How did the use change over time? One sample in each interval of `every` seconds is kept. When these no longer fit,
-  the interval is doubled: the same room covers the run from its start, in coarser steps.
+  the interval is doubled: the same space covers the run from its start, in coarser steps.
 
-Reports and peaks come before spaced samples because nothing else in the files can replace them.
+Reports and peaks take precedence over spaced samples because no other record can replace them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from memguard._timeline.format import MAGIC, Dropped
 
 _BEGIN = re.compile(rb'\{"t":([0-9.e+]+),"(sample|event|oom|columns)":')
 _FIRST = 1.0
-"""Seconds between samples at the first attempt."""
+"""Seconds between samples at the first thinning."""
 
 
 @dataclass(frozen=True)
 class Thinned:
-    """The lines without the header. `columns` are those that the header must have."""
+    """The lines without the header. `columns` are the columns that the header must define."""
 
     lines: list[bytes]
     columns: dict[str, Any] | None
@@ -44,9 +44,9 @@ class _Line(NamedTuple):
 
 
 def thin(lines: Iterable[bytes], room: int, every: float | None) -> Thinned:
-    """Keep at most `room` bytes of the lines, headers among them. `every` is that of the last thinning, or None.
+    """Keep at most `room` bytes of the lines, headers among them. `every` is the last thinning's interval, or None.
 
-    Reports are kept first, then events (in up to half of the room that is left), then peaks, then other samples. Of
+    Reports are kept first, then events (in up to half of the remaining room), then peaks, then other samples. Of
     reports and events the newest are kept. Raises ValueError, LookupError or TypeError if a line is damaged.
     """
     found, columns = _read(lines)
@@ -57,7 +57,7 @@ def thin(lines: Iterable[bytes], room: int, every: float | None) -> Thinned:
     overhead = max((len(_columns_line(entry)) for entry in columns), default=0)
     peaks: list[_Line] = []
     for line in _peaks(samples, columns):
-        size = len(line.raw) + (2 * overhead if len(columns) > 1 else 0)  # to its columns, and back again
+        size = len(line.raw) + (2 * overhead if len(columns) > 1 else 0)  # plus two columns lines
         if size <= room:
             peaks.append(line)
             room -= size
@@ -93,7 +93,7 @@ def _read(lines: Iterable[bytes]) -> tuple[list[_Line], list[dict[str, Any]]]:
 
 
 def _newest(lines: list[_Line], room: int) -> tuple[list[_Line], int]:
-    """The newest lines that fit, and the room that is left."""
+    """The newest lines that fit, and the remaining room."""
     kept = []
     for line in reversed(lines):
         if len(line.raw) > room:

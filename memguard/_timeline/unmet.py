@@ -1,8 +1,8 @@
-"""What was refused while a timeline was recorded: each request once, with what it would have needed. Pure.
+"""The requests refused while a timeline was recorded: each once, with its need. Pure.
 
-A request is an unmet need of what the framework could not return at that moment, and of what it asked for on top,
-whether or not the program caught the error. Events of older versions do not have the figures of the moment: those of
-the last sample stand for them. All sizes are bytes; None is unknown.
+The unmet need of a request is the framework's unreclaimable memory at the refusal plus the requested bytes, whether or
+not the program caught the error. Events of older versions lack the figures of the refusal: the last sample's replace
+them. All sizes are bytes; None is unknown.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from memguard._timeline.format import Oom
 from memguard._timeline.refusals import Refusal, Reported, is_counted, moment_of, once, reported, times_of
 
 REGIONS = frozenset(row.name for row in SPECS.values() if row.regions)
-"""Frameworks whose pool grows by regions that it neither joins nor gives back: a request must fit into one of them."""
+"""Frameworks whose pool grows by regions that it neither joins nor returns: a request must fit into one of them."""
 MOST = 1000
-"""Refusals that are kept of each framework on each GPU, those with the largest needs."""
+"""The most refusals kept for each framework on each GPU, those with the largest needs."""
 Key = tuple[str, str]
 """UUID and framework."""
 
 
 class Unmet:
-    """Reads the records of one timeline, in order. `plan` is the one that it was recorded under.
+    """Collects the refusals in the records of one timeline, in order. `plan` is the timeline's own.
 
-    `pinned` says what a framework could not return at a sample. `elsewhere` counts the errors of what has no cap.
+    `pinned` returns a framework's unreclaimable bytes in a sample. `elsewhere` counts the errors of requesters without
+    a cap.
     """
 
     def __init__(self, plan: Plan, pinned: Callable[[str, FrameworkSample], int]) -> None:
@@ -42,11 +43,11 @@ class Unmet:
         self.cut = False
 
     def found(self) -> dict[Key, tuple[Refusal, ...]]:
-        """All of them, by UUID and framework."""
+        """All refusals, by UUID and framework."""
         return {key: once(events, self._reported[key]) for key, events in self._refused.items()}
 
     def key(self, name: object, uuid: object) -> Key | None:
-        """None if it is no framework that a budget may name, or the GPU is not the plan's."""
+        """The key; None for an unknown framework, or for a GPU outside the plan."""
         if uuid is None:
             uuid = self._first
         if name not in FRAMEWORKS or not isinstance(name, str) or uuid not in self._known:
@@ -54,7 +55,7 @@ class Unmet:
         return str(uuid), name
 
     def event(self, event: Event) -> None:
-        """An event of kind `refused`."""
+        """Add an event of kind `refused`."""
         key = self.key(event.framework, event.uuid)
         if key is None:
             return
@@ -68,7 +69,7 @@ class Unmet:
         self._add(key, self._refusal(key, event.time, asked, held, cap, free, times))
 
     def oom(self, record: Oom) -> None:
-        """An out-of-memory report."""
+        """Add an out-of-memory report."""
         report = record.report
         if report.get("memory", "gpu") != "gpu":
             return
@@ -83,7 +84,7 @@ class Unmet:
         asked = _whole(moment.get("requested"))
         asked = _whole(report.get("requested")) if asked is None else asked
         held, cap, free = self._before(key)
-        # A figure of the moment is better than the last sample's.
+        # Figures of the refusal take precedence over the last sample's.
         of_then = _whole(moment.get("cap")), _whole(moment.get("free"))
         cap, free = (now if then is None else then for then, now in zip(of_then, (cap, free), strict=True))
         pool, in_use, reclaimable = (_whole(moment.get(name)) for name in ("held", "in_use", "reclaimable"))
@@ -97,7 +98,7 @@ class Unmet:
     ) -> Refusal:
         need = (held or 0) + (asked or 0)
         if key[0] in self._pooled:
-            cap = None  # what refused it was the sum of all that draw from the pool
+            cap = None  # the joint cap refused it: the sum of all frameworks in the pool
         full = cap is not None and asked is not None and need <= cap and free is not None and free < asked
         return Refusal(time, asked, held, cap, times, full)
 
@@ -119,10 +120,10 @@ class Unmet:
     def _pinned_of(
         self, key: Key, held: int | None, in_use: int | None, reclaimable: int | None, cap: int | None
     ) -> int | None:
-        """What the framework could not return at the moment of the refusal; None if neither figure is known.
+        """The framework's unreclaimable bytes at the refusal; None if neither figure is known.
 
-        A request that a pool of regions refused fits into none of them. If the pool was smaller than its cap it had
-        grown, and needs a new region beside those that it has. One as large as its cap may have been taken at once.
+        A request refused by a pool of regions fits into none of them. A pool smaller than its cap had grown, and needs
+        a new region in addition to its others. A pool as large as its cap may have been allocated at once.
         """
         grown = held is not None and cap is not None and held < cap - GRANULE
         if key[1] in REGIONS and key[0] not in self._pooled and grown:
@@ -130,7 +131,7 @@ class Unmet:
         return _pinned_of(key[1], held, in_use, reclaimable)
 
     def _before(self, key: Key) -> tuple[int | None, int | None, int | None]:
-        """Of the last sample: what the framework could not return, its cap, and what the GPU had free."""
+        """By the last sample: the framework's unreclaimable bytes, its cap, and the GPU's free memory."""
         uuid, name = key
         devices: tuple[DeviceSample, ...] = () if self.last is None else self.last.devices
         device = next((one for one in devices if one.uuid == uuid), None)
@@ -142,17 +143,17 @@ class Unmet:
 
 
 def pooled(plan: Plan) -> set[str]:
-    """The UUIDs of the GPUs on which frameworks have one cap together."""
+    """The UUIDs of the GPUs on which frameworks share a joint cap."""
     return {part.device.uuid for part in plan.devices if _one_pool(part)}
 
 
 def _one_pool(part: DevicePlan) -> bool:
-    """Older timelines do not name those frameworks; that cap counts once in the sum."""
+    """Detect a joint cap, which counts once in the sum, as older timelines do not name its frameworks."""
     return bool(part.joined) or sum(part.caps.values()) + part.unallocated + part.reserve > part.limit
 
 
 def _pinned_of(name: str, held: int | None, in_use: int | None, reclaimable: int | None) -> int | None:
-    """What the framework could not return at the moment of the refusal; None if neither figure is known."""
+    """The framework's unreclaimable bytes at the refusal; None if neither figure is known."""
     if held is None and in_use is None:
         return None
     pinned = in_use if in_use is not None else held

@@ -1,4 +1,4 @@
-"""Writes a timeline: whole lines, in this process's own files, whose total size is bounded."""
+"""Writes a timeline: whole lines, in this process's own files, of bounded total size."""
 
 from __future__ import annotations
 
@@ -28,29 +28,30 @@ _PARTS = 32
 _PATIENCE = 2.0
 """Seconds that a thread waits for another thread's write: a disk that hangs must not hang the user's program."""
 _LEAVING = 5.0
-"""Seconds that a new timeline waits for the write in which another thread still has the file of a closed one."""
+"""Seconds that a new timeline waits for a write of another thread to the file of a closed one."""
 _RETRY = 5.0
 """Seconds between attempts while the disk is full or the folder is gone."""
 
 
 _ONE_SAMPLE, _ONE_EVENT = Dropped(samples=1), Dropped(events=1)
 _leaving: dict[int, Writer] = {}
-"""Those of this process that were told to close and have not yet: somebody is within a write."""
+"""This process's writers that were closed during a write, and whose file is not closed yet."""
 
 
 class _Part:
-    """A file that is full. `mine` is False if an earlier run wrote it."""
+    """A full file. `mine` is False if an earlier run wrote it."""
 
     def __init__(self, number: int, path: str, size: int, mine: bool = True) -> None:
         self.number, self.path, self.size, self.mine = number, path, size, mine
 
 
 class Writer:
-    """Writes one process's timeline; any thread may call it. Raises TimelineError if the file cannot be begun.
+    """Writes one process's timeline; any thread may call it. Raises TimelineError if the file cannot be created.
 
-    With `begin=False`, call `check` to learn whether it can be begun, and `begin` to do so. After that nothing raises:
-    records that cannot be written are dropped and counted. `say` gets one sentence when that starts and one when
-    writing works again. In a forked child every method does nothing. `clock` works like `time.time`.
+    With `begin=False`, call `check` to test whether it can be created, and `begin` to create it. After that nothing
+    raises: records that cannot be written are dropped and counted. `say` is called with one sentence when dropping
+    begins and one when writing works again. In a forked child every method does nothing. `clock` works like
+    `time.time`.
     """
 
     def __init__(
@@ -69,10 +70,10 @@ class Writer:
         self._pid = os.getpid()
         self.path = files.expand(path, self._pid, rank)
         self._say, self._clock, self._turn = say, clock, Turn(rank=Rank.TIMELINE)
-        self._waiting: deque[Callable[[], object]] = deque()  # records that came within the writing of another one
+        self._waiting: deque[Callable[[], object]] = deque()  # records that arrived during another write
         self._begun = False
-        self._over = False  # told to close; whoever has the turn does it, if `close` cannot
-        self._writing = 0  # the thread that had the turn last
+        self._over = False  # closed; the lock's holder closes the file if `close` cannot
+        self._writing = 0  # the thread that held the lock last
         self._limit, self._most = limit_bytes, limit_bytes // _PARTS
         self._columns, self._dirty = records.columns_of(plan), False
         recorded = datetime.fromtimestamp(clock(), UTC).isoformat(timespec="milliseconds")
@@ -88,7 +89,7 @@ class Writer:
                 fix=f"give timeline_size at least {least}",
             )
         self._opened: list[int] = []
-        self._moved: list[int] = []  # while a new file takes the place of one that was moved away
+        self._moved: list[int] = []  # descriptor of a moved file while a new file replaces it
         self._size = 0
         self._parts: list[_Part] = []
         self._kept: _Part | None = None
@@ -101,7 +102,7 @@ class Writer:
             self.begin()
 
     def begin(self) -> None:
-        """Create the file, and write what came before that. Call it once."""
+        """Create the file, and write earlier records. Call it once."""
         with self._or_refused():
             try:
                 self._turn.take(self._begin_first, _PATIENCE)
@@ -116,9 +117,9 @@ class Writer:
             self._begin()
 
     def check(self, held: Writer | None = None) -> None:
-        """Raise TimelineError if the file could not be begun. `held` is a writer that will be closed first.
+        """Raise TimelineError if the file could not be created. `held` is a writer that will be closed first.
 
-        Leaves nothing behind and changes no existing file.
+        Leaves no file behind and changes no existing file.
         """
         with self._or_refused():
             if os.path.lexists(self.path):
@@ -132,7 +133,7 @@ class Writer:
                 finally:
                     _discard(trial, opened)
             finally:
-                _discard(trial, opened)  # again: a Ctrl-C may have come into the one before
+                _discard(trial, opened)  # again: a Ctrl-C may have interrupted the call above
 
     @contextlib.contextmanager
     def _or_refused(self) -> Iterator[None]:
@@ -149,7 +150,7 @@ class Writer:
         self._put(_ONE_EVENT, event.time, lambda: self._append(records.event_line(event)))
 
     def oom(self, report: Mapping[str, Any]) -> None:
-        """Write an out-of-memory report, plain data. Its time is `report["time"]` if there is one, else now."""
+        """Write an out-of-memory report, plain data. Its time is `report["time"]` if present, else now."""
         given = report.get("time")
         when = float(given) if isinstance(given, (int, float)) and 0 <= given < MAX_SECONDS else self._clock()
         self._put(Dropped(ooms=1), when, lambda: self._append(records.oom_line(when, report, self._longest)))
@@ -157,8 +158,8 @@ class Writer:
     def close(self) -> None:
         """Stop writing. The files stay.
 
-        While a record is being written, its file stays open: on this thread, or for longer than `_PATIENCE` on another
-        one. Whoever writes it then closes it.
+        During a write on this thread, or one of more than `_PATIENCE` seconds on another, the file stays open: the
+        writing thread then closes it.
         """
         if os.getpid() != self._pid:
             return
@@ -166,7 +167,7 @@ class Writer:
         _leaving[id(self)] = self
         if not self._turn.mine:
             self._settle(_PATIENCE)
-        if self._pid < 0:  # perhaps before it came into the list: by a finalizer
+        if self._pid < 0:  # already closed, perhaps by a finalizer before the append
             _leaving.pop(id(self), None)
 
     def _close(self) -> None:
@@ -175,7 +176,7 @@ class Writer:
         _leaving.pop(id(self), None)
 
     def forked(self) -> None:
-        """In a forked child: close the parent's file. Without the lock, which a thread of the parent may have held."""
+        """In a forked child, close the parent's file, without the lock, which a thread of the parent may have held."""
         if os.getpid() != self._pid:
             self._shut()
 
@@ -197,7 +198,7 @@ class Writer:
     def _put(self, one: Dropped, when: float, write: Callable[..., None], *given: Any) -> None:
         if self._over or os.getpid() != self._pid:  # a forked child shares the file with its parent: it must not write
             return
-        # Within the writing of another record, by a signal handler or finalizer, that comes first. So does `begin`.
+        # A signal handler or finalizer interrupted another write, which ends first. So does `begin`.
         if self._turn.mine or not self._begun:
             self._waiting.append(lambda: self._put_now(one, when, write, *given))
             return
@@ -212,7 +213,7 @@ class Writer:
                 if self._waiting or self._over:
                     self._settle(_PATIENCE)
         finally:
-            if self._waiting or self._over:  # again: a Ctrl-C may have come into the one before
+            if self._waiting or self._over:  # again: a Ctrl-C may have interrupted the call above
                 self._settle(_PATIENCE)
         (message,) = put
         if message is not None and self._say is not None:
@@ -220,10 +221,10 @@ class Writer:
                 self._say(message)
 
     def _settle(self, patience: float) -> None:
-        """Do what came while somebody had the turn: write the records, and close.
+        """Do the work that arrived during another write: write the waiting records, and close.
 
-        Whoever had the turn comes here once it is free again. So what is left here, because another thread has it and
-        keeps it for longer than `patience` seconds, that thread does.
+        Every holder of the lock calls this after its release. So if another thread holds the lock for more than
+        `patience` seconds, that thread does the work.
         """
         while self._waiting or (self._over and self._pid == os.getpid()):
             if awaiting(self._writing, self._turn.take, self._catch_up, patience) is None:
@@ -237,8 +238,8 @@ class Writer:
             self._close()
 
     def _put_now(self, one: Dropped, when: float, write: Callable[..., None], *given: Any) -> str | None:
-        """Write it. Returns what there is to say about it."""
-        if os.getpid() != self._pid or not self._begun:  # closed since `_put` looked: it would begin the file anew
+        """Write the record. Returns the sentence to log, if any."""
+        if os.getpid() != self._pid or not self._begun:  # closed since `_put` checked: a write would recreate the file
             return None
         self._writing = threading.get_ident()
         try:
@@ -246,7 +247,7 @@ class Writer:
                 self._unreported += one
                 return None
             write(*given)
-            if self._failure is None and self._news is None:  # mostly
+            if self._failure is None and self._news is None:  # the common case
                 return None
             message, self._news = self._works_again(when) or self._news, None
             return message
@@ -289,9 +290,9 @@ class Writer:
         if self._opened:
             about = os.fstat(self._opened[-1])
             size = about.st_size
-            # No room: it is full, or somebody truncated it, or it ends in half a line that could not be removed.
+            # No room: the file is full, was truncated, or ends in half a line that could not be removed.
             room = size == self._size and size + len(line) <= self._most
-            if about.st_nlink == 0:  # somebody removed the file: nobody could read what is written to it
+            if about.st_nlink == 0:  # the file was removed, so written records would be lost
                 self._shut()
                 self._news = f"the timeline {self.path} was removed: it is begun anew"
             elif not self._in_place(about) and not self._follow(about):
@@ -304,7 +305,7 @@ class Writer:
         self._size += len(line)
 
     def _look(self) -> None:
-        """Take existing files with this name or its parts' names as an earlier run's, or refuse."""
+        """Adopt existing files with this name or its parts' names as an earlier run's, or refuse."""
         for number, path in files.numbered(self.path):
             self._number = max(self._number, number + 1)
             if files.is_ours(path):
@@ -319,7 +320,7 @@ class Writer:
             files.remove(self.path)
 
     def _refuse_others(self, held: Writer | None) -> None:
-        """Raise if the existing file is not ours to change, or is being written (unless by `held`)."""
+        """Raise if the existing file must not be changed, or is being written (unless by `held`)."""
         if (why := files.why_not_ours(self.path)) is not None:
             raise TimelineError(
                 f"{self.path}: {why}", fix="name another file; memguard overwrites only its own timelines"
@@ -341,7 +342,7 @@ class Writer:
         )
 
     def _left_by_now(self) -> bool:
-        """Wait for those who were told to close this file, if another thread writes to it. Whether nobody has it."""
+        """Wait for another thread's write through a closed writer of this file. Whether the file is free then."""
         for one in list(_leaving.values()):
             if one._pid == os.getpid() and not one._turn.mine and one._writes(self.path):
                 one._settle(_LEAVING)
@@ -350,13 +351,13 @@ class Writer:
     def _writes(self, path: str) -> bool:
         try:
             return os.path.samefile(self.path, path)
-        except OSError:  # one of them is gone
+        except OSError:  # one of the files was removed
             return False
 
     def _begin(self) -> None:
         self._make_room()
         if files.is_ours(self.path) and not files.in_use(self.path):
-            # Left by an attempt whose header could not be written; or somebody put an earlier file back.
+            # Left by an attempt that could not write its header; or an earlier file was restored.
             if size := os.lstat(self.path).st_size:
                 self._rename(size, mine=False)
             else:
@@ -383,16 +384,16 @@ class Writer:
             return there.st_ino == about.st_ino and there.st_dev == about.st_dev
         except (FileNotFoundError, NotADirectoryError):
             return False
-        except OSError:  # it cannot be looked at: it may well be there
+        except OSError:  # the path is unreadable: the file may still be there
             return True
 
     def _follow(self, about: os.stat_result) -> bool:
-        """If the folder was moved, go on where it is now. False if the file alone was moved, or it cannot be found."""
+        """If the folder was moved, continue in its new place. False if only the file was moved, or was not found."""
         if os.path.isdir(os.path.dirname(self.path)):
             return False
         try:
             where = os.readlink(f"/proc/self/fd/{self._require()}")
-            renamed = os.path.basename(where) != os.path.basename(self.path)  # moved by itself, without its parts
+            renamed = os.path.basename(where) != os.path.basename(self.path)  # moved alone, without its parts
             if renamed or not os.path.samestat(os.lstat(where), about):
                 return False
         except OSError:
@@ -404,10 +405,10 @@ class Writer:
         return True
 
     def _replace_moved(self, room: bool) -> None:
-        """Begin a new file, as somebody moved the open one away. While that is impossible, the moved one is written."""
+        """Create a new file in place of one that was moved away. Until that succeeds, write to the moved file."""
         self._moved, size = self._opened, self._size
         self._opened = []
-        self._number += 1  # the file that was moved keeps its number
+        self._number += 1  # the moved file keeps its number
         try:
             self._begin()
         except OSError:
@@ -421,7 +422,7 @@ class Writer:
         self._news = f"the timeline {self.path} was moved: it is begun anew"
 
     def _set_aside(self, size: int) -> None:
-        """Make the full file a part. It stays open until it is one: else a failure would leave it in the way."""
+        """Rename the full file to a part, then close it: if the rename fails, a closed file would block the path."""
         self._rename(size, mine=True)
         self._shut()
 
@@ -433,8 +434,8 @@ class Writer:
         self._number += 1
 
     def _make_room(self) -> None:
-        """Make room for a new file and for the next thinning."""
-        os.stat(os.path.dirname(self.path))  # raises if the folder is gone: it may come back, so its parts are kept
+        """Free space for a new file and for the next thinning."""
+        os.stat(os.path.dirname(self.path))  # raises if the folder is missing: it may return, so its parts are kept
         while self._parts and self._held() > self._limit - 2 * self._most:
             oldest = next((part for part in self._parts if not part.mine), self._parts[0])
             if oldest.mine:
@@ -447,7 +448,7 @@ class Writer:
         return sum(part.size for part in self._parts) + (self._kept.size if self._kept else 0)
 
     def _thin(self, oldest: _Part) -> None:
-        from memguard._timeline.parse import Parser  # a timeline that is not full needs neither
+        from memguard._timeline.parse import Parser  # needed only when a timeline is full
         from memguard._timeline.thinning import thin
 
         kept = _Part(0, files.rotated(self.path, 0), 0)
@@ -466,7 +467,7 @@ class Writer:
             columns = Parser(kept.path).columns(thinned.columns) if thinned.columns else Columns()
             self._replace(kept.path, b"".join([records.header_line(head, columns), *thinned.lines]))
         except (OSError, ValueError, TypeError, LookupError, TimelineError):
-            # There is no room to write the result, or somebody damaged a part: drop the oldest one.
+            # No room to write the result, or a damaged part: drop the oldest part.
             with contextlib.suppress(OSError), files.open_regular(oldest.path) as file:
                 self._dropped += Dropped(samples=sum(b',"sample":' in line[:40] for line in file))
             files.remove(oldest.path)
@@ -513,10 +514,10 @@ def _discard(trial: str, opened: list[int]) -> None:
 
 
 def _write(handle: int, data: bytes, size: int) -> None:
-    """Append all of the data to a file of `size` bytes, or nothing: what a full disk took of it is removed again."""
+    """Append all of the data to a file of `size` bytes, or nothing: a partial write on a full disk is truncated."""
     if os.write(handle, data) != len(data):
         os.ftruncate(handle, size)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as the next write would raise
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # the error that the next write would raise
 
 
 def _reason(error: BaseException) -> str:
