@@ -17,7 +17,10 @@ from typing import Any
 from support import structure
 from support.structure import Arrow, circles, room
 
-MODULES = structure.modules()
+import memguard
+
+PACKAGE = Path(memguard.__file__).parent
+MODULES = structure.modules(PACKAGE.parent)
 ARROWS = structure.arrows(MODULES)
 
 BY_STRING = {
@@ -81,7 +84,7 @@ def test_no_circle_within_a_room() -> None:
 
 def test_an_underscore_marks_the_rooms_alone() -> None:
     """At the top level it says that a name is not public. Below it no name needs one."""
-    inner = [path.relative_to(structure.HOME / "memguard") for path in MODULES.values()]
+    inner = [path.relative_to(PACKAGE) for path in MODULES.values()]
     named = [path for path in inner for part in path.with_suffix("").parts[1:] if part.startswith("_")]
     assert [
         path for path in named if path.name not in ("__init__.py", "__main__.py") and path.parent != Path(OUTSIDE)
@@ -95,7 +98,7 @@ def test_each_module_says_in_its_first_line_what_it_is() -> None:
 
 def test_the_page_of_all_modules_is_up_to_date() -> None:
     written = (structure.HOME / "docs" / "modules.md").read_text(encoding="utf-8")
-    assert written == structure.page(), "python tests/support/structure.py --page > docs/modules.md"
+    assert written == structure.page(PACKAGE.parent), "python tests/support/structure.py --page > docs/modules.md"
 
 
 def test_what_happens_when_names_what_is_there() -> None:
@@ -106,7 +109,7 @@ def test_what_happens_when_names_what_is_there() -> None:
     assert len(named) > 40 and flows.count("\n1. ") == 9
     missing = []
     for path, function in named:
-        file = structure.HOME / "memguard" / path
+        file = PACKAGE / path
         if not file.exists() or (function and function not in defined(file)):
             missing.append((path, function))
     assert missing == []
