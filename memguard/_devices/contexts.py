@@ -22,7 +22,7 @@ _INTEGRATED = 18  # CU_DEVICE_ATTRIBUTE_INTEGRATED
 _MULTIPROCESSORS = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 _IDS_FROM = 13000  # the driver's CUDA version, as cuDriverGetVersion encodes it
 _initialised: libcuda.DriverAPI | None = None
-"""libcuda, once found initialised. CUDA stays initialised, and a new test costs more than the calls themselves."""
+"""libcuda, once found initialised. CUDA stays initialised, and testing it costs more than most CUDA calls here."""
 _primaries: dict[int, int] = {}
 _handles: dict[int, int] = {}
 """The driver's handle of a GPU, by ordinal."""

@@ -28,7 +28,7 @@ _MODES = {0: "Default", 1: "Exclusive_Thread", 2: "Prohibited", 3: "Exclusive_Pr
 _FOLDERS = ("/lib64", "/usr/lib64", "/lib", "/usr/lib", "/usr/lib/wsl/lib")
 _FILES = ("/dev/nvidia[0-9]*", "/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/dxg")
 _SWAPPED = ((535, 43), (535, 85))
-"""Drivers whose process lists have their fields swapped."""
+"""Driver versions that swap fields of NVML's process list."""
 
 
 def main(fd: int, without: Iterable[int] = ()) -> None:
