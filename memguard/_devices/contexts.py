@@ -307,7 +307,7 @@ class IdOfCurrent(NamedTuple):
 
 
 def id_of_current() -> IdOfCurrent:
-    """Create the id reader, unless the driver's ids may not tell a primary context from the one before its reset.
+    """Create the id reader. It fails on drivers whose ids may be equal before and after a primary context's reset.
 
     Documented for `cuCtxGetId`: ids are unique for the life of the program. Measured on an H100 with driver 580 (CUDA
     13.0): a reset gives the primary context another id and the same handle, and in between the call fails (709, 201).

@@ -75,7 +75,7 @@ class PoolCap:
             if used + claimed <= self._most:
                 return claim
             claim.end()
-            mine = any(thread == here for thread, _ in list(self._claims))  # in a finalizer within that claim
+            mine = any(thread == here for thread, _ in list(self._claims))  # a finalizer interrupted that claim
             if used + size > self._most or mine or time.monotonic() >= until:
                 return None
             time.sleep(_PAUSE)

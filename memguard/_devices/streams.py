@@ -219,8 +219,8 @@ def quiet(ordinal: int, stream: int | None, other: int | None, inside: bool = Fa
 def capturing(ordinal: int, stream: int) -> bool:
     """Whether the stream is capturing a CUDA graph. The query breaks no capture.
 
-    The legacy default stream never is. Raises Captured if even a query of the default stream is forbidden: a stream
-    that it waits for is capturing, and any use of the default stream would break that capture (documented for
+    CUDA never captures the legacy default stream. Raises Captured if even a query of the default stream is forbidden: a
+    stream that it waits for is capturing, and any use of the default stream would break that capture (documented for
     `cuStreamIsCapturing`).
     """
     status = c_int()

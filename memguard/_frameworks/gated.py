@@ -46,8 +46,8 @@ class Native(NamedTuple):
 
     `library`: the beginning of the name of the file that stores the driver's addresses. `asks`: the polled driver
     function; its answer CUDA_SUCCESS must be true for a process without work on its GPUs, and must end no wait.
-    `every`: seconds between two polls. `thread`: a text in each library version that has the thread. `live`: whether
-    the framework has begun to use its GPUs.
+    `every`: seconds between two polls. `thread`: a text that the library's file contains if the library has the thread.
+    `live`: whether the framework has begun to use its GPUs.
     """
 
     library: str

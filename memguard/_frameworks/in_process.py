@@ -26,12 +26,12 @@ class Question(NamedTuple):
 class InProcess(NamedTuple):
     """The in-process facts of one framework.
 
-    `modules`: for the doctor, the modules that show how far the framework is loaded. `held`: types whose objects are
-    such facts, as pairs of module and name; Python's collector finds all their objects. `shares`: memory that other
-    processes share. `communicators`, `captures`, `profilers`: the live ones. `capturing`: whether this thread captures
-    a CUDA graph. `work_areas`: bytes in use on this thread's current GPU that are no arrays of the program. `let_go`:
-    free memory that the framework only caches for its next call; it may raise. `ranks`: the library that counts this
-    process's ranks, and their number or None. `swapped`: the replacement of the framework's own allocator.
+    `modules`: for the doctor, the modules that show how far the framework is loaded. `held`: types whose live objects
+    these functions inspect, as pairs of module and name; Python's collector finds the objects. `shares`: memory that
+    other processes share. `communicators`, `captures`, `profilers`: the live ones. `capturing`: whether this thread
+    captures a CUDA graph. `work_areas`: bytes in use on this thread's current GPU that are no arrays of the program.
+    `let_go`: free memory that the framework only caches for its next call; it may raise. `ranks`: the library that
+    counts this process's ranks, and their number or None. `swapped`: the replacement of the framework's own allocator.
     """
 
     modules: tuple[str, ...] = ()

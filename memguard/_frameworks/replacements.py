@@ -50,7 +50,8 @@ class Replacements:
     def undo(self) -> None:
         """Restore all originals, last first; a second call continues an interrupted one.
 
-        A function that other code has replaced since stays: its underlying call passes through unchanged.
+        It leaves a function that other code has replaced since. Where that function calls memguard's replacement, the
+        replacement now calls the original.
         """
         self.active = False
         while self._replaced:

@@ -40,7 +40,7 @@ class BadCapsule(ValueError):
 
 
 def read(capsule: Any) -> View:
-    """The array in a capsule before its consumption. The capsule keeps the memory alive.
+    """The array in a capsule that no framework has consumed. The capsule keeps the memory alive.
 
     `device` is the number in the capsule, in the producer's numbering. Raises BadCapsule for an unknown dtype, packed
     lanes, or another type of device.

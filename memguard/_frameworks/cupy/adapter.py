@@ -341,7 +341,8 @@ class CuPy(Limits):
                 self._tell(with_size(error, size), ordinal, size)
             return memory
 
-        # Its time counts, and each closure variable costs some: attributes of `self` hold the rarely used functions.
+        # Each allocation runs `allocate`, and each closure variable slows it: attributes of `self` hold the rarely used
+        # functions.
         def allocate(size: int) -> Any:
             """CuPy's allocator under a memguard budget: rounded to the driver's pages, limited by the pool."""
             # `whole_share`, inlined for simple sizes and cached sizes.

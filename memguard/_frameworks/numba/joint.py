@@ -102,7 +102,8 @@ def joined(driver: Any) -> type:
             return self._array_of(held)
 
         def _array_of(self, held: Held) -> Any:
-            """Before the pointer has its finalizer, a Ctrl-C frees the block with its last reference."""
+            """A Ctrl-C before the pointer gets its finalizer drops the last reference to `held`, which frees the
+            block."""
             address, size = held.address, held.size
             as_pointer = getattr(getattr(driver, "binding", None), "CUdeviceptr", None)
             pointer = as_pointer(address) if as_pointer is not None else address

@@ -18,7 +18,7 @@ def memories(driver: Any) -> type:
     value_of = driver.MemoryPointer.device_pointer_value.fget
 
     class Memory(driver.MemoryPointer):  # type: ignore[misc]
-        """A block with its array. It ends as Numba's own pointers do: its free becomes pending.
+        """The block of one array. It ends as Numba's own pointers do: its free becomes pending.
 
         It records when code other than Numba's kernels and copies reads its address.
         """

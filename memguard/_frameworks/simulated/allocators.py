@@ -44,7 +44,7 @@ class Allocator(ABC):
     def allocate(self, nbytes: int, *, exact: bool = False) -> int:
         """Allocate; returns the block's id. AllocationRefused if the cap or the driver forbids it.
 
-        `exact` leaves no slack in a block that the allocator splits: for replaying a recorded level, which contains it.
+        `exact` leaves no slack in a block that the allocator splits: a recorded level already includes the slack.
         """
         if nbytes < 1:
             raise ValueError(f"cannot allocate {nbytes} bytes")

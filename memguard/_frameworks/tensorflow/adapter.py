@@ -444,7 +444,7 @@ class TensorFlow(Framework):
 
 
 def _uuid(gpu: Any, gpus: Sequence[Any], devices: Sequence[Device]) -> str | None:
-    """The UUID of one of TensorFlow's GPUs, by CUDA's ordinal. If both sides have only one GPU, no number is needed."""
+    """The UUID of one of TensorFlow's GPUs, by CUDA's ordinal. If TensorFlow and CUDA both have one GPU, they match."""
     ordinal = int(gpu.name.rsplit(":", 1)[1])
     alone = devices[0].uuid if len(devices) == len(gpus) == 1 else None
     return next((device.uuid for device in devices if device.ordinal == ordinal), alone)
