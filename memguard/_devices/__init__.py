@@ -1,1 +1,1 @@
-"""The only doors to NVML (`nvml.py`) and libcuda (`libcuda.py`), and the simulated GPUs."""
+"""The only modules that call NVML (`nvml.py`) and libcuda (`libcuda.py`), and the simulated GPUs."""

@@ -1,8 +1,9 @@
-"""Methods of types that are written in C, which refuse `setattr`: they are replaced in the type's own dict.
+"""Replace methods of types written in C, which reject `setattr`, in the type's own dict.
 
-CPython looks a method up in the dicts of the type and its bases, and caches what it found by the type's version. So
-whoever changes the dict says so with `PyType_Modified`. That reaches methods that are found by name. A special method
-such as `__len__` is called through a slot of the type, which is not changed: `put` refuses those.
+CPython looks a method up in the dicts of the type and its bases, and caches the result by the type's version. Each
+change of the dict therefore calls `PyType_Modified`. This works for methods that CPython looks up by name. CPython
+calls a special method such as `__len__` through a slot of the type, which the dict does not change: `put` rejects
+those.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import gc
 from typing import Any
 
 ABSENT = object()
-"""Of `put`: the type has no such entry."""
+"""Argument of `put`: remove the type's own entry."""
 
 
 def put(cls: type, name: str, value: object) -> bool:
-    """Make `value` the type's own entry of that name, or take the entry away (`ABSENT`). False if that cannot be."""
+    """Set the type's own entry `name` to `value`, or remove it (`ABSENT`). False if CPython does not allow it."""
     if name.startswith("__") and name.endswith("__"):
         return False
     entries = own(cls)
@@ -30,13 +31,13 @@ def put(cls: type, name: str, value: object) -> bool:
 
 
 def own(cls: type) -> dict[str, Any] | None:
-    """The dict behind `cls.__dict__`, which is a read-only view. None if this Python shows it in another way."""
+    """The dict behind `cls.__dict__`, a read-only view. None if this Python exposes the dict in another way."""
     found = [one for one in gc.get_referents(cls.__dict__) if type(one) is dict]
     return found[0] if len(found) == 1 and found[0].keys() == vars(cls).keys() else None
 
 
 def modified(cls: type) -> None:
-    """Forget what was cached of the type's methods, and of those of its subclasses."""
+    """Invalidate CPython's cached methods of the type and its subclasses."""
     import ctypes
 
     ctypes.pythonapi.PyType_Modified(ctypes.py_object(cls))

@@ -1,8 +1,8 @@
-"""What a user may call a simulated GPU: a card, a MIG slice, a size, or a file that describes GPUs.
+"""The catalogue of simulated GPUs: a card, a MIG slice, a memory size, or a file that describes GPUs.
 
 h200, rtx4090, NVIDIA H200      a card of `CATALOGUE`, by its short name or by NVML's
 h100-1g.10gb                    a MIG slice
-24GiB                           a GPU with so much memory and no driver reserve
+24GiB                           a GPU with this much memory and no driver reserve
 lab.yaml, ./machines/lab.yml    the GPUs of a file (docs/simulation.md)
 """
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from memguard._budget.source_map import Document, Loc
 
 SMALLEST = 256 * MIB
-"""Bytes. What claims to be smaller is a typing mistake, such as a size without its unit."""
+"""Bytes. A smaller size is a typing mistake, such as a size without its unit."""
 MOST = 64
-"""GPUs of one file."""
+"""The largest number of GPUs in one file."""
 ARCHITECTURES = ("kepler", "maxwell", "pascal", "volta", "turing", "ampere", "ada", "hopper", "blackwell", "unknown")
 _KEYS = ("name", "total", "driver_reserve", "architecture", "multiprocessors", "count")
 _BOUNDS = {"multiprocessors": 1024, "count": MOST}
@@ -33,14 +33,14 @@ _MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Model:
-    """What NVML reports of one model of GPU. `total` and `reserved` (the driver's own part) are bytes.
+    """The NVML properties of one GPU model. `total` and `reserved` (the driver reserve) are bytes.
 
-    `source`: `measured` by this project; `nvidia-smi`: the total as public output of nvidia-smi shows it, with a
-    reserve that is typical; `cudaMemGetInfo`: as users report it; `typical`: of such a card. Empty for one that a user
+    `source`: `measured` by this project; `nvidia-smi`: the total is from public output of nvidia-smi, the reserve is a
+    typical one; `cudaMemGetInfo`: reported by users; `typical`: usual for such a card. Empty for a GPU that a user
     described.
 
-    `unified`: it uses the machine's memory: NVML reports none, and `total` is CUDA's. `processes`: what NVML's list of
-    them has. `spills`: as of `Host`.
+    `unified`: the GPU uses the machine's memory: NVML reports none, and `total` is CUDA's. `processes`: what NVML's
+    process list contains. `spills`: see `Host`.
     """
 
     name: str
@@ -61,7 +61,7 @@ CATALOGUE: Mapping[str, Model] = {
     "h100": Model("NVIDIA H100 80GB HBM3", "hopper", 81_559 * MIB, 551 * MIB, 132, _SMI),
     "a100-40gb": Model("NVIDIA A100-SXM4-40GB", "ampere", 40_960 * MIB, 571 * MIB, 108, _SMI),
     "a100-80gb": Model("NVIDIA A100-SXM4-80GB", "ampere", 81_920 * MIB, 869 * MIB, 108, _SMI),
-    "a6000": Model("NVIDIA RTX A6000", "ampere", 49_140 * MIB, 459 * MIB, 84, _SMI),  # ECC off, as it is delivered
+    "a6000": Model("NVIDIA RTX A6000", "ampere", 49_140 * MIB, 459 * MIB, 84, _SMI),  # ECC off, as delivered
     "a10": Model("NVIDIA A10", "ampere", 23_028 * MIB, 475 * MIB, 72, _SMI),
     "l40s": Model("NVIDIA L40S", "ada", 46_068 * MIB, 596 * MIB, 142, _SMI),
     "l4": Model("NVIDIA L4", "ada", 23_034 * MIB, 467 * MIB, 58, _SMI),
@@ -70,17 +70,17 @@ CATALOGUE: Mapping[str, Model] = {
     "v100-32gb": Model("Tesla V100-SXM2-32GB", "volta", 32_768 * MIB, 274 * MIB, 80, _SMI),
     "rtx4090": Model("NVIDIA GeForce RTX 4090", "ada", 24_564 * MIB, 381 * MIB, 128, _SMI),
     "rtx5090": Model("NVIDIA GeForce RTX 5090", "blackwell", 32_607 * MIB, 487 * MIB, 170, _SMI),
-    # They share the machine's memory. GB10's total is what CUDA gives on users' machines (121.69 GiB:
-    # unslothai/unsloth, pull request 10283), Orin's a typical one of a module with 64 GiB.
+    # Unified memory. GB10's total is CUDA's figure from users' machines (121.69 GiB: unslothai/unsloth, pull request
+    # 10283), Orin's is typical of a module with 64 GiB.
     "gb10": Model("NVIDIA GB10", "blackwell", 124_610 * MIB, 0, 48, "cudaMemGetInfo", unified=True),
     "jetson-agx-orin": Model(
         "Orin (nvgpu)", "ampere", 62_841 * MIB, 0, 16, "typical", unified=True, processes="nothing"
     ),
 }
-"""Whole GPUs. MIG slices are in `catalog.py`."""
+"""Whole GPUs. `_PROFILES` has the MIG slices."""
 
-# Memory (GiB) and multiprocessors of each profile, as `nvidia-smi mig -lgip` shows them for the card. Those of the H200
-# with 1g.35gb and 4g.71gb are those of the profile with the same memory; its 3g.71gb is from nvidia-smi's list.
+# Memory (GiB) and multiprocessors of each profile, from `nvidia-smi mig -lgip` on the card. For the H200, 1g.35gb and
+# 4g.71gb have the figures of the profile with the same memory; 3g.71gb is from nvidia-smi's list.
 _PROFILES: Mapping[str, Mapping[str, tuple[float, int]]] = {
     "a100-40gb": {
         "1g.5gb": (4.75, 14), "1g.10gb": (9.75, 14), "2g.10gb": (9.75, 28), "3g.20gb": (19.625, 42),
@@ -102,7 +102,7 @@ _PROFILES: Mapping[str, Mapping[str, tuple[float, int]]] = {
 
 
 def _slice(card: Model, profile: str, memory: float, multiprocessors: int) -> Model:
-    # A slice that is not used shows about this much as used: 12 MiB for 1g, 37 for 3g.
+    # An idle slice reports about this many used bytes: 12 MiB for 1g, 37 MiB for 3g.
     reserve = 12 * MIB * int(profile[0])
     name = f"{card.name} MIG {profile}"
     return Model(name, card.architecture, int(memory * GIB), reserve, multiprocessors, "nvidia-smi")
@@ -116,20 +116,20 @@ SLICES: Mapping[str, Model] = {
 
 
 def names(*, every: bool = True) -> str:
-    """What may be given: with each MIG slice for a help text, or with one of them for an error."""
+    """The accepted names: with every MIG slice for a help text, or with one of them for an error."""
     slices = "; ".join(f"{card}-{', '.join(profiles)}" for card, profiles in _PROFILES.items())
     slices = f"({slices})" if every else "such as h100-1g.10gb"
     return f"{', '.join(CATALOGUE)}; a MIG slice {slices}; a size such as 24GiB; a file of devices such as gpus.yaml"
 
 
 def canonical(name: str) -> str:
-    """The name in the one spelling in which two that mean the same are equal: a file's path is made absolute."""
+    """The canonical spelling, so that two names of the same GPU compare equal. A file's path becomes absolute."""
     name = name.strip()
     return os.path.abspath(name) if _is_file(name) else name.lower()
 
 
 def models(name: str) -> tuple[Model, ...]:
-    """The GPUs of that name: several only of a file. Raises DeviceError, or ConfigError for a wrong file."""
+    """The GPUs of this name; only a file has several. Raises DeviceError, or ConfigError for an invalid file."""
     wanted = name.strip()
     found = _known(wanted.lower())
     if found is not None:
@@ -147,7 +147,7 @@ def models(name: str) -> tuple[Model, ...]:
 
 
 def model(name: str) -> Model:
-    """The one GPU of that name. Raises as `models`, also for a file with several."""
+    """The one GPU of this name. Raises as `models`, also for a file with several GPUs."""
     found = models(name)
     if len(found) != 1:
         raise _wrong(f"{short(name)} has {len(found)} GPUs, and one is needed", ())
@@ -155,9 +155,9 @@ def model(name: str) -> Model:
 
 
 def suggested(wanted: str) -> tuple[str, ...]:
-    """The names that what was written may stand for, never another card: `a100` is two, `a30` is none of them."""
+    """The catalogue names that match a mistyped name, never another card: `a100` matches two, `a30` none."""
     parts = _parts(wanted)
-    if all(part.isdecimal() and len(part) < 4 for part in parts):  # nothing, or only a size
+    if all(part.isdecimal() and len(part) < 4 for part in parts):  # only a size, or nothing
         return ()
     cards = [key for key, card in CATALOGUE.items() if _means(parts, key, card)]
     return tuple(cards or [key for key, card in SLICES.items() if _means(parts, key, card)])
@@ -181,12 +181,12 @@ _NOISE = {"nvidia", "geforce", "tesla", "mig", "gpu"}
 
 
 def _parts(text: str) -> list[str]:
-    """`["a100", "80"]` of `NVIDIA A100-80`."""
+    """`["a100", "80"]` for `NVIDIA A100-80`."""
     return [part for part in re.findall(r"[a-z0-9]+", text.lower()) if part not in _NOISE]
 
 
 def _means(parts: Sequence[str], key: str, card: Model) -> bool:
-    """Whether each part is one of the card's. A size may be without its unit: 80 for 80gb."""
+    """Whether each part matches a part of the card's name. A size may omit its unit: 80 matches 80gb."""
     own = {*_parts(key), *_parts(card.name)}
     number = key.removeprefix("rtx")
     return all(part in own or f"{part}gb" in own or part == number for part in parts)
@@ -205,7 +205,7 @@ def _sized(written: str) -> Model:
 def _wrong(what: str, near: Sequence[str]) -> DeviceError:
     hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
     error = DeviceError(f"{what}{hint}", fix=f"use one of {names(every=False)}")
-    error.exit_code = 2  # a wrong argument, and no lack of a GPU
+    error.exit_code = 2  # exit code for a wrong argument, not for a missing GPU
     return error
 
 
@@ -230,7 +230,7 @@ def _file(path: str) -> list[Model]:
 
 def _read(path: str) -> bytes:
     try:
-        # O_NONBLOCK: opening a FIFO that nobody writes must not wait for ever.
+        # O_NONBLOCK: opening a FIFO without a writer must not block.
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
         with open(handle, "rb") as file:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -247,7 +247,7 @@ def _read(path: str) -> bytes:
 
 
 class _Profile:
-    """The entries of a file of devices, and what is wrong with them."""
+    """The entries of a device file, and the errors found in them."""
 
     def __init__(self, document: Document) -> None:
         self._document, self.problems = document, list(document.problems)
@@ -257,7 +257,7 @@ class _Profile:
         self.problems.append(Problem(what, fix, line, column, ".".join(str(part) for part in loc)))
 
     def entries(self) -> Iterator[tuple[Loc, Mapping[str, Any]]]:
-        """Each GPU's keys. The name of one in a mapping is its key."""
+        """The keys of each GPU. In a mapping, the key is the GPU's name."""
         data = self._document.data
         if self._document.bad and not data:
             return

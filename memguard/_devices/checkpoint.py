@@ -1,7 +1,7 @@
-"""A process as a whole, seen by the driver: locked, copied into its host memory, and brought back.
+"""The driver's checkpoint of a whole process: lock it, copy its GPU memory to the host, and restore it.
 
-`cuCheckpointProcess*` of the CUDA driver API, driver 570 and later. Every call may take as long as the copy does, or
-hang (a stopped target), so only the helper process (`_node/suspend/helper.py`) makes them.
+`cuCheckpointProcess*` of the CUDA driver API, driver 570 and later. Each call may take as long as the copy, or hang (a
+stopped target). Only the helper process (`_node/suspend/helper.py`) makes these calls.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ TOO_OLD = Advice(
     "update the NVIDIA driver to version 570 or later",
 )
 
-# What the calls return (CUresult), as an H200 with driver 580.159 gave it.
+# CUresult values, with their meaning as observed on an H200 with driver 580.159.
 SUCCESS = 0
 INVALID_VALUE = 1
-"""A restore of a process that has opened another's CUDA IPC handle. It is destroyed."""
+"""Restore: the process has opened another process's CUDA IPC handle. The driver destroys it."""
 OUT_OF_MEMORY = 2
-"""A restore that found too little free memory. The process is destroyed."""
+"""Restore: too little free GPU memory. The driver destroys the process."""
 NOT_INITIALIZED = 3
 """The process has not initialised CUDA."""
 OPERATING_SYSTEM = 304
-"""No such process, or another user's; also what a restore gives after one that failed."""
+"""No such process, or another user's process. Also returned by a restore after a failed restore."""
 ILLEGAL_STATE = 401
-"""The call does not fit the state: locked twice, checkpointed without a lock. Harmless."""
+"""The call does not fit the state: a second lock, or a checkpoint without a lock. Harmless."""
 NOT_READY = 600
-"""The lock's time was over before the GPU's work was. The process runs on."""
+"""Lock: the timeout ended before the GPU's work did. The process continues to run."""
 NOT_SUPPORTED = 801
-"""A checkpoint of a process with managed memory. It stays locked, and can be unlocked."""
+"""Checkpoint: the process has managed memory. It stays locked, and can be unlocked."""
 
 
 class State(IntEnum):
@@ -42,34 +42,34 @@ class State(IntEnum):
 
     RUNNING = 0
     LOCKED = 1
-    """Its CUDA calls wait."""
+    """The process's CUDA calls block."""
     CHECKPOINTED = 2
-    """Its memory lies in host memory, and it has no GPU."""
+    """The process's GPU memory is copied to the host, and the process uses no GPU."""
     FAILED = 3
-    """It cannot be brought back."""
+    """The process cannot be restored."""
 
 
 class Checkpoint(Protocol):
     """The driver's five calls. Each returns a CUresult, 0 for success."""
 
     def state(self, pid: int) -> tuple[int, State | None]:
-        """With the state of the process; None if the call failed. Waits while an operation is under way."""
+        """A CUresult and the state of the process, None if the call failed. Blocks while another operation runs."""
 
     def lock(self, pid: int, timeout_ms: int) -> int:
-        """RUNNING to LOCKED, once the GPU's work is done; 600 after that time. 0 waits without a limit."""
+        """RUNNING to LOCKED, once the GPU's work is done. Returns 600 after the timeout; 0 waits without limit."""
 
     def checkpoint(self, pid: int) -> int:
         """LOCKED to CHECKPOINTED."""
 
     def restore(self, pid: int) -> int:
-        """CHECKPOINTED to LOCKED. Without room for all of it, the process is destroyed."""
+        """CHECKPOINTED to LOCKED. Without free memory for all its bytes, the driver destroys the process."""
 
     def unlock(self, pid: int) -> int:
         """LOCKED to RUNNING."""
 
 
 class Driver:
-    """The real calls. DeviceError if libcuda cannot be loaded or started here, or is too old."""
+    """The driver's own calls. DeviceError if libcuda cannot be loaded or initialised here, or is too old."""
 
     def __init__(self) -> None:
         try:

@@ -1,7 +1,7 @@
-"""CUDA in this process: its devices, its primary contexts and the calling thread, through the libcuda that is loaded.
+"""CUDA state of this process, read through the loaded libcuda: devices, primary contexts, the calling thread.
 
-Nothing here initialises CUDA or makes a context. Never `cudaSetDevice`: since CUDA 12 it creates a context on the
-device it names, even when it only puts a former device back.
+This module never initialises CUDA or creates a context. It never calls `cudaSetDevice`: since CUDA 12 that creates a
+context on the named device, even to restore the previous device.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
 _INTEGRATED = 18  # CU_DEVICE_ATTRIBUTE_INTEGRATED
 _MULTIPROCESSORS = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
-_IDS_FROM = 13000  # the driver's CUDA, as cuDriverGetVersion counts
+_IDS_FROM = 13000  # the driver's CUDA version, as cuDriverGetVersion encodes it
 _initialised: libcuda.DriverAPI | None = None
-"""libcuda once it was found initialised: it stays so, and asking again would cost more than the calls themselves."""
+"""libcuda, once found initialised. CUDA stays initialised, and testing it costs more than most CUDA calls here."""
 _primaries: dict[int, int] = {}
 _handles: dict[int, int] = {}
 """The driver's handle of a GPU, by ordinal."""
 lost = False
-"""True in a child forked after that: CUDA can never be used there."""
+"""True in a child forked after its parent initialised CUDA: the child can never use CUDA."""
 
 
 class VisibleDevice(NamedTuple):
     """A device as CUDA numbers it in this process; `uuid` in NVML's form (`GPU-…`).
 
-    `total`: `cuDeviceTotalMem`, which needs no context, in bytes; None if CUDA does not say. `integrated`: it shares
-    the machine's memory.
+    `total`: `cuDeviceTotalMem` in bytes, which needs no context; None if CUDA does not report it. `integrated`: the
+    device shares the machine's memory.
     """
 
     ordinal: int
@@ -57,8 +57,10 @@ def loaded() -> libcuda.DriverAPI | None:
 
 
 def driver() -> libcuda.DriverAPI:
-    """libcuda, initialised, to give a GPU work. Raises DeviceError if nothing has initialised CUDA in this process,
-    Suspended while it is off its GPUs: a synchronize would end it then, and an allocation wait.
+    """The initialised libcuda, for calls that give a GPU work.
+
+    Raises DeviceError if nothing has initialised CUDA in this process, and Suspended while the process is off its GPUs:
+    a synchronize would crash it then, and an allocation would block.
     """
     if suspension.now is not None:
         raise suspension.refused("CUDA")
@@ -70,7 +72,7 @@ def driver() -> libcuda.DriverAPI:
 
 @functools.cache
 def _watch_forks() -> None:
-    """Once per process: a forked child forgets what its parent found."""
+    """Register the fork hook once per process: a forked child drops its parent's CUDA state."""
     life.at_fork(life.Rank.CUDA, child=_forked)
 
 
@@ -82,7 +84,7 @@ def _forked() -> None:
 
 
 def initialised() -> bool:
-    """Whether something has run `cuInit` in this process. Never runs it, and loads nothing."""
+    """Whether this process has run `cuInit`. Never runs `cuInit`, and loads nothing."""
     return loaded() is not None
 
 
@@ -125,7 +127,7 @@ def visible() -> tuple[VisibleDevice, ...] | None:
 
 
 def free_memory(ordinal: int) -> int | None:
-    """What CUDA says is free on the device (`cuMemGetInfo`), in bytes; None if its primary context does not exist."""
+    """Free bytes of the device by `cuMemGetInfo`; None if its primary context does not exist."""
     context, cuda = primary(ordinal), loaded()
     if context is None or cuda is None:
         return None
@@ -135,15 +137,15 @@ def free_memory(ordinal: int) -> int | None:
 
 
 def ordinals() -> dict[str, int]:
-    """CUDA's ordinal of each GPU that it shows this process, by UUID; empty if nothing has initialised CUDA.
+    """CUDA's ordinal of each visible GPU, by UUID; empty if nothing has initialised CUDA.
 
-    Not from CuPy's `getDeviceProperties`: its `uuid` ends at the first zero byte (measured).
+    CuPy's `getDeviceProperties` is no source for it: its `uuid` ends at the first zero byte (measured).
     """
     return {device.uuid: device.ordinal for device in visible() or ()}
 
 
 def active(ordinal: int) -> bool | None:
-    """Whether the device's primary context exists (`cuDevicePrimaryCtxGetState`, which makes none); None if unknown."""
+    """Whether the device's primary context exists (`cuDevicePrimaryCtxGetState`, creates none); None if unknown."""
     cuda = _initialised if _initialised is not None else loaded()
     if cuda is None:
         return False
@@ -153,7 +155,7 @@ def active(ordinal: int) -> bool | None:
         handle = c_int()
         if cuda.cuDeviceGet(handle, ordinal):
             return None
-        device = _handles[ordinal] = handle.value  # which cannot change
+        device = _handles[ordinal] = handle.value  # constant for the process's life
     return None if cuda.cuDevicePrimaryCtxGetState(device, c_uint(), found) else found.value != 0
 
 
@@ -168,10 +170,10 @@ def _with_primary(cuda: libcuda.DriverAPI, ordinal: int) -> int | None:
 def primary(ordinal: int) -> int | None:
     """The handle of the device's primary context; None if it does not exist.
 
-    Kept once found: the context lives as long as the framework that uses it, and asking takes four calls.
+    Cached: the context lives as long as the framework that uses it, and reading the handle takes four calls.
     """
     known = _primaries.get(ordinal)
-    if known is not None:  # so libcuda is there
+    if known is not None:  # hence libcuda is loaded
         return known
     cuda = loaded()
     if cuda is None:
@@ -186,20 +188,20 @@ def primary(ordinal: int) -> int | None:
 
 
 def primary_known(ordinal: int) -> int | None:
-    """The handle that `primary` found before, without a call of CUDA. That context may have been released since."""
+    """The handle that `primary` cached, without a CUDA call. The context may have been released since."""
     return _primaries.get(ordinal)
 
 
 def ordinal_of(context: int | None) -> int | None:
-    """The ordinal of the GPU whose primary context this is; None if `primary` has not found it yet."""
-    for ordinal, known in tuple(_primaries.items()):  # another thread may find one meanwhile
+    """The ordinal of the GPU with this primary context; None if `primary` has not cached it yet."""
+    for ordinal, known in tuple(_primaries.items()):  # a copy: another thread may add one during the loop
         if known == context:
             return ordinal
     return None
 
 
 def primary_now(ordinal: int) -> int | None:
-    """`primary`, asked again: after everybody has released a primary context, the next one has another handle."""
+    """`primary`, read anew: once every user has released a primary context, the next one has another handle."""
     _primaries.pop(ordinal, None)
     return primary(ordinal)
 
@@ -226,7 +228,7 @@ class entered:  # noqa: N801 (a context manager written by hand for speed: each 
 
 
 class pushed:  # noqa: N801 (a context manager written by hand for speed: each reading enters it several times)
-    """Makes the device's primary context current on this thread for a block. Gives False if it does not exist."""
+    """Makes the device's primary context current on this thread for a block. Yields False if it does not exist."""
 
     __slots__ = ("_context", "_device", "_ordinal", "_pushed")
 
@@ -247,7 +249,7 @@ class pushed:  # noqa: N801 (a context manager written by hand for speed: each r
         try:
             if cuda.cuDevicePrimaryCtxRetain(context, device) == 0:
                 self._pushed = cuda.cuCtxPushCurrent_v2(context.value) == 0
-        except BaseException:  # a Ctrl-C, which may have come right after the push
+        except BaseException:  # such as a Ctrl-C right after the push
             self._pushed = context.value is not None and current_handle() == context.value
             self.__exit__()
             raise
@@ -276,7 +278,7 @@ def allocation(address: int) -> tuple[int, int] | None:
 
 
 def buffer(address: int) -> int | None:
-    """The id of the driver's allocation at an address; no other ever gets the same id. None if there is none."""
+    """The unique id of the driver's allocation at an address, never reused. None if there is no allocation."""
     cuda, found = loaded(), c_uint64()
     if cuda is None or cuda.cuPointerGetAttribute(found, _BUFFER_ID, address):
         return None
@@ -284,19 +286,19 @@ def buffer(address: int) -> int | None:
 
 
 def watch(address: int, known: int) -> Callable[[], bool]:
-    """A quick call that says whether the allocation at an address still has the id that `buffer` gave for it."""
+    """A fast test of whether the allocation at an address still has the id that `buffer` returned."""
     ask = libcuda.quick("cuPointerGetAttribute") if loaded() is not None else None
     if ask is None:
         return lambda: buffer(address) == known
     found, which, where = c_uint64(), c_int(_BUFFER_ID), c_uint64(address)
-    out = byref(found)  # shared by all threads: what another one has got meanwhile is as good, and younger
+    out = byref(found)  # shared by all threads: another thread's result is as valid, and newer
     return lambda: ask(out, which, where) == 0 and found.value == known
 
 
 class IdOfCurrent(NamedTuple):
-    """A quick question for the id of this thread's current context.
+    """A fast read of the id of this thread's current context.
 
-    If `ask(None, out)` is 0, `number.value` is the id, unless another thread has asked since: then it is that one's.
+    If `ask(None, out)` returns 0, `number.value` is the id. A later call on any thread overwrites it.
     """
 
     ask: Callable[..., int]
@@ -305,11 +307,11 @@ class IdOfCurrent(NamedTuple):
 
 
 def id_of_current() -> IdOfCurrent:
-    """It never gets an answer from a driver whose ids may not tell a primary context from the one before its reset.
+    """Create the id reader. It fails on drivers whose ids may be equal before and after a primary context's reset.
 
-    Documented of `cuCtxGetId`: ids are unique for the life of the program. Measured on an H100 with driver 580 (CUDA
-    13.0): a reset gives the primary context another id and the same handle, and in between asking fails (709, 201).
-    Older drivers were not asked, so they are not relied on.
+    Documented for `cuCtxGetId`: ids are unique for the life of the program. Measured on an H100 with driver 580 (CUDA
+    13.0): a reset gives the primary context another id and the same handle, and in between the call fails (709, 201).
+    Older drivers were not measured, so memguard does not use their ids.
     """
     cuda, version, number = libcuda.already_loaded(), c_int(), c_uint64()
     known = cuda is not None and cuda.cuDriverGetVersion(version) == 0 and version.value >= _IDS_FROM
@@ -318,22 +320,22 @@ def id_of_current() -> IdOfCurrent:
 
 
 def current_id(context: int) -> int | None:
-    """The id of this thread's current context, if `context` is its handle; else None. See `id_of_current`."""
+    """The id of this thread's current context if `context` is its handle, else None. See `id_of_current`."""
     found = id_of_current()
     return found.number.value if current_handle() == context and found.ask(None, found.out) == 0 else None
 
 
 def relax() -> bool:
-    """From now on no call of this thread breaks another thread's CUDA graph capture. False if CUDA is not there."""
+    """From now on no call of this thread breaks another thread's CUDA graph capture. False if CUDA is not loaded."""
     cuda = loaded()
     return cuda is not None and cuda.cuThreadExchangeStreamCaptureMode(c_int(_RELAXED)) == 0
 
 
 class beside_captures:  # noqa: N801 (a context manager)
-    """In this block, calls of this thread that free memory do not break another thread's CUDA graph capture.
+    """In this block, this thread's calls that free memory do not break another thread's CUDA graph capture.
 
-    `cuThreadExchangeStreamCaptureMode`. Measured: freeing CuPy's blocks from another thread invalidates a capture
-    of torch's without this, and does not with it.
+    `cuThreadExchangeStreamCaptureMode`. Measured: freeing CuPy's blocks from another thread invalidates a torch capture
+    without this block, and does not with it.
     """
 
     __slots__ = ("_changed", "_mode")

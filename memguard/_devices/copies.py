@@ -1,8 +1,8 @@
 """Copies by the driver: within a GPU, between two GPUs, and from a GPU to the host through pinned memory.
 
-Between two GPUs the driver copies from one to the other only if one can reach the memory on the other: peer access was
-enabled for its context, or the memory was mapped for both. Else it copies through the host (CUDA's programming guide,
-"Peer-to-Peer Memory Copy").
+The driver copies directly between two GPUs only if one can access the other's memory: its context has peer access, or
+the memory is mapped for both. Otherwise the driver copies through the host (CUDA's programming guide, "Peer-to-Peer
+Memory Copy").
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _UNREACHABLE = 1  # CUDA_ERROR_INVALID_VALUE
 def device(to: int, source: int, nbytes: int, ordinal: int) -> None:
     """Copy between two addresses on one GPU or two (`cuMemcpy`), and wait for it. `ordinal` is one of the GPUs.
 
-    Measured: a copy between two GPUs makes this process a context on the other one, 518 MiB on an H200.
+    Measured: a copy between two GPUs creates a context of this process on the other GPU, 518 MiB on an H200.
     """
     cuda = contexts.driver()
     with contexts.entered(_context(ordinal)), contexts.beside_captures():
         check("cuMemcpy", cuda.cuMemcpy(to, source, nbytes))
-        check("cuStreamSynchronize", cuda.cuStreamSynchronize(None))  # cuMemcpy does not wait for GPU to GPU
+        check("cuStreamSynchronize", cuda.cuStreamSynchronize(None))  # cuMemcpy returns before a GPU-to-GPU copy ends
 
 
 def queue(to: int, source: int, nbytes: int, context: int | None, stream: int) -> None:
-    """Queue a copy within a GPU on `stream`, which is of that context. Nobody waits (`cuMemcpyAsync`)."""
+    """Queue a copy within a GPU on `stream` of that context, without waiting (`cuMemcpyAsync`)."""
     cuda = contexts.driver()
     if context is None:
         raise DeviceError("there is no context to copy in", fix="make an array on the GPU first")
@@ -45,7 +45,7 @@ def queue(to: int, source: int, nbytes: int, context: int | None, stream: int) -
 
 
 def reaches(ordinal: int, address: int) -> bool | None:
-    """Whether kernels and copies of the GPU `ordinal` reach this memory of another GPU; None if CUDA does not say."""
+    """Whether kernels and copies of the GPU `ordinal` can access this memory of another GPU; None if CUDA fails."""
     cuda, context, found = contexts.loaded(), contexts.primary(ordinal), c_void_p()
     if cuda is None or context is None:
         return None
@@ -55,7 +55,7 @@ def reaches(ordinal: int, address: int) -> bool | None:
 
 
 def to_host(to: int, source: int, nbytes: int, ordinal: int) -> None:
-    """Copy from the GPU `ordinal` to pageable memory, through two pinned buffers: one fills while the other empties."""
+    """Copy from the GPU `ordinal` to pageable memory through two pinned buffers: one fills while the other drains."""
     cuda = contexts.driver()
     with (
         contexts.entered(_context(ordinal)),
@@ -80,7 +80,7 @@ def to_host(to: int, source: int, nbytes: int, ordinal: int) -> None:
 
 
 def _context(ordinal: int) -> int:
-    """The context to copy in. The thread may have none current, even if its framework has just been used."""
+    """The context for the copy. The thread may have no current context, even right after its framework's work."""
     context = contexts.primary(ordinal) or contexts.current_handle()
     if context is None:
         raise DeviceError(f"cuda:{ordinal} has no context in this process", fix="make an array on it first")

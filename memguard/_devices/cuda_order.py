@@ -1,8 +1,8 @@
-"""Which GPUs CUDA shows this process, and in which order: asked of CUDA itself.
+"""Which GPUs CUDA shows this process, and in which order, read from CUDA itself.
 
-CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER have rules that only CUDA knows for sure. Nothing here runs `cuInit` in
-this process: that takes 215 ms on an H200 and makes CUDA unusable in forked children. If CUDA is not initialised
-yet, a short child process is asked instead.
+Only CUDA knows the exact rules of CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER. This module never runs `cuInit` in this
+process: that takes 215 ms on an H200 and makes CUDA unusable in forked children. While CUDA is not initialised, a short
+child process reads the order.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _CHILD_TIMEOUT = 60.0
 
 
 def hides_all(visible_devices: str | None) -> bool:
-    """Whether this CUDA_VISIBLE_DEVICES shows no GPU on any machine. What other values show, only CUDA knows."""
+    """Whether this CUDA_VISIBLE_DEVICES hides every GPU on any machine. Only CUDA can interpret the other values."""
     return visible_devices in ("", "-1", "NoDevFiles")
 
 
 def visible(*, ask_child: bool = True) -> tuple[VisibleDevice, ...] | None:
-    """The GPUs that CUDA shows this process, by ordinal; None if CUDA could not be asked.
+    """The GPUs that CUDA shows this process, by ordinal; None if CUDA could not be read.
 
     The child process runs only if CUDA is not initialised here and `ask_child` allows it.
     """
@@ -42,7 +42,7 @@ def _ask_child() -> tuple[VisibleDevice, ...] | None:
     path = importable()
     try:
         answer = subprocess.run(
-            # -S: `path` is all that it needs of `site`, which may read many files
+            # -S: `path` replaces `site`, which may read many files
             [sys.executable, "-I", "-S", "-c", f"import sys; sys.path[:] = {path!r}\n{code}"],
             capture_output=True,
             text=True,
@@ -58,7 +58,7 @@ def _ask_child() -> tuple[VisibleDevice, ...] | None:
 
 
 def importable() -> list[str]:
-    """`sys.path` for a child that needs memguard: without the current folder, which may have a json.py."""
+    """`sys.path` for a child that imports memguard: without the current folder, which may contain a json.py."""
     path = [entry for entry in sys.path if isinstance(entry, str) and entry]
     own = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     return path if own in path else [*path, own]

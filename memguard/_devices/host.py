@@ -9,14 +9,14 @@ from memguard._base.types import Device, MemoryInfo
 
 
 class Host(Protocol):
-    """A machine with GPUs, as one process sees it. No call creates a context or initialises CUDA here.
+    """A machine with GPUs, as one process sees it. No call creates a context or initialises CUDA in this process.
 
-    A call that cannot answer raises DeviceError and nothing else.
+    A failed call raises DeviceError and nothing else.
     """
 
     simulated: bool
     spills: bool
-    """Whether the driver may serve allocations beyond a GPU's memory from the machine's, as under WSL."""
+    """Whether the driver may place allocations beyond a GPU's memory in the machine's, as under WSL."""
 
     @property
     def pid(self) -> int:
@@ -24,21 +24,21 @@ class Host(Protocol):
         ...
 
     def devices(self, *, ordinals: bool = False) -> tuple[Device, ...]:
-        """The GPUs that CUDA shows this process, in CUDA's order if CUDA could be asked, else in NVML's.
+        """The GPUs that CUDA shows this process, in CUDA's order if CUDA could be read, else in NVML's order.
 
-        `ordinals` asks for CUDA's numbering even if that takes a child process.
+        `ordinals` requires CUDA's numbering even if reading it takes a child process.
         """
         ...
 
     def memory(self, device: Device) -> MemoryInfo:
         """The device's memory now (NVML `nvmlDeviceGetMemoryInfo`, v2 if the driver has it).
 
-        Of a device with unified memory: what CUDA and the machine say.
+        For a device with unified memory: the figures of CUDA and the machine.
         """
         ...
 
     def processes(self, device: Device) -> Mapping[int, int | None]:
-        """Bytes each process holds on the device (NVML compute processes); None if NVML gives none."""
+        """Bytes of each process on the device (NVML compute processes); None where NVML gives no bytes."""
         ...
 
     def context_active(self, device: Device) -> bool | None:
@@ -46,18 +46,18 @@ class Host(Protocol):
         ...
 
     def libraries(self) -> frozenset[str]:
-        """Those of `LIBRARIES` that this process has loaded; all of them if that cannot be read."""
+        """The `LIBRARIES` that this process has loaded; all of them if the list cannot be read."""
         ...
 
     def entries(self, mark: bool = True) -> frozenset[tuple[str, int]]:
-        """How many looks have found each of `DOORS` entered, with its name; without those of which nothing tells.
+        """Each observable library of `DOORS` with the number of polls that found it entered.
 
-        Only what `libraries` has seen is known. Not `mark`: the next look is to find what this one has found.
+        Knows only libraries that `libraries` has found. Without `mark`, the next poll finds the same entries again.
         """
         ...
 
     def multiprocessors(self, uuid: str) -> int | None:
-        """The driver's count of multiprocessors, to check what a framework believes; None if unknown."""
+        """The driver's count of multiprocessors, to check a framework's count; None if unknown."""
         ...
 
     def close(self) -> None:

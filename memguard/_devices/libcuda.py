@@ -1,7 +1,7 @@
-"""The one door to libcuda: opens `libcuda.so.1` and knows the types of each function that memguard calls.
+"""Opens `libcuda.so.1` and declares the types of each function that memguard calls: the only access to libcuda.
 
-Functions and structures have their names in `cuda.h` (read: CUDA 13.0), with the suffix (`_v2`) under which the library
-exports them. A driver may be too old for a function: `hasattr(cuda, "cuCtxRecordEvent")` tells.
+Functions and structures have their names in `cuda.h` (read: CUDA 13.0), with the suffix (`_v2`) of the exported symbol.
+An old driver lacks some functions: test with `hasattr(cuda, "cuCtxRecordEvent")`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class CUipcMemHandle(Structure):
 
 
 class CUmemPoolProps(Structure):
-    """`maxSize` came with CUDA 12.2, `usage` with 12.6: before, these bytes were reserved and had to be 0."""
+    """`maxSize` came with CUDA 12.2, `usage` with 12.6. Before, these bytes were reserved and had to be 0."""
 
     _fields_ = (
         ("allocType", c_int),
@@ -57,7 +57,7 @@ class CUmemPoolProps(Structure):
     )
 
 
-# The arguments of a checkpoint: 64 bytes each. What is reserved must be 0.
+# The arguments of a checkpoint: 64 bytes each. Reserved fields must be 0.
 class CUcheckpointLockArgs(Structure):
     """`timeoutMs`: 0 waits without a limit."""
 
@@ -69,7 +69,7 @@ class CUcheckpointCheckpointArgs(Structure):
 
 
 class CUcheckpointRestoreArgs(Structure):
-    """`gpuPairs`: to other GPUs than before. Always none here."""
+    """`gpuPairs`: restore to other GPUs. Always none here."""
 
     _fields_ = (
         ("gpuPairs", c_void_p),
@@ -84,18 +84,18 @@ class CUcheckpointUnlockArgs(Structure):
 
 
 class _OutAny:
-    """A `void *` to a ctypes object of any type."""
+    """A `void *` parameter that accepts a ctypes object of any type."""
 
     from_param = staticmethod(ctypes.byref)
 
 
 class _Int:
-    """A C int: ordinals, enumerators, flags. Measured: c_int takes 80 ns to convert one, this 10."""
+    """A C int: ordinals, enumerators, flags. Measured: c_int takes 80 ns to convert one, this class 10 ns."""
 
     from_param = staticmethod(operator.index)
 
 
-# Handles and addresses have the size of a pointer, and c_void_p is converted in a third of c_uint64's time.
+# Handles and addresses have the size of a pointer. c_void_p converts in a third of c_uint64's time.
 _Device = _Enum = _Flags = _Int
 _Context = _Event = _Stream = _Pool = _Address = _Handle = c_void_p
 _OutInt, _OutSize, _Out64, _OutPointer = POINTER(c_int), POINTER(c_size_t), POINTER(c_uint64), POINTER(c_void_p)
@@ -175,23 +175,23 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "cuMemPoolTrimTo": (_Pool, c_size_t),
     "cuMemAllocFromPoolAsync": (_Out64, c_size_t, _Pool, _Stream),
     "cuMemFreeAsync": (_Address, _Stream),
-    # a whole process (driver 570 and later)
+    # checkpoints of a process (driver 570 and later)
     "cuCheckpointProcessGetState": (_Int, _OutInt),
     "cuCheckpointProcessLock": (_Int, POINTER(CUcheckpointLockArgs)),
     "cuCheckpointProcessCheckpoint": (_Int, POINTER(CUcheckpointCheckpointArgs)),
     "cuCheckpointProcessRestore": (_Int, POINTER(CUcheckpointRestoreArgs)),
     "cuCheckpointProcessUnlock": (_Int, POINTER(CUcheckpointUnlockArgs)),
 }
-"""The parameters of each function. All return a CUresult."""
+"""The parameter types of each function. All functions return a CUresult."""
 CHECKPOINT = tuple(f"cuCheckpointProcess{name}" for name in ("GetState", "Lock", "Checkpoint", "Restore", "Unlock"))
-"""What suspends and resumes a process. Driver 570 brought these functions."""
+"""The functions that suspend and resume a process, since driver 570."""
 
 
 class DriverAPI:
     """libcuda. Its functions are attributes, bound at first use; each returns a CUresult, 0 for success.
 
-    What goes in is a plain integer (handles and addresses too), what comes out a ctypes object, passed as it is:
-    `cuda.cuDeviceGet(device, 0)` passes `&device`. AttributeError if the driver has no such function.
+    Input parameters are plain integers (handles and addresses too). Output parameters are ctypes objects, passed
+    without `byref`: `cuda.cuDeviceGet(device, 0)` passes `&device`. AttributeError if the driver lacks the function.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -202,7 +202,7 @@ class DriverAPI:
             raise AttributeError(f"{name} is not in memguard._devices.libcuda.SIGNATURES")
         function = getattr(self._library, name)
         function.argtypes, function.restype = SIGNATURES[name], c_int
-        setattr(self, name, function)  # from now on an ordinary attribute: this method is not asked again
+        setattr(self, name, function)  # an ordinary attribute from now on: Python no longer calls __getattr__
         return function  # type: ignore[no-any-return]
 
 
@@ -213,7 +213,7 @@ def already_loaded() -> DriverAPI | None:
     """libcuda if this process has loaded it. Loads nothing and initialises nothing."""
     global _library
     if _library is None:
-        # A CDLL of our own: types set on it are not seen by others who use libcuda through ctypes.
+        # A separate CDLL: types set on it do not affect other users of libcuda through ctypes.
         try:
             _library = DriverAPI(ctypes.CDLL(NAME, mode=getattr(os, "RTLD_NOLOAD", 4)))
         except OSError:
@@ -222,10 +222,9 @@ def already_loaded() -> DriverAPI | None:
 
 
 def quick(name: str) -> Callable[..., int] | None:
-    """A function of libcuda for calls that are made with each allocation; None if the driver does not have it.
+    """A function of libcuda for calls at each allocation; None if the driver lacks it.
 
-    It takes ctypes objects, made beforehand, and None for a null pointer. The interpreter's lock is kept within, so it
-    must return at once.
+    It takes prepared ctypes objects, and None for a null pointer. The call keeps the GIL, so it must return at once.
     """
     if name not in SIGNATURES:
         raise AttributeError(f"{name} is not in memguard._devices.libcuda.SIGNATURES")
@@ -237,7 +236,7 @@ def quick(name: str) -> Callable[..., int] | None:
 
 
 def opened(path: str) -> ctypes.CDLL | None:
-    """The library of that file, if this process has loaded it; it then stays loaded. Loads nothing."""
+    """The library of this file, if this process has loaded it, and from then on kept loaded. Loads nothing."""
     try:
         return ctypes.CDLL(path, mode=getattr(os, "RTLD_NOLOAD", 4) | os.RTLD_LAZY)
     except OSError:
@@ -254,7 +253,7 @@ def exports(*functions: str) -> bool | None:
 
 
 def address(library: ctypes.CDLL, function: str) -> int | None:
-    """Where a function lies; None if the library has none of that name."""
+    """The address of a function; None if the library lacks it."""
     try:
         return ctypes.cast(getattr(library, function), c_void_p).value
     except AttributeError:
@@ -262,7 +261,7 @@ def address(library: ctypes.CDLL, function: str) -> int | None:
 
 
 def of_c(function: str) -> int | None:
-    """Where a function of the C library lies, or of another that this process has linked."""
+    """The address of a function of the C library, or of another library linked into this process."""
     return address(ctypes.CDLL(None), function)
 
 
@@ -272,17 +271,17 @@ def touch(address: int) -> None:
 
 
 def advise(page: int, size: int, advice: int) -> bool:
-    """Tell the kernel how memory of this process is used (`madvise`); whether it has taken the advice."""
+    """Advise the kernel how this process uses memory (`madvise`). Whether the kernel accepted the advice."""
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (c_void_p, c_size_t, c_int)
     return bool(madvise(page, size, advice) == 0)
 
 
 def load() -> DriverAPI:
-    """libcuda, loaded if need be. OSError if that fails.
+    """libcuda, loaded on demand. OSError if that fails.
 
-    Only for processes of our own (the doctor's survey, the child that asks CUDA's order), and for a process that
-    attaches another's memory and so asks for CUDA.
+    Only for memguard's own processes (the doctor's survey, the child that reads CUDA's order), and for a process that
+    attaches another process's memory and so requests CUDA.
     """
     global _library
     if _library is None:
@@ -299,7 +298,7 @@ def error_name(code: int) -> str | None:
 
 
 def check(call: str, code: int) -> None:
-    """Raises DeviceError if `code`, which the function `call` returned, is not success."""
+    """Raise DeviceError if `code`, the result of the function `call`, is not success."""
     if code:
         name = error_name(code)
         error = f"{name} (error {code})" if name else f"error {code}"
@@ -307,7 +306,7 @@ def check(call: str, code: int) -> None:
 
 
 def device_uuid(cuda: DriverAPI, device: int) -> str:
-    """The device's UUID in NVML's form (`GPU-…`). DeviceError if CUDA does not give it."""
+    """The device's UUID in NVML's form (`GPU-…`). DeviceError if CUDA does not report it."""
     raw = (c_ubyte * 16)()
     call = "cuDeviceGetUuid_v2" if hasattr(cuda, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"  # drivers before 470
     check(call, getattr(cuda, call)(raw, device))

@@ -1,4 +1,4 @@
-"""Which of CUDA's libraries this process has loaded, and which it has entered since: by what the kernel maps for it.
+"""Which CUDA libraries this process has loaded, and has entered since, read from the kernel's page tables.
 
 Loads, initialises and calls nothing.
 """
@@ -19,15 +19,15 @@ _BEGINS = {**LIBRARIES, KERNELS: DOORS[KERNELS][0]}
 _FILES = re.compile(
     "|".join(rf"/(?P<{name}>{re.escape(begin)})[^/\n]*$" for name, begin in _BEGINS.items()).encode(), re.MULTILINE
 )
-_PRESENT, _OF_A_FILE = 0x80, 0x20  # of an entry's last byte (the kernel's Documentation/admin-guide/mm/pagemap.rst)
+_PRESENT, _OF_A_FILE = 0x80, 0x20  # bits of an entry's last byte (the kernel's admin-guide/mm/pagemap.rst)
 _TRIES = 3
 
 
 def files(path: str = _MAPS) -> frozenset[tuple[str, str]] | None:
-    """Those of `LIBRARIES`, and libcuda as `KERNELS`, that are loaded, each with the path of its file; None if the
-    kernel's list cannot be read.
+    """The loaded `LIBRARIES`, and libcuda as `KERNELS`, each with the path of its file; None if the kernel's list
+    cannot be read.
 
-    It takes the kernel 2 µs for each of some thousand mappings.
+    The kernel takes 2 µs for each of some thousand mappings.
     """
     try:
         with open(path, "rb", buffering=0) as file:
@@ -43,7 +43,7 @@ def files(path: str = _MAPS) -> frozenset[tuple[str, str]] | None:
 
 
 def libraries(path: str = _MAPS) -> frozenset[str]:
-    """The names of those that are loaded; all of `LIBRARIES` if that cannot be read: any of them may be."""
+    """The names of the loaded `LIBRARIES`; all of them if the list cannot be read, as any may be loaded."""
     return _names(files(path))
 
 
@@ -52,23 +52,24 @@ def _names(found: frozenset[tuple[str, str]] | None) -> frozenset[str]:
 
 
 class Doors:
-    """Whether a library was entered since the last look: whether a thread ran a function that a use begins with.
+    """Detects whether a thread entered a library since the last poll, by running one of its entry functions.
 
-    The page of such a function (`DOORS`) is unmapped (`madvise`). The kernel maps it again, from its file, when a
-    thread comes to it or to a page beside it that was never used, and `/proc/self/pagemap` says so. Only a page of code
-    that is as in its file is unmapped: never one that a debugger has written to, nor one that is locked in memory.
+    memguard unmaps the page of each entry function (`DOORS`) with `madvise`. When a thread runs that page, or an
+    adjacent page for the first time, the kernel maps the page again from its file, and `/proc/self/pagemap` shows it.
+    memguard unmaps only a code page that is unchanged from its file, never a page that a debugger has written to or
+    that is locked in memory.
     """
 
     def __init__(self, pagemap: str = _PAGEMAP) -> None:
         self._pagemap = pagemap
-        self._lock = threading.RLock()  # a signal handler or a finalizer may come within a call
+        self._lock = threading.RLock()  # re-entrant: a signal handler or a finalizer may interrupt a call
         self._files: set[tuple[str, str]] = set()
         self._pages: dict[int, str] = {}
         self._silent: set[str] = set()
         self._found: Counter[str] = Counter()
 
     def libraries(self) -> frozenset[str]:
-        """As the function of that name, and from now on `entries` knows those that are loaded."""
+        """As the function `libraries`; `entries` observes the libraries found."""
         found = files()
         with self._lock:
             for name, path in sorted((found or frozenset()) - self._files):
@@ -79,9 +80,9 @@ class Doors:
         return _names(found)
 
     def add(self, name: str, path: str, functions: tuple[str, ...]) -> None:
-        """Watch those functions of the library with that file. It stays loaded from now on."""
+        """Observe these functions of the library at `path`. The library stays loaded from now on."""
         library = libcuda.opened(path)
-        if library is None:  # replaced since, or in another namespace
+        if library is None:  # the file was replaced, or the library is in another namespace
             self._silent.add(name)
             return
         addresses = [address for function in functions if (address := libcuda.address(library, function)) is not None]
@@ -100,9 +101,9 @@ class Doors:
         self._found[name] += bool(entered)
 
     def entries(self, mark: bool = True) -> frozenset[tuple[str, int]]:
-        """How many looks have found each library entered, with its name; without those of which nothing tells.
+        """Each observable library with the number of polls that found it entered.
 
-        Not `mark`: the next look is to find what this one has found.
+        Without `mark`, the next poll finds the same entries again.
         """
         if not self._pages:
             return frozenset()
@@ -129,7 +130,7 @@ class Doors:
 
 
 def _entry(pagemap: int, page: int) -> int:
-    """What the kernel says of a page of this process: the last byte. OSError if it says nothing."""
+    """The last byte of a page's entry in pagemap. OSError if the kernel has no entry."""
     data = os.pread(pagemap, 8, page // _PAGE * 8)
     if len(data) != 8:
         raise OSError("the kernel does not describe this page")
@@ -137,13 +138,13 @@ def _entry(pagemap: int, page: int) -> int:
 
 
 def _shows(pagemap: int, page: int) -> bool:
-    """Whether the kernel says that the page is there when a byte of it was read, and then unmaps it."""
+    """Whether pagemap shows the page after one byte of it was read, and the page can be unmapped again."""
     libcuda.touch(page)
     return bool(_entry(pagemap, page) & _PRESENT) and _unmap(pagemap, page)
 
 
 def _unmap(pagemap: int, page: int) -> bool:
-    """Whether the page was unmapped, or could have been: another thread may run it again at once."""
+    """Whether the page is unmapped, or can be: another thread may run it again at once."""
     for _ in range(_TRIES):
         entry = _entry(pagemap, page)
         if not entry & _PRESENT:

@@ -1,4 +1,4 @@
-"""The machine's own memory, which a GPU with unified memory allocates from, and what WSL makes of a GPU's. Linux."""
+"""The machine's memory, from which a GPU with unified memory allocates, and the detection of WSL. Linux."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _AVAILABLE = "MemAvailable:"
 
 
 def available(root: str = "/") -> int | None:
-    """Bytes that the kernel can give out without swapping, its reclaimable file cache included; None if unknown.
+    """Bytes that the kernel can allocate without swapping, its reclaimable file cache included; None if unknown.
 
     `MemAvailable` of /proc/meminfo. It is host-wide, in a container too.
     """
@@ -20,8 +20,9 @@ def available(root: str = "/") -> int | None:
 
 
 def grantable(root: str = "/") -> int | None:
-    """Bytes that the kernel still grants to processes, used or not, where it grants no more than there are; None where
-    it does (`vm.overcommit_memory` is 0 or 1, as usual), and if that is unknown.
+    """Bytes that the kernel still commits to processes where it forbids overcommit (`vm.overcommit_memory` is 2).
+
+    None where it allows overcommit (0 or 1, as usual), and if unknown.
     """
     try:
         with open(os.path.join(root, "proc/sys/vm/overcommit_memory"), encoding="ascii", errors="replace") as file:
@@ -36,7 +37,7 @@ def grantable(root: str = "/") -> int | None:
 
 
 def parse(text: str, field: str = _AVAILABLE) -> int | None:
-    """A field in bytes from the text of /proc/meminfo; None if it is not there or no number."""
+    """A field in bytes from the text of /proc/meminfo; None if it is missing or no number."""
     for line in text.splitlines():
         name, *rest = line.split()[:3] or [""]
         if name == field and len(rest) == 2 and rest[0].isascii() and rest[0].isdecimal() and rest[1] == "kB":
@@ -45,5 +46,5 @@ def parse(text: str, field: str = _AVAILABLE) -> int | None:
 
 
 def wsl(kernel: str, root: str = "/") -> bool:
-    """Whether this Linux runs in WSL: by the kernel's release or version, or by the device of its GPU driver."""
+    """Whether this Linux runs in WSL, judged by the kernel's release or version, or by the device of its GPU driver."""
     return "microsoft" in kernel.lower() or os.path.exists(os.path.join(root, "dev/dxg"))

@@ -1,9 +1,9 @@
-"""The one door to NVML, but for the doctor's survey. Reading NVML creates no context and does not initialise CUDA.
+"""The only access to NVML, except for the doctor's survey; it creates no context and does not initialise CUDA.
 
 Quirks handled here, each read or measured: NVML must be initialised again after a fork, and after other code in this
-process shut it down; its count includes GPUs that it then gives no handle for; `NVMLLibraryMismatchError` is no
-`NVMLError`; `usedGpuMemory` is None under WSL and some MIG and vGPU set-ups; drivers 535.43 to 535.85 swap fields of
-the process list, so their bytes are ignored.
+process shut it down; its count includes GPUs that it cannot open; `NVMLLibraryMismatchError` is no `NVMLError`;
+`usedGpuMemory` is None under WSL and some MIG and vGPU set-ups; drivers 535.43 to 535.85 swap fields of the process
+list, so memguard ignores their bytes.
 """
 
 from __future__ import annotations
@@ -51,23 +51,23 @@ _FIXES = {
     "NVMLError_Unknown": "run `nvidia-smi`; a container in which it worked before has lost its devices: restart it",
 }
 _FIND = "_nvmlGetFunctionPointer"
-"""nvidia-ml-py's way to NVML's functions."""
+"""nvidia-ml-py's function that looks up NVML's functions."""
 _SLOW = 1.0
-"""Seconds. A start takes 20 ms, a reading 8 µs to 40 µs (H200); without persistence mode a start takes seconds."""
+"""Seconds. NVML starts in 20 ms and reads in 8 µs to 40 µs (H200); without persistence mode it starts in seconds."""
 _LIBRARY, _NOT_LOADED = "NVMLError_LibraryNotFound", "NVMLError_DriverNotLoaded"
 _WITHIN = Advice(
     "NVML is just being asked on this thread, and a signal handler or a finalizer asked it again within that",
     "ask again after it",
 )
 _BRIEFLY = 0.2
-"""Seconds after which whoever has the lock of pynvml is taken to be this thread: others have it for microseconds."""
+"""Seconds to wait for pynvml's lock. Others hold it for microseconds, so its holder is this thread after that."""
 
 
 def without_library(*, control: bool, module: bool, wsl: bool, amd: str | None, tegra: bool = False) -> str:
-    """The fix if NVML's library cannot be loaded, judged by what the machine has.
+    """The fix if NVML's library cannot be loaded, judged by the machine's devices and drivers.
 
-    `control`: /dev/nvidiactl exists. `module`: the kernel module is loaded. `amd`: what AMD hardware or software was
-    found, in words. `tegra`: it is a Jetson.
+    `control`: /dev/nvidiactl exists. `module`: the kernel module is loaded. `amd`: the AMD hardware or software found,
+    in words. `tegra`: the machine is a Jetson.
     """
     if tegra:
         return "this is a Jetson without NVML: install the package nvidia-l4t-nvml (JetPack 6 and later)"
@@ -100,7 +100,7 @@ def _without_library() -> str:
 
 
 def _missing(error: str) -> bool:
-    """Whether that error means that there is no GPU here, rather than one that does not work."""
+    """Whether this error means that the machine has no GPU, rather than a broken one."""
     from memguard._devices import survey
 
     return no_gpu(
@@ -112,11 +112,11 @@ def _missing(error: str) -> bool:
 
 
 def no_gpu(error: str, *, control: bool, module: bool, pci: bool) -> bool:
-    """Whether NVML's error means that this process has no GPU, judged by what the machine has.
+    """Whether NVML's error means that this process has no GPU, judged by the machine's devices and drivers.
 
     `control`, `module`: as for `without_library`; a Jetson counts as `control`, as its GPU needs no NVML. `pci`: an
-    NVIDIA GPU is on the PCI bus. A GPU whose driver is there and does not work is not missing: a program that went on
-    would use it without a cap, or not use it in silence.
+    NVIDIA GPU is on the PCI bus. A GPU whose driver is installed but fails is not missing: a program that continued
+    would use it without a cap, or silently not use it.
     """
     if control:
         return False
@@ -134,11 +134,11 @@ def _tegra() -> bool:
 def _amd() -> str | None:
     if _exists("/sys/class/kfd"):
         return "an AMD GPU (ROCm)"
-    version = sys.modules.get("torch.version")  # only if it is imported already
+    version = sys.modules.get("torch.version")  # only if imported already
     return "a PyTorch built for ROCm (AMD GPUs)" if getattr(version, "hip", None) else None
 
 
-# The structures of nvidia-ml-py run Python for each field that is set or read; these do not.
+# nvidia-ml-py's own structures run Python for each field that is read or set; these do not.
 class _Memory(Structure):
     """`nvmlMemory_v2_t` of nvml.h."""
 
@@ -163,19 +163,19 @@ class _Process(Structure):
 
 
 _RECENT = 5.0
-"""Seconds for which a process's utilisation is asked: NVML's own samples are up to a second apart."""
+"""Seconds of utilisation samples to read: NVML's samples are up to a second apart."""
 _ROOM, _MOST_ROOM = 32, 1 << 16
-"""Processes that a list has room for: at first, and at most."""
+"""Capacity of the process list: initial and maximal."""
 _FIGURES, _ENTRY = Struct("@I4Q"), Struct("@IQII")
-"""`_Memory` and `_Process`, to be read in one step: a field of a ctypes structure costs as much as all of them."""
+"""Read `_Memory` and `_Process` in one step: one field of a ctypes structure costs as much as all of them."""
 _Room: Any = c_char * (_ROOM * _ENTRY.size)
 
 
 class _Ready(NamedTuple):
-    """What `Nvml._prepare` found. `listed` is None where NVML has no such function.
+    """The result of `Nvml._prepare`. `listed` is None where NVML lacks the function.
 
-    `figures` and `lists` are what NVML writes into, with the pointers to it, and NVML's last answer there with what it
-    means: who asks takes one out meanwhile.
+    `figures` and `lists` are output buffers for NVML, with pointers to them and NVML's last answer with its decoded
+    value. A caller takes a buffer out of the list while it uses it.
     """
 
     n: Any
@@ -192,26 +192,26 @@ _all: weakref.WeakSet[Nvml] = weakref.WeakSet()
 
 
 def forget_prepared() -> None:
-    """This process leaves its GPUs: the next readings come through `Nvml._call`, which then refuses them.
+    """This process leaves its GPUs: make the next readings go through `Nvml._call`, which then refuses them.
 
-    So a reading is not checked while the process is on its GPUs.
+    While the process is on its GPUs, a reading needs no check.
     """
     for one in list(_all):
         one.forget_prepared()
 
 
 class _Here(threading.local):
-    """What this thread does."""
+    """Per-thread state."""
 
     calls = 0
-    """Calls into pynvml that are under way, of every instance."""
+    """pynvml calls in progress on this thread, over all instances."""
 
 
 _here = _Here()
 
 
 def _possible(n: Any) -> bool:
-    """Whether this thread may call pynvml: not if it interrupted a call that has pynvml's lock, which is for all."""
+    """Whether this thread may call pynvml: not if it interrupted a call that holds pynvml's process-wide lock."""
     lock = getattr(n, "libLoadLock", None)
     if not _here.calls or lock is None:
         return True
@@ -229,9 +229,9 @@ class Nvml:
     _slow_warned = False  # one warning per process, not per instance
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a signal handler or a finalizer may come within a call
+        self._lock = threading.RLock()  # re-entrant: a signal handler or a finalizer may interrupt a call
         self._turning = False
-        """Whether a call of nvmlInit or nvmlShutdown is under way."""
+        """Whether an nvmlInit or nvmlShutdown call is in progress."""
         self._pid: int | None = None
         self._handles: dict[str, Any] = {}
         self._indices: dict[str, int] = {}
@@ -239,31 +239,31 @@ class Nvml:
         self._v2: dict[str, bool] = {}
         self._totals: dict[str, int] = {}
         self._ready: dict[str, _Ready] = {}
-        """By UUID what `_prepare` found: so that a reading is one call of NVML, and hardly anything beside it."""
+        """The results of `_prepare` by UUID: they reduce a reading to little more than one NVML call."""
         self._bytes_trusted = True
-        self._here = threading.local()  # `doing`: what this thread asks about, for the text of an error
+        self._here = threading.local()  # `doing`: what this thread reads, for an error's text
         _all.add(self)
 
     def devices(self) -> tuple[Device, ...]:
-        """The GPUs of the machine in NVML's order, whatever CUDA_VISIBLE_DEVICES says; without those in `refused`.
+        """The GPUs of the machine in NVML's order, whatever CUDA_VISIBLE_DEVICES is, without those in `refused`.
 
-        One whose memory NVML does not report, as none with unified memory, is `unified` and has a total of 0 here.
+        A GPU whose memory NVML does not report, as with unified memory, is `unified` and has a total of 0 here.
         """
         return self._call("", self._devices, "")
 
     @property
     def refused(self) -> tuple[Advice, ...]:
-        """Why GPUs are missing from `devices`: reason and fix of each. NVML counts GPUs that it does not open."""
+        """Reason and fix for each GPU missing from `devices`: NVML counts GPUs that it cannot open."""
         return tuple(why for _, why in sorted(self._refused.items(), key=lambda item: item[0]))
 
     def memory(self, uuid: str) -> MemoryInfo:
         """nvmlDeviceGetMemoryInfo_v2; v1 (no `reserved`) on drivers that lack it. 8 µs on an H200."""
         ready = self._ready.get(uuid)
-        # Whether NVML is still the one that was prepared. It is called without pynvml's lock then.
+        # NVML must still be the prepared one. The call skips pynvml's lock.
         if ready is not None and self._pid == os.getpid() and getattr(ready.n, _FIND, None) is ready.find:
             try:
                 found, out = ready.figures.pop()
-            except IndexError:  # another thread asks, or this call interrupted one
+            except IndexError:  # another thread is reading, or this call interrupted a reading
                 found = _Memory(ready.version)
                 out = byref(found)
             started = time.monotonic()
@@ -274,7 +274,7 @@ class Nvml:
             if not code and used <= total and free <= total and reserved <= total and 0 < total <= MAX_SIZE:
                 ready.figures.append((found, out))
                 return memory_info_of((total, reserved, used, free, None))
-            answers = [(code, found)]  # to say what is wrong, NVML is not asked once more
+            answers = [(code, found)]  # the error is made from this answer, without another NVML call
 
             def work(n: Any, uuid: str) -> MemoryInfo:
                 if not answers:
@@ -290,7 +290,7 @@ class Nvml:
         return asked
 
     def processes(self, uuid: str) -> Mapping[int, int | None]:
-        """Bytes by PID of every compute process; None if NVML gives no bytes, empty if it has no list (Jetson).
+        """Bytes of every compute process by PID; None if NVML reports no bytes, empty if it has no list (Jetson).
 
         40 µs on an H200 with the two calls of nvidia-ml-py.
         """
@@ -326,18 +326,18 @@ class Nvml:
         return self._call("processes of", self._processes, uuid)
 
     def utilisation(self, uuid: str) -> Mapping[int, int] | None:
-        """The share of time in which a process kept the GPU busy, in percent, by PID, over the last few seconds.
+        """The percentage of the last few seconds in which each process kept the GPU busy, by PID.
 
-        nvmlDeviceGetProcessUtilization. Who is not in it did nothing. None if NVML does not say, or sampled nobody.
+        nvmlDeviceGetProcessUtilization. A process missing from it was idle. None if NVML fails, or sampled no process.
         """
         return self._call("utilisation of", self._utilisation, uuid)
 
     def forget_prepared(self) -> None:
-        """The next reading of each GPU comes through `_call`."""
+        """Make the next reading of each GPU go through `_call`."""
         self._ready = {}
 
     def _prepare(self, uuid: str) -> None:
-        """Remember NVML's functions and the handle, once a reading with them has worked."""
+        """Cache NVML's functions and the handle, once a reading with them has succeeded."""
         n = sys.modules.get("pynvml")
         find, handle = getattr(n, _FIND, None), self._handles.get(uuid)
         if n is None or find is None or handle is None or not self._v2.get(uuid) or _here.calls:
@@ -352,39 +352,40 @@ class Nvml:
             listed = None
         ready = self._ready
         ready[uuid] = _Ready(n, find, handle, ask, n.nvmlMemory_v2, listed, [], [])
-        if suspension.now is not None:  # since the reading began
+        if suspension.now is not None:  # the suspension began during the reading
             ready.pop(uuid, None)
 
     def mig(self, uuid: str) -> bool:
-        """Whether MIG divides the GPU. This version does not support the parts."""
+        """Whether MIG divides the GPU. This version does not support MIG instances."""
         return self._call("MIG mode of", lambda n, uuid: self._mig(n, self._handle(n, uuid)), uuid)
 
     def driver(self) -> str:
-        """The driver's version, as 580.159.04."""
+        """The driver's version, such as 580.159.04."""
         return self._call("driver version", lambda n, _: str(n.nvmlSystemGetDriverVersion()), "")
 
     def mps(self, uuid: str) -> frozenset[int]:
-        """The processes that use the GPU through the Multi-Process Service, of which it has a server as well."""
+        """The PIDs that use the GPU through the Multi-Process Service, the MPS server included."""
         return self._call("MPS processes of", lambda n, uuid: self._mps(n, self._handle(n, uuid)), uuid)
 
     def vgpu(self, uuid: str) -> bool:
-        """Whether it is a virtual GPU: this machine is a guest that has a part of a card. A card passed on whole is
-        none."""
+        """Whether the GPU is virtual: this machine is a guest that has a part of a card. A card passed through whole is
+        not virtual."""
         return self._call("virtualization mode of", lambda n, uuid: self._vgpu(n, self._handle(n, uuid)), uuid)
 
     def used_since(self, uuid: str, pid: int, stamp: int) -> tuple[bool | None, int]:
-        """Whether a process has used the GPU since `stamp`, and NVML's newest stamp; None if NVML does not say.
+        """Whether a process has used the GPU since `stamp`, and NVML's newest stamp; None if NVML fails.
 
-        A stamp is NVML's: microseconds, of a call before; 0 for all of the few seconds that it remembers. What takes
-        much less than a percent of a sampling period (a sixth of a second to one second) may not show.
+        A stamp is NVML's time in microseconds, returned by an earlier call; 0 covers the few seconds that NVML
+        remembers. Work of much less than a percent of a sampling period (a sixth of a second to one second) may not be
+        visible.
         """
         return self._call("utilization of", lambda n, uuid: self._used_since(n, uuid, pid, stamp), uuid)
 
     def close(self) -> None:
         """Shut NVML down (nvmlShutdown). The next call initialises it again."""
         with self._lock:
-            pid, self._pid = self._pid, None  # first: NVML counts, and must not be shut down once too often
-            if pid == os.getpid() and not self._turning and suspension.now is None:  # NVML would wait till then
+            pid, self._pid = self._pid, None  # before the shutdown: NVML counts initialisations
+            if pid == os.getpid() and not self._turning and suspension.now is None:  # NVML would block until the resume
                 import pynvml
 
                 if _possible(pynvml):
@@ -395,36 +396,36 @@ class Nvml:
         self._turning = True
         _here.calls += 1
         try:
-            with contextlib.suppress(n.NVMLError):  # the driver is gone: nothing is left to shut down
+            with contextlib.suppress(n.NVMLError):  # the driver is gone: nothing remains to shut down
                 n.nvmlShutdown()
         finally:
             _here.calls -= 1
             self._turning = False
 
     def _call(self, what: str, work: Callable[[Any, str], T], uuid: str) -> T:
-        """What `work` finds about the GPU. `what` is for the text of an error."""
-        if suspension.now is not None:  # NVML's calls wait until the process is back
+        """The result of `work` on the GPU. `what` names the reading in an error's text."""
+        if suspension.now is not None:  # NVML would block until the process is resumed
             raise suspension.refused("NVML")
-        n = self._pynvml()  # not timed: it may come from a slow disk
+        n = self._pynvml()  # outside the timing: the import may read a slow disk
         here = _here
         if here.calls and not _possible(n):
             raise DeviceError(_WITHIN)
         started = time.monotonic()
         here.calls += 1
         try:
-            if self._pid == os.getpid():  # NVML itself serves several threads
+            if self._pid == os.getpid():  # without memguard's lock: NVML itself is thread-safe
                 try:
                     return self._asked(n, what, work, uuid)
                 except n.NVMLError_Uninitialized:  # other code in this process shut it down
                     pass
             with self._lock:
-                started = time.monotonic()  # waiting for another thread's start is not ours to report
+                started = time.monotonic()  # after waiting for the lock
                 return self._ask(n, what, work, uuid)
         finally:
             here.calls -= 1
             spent = time.monotonic() - started
             if spent >= _SLOW:
-                self._warn_slow(f"{what} {uuid}".strip(), spent)  # not under the lock: a log handler may call us
+                self._warn_slow(f"{what} {uuid}".strip(), spent)  # without the lock: a log handler may call memguard
 
     def _pynvml(self) -> Any:
         found = sys.modules.get("pynvml") if self._pid is not None else None
@@ -437,11 +438,11 @@ class Nvml:
         return pynvml
 
     def _ask(self, n: Any, what: str, work: Callable[[Any, str], T], uuid: str) -> T:
-        """As `_asked`, after starting NVML if that is needed. With the lock held."""
+        """As `_asked`, after initialising NVML if needed. Callers hold the lock."""
         if self._turning:
             raise DeviceError(_WITHIN)
         try:
-            if self._pid != os.getpid():  # first use, or after a fork: the parent's handles are void here
+            if self._pid != os.getpid():  # first use, or after a fork: the parent's handles are invalid here
                 self._start(n)
             try:
                 return self._asked(n, what, work, uuid)
@@ -452,7 +453,7 @@ class Nvml:
             raise DeviceError(self._text(error), missing=_missing(type(error).__name__)) from None
 
     def _asked(self, n: Any, what: str, work: Callable[[Any, str], T], uuid: str) -> T:
-        """What `work` finds. NVMLError_Uninitialized comes out as it is, every other error as a DeviceError."""
+        """The result of `work`. Passes NVMLError_Uninitialized on, raises every other error as a DeviceError."""
         self._here.doing = what, uuid
         try:
             return work(n, uuid)
@@ -463,7 +464,7 @@ class Nvml:
 
     @property
     def _doing(self) -> str:
-        """What this thread asks about, in words."""
+        """This thread's reading, in words."""
         return " ".join(filter(None, getattr(self._here, "doing", ())))
 
     @_doing.setter
@@ -497,12 +498,12 @@ class Nvml:
             except BaseException:
                 self._shut_down(n)
                 raise
-            self._pid = os.getpid()  # last, so that a failure on the way starts again from the beginning
+            self._pid = os.getpid()  # last, so that after a failure the next call starts from the beginning
         finally:
             self._turning = False
 
     def _probe(self, n: Any) -> None:
-        handles: dict[str, Any] = {}  # put in place at once: other threads look at them meanwhile
+        handles: dict[str, Any] = {}  # assigned only when complete, as other threads read it
         refused: dict[int, Advice] = {}
         indices = dict(self._indices)
         for index in range(n.nvmlDeviceGetCount()):
@@ -524,7 +525,7 @@ class Nvml:
         handle = self._handles.get(uuid)
         if handle is None:
             with self._lock:
-                pid, self._pid = self._pid, None  # the next call initialises NVML again: the GPU may be back
+                pid, self._pid = self._pid, None  # the next call initialises NVML again: the GPU may have recovered
                 if pid == os.getpid():
                     self._shut_down(n)
             gone = Advice(f"NVML sees no GPU {uuid} any more", "check `nvidia-smi -L`")
@@ -558,14 +559,14 @@ class Nvml:
                 self._v2[uuid] = True
                 return self._checked(n, uuid, info.total, info.reserved, info.used, info.free)
             except (n.NVMLError_FunctionNotFound, n.NVMLError_NotSupported, n.NVMLLibraryMismatchError):
-                if uuid in self._v2:  # it worked before: v1's figures would not fit the plan
+                if uuid in self._v2:  # v2 worked before: v1's figures would not match the plan
                     raise
                 self._v2[uuid] = False
         info = n.nvmlDeviceGetMemoryInfo(handle)
         return self._checked(n, uuid, info.total, None, info.used, info.free)
 
     def _checked(self, n: Any, uuid: str, total: int, reserved: int | None, used: int, free: int) -> MemoryInfo:
-        """The reading, or DeviceError if it cannot be true: a driver in trouble gives 2⁶⁴-1. All zero is none."""
+        """The reading, or DeviceError if it is impossible: a failing driver returns 2⁶⁴-1. All zeros are no reading."""
         if not (0 <= used <= total and 0 <= free <= total and 0 <= (reserved or 0) <= total and 0 < total <= MAX_SIZE):
             if not (total or reserved or used or free):
                 raise n.NVMLError(n.NVML_ERROR_NOT_SUPPORTED)
@@ -578,7 +579,7 @@ class Nvml:
         return MemoryInfo(total, reserved, used, free)
 
     def _processes(self, n: Any, uuid: str, code: int = 0, room: int = _ROOM) -> dict[int, int | None]:
-        """`code`: what NVML has answered already. If that is for want of room, it is asked with this `room`."""
+        """`code`: the result of an earlier NVML call. If the list was too small, NVML is called again with `room`."""
         try:
             if code not in (n.NVML_SUCCESS, n.NVML_ERROR_INSUFFICIENT_SIZE):
                 raise n.NVMLError(code)
@@ -593,16 +594,16 @@ class Nvml:
             samples = n.nvmlDeviceGetProcessUtilization(self._handle(n, uuid), since)
         except n.NVMLError_Uninitialized:
             raise
-        except (n.NVMLError, n.NVMLLibraryMismatchError, AttributeError):  # also if there is no sample
+        except (n.NVMLError, n.NVMLLibraryMismatchError, AttributeError):  # raised also if there is no sample
             return None
         found: dict[int, int] = {}
         for sample in samples:
-            if 0 <= sample.smUtil <= 100:  # some drivers give figures that cannot be
+            if 0 <= sample.smUtil <= 100:  # some drivers report impossible figures
                 found[sample.pid] = max(found.get(sample.pid, 0), sample.smUtil)
         return found or None
 
     def _summed(self, uuid: str, processes: Iterable[tuple[Any, ...]]) -> dict[int, int | None]:
-        """The bytes by PID, which NVML may list more than once. An entry begins with PID and bytes."""
+        """The bytes by PID, summed, as NVML may list a PID more than once. An entry begins with PID and bytes."""
         found: dict[int, int | None] = {}
         total, trusted = self._totals.get(uuid, MAX_SIZE), self._bytes_trusted
         for entry in processes:
@@ -618,18 +619,18 @@ class Nvml:
     def _used_since(self, n: Any, uuid: str, pid: int, stamp: int) -> tuple[bool | None, int]:
         try:
             samples = n.nvmlDeviceGetProcessUtilization(self._handle(n, uuid), stamp)
-        except n.NVMLError_NotFound:  # none is newer
+        except n.NVMLError_NotFound:  # no newer sample
             return False, stamp
         except (n.NVMLError_NotSupported, n.NVMLError_FunctionNotFound, n.NVMLError_NoPermission):
             return None, stamp
         except n.NVMLError as error:
-            if error.value == n.NVML_SUCCESS:  # what nvidia-ml-py makes of an empty list
+            if error.value == n.NVML_SUCCESS:  # nvidia-ml-py's error for an empty list
                 return False, stamp
             raise
         fresh = [
             sample
             for sample in samples
-            # Entries of processes that have ended may hold anything.
+            # Entries of ended processes may contain anything.
             if sample.timeStamp > stamp and max(_parts(sample)) <= 100
         ]
         used = any(sample.pid == pid and any(_parts(sample)) for sample in fresh)
@@ -665,18 +666,18 @@ class Nvml:
 
 
 def _parts(sample: Any) -> tuple[int, ...]:
-    """Per cent of each engine."""
+    """The utilisation of each engine in percent."""
     return sample.smUtil, sample.memUtil, sample.encUtil, sample.decUtil
 
 
 def _function(n: Any, name: str) -> Callable[..., int] | None:
-    """NVML's function as nvidia-ml-py finds it; None without that way. NVMLError_FunctionNotFound if NVML has none."""
+    """NVML's function, by nvidia-ml-py's lookup; None without it. NVMLError_FunctionNotFound if NVML lacks it."""
     find = getattr(n, _FIND, None)
     return find(name) if find is not None else None
 
 
 def _memory_v2(n: Any, handle: Any) -> Any:
-    """Total, reserved, free and used memory of a GPU in bytes. Every error of NVML's comes out."""
+    """Total, reserved, free and used memory of a GPU in bytes. Raises every NVML error as it is."""
     call = _function(n, "nvmlDeviceGetMemoryInfo_v2")
     if call is None:
         return n.nvmlDeviceGetMemoryInfo(handle, version=n.nvmlMemory_v2)
@@ -687,9 +688,9 @@ def _memory_v2(n: Any, handle: Any) -> Any:
 
 
 def _listed(n: Any, handle: Any, room: int = _ROOM) -> Sequence[Any]:
-    """The compute processes, asked for with one call of NVML. nvidia-ml-py makes two: the first to learn their number.
+    """The compute processes in one NVML call. nvidia-ml-py makes two: the first reads their number.
 
-    A size that NVML does not know is 2⁶⁴-1. Without the call, or nvidia-ml-py's way to it, its own function serves.
+    An unknown size is 2⁶⁴-1. Without the NVML function, or nvidia-ml-py's lookup, nvidia-ml-py's own function is used.
     """
     try:
         call = _function(n, "nvmlDeviceGetComputeRunningProcesses_v3")
@@ -702,13 +703,13 @@ def _listed(n: Any, handle: Any, room: int = _ROOM) -> Sequence[Any]:
             return found[: count.value]
         if code != n.NVML_ERROR_INSUFFICIENT_SIZE:
             raise n.NVMLError(code)
-        room = max(2 * count.value, 2 * room)  # more may begin meanwhile
+        room = max(2 * count.value, 2 * room)  # more processes may start before the next call
     listed: Sequence[Any] = n.nvmlDeviceGetComputeRunningProcesses(handle)
     return listed
 
 
 def divided(name: str, uuid: str) -> Advice:
-    """Why a GPU that MIG has divided cannot be budgeted."""
+    """Why memguard cannot budget a GPU that MIG has divided."""
     return Advice(
         f"{name} ({uuid}) has MIG enabled, which this version does not support",
         "choose another GPU with CUDA_VISIBLE_DEVICES, or disable MIG on this one",

@@ -1,12 +1,12 @@
-"""Takes the room that a restore needs and keeps it from others until the restore begins. Runs in the helper process.
+"""Allocates the GPU memory that a restore needs, and frees it as the restore begins; runs in the helper process.
 
-The driver takes a restored process's bytes in the first 30 ms of the restore (H200, driver 580.159), and destroys the
-process if they are not free. A plain reading of what is free does not keep anybody from taking it meanwhile; memory
-that is allocated does.
+The driver allocates a restored process's bytes in the first 30 ms of the restore (H200, driver 580.159), and destroys
+the process if they are not free. Reading the free bytes reserves nothing: another process may allocate them meanwhile.
+Memory that the helper has allocated stays available.
 
-The helper needs a context of its own for that (about 0.5 GiB on an H200). Where the GPU has room for it beside the
-process, it stays, and only the bytes are let go, in milliseconds. Where it has not, the context counts as part of the
-room, and goes with the bytes.
+For that the helper needs its own context (about 0.5 GiB on an H200). If the GPU has room for both the context and the
+process, the context stays, and `release` frees only the blocks, in milliseconds. If it has not, the context counts
+towards the wanted bytes, and `release` also releases the context.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from memguard._devices import libcuda
 from memguard.errors import DeviceError
 
 MARGIN = 4 * MIB
-"""Beyond the process's bytes. With 1.5 MiB to spare a restore worked, with 0.4 MiB too little it failed (H200)."""
+"""Bytes added to the process's. With 1.5 MiB to spare a restore worked, with 0.4 MiB too little it failed (H200)."""
 _LEAST = GRANULE
 _OUT_OF_MEMORY = 2
 
 
 def pieces(wanted: int, free: int, context: int) -> tuple[int, bool] | None:
-    """How many bytes to allocate so that `wanted` are free once they are let go, and whether the context stays.
+    """Bytes to allocate so that `wanted` are free after `release`, and whether the context stays.
 
-    `free`: what the GPU has left with the context of `context` bytes in place. None: there is no room. Pure.
+    `free`: the GPU's free bytes with the context of `context` bytes in place. None: too few. Pure.
     """
     if free >= wanted:
         return round_up(wanted), True
@@ -45,12 +45,12 @@ class _Held:
     device: int
     context: c_void_p
     keeps: bool = True
-    """The context stays when the bytes go."""
+    """The context stays when `release` frees the blocks."""
     blocks: list[int] = field(default_factory=list)
 
 
 class Holder:
-    """The room that this process holds, by GPU (UUID). One thread at a time."""
+    """GPU memory that this process holds, by GPU (UUID). For one thread at a time."""
 
     def __init__(self) -> None:
         self._cuda = libcuda.load()
@@ -58,9 +58,10 @@ class Holder:
         self._held: dict[str, _Held] = {}
 
     def hold(self, wanted: Mapping[str, int]) -> dict[str, int]:
-        """Hold as many bytes on each GPU, all or none; returns what is held, contexts included where they go too.
+        """Allocate these bytes on each GPU, on all or none.
 
-        Raises DeviceError if a GPU has not that much, or is not here.
+        Returns the bytes that `release` will free, including contexts that will not stay. Raises DeviceError if a GPU
+        has too little free memory, or is not visible here.
         """
         self.release()
         held = {}
@@ -93,7 +94,7 @@ class Holder:
         return size + (0 if entry.keeps else own or 0)
 
     def _allocate(self, entry: _Held, size: int, uuid: str, wanted: int) -> None:
-        """In as few blocks as the driver gives: each takes time to free."""
+        """Allocate `size` bytes in as few blocks as possible: each block takes time to free."""
         piece, address = size, c_uint64()
         while size > 0:
             piece = min(piece, size)
@@ -108,7 +109,7 @@ class Holder:
             size -= piece
 
     def release(self, *, all_of_it: bool = False) -> None:
-        """Let go what `hold` holds. `all_of_it`: contexts too, also those that may stay."""
+        """Free the blocks, and the contexts that do not stay. `all_of_it`: every context."""
         for uuid, entry in list(self._held.items()):
             with self._current(entry):
                 while entry.blocks:
@@ -119,7 +120,7 @@ class Holder:
 
     @contextlib.contextmanager
     def _current(self, entry: _Held) -> Iterator[None]:
-        """Each request comes on a thread of its own, on which no context is current."""
+        """Make the context current in a block. Each request runs on its own thread, which has no current context."""
         self._cuda.cuCtxPushCurrent_v2(entry.context)
         try:
             yield

@@ -1,4 +1,4 @@
-"""Addresses of C functions that a loaded library keeps in its own memory: where they lie, and what they are set to."""
+"""Find, read and write the pointers to C functions in a loaded library's memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (....) ([0-9a-f]+) \S+ \d+ *(.*)")
 
 
 class Region(NamedTuple):
-    """A part of a library in memory: `offset` is its place in the file, which may be removed since (` (deleted)`)."""
+    """A mapped part of a library. `offset` is its place in the file. `path` ends in ` (deleted)` after a removal."""
 
     start: int
     end: int
@@ -22,10 +22,10 @@ class Region(NamedTuple):
 
 
 def regions(maps: str, name: str) -> list[Region]:
-    """Those parts of the library, whose file's name begins so, that are read as data: by `/proc/PID/maps`.
+    """The library's parts that are mapped as readable data, by `/proc/PID/maps`. `name`: how its file's name begins.
 
-    Without its variables that begin as 0 (.bss): those lie in memory without a name, which the kernel joins with the
-    heap of others.
+    Zero-initialised variables (.bss) are missing: they lie in unnamed memory, which the kernel joins with other
+    libraries' heap.
     """
     found: list[Region] = []
     for line in maps.splitlines():
@@ -39,7 +39,7 @@ def regions(maps: str, name: str) -> list[Region]:
 
 
 def places(found: Iterable[Region], address: int) -> list[int]:
-    """Where those parts that can be written hold this address. Of this process only."""
+    """The places in writable parts that hold this address. Of this process only."""
     pointer, at = struct.pack("P", address), list[int]()
     for region in found:
         if not region.writable:
@@ -54,10 +54,10 @@ def places(found: Iterable[Region], address: int) -> list[int]:
 
 
 def read(place: int) -> int | None:
-    """The address that lies there; None for 0."""
+    """The address stored at `place`; None for 0."""
     return ctypes.c_void_p.from_address(place).value
 
 
 def write(place: int, address: int | None) -> None:
-    """Whoever calls by it meanwhile takes the one address or the other: it is one aligned word."""
+    """Store an address. Atomic: an aligned word, so a concurrent caller uses the old or the new address."""
     ctypes.c_void_p.from_address(place).value = address

@@ -1,10 +1,10 @@
-"""Blocks of a memory pool, for frameworks that know no streams.
+"""Allocate blocks of a driver memory pool for frameworks that do not use streams.
 
-A block may be used on every stream as soon as it is had, as after `cuMemAlloc`, and its free comes after all work of
-its context, as `cuMemFree`'s does. They are allocated and freed on a stream of memguard's own, which nothing else waits
-for. The pool may give a block that another framework has freed on its own stream, and then makes this stream wait for
-that work: so the host waits for this stream, which has nothing else to do. A free is queued behind an event of the
-whole context (`cuCtxRecordEvent`).
+A block is usable on every stream as soon as it is allocated, as after `cuMemAlloc`. Its free follows all work of its
+context, as with `cuMemFree`. memguard allocates and frees on a stream of its own, on which no other stream waits. The
+pool may reuse a block that another framework freed on its own stream; the driver then makes memguard's stream wait for
+that stream's work. So an allocation synchronises the host with memguard's stream, which has no other work. A free is
+queued behind an event of the whole context (`cuCtxRecordEvent`).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from memguard.errors import DeviceError, Suspended
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 _streams: dict[int, int] = {}
-"""memguard's stream in each context that needed one, by the context's handle. It lives as long as that."""
+"""memguard's stream in each context, by the context's handle. Created on first use, alive as long as the context."""
 
 
 class Held:
-    """A block of a pool. Who has this has the block: it gives it back when it dies, or with `give`, once.
+    """Owns a block of a pool: frees it once, by `give` or when this object dies.
 
-    So an interruption at any point loses none. `address` is 0 while there is none, and `answers` has the driver's
-    answer to its free.
+    So an interruption at any point leaks no block. `address` is 0 before the allocation. `answers` contains the
+    driver's result of the free.
     """
 
     address = 0
@@ -43,7 +43,7 @@ class Held:
 
     @property
     def there(self) -> bool:
-        """Whether it was not freed yet."""
+        """Whether the block is allocated and not freed yet."""
         return self.address != 0 and not self.answers
 
     def give(self) -> None:
@@ -56,16 +56,16 @@ class Held:
 
 
 class PoolBlocks:
-    """What one framework has of a GPU's pool. Any thread, also within finalizers: there is no lock."""
+    """The blocks that one framework allocated from a GPU's pool. Any thread, also within finalizers: takes no lock."""
 
     def __init__(self, pool: CappedPool | DefaultPool, ordinal: int, context: int, cap: PoolCap | None = None) -> None:
-        """`context` is the handle of the GPU's primary one, `cap` that of a pool which the driver cannot cap."""
+        """`context` is the handle of the GPU's primary context, `cap` the cap of a pool that the driver cannot cap."""
         self._pool, self._ordinal, self.context, self._cap = pool, ordinal, context, cap
         self._live: dict[int, int] = {}
         self._waiting: deque[Held] = deque()
 
     def in_use(self) -> int:
-        """Bytes of the blocks that were not given back, in one call of C."""
+        """Bytes of the blocks not given back. One C call, hence atomic."""
         return sum(self._live.values())
 
     def take(self, size: int) -> Held | None:
@@ -99,24 +99,24 @@ class PoolBlocks:
         return held
 
     def give(self, held: Held) -> None:
-        """Give a block back. One that cannot be freed now, as a CUDA graph is being captured, goes with the next."""
+        """Free a block. A block that cannot be freed during a CUDA graph capture is freed with the next one."""
         self._waiting.append(held)
         self._settle()
 
     def wait(self) -> None:
-        """Wait until what was given back is idle in the pool, so that a trim finds it."""
+        """Wait until the freed blocks are idle in the pool, so that a trim can release them."""
         self._settle()
         if self.context in _streams:
             with contexts.entered(self.context), contexts.beside_captures():
                 contexts.driver().cuStreamSynchronize(_streams[self.context])
 
     def _settle(self) -> None:
-        # While the process is off its GPUs, all frees wait: the next block that is taken or given back settles them.
+        # While the process is off its GPUs, frees are deferred: the next allocation or free carries them out.
         cuda = contexts.loaded() if suspension.now is None else None
-        while self._waiting and cuda is not None:  # None in a forked child, where CUDA cannot be used
+        while self._waiting and cuda is not None:  # None in a forked child, which cannot use CUDA
             try:
                 held = self._waiting.popleft()
-            except IndexError:  # another thread was faster
+            except IndexError:  # another thread took the last one
                 return
             try:
                 if held.there:
@@ -126,7 +126,7 @@ class PoolBlocks:
                 self._waiting.appendleft(held)
                 return
             except BaseException:
-                self._waiting.appendleft(held)  # what it has still is freed with the next
+                self._waiting.appendleft(held)  # freed with the next block, unless it is freed already
                 raise
 
     def _free(self, cuda: DriverAPI, held: Held) -> None:
@@ -134,12 +134,12 @@ class PoolBlocks:
             stream = self._stream()
             with streams.Mark(self._ordinal, None) as mark:
                 mark.before(stream)
-            self._live.pop(held.address, None)  # before: after it the address may be another block's
-            # One call, so that what the driver answers is noted at once. An error means that its context was reset.
+            self._live.pop(held.address, None)  # before the free: afterwards another block may get the address
+            # One C call records the driver's result atomically. An error means that the context was reset.
             held.answers.extend(map(cuda.cuMemFreeAsync, (held.address,), (stream,)))
 
     def _stream(self) -> int:
-        """In its context, which is current."""
+        """memguard's stream in this context, which callers have made current."""
         known = _streams.get(self.context)
         if known is None:
             made = c_void_p()
@@ -149,5 +149,5 @@ class PoolBlocks:
 
 
 def forget(context: int) -> None:
-    """The context ends, and its stream with it: the next one may have its handle."""
+    """Drop the stream of a context that ends: the next context may have its handle."""
     _streams.pop(context, None)

@@ -1,8 +1,8 @@
-"""The cap of a pool that the driver cannot cap: who allocates there asks first. For the device's default pool.
+"""The cap of a pool that the driver cannot cap, the device's default pool: allocators check it before each request.
 
-Between a look at what is in use and the allocation another thread may allocate. So each request is announced before
-the look, and counts for the others until it is in use or refused. No lock is taken unless two of them are so close to
-the cap that only one fits: then they go one after the other.
+Another thread may allocate between the check and the allocation. So each request is registered as a claim before the
+check, and counts for the other threads until it is allocated or refused. Requests take a lock only if two of them are
+so close to the cap that one alone fits: then the lock makes them run one after the other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ _PAUSE = 0.0005
 
 
 class Claim:
-    """Bytes that are about to be allocated. They count until `end`, or until this dies: an interruption loses none."""
+    """Bytes that a thread is about to allocate. They count until `end`, or until this object dies.
+
+    So an interruption leaks no claim.
+    """
 
     _claims: dict[tuple[int, int], int] | None = None
 
@@ -28,7 +31,7 @@ class Claim:
         claims[self._key] = size
 
     def end(self) -> None:
-        """It is in use by now, or was refused."""
+        """Remove the claim: the bytes are allocated by now, or were refused."""
         if self._claims is not None:
             self._claims.pop(self._key, None)
 
@@ -38,9 +41,9 @@ class Claim:
 
 
 class PoolCap:
-    """At most `most` bytes in use of one pool, by those who ask. Any thread, also within finalizers.
+    """Limits a pool to `most` bytes in use, for allocators that call `take`. Any thread, also within finalizers.
 
-    `used` reads what is in use, in bytes, whoever uses it.
+    `used` reads the pool's bytes in use, including those of other allocators.
     """
 
     def __init__(self, used: Callable[[], int], most: int) -> None:
@@ -49,9 +52,9 @@ class PoolCap:
         self._turn = Turn()
 
     def take(self, size: int) -> Claim | None:
-        """The right to allocate so many bytes now; None if they do not fit. End it after the allocation."""
+        """The right to allocate `size` bytes now; None if they exceed the cap. End the claim after the allocation."""
         claim = Claim(self._claims, size)
-        # In this order: what another thread allocates meanwhile is in one of the two figures, or in both.
+        # The order matters: another thread's allocation meanwhile is in one of the two figures, or in both.
         claimed = sum(self._claims.values())
         used = self._used()
         if used + claimed <= self._most:
@@ -63,7 +66,7 @@ class PoolCap:
         return None if found is None else found[0]
 
     def _after_others(self, size: int) -> Claim | None:
-        """It would fit, but for what other threads are about to allocate: it is seen in a moment whether they do."""
+        """Wait for the claims of other threads to end, where only these claims exceed the cap."""
         here, until = threading.get_ident(), time.monotonic() + _PATIENCE
         while True:
             claim = Claim(self._claims, size)
@@ -72,12 +75,12 @@ class PoolCap:
             if used + claimed <= self._most:
                 return claim
             claim.end()
-            mine = any(thread == here for thread, _ in list(self._claims))  # this is a finalizer within one of them
+            mine = any(thread == here for thread, _ in list(self._claims))  # a finalizer interrupted that claim
             if used + size > self._most or mine or time.monotonic() >= until:
                 return None
             time.sleep(_PAUSE)
 
     def forked(self) -> None:
-        """In a forked child: no thread of the parent's goes on."""
+        """In a forked child, drop the claims: the parent's threads do not exist there."""
         self._claims.clear()
         self._turn = Turn()

@@ -1,6 +1,6 @@
-"""The driver's memory pools: one that stops at a size, and the device's default one.
+"""The driver's memory pools: one with a maximum size, and the device's default pool.
 
-The size is the cap of torch's `cudaMallocAsync` backend, and of `strategy: pool`.
+The maximum size is the cap of torch's `cudaMallocAsync` backend, and of `strategy: pool`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Pool:
         return self._attribute(_RESERVED)
 
     def peak(self) -> int:
-        """The most bytes that it ever held from the driver."""
+        """The peak of the bytes that the pool held from the driver."""
         return self._attribute(_RESERVED_PEAK)
 
     def used(self) -> int:
@@ -59,7 +59,7 @@ class _Pool:
         return self._attribute(_USED)
 
     def keep(self) -> int | None:
-        """Set the release threshold again, if somebody has changed it: what it was found at. None if it was as set."""
+        """Set the release threshold again if other code changed it. Returns the value found, None if unchanged."""
         found = self._attribute(_RELEASE_THRESHOLD)
         if found == _NO_RELEASE:
             return None
@@ -67,15 +67,15 @@ class _Pool:
         return found
 
     def current(self) -> bool:
-        """Whether it is still the device's current pool, from which `cudaMallocAsync` takes."""
+        """Whether it is still the device's current pool, from which `cudaMallocAsync` allocates."""
         return self._current() == self._pool
 
     def trim(self, keep: int = 0) -> None:
-        """Give the unused part back to the driver, but for what the pool needs to hold `keep` bytes at least."""
+        """Release unused memory to the driver, except what the pool needs to hold at least `keep` bytes."""
         self._cuda.cuMemPoolTrimTo(self._pool, keep)
 
     def _set_threshold(self, size: int) -> None:
-        """What of the unused part stays in the pool when something is synchronised, in bytes."""
+        """Set the bytes of unused memory that the pool keeps at a synchronisation."""
         wanted = c_uint64(size)
         check("cuMemPoolSetAttribute", self._cuda.cuMemPoolSetAttribute(self._pool, _RELEASE_THRESHOLD, wanted))
 
@@ -91,7 +91,7 @@ class _Pool:
 
 
 def trim_to(pool: int, keep: int) -> None:
-    """Have a pool, given by its handle, give back what idles, until it holds no more than `keep` bytes.
+    """Release unused memory of a pool, given by its handle, until it holds at most `keep` bytes.
 
     Raises DeviceError if CUDA is not initialised or refuses.
     """
@@ -99,9 +99,9 @@ def trim_to(pool: int, keep: int) -> None:
 
 
 class CappedPool(_Pool):
-    """A memory pool of at most `max_size` bytes, made the device's current one: `cudaMallocAsync` takes from it.
+    """A memory pool of at most `max_size` bytes, made the device's current one: `cudaMallocAsync` allocates from it.
 
-    Measured: PyTorch's async backend stops at exactly `maxSize` and raises its own OutOfMemoryError, while the
+    Measured: PyTorch's async backend stops at exactly `maxSize` and raises its own OutOfMemoryError; its memory
     fraction alone let the default pool hold 4 % more. Raises DeviceError if CUDA is not initialised or refuses.
     """
 
@@ -113,7 +113,7 @@ class CappedPool(_Pool):
         check("cuMemPoolCreate", cuda.cuMemPoolCreate(pool, wanted))
         self._pool = pool.value or 0
         try:
-            # As PyTorch sets it on the default pool: freed memory stays in the pool until it is trimmed.
+            # PyTorch's own setting of the default pool: freed memory stays in the pool until a trim.
             self._set_threshold(_NO_RELEASE)
             check("cuDeviceSetMemPool", cuda.cuDeviceSetMemPool(self._device, self._pool))
         except BaseException:
@@ -121,17 +121,17 @@ class CappedPool(_Pool):
             raise
 
     def restore(self) -> None:
-        """Make the former pool current again. The driver frees this one after its last allocation is freed."""
+        """Make the former pool current again. The driver destroys this pool after its last allocation is freed."""
         if self._destroyed:
             return
         if self._current() == self._pool:
             check("cuDeviceSetMemPool", self._cuda.cuDeviceSetMemPool(self._device, self._before))
-        self._destroyed = True  # first: nobody may destroy it twice, whatever comes in between
+        self._destroyed = True  # first, so that an interruption cannot lead to a second destroy
         self._cuda.cuMemPoolDestroy(self._pool)
 
 
 class DefaultPool(_Pool):
-    """The device's default pool, made its current one. It cannot be capped; its release threshold is set to "never"."""
+    """The device's default pool, made its current one. It has no maximum size; its release threshold is "never"."""
 
     def __init__(self, ordinal: int) -> None:
         super().__init__(ordinal)
@@ -139,7 +139,7 @@ class DefaultPool(_Pool):
         check("cuDeviceGetDefaultMemPool", self._cuda.cuDeviceGetDefaultMemPool(pool, self._device))
         self._pool = pool.value or 0
         self._threshold = self._attribute(_RELEASE_THRESHOLD)
-        """As others want it."""
+        """The threshold to restore: other code's latest value."""
         try:
             self._set_threshold(_NO_RELEASE)
             if self._before != self._pool:
@@ -155,7 +155,7 @@ class DefaultPool(_Pool):
         return found
 
     def restore(self) -> None:
-        """The release threshold as others have set it last, and the former current pool."""
+        """Restore the release threshold that other code set last, and the former current pool."""
         if self._attribute(_RELEASE_THRESHOLD) == _NO_RELEASE:
             self._set_threshold(self._threshold)
         if self._before != self._pool and self._current() == self._pool:

@@ -22,7 +22,7 @@ _ELSEWHERE = {
 
 
 class RealHost:
-    """`Host` over NVML and CUDA. A child process asks for CUDA's order if CUDA is not initialised here."""
+    """`Host` over NVML and CUDA. A child process reads CUDA's order if CUDA is not initialised here."""
 
     simulated = False
 
@@ -42,7 +42,7 @@ class RealHost:
                 "or try a budget with memguard.init(..., simulate='h200')",
             )
         self._nvml = Nvml()
-        self._lock = threading.RLock()  # a signal handler or a finalizer may come within a call
+        self._lock = threading.RLock()  # re-entrant: a signal handler or a finalizer may interrupt a call
         self.spills = machine_memory.wsl(os.uname().release)
         self._cuda: tuple[contexts.VisibleDevice, ...] | None = None
 
@@ -64,7 +64,7 @@ class RealHost:
 
     def _visible(self, all_of_them: tuple[Device, ...], ordinals: bool) -> tuple[Device, ...]:
         hidden, refused = os.environ.get("CUDA_VISIBLE_DEVICES"), self._nvml.refused
-        if cuda_order.hides_all(hidden) and not contexts.initialised():  # an initialised CUDA read the variable before
+        if cuda_order.hides_all(hidden) and not contexts.initialised():  # CUDA reads it at initialisation only
             raise DeviceError(_shows_none(hidden, len(all_of_them)), missing=True)
         alone = len(all_of_them) == 1 and not refused
         silent = next((device for device in all_of_them if device.unified), None)
@@ -84,11 +84,11 @@ class RealHost:
                 )
             return (replace(all_of_them[0], ordinal=0),) if alone else all_of_them
         if not asked:
-            # Without the variable something else keeps CUDA from a GPU that is there.
+            # With the variable unset, something else prevents CUDA from using an existing GPU.
             raise DeviceError(_shows_none(hidden, len(all_of_them)), missing=hidden is not None)
         by_uuid = {device.uuid: device for device in all_of_them}
         for gpu in asked:
-            if gpu.uuid not in by_uuid:  # a MIG part, or a GPU that NVML does not list: it would have no cap
+            if gpu.uuid not in by_uuid:  # a MIG instance, or a GPU missing from NVML's list: it would have no cap
                 parted = (divided(device.name, device.uuid) for device in all_of_them if self._nvml.mig(device.uuid))
                 unlisted = Advice(f"CUDA shows {gpu.uuid}, and NVML does not", "compare with `nvidia-smi -L`")
                 raise DeviceError(next(parted, refused[0] if refused else unlisted))
@@ -110,7 +110,7 @@ class RealHost:
         return self._nvml.processes(device.uuid)
 
     def context_active(self, device: Device) -> bool | None:
-        asked = self._cuda or self._ask(child=False)  # once known, it needs no lock
+        asked = self._cuda or self._ask(child=False)  # constant once known, so read without the lock
         if asked is None:  # nothing has initialised CUDA
             return False
         for gpu in asked:
@@ -119,7 +119,7 @@ class RealHost:
         return None
 
     def libraries(self) -> frozenset[str]:
-        from memguard._devices import loaded  # for the first reading, not for init
+        from memguard._devices import loaded  # imported by the first reading, so that init stays fast
 
         return loaded.doors.libraries()
 
@@ -129,7 +129,7 @@ class RealHost:
         return loaded.doors.entries(mark)
 
     def multiprocessors(self, uuid: str) -> int | None:
-        """The driver's own count, to check what a framework believes; None if CUDA cannot be asked."""
+        """The driver's count of multiprocessors, to check a framework's count; None if CUDA cannot be read."""
         return next((c.multiprocessors for c in self._ask(child=False) or () if c.uuid == uuid), None)
 
     def close(self) -> None:
@@ -137,13 +137,13 @@ class RealHost:
 
     def _ask(self, *, child: bool) -> tuple[contexts.VisibleDevice, ...] | None:
         with self._lock:
-            if self._cuda is None:  # after cuInit, what CUDA shows cannot change
+            if self._cuda is None:  # after cuInit, the visible GPUs cannot change
                 self._cuda = cuda_order.visible(ask_child=child)
             return self._cuda
 
 
 def _joined(device: Device, gpu: contexts.VisibleDevice) -> Device:
-    """NVML's device with CUDA's number, and with CUDA's total if it has no memory of its own."""
+    """NVML's device with CUDA's ordinal, and with CUDA's total for unified memory."""
     if not device.unified:
         return replace(device, ordinal=gpu.ordinal)
     if not gpu.integrated or not gpu.total:

@@ -1,10 +1,10 @@
 """GPU memory that another process can map: `cuMemCreate` with file descriptors, and `cuMemAlloc`'s IPC handles.
 
-Both through the libcuda that is loaded.
+All calls go through the loaded libcuda.
 
-Measured on an H200: the driver allocates in pieces of 2 MiB, and mapping one takes 250 us; a process that maps a
-handle of either kind keeps the memory, even after its maker is gone. An IPC handle opens the driver's whole block,
-with whatever else lies in it.
+Measured on an H200: the driver allocates in pieces of 2 MiB, and mapping one takes 250 us; a process that maps a handle
+of either kind keeps the memory, even after the exporting process has ended. An IPC handle opens the driver's whole
+block, including other arrays in it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from memguard._devices.libcuda import (
 from memguard.errors import DeviceError
 
 _PINNED, _ON_DEVICE, _FILE, _READ_WRITE = 1, 1, 1, 3  # CU_MEM_…
-_LAZY_PEERS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
+_LAZY_PEERS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag of cuda.h
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 HANDLE_BYTES = sizeof(CUipcMemHandle)
 PAGE = 2 * MIB
-"""The driver's blocks of more than 1 MiB begin and end at a multiple of it; smaller ones share one."""
+"""Bytes. The driver's blocks of more than 1 MiB begin and end at a multiple of it; smaller blocks share one."""
 _retained: dict[int, int] = {}
-"""The primary contexts that were retained here for mapped memory. They stay, as a framework's would."""
+"""The primary contexts retained here for mapped memory. They stay, like a framework's."""
 
 
 class NoRoom(DeviceError):
@@ -47,7 +47,7 @@ class NoRoom(DeviceError):
 
 
 class Allocation:
-    """A separate allocation of `size` bytes on the GPU `ordinal`. Only who receives `fd` can map it."""
+    """A separate allocation of `size` bytes on the GPU `ordinal`. Only a process that receives `fd` can map it."""
 
     __slots__ = ("_free", "fd", "ordinal", "size")
 
@@ -55,7 +55,7 @@ class Allocation:
         self.ordinal, self.size, self.fd, self._free = ordinal, size, fd, free
 
     def close(self) -> None:
-        """Release it. A process that has mapped it keeps it."""
+        """Release the memory. A process that has mapped it keeps it."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
@@ -63,7 +63,7 @@ class Allocation:
 
 
 class Mapping:
-    """Another process's memory at `address`, until `close`."""
+    """Another process's memory, mapped at `address` until `close`."""
 
     __slots__ = ("_context", "_undo", "address")
 
@@ -71,7 +71,7 @@ class Mapping:
         self.address, self._context, self._undo = address, context, undo
 
     def close(self) -> None:
-        """Unmap it, from any thread. All work on it has to be done."""
+        """Unmap the memory, from any thread. All work on it must be done."""
         with contexts.beside_captures(), contexts.entered(self._context):
             self._undo.close()
 
@@ -82,15 +82,15 @@ def uuid(ordinal: int) -> str | None:
 
 
 def ordinal(uuid: str) -> int | None:
-    """CUDA's ordinal of a GPU in this process; None if CUDA does not show it. Initialises CUDA if nothing has."""
+    """CUDA's ordinal of a GPU in this process; None if CUDA does not show it. Initialises CUDA on demand."""
     _initialise()
     return contexts.ordinals().get(uuid)
 
 
 def duplicate(ordinal: int, address: int, nbytes: int, context: int | None = None) -> Allocation:
-    """A copy in a separate allocation that others can map; the copy is done when this returns.
+    """Copy memory into a separate allocation that other processes can map. The copy is done when this returns.
 
-    `context` is one that the memory can be read in; None for the GPU's primary one. Raises NoRoom, DeviceError.
+    `context` is a context that can read the memory; None for the GPU's primary one. Raises NoRoom, DeviceError.
     """
     cuda, here = _driver(), contexts.entered(context or contexts.primary(ordinal) or 0)
     with contexts.beside_captures(), here, contextlib.ExitStack() as undo:
@@ -99,7 +99,7 @@ def duplicate(ordinal: int, address: int, nbytes: int, context: int | None = Non
         with contextlib.ExitStack() as unmap:
             copied = _map(cuda, unmap, ordinal, handle, size)
             rest = size - nbytes
-            if rest:  # it may hold another process's data
+            if rest:  # zero the rest: it may hold another process's data
                 check("cuMemsetD8", cuda.cuMemsetD8_v2(copied + nbytes, 0, rest))
             copies.device(copied, address, nbytes, ordinal)
         fd = c_int(-1)
@@ -111,9 +111,9 @@ def duplicate(ordinal: int, address: int, nbytes: int, context: int | None = Non
 
 
 def block_handle(address: int, context: int | None, ordinal: int) -> tuple[int, int, bytes | None]:
-    """Start and bytes of the driver's block at an address, and its IPC handle; None if the driver gives none.
+    """Start and bytes of the driver's block at an address, and its IPC handle; None if the driver has no handle.
 
-    It gives none for blocks of a pool (`cuMemAllocAsync`) and for pieces of `cuMemCreate` (measured).
+    Blocks of a pool (`cuMemAllocAsync`) and pieces of `cuMemCreate` have none (measured).
     """
     cuda, handle = _driver(), CUipcMemHandle()
     with contexts.entered(context or contexts.primary(ordinal) or 0):
@@ -123,7 +123,7 @@ def block_handle(address: int, context: int | None, ordinal: int) -> tuple[int, 
 
 
 def map_file(ordinal: int, fd: int, size: int) -> Mapping:
-    """Map the memory behind another process's `fd`, all `size` bytes of it. The caller keeps and closes `fd`."""
+    """Map all `size` bytes of memory behind another process's `fd`. The caller keeps and closes `fd`."""
     with _present(ordinal) as cuda, contextlib.ExitStack() as undo:
         handle = c_uint64()
         check("cuMemImportFromShareableHandle", cuda.cuMemImportFromShareableHandle(handle, fd, _FILE))
@@ -133,7 +133,7 @@ def map_file(ordinal: int, fd: int, size: int) -> Mapping:
 
 
 def map_block(ordinal: int, handle: bytes, size: int) -> Mapping:
-    """Open the block behind another process's IPC handle, which has to have `size` bytes."""
+    """Open the block behind another process's IPC handle, which must have `size` bytes."""
     with _present(ordinal) as cuda, contextlib.ExitStack() as undo:
         address, given = c_uint64(), CUipcMemHandle.from_buffer_copy(handle)
         check("cuIpcOpenMemHandle", cuda.cuIpcOpenMemHandle_v2(address, given, _LAZY_PEERS))
@@ -148,13 +148,13 @@ def map_block(ordinal: int, handle: bytes, size: int) -> Mapping:
 
 
 def _undone(name: str, call: Callable[..., int], *given: object) -> None:
-    """Give something back. A failure is only logged: there is nothing left to do about it."""
+    """Release a resource. A failure is only logged, as nothing can repair it."""
     if code := call(*given):
         _log.debug("CUDA: %s: error %d", name, code)
 
 
 def _create(cuda: DriverAPI, ordinal: int, nbytes: int) -> tuple[int, int]:
-    """Memory of at least `nbytes` that can be shared: its bytes, and its handle in this process."""
+    """Allocate at least `nbytes` of shareable memory. Returns its bytes, and its handle in this process."""
     kind = CUmemAllocationProp(_PINNED, _FILE, CUmemLocation(_ON_DEVICE, ordinal))
     piece, handle = c_size_t(), c_uint64()
     check("cuMemGetAllocationGranularity", cuda.cuMemGetAllocationGranularity(piece, kind, 0))
@@ -169,7 +169,7 @@ def _create(cuda: DriverAPI, ordinal: int, nbytes: int) -> tuple[int, int]:
 
 
 def _map(cuda: DriverAPI, undo: contextlib.ExitStack, ordinal: int, handle: int, size: int) -> int:
-    """Map the memory into this process, readable and writable on its GPU, until `undo` is closed; its address."""
+    """Map memory, readable and writable on its GPU, until `undo` is closed. Returns its address."""
     reserved, access = c_uint64(), CUmemAccessDesc(CUmemLocation(_ON_DEVICE, ordinal), _READ_WRITE)
     check("cuMemAddressReserve", cuda.cuMemAddressReserve(reserved, size, 0, 0, 0))
     address = reserved.value
@@ -182,7 +182,7 @@ def _map(cuda: DriverAPI, undo: contextlib.ExitStack, ordinal: int, handle: int,
 
 @contextlib.contextmanager
 def _present(ordinal: int) -> Iterator[DriverAPI]:
-    """libcuda, with the GPU's primary context current: made if there is none, and released if the block raises."""
+    """Make the GPU's primary context current: created on demand, and released if the block raises. Yields libcuda."""
     cuda = _driver()
     new = ordinal not in _retained
     device, context = c_int(), c_void_p()
@@ -201,7 +201,7 @@ def _present(ordinal: int) -> Iterator[DriverAPI]:
 
 
 def _initialise() -> None:
-    """Run `cuInit` if nothing has: the only place that does in a user's process, who asks for it by attaching."""
+    """Run `cuInit` if needed: the only place that does so in a user's process, which requested it by attaching."""
     if contexts.loaded() is not None:
         return
     try:

@@ -1,4 +1,4 @@
-"""Simulated GPUs: the one place that holds their state. What a user may call one is in `catalog.py`."""
+"""The state of the simulated GPUs; `catalog.py` has the names that a user may give them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from memguard._devices.catalog import Model
 from memguard.errors import DeviceError
 
 CONTEXT = 518 * MIB
-"""The primary CUDA context, once per process and device. Measured: 518 MiB with PyCUDA on an H200."""
+"""Bytes of the primary CUDA context, once per process and device. Measured: 518 MiB with PyCUDA on an H200."""
 PID = (1 << 22) + 1
 """The simulated process: one above the largest PID of Linux, so that no real process has it."""
 
@@ -48,7 +48,7 @@ class _State:
 
     def note_peak(self) -> None:
         process = self.process
-        if process > self.peak:  # not `max`: a call lets a signal handler in, which may raise the peak
+        if process > self.peak:  # a plain `if`, not `max`: a signal handler during that call may raise the peak
             self.peak = process
 
     @property
@@ -57,11 +57,11 @@ class _State:
 
 
 class SimulatedHost:
-    """`Host` with simulated GPUs, and the calls by which simulated frameworks take memory. Thread-safe.
+    """`Host` with simulated GPUs, and the calls through which simulated frameworks allocate. Thread-safe.
 
-    `names` are `Model`s, or names as `catalog.models` takes them: most of one GPU, a file of devices of several.
-    Figures are exact bytes: the simulated frameworks round to the 2 MiB pages in which a real driver allocates.
-    Raises DeviceError for an unknown name, and ConfigError for a wrong file.
+    `names` are `Model`s, or names that `catalog.models` accepts: most name one GPU, a file of devices several. Figures
+    are exact bytes: the simulated frameworks round to the 2 MiB pages of a real driver. Raises DeviceError for an
+    unknown name, and ConfigError for an invalid file.
     """
 
     simulated = True
@@ -73,9 +73,9 @@ class SimulatedHost:
             raise DeviceError("a simulated host needs at least one GPU", fix="name one, for example 'h200'")
         self.names = tuple(catalog.canonical(name) if isinstance(name, str) else name.name for name in names)
         kinds = [kind for name in names for kind in (catalog.models(name) if isinstance(name, str) else (name,))]
-        # Re-entrant: a signal handler or a finalizer may come within a call.
+        # Re-entrant: a signal handler or a finalizer may interrupt a call.
         self.lock: Any = ranked(threading.RLock(), Rank.ALLOCATOR)
-        """Of the machine and the simulated frameworks on it: signal handlers would take two of them in any order."""
+        """One lock for the machine and its simulated frameworks: signal handlers would take two locks in any order."""
         self._states: dict[str, _State] = {}
         for index, kind in enumerate(kinds):
             uuid = f"GPU-00000000-0000-4000-8000-{index:012x}"
@@ -96,7 +96,7 @@ class SimulatedHost:
         return tuple(state.device for state in self._states.values())
 
     def memory(self, device: Device) -> MemoryInfo:
-        """As NVML v2 reports it: total = reserved + used + free, to the byte. NVML says nothing of unified memory."""
+        """As NVML v2 reports it: total = reserved + used + free, to the byte. NVML reports no unified memory."""
         with self._state(device) as state:
             free, true = state.free, state.device
             if true.unified:
@@ -119,16 +119,17 @@ class SimulatedHost:
         return self._loaded
 
     def load(self, *libraries: str) -> None:
-        """This process loads libraries, by their names in `LIBRARIES`. What their first use takes, `take` takes."""
+        """Load libraries into this process, by their names in `LIBRARIES`. `take` charges the memory of their first
+        use."""
         with self.lock:
             self._loaded |= frozenset(libraries)
 
     def entries(self, mark: bool = True) -> frozenset[tuple[str, int]]:
-        """Empty, as where nothing tells of them, until the first `enter`."""
+        """Empty until the first `enter`, as on a machine where no library is observable."""
         return frozenset(self._entries.items())
 
     def enter(self, *doors: str) -> None:
-        """A thread of this process runs the functions behind those of `DOORS`."""
+        """Run the entry functions of these `DOORS` on a thread of this process."""
         with self.lock:
             self._entries = {name: self._entries.get(name, 0) + (name in doors) for name in DOORS}
 
@@ -136,24 +137,24 @@ class SimulatedHost:
         return self._states[uuid].model.multiprocessors if uuid in self._states else None
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Does nothing: a simulated host has no resources."""
 
     def take(self, device: Device, nbytes: int) -> None:
-        """This process takes memory from the driver. SimulatedOutOfMemory if it is not free."""
+        """Allocate driver memory for this process. SimulatedOutOfMemory if too few bytes are free."""
         with self._state(device) as state:
             self._check(state, nbytes)
             state.taken += nbytes
             state.note_peak()
 
     def give(self, device: Device, nbytes: int) -> None:
-        """This process gives memory back. ValueError for more than it took."""
+        """Free driver memory of this process. ValueError for more than it holds."""
         with self._state(device) as state:
             if not 0 <= nbytes <= state.taken:
                 raise ValueError(f"giving back {nbytes} bytes of {state.taken} taken")
             state.taken -= nbytes
 
     def open_context(self, device: Device, nbytes: int = CONTEXT) -> bool:
-        """Open this process's primary context; False if it is open already (it is shared)."""
+        """Open this process's primary context; False if it is open already, as frameworks share it."""
         with self._state(device) as state:
             if state.context is not None:
                 return False
@@ -163,7 +164,7 @@ class SimulatedHost:
             return True
 
     def occupy(self, device: Device, pid: int, nbytes: int) -> None:
-        """Another process now holds `nbytes` in all; 0 if it has ended."""
+        """Set the bytes of another process to `nbytes` in all; 0 if it has ended."""
         if pid == PID:
             raise ValueError("occupy is for other processes; this one uses take and give")
         with self._state(device) as state:
@@ -178,7 +179,7 @@ class SimulatedHost:
                 state.others[pid] = nbytes
 
     def peak(self, device: Device) -> int:
-        """The most bytes that this process ever held on the device, its context included."""
+        """The peak of this process's bytes on the device, its context included."""
         with self._state(device) as state:
             return state.peak
 

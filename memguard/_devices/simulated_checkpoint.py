@@ -1,6 +1,6 @@
-"""Processes that can be suspended, without a driver: what an H200 with driver 580.159 answered, call by call.
+"""Simulated checkpoints of processes, which return what an H200 with driver 580.159 returned, call by call.
 
-For simulated guards and for tests, which make calls fail, hang, or end the helper.
+For simulated guards, and for tests that make calls fail or hang, or kill the helper.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from memguard._devices.checkpoint import State
 
 
 class Fault(NamedTuple):
-    """What goes wrong at a call.
+    """The fault of one call.
 
     code   it returns `code` and does nothing; a restore that returns 1 or 2 has destroyed the process
     hang   it does not return in time (HelperHangs); `done`: the operation ends by itself in the target
@@ -33,12 +33,12 @@ class HelperHangs(Exception):
 
 
 class HelperDied(Exception):
-    """The simulated helper was killed within the call."""
+    """The simulated helper was killed during the call."""
 
 
 @dataclass
 class Target:
-    """A simulated process: its state, and its bytes by GPU (UUID), wherever they lie."""
+    """A simulated process: its state, and its bytes by GPU (UUID), on the GPU or in host memory."""
 
     bytes: dict[str, int]
     state: State = State.RUNNING
@@ -47,7 +47,7 @@ class Target:
     importer: bool = False
     destroyed: bool = False
     stuck: dict[str, int] = field(default_factory=dict)
-    """What a failed restore had got by then."""
+    """The bytes by GPU that a failed restore had allocated."""
     calls: list[str] = field(default_factory=list)
 
     @property
@@ -62,7 +62,7 @@ class Target:
 
 
 class SimulatedCheckpoint:
-    """`Checkpoint` over simulated processes. `cards`: bytes of each GPU (UUID) that processes may have. Thread-safe."""
+    """`Checkpoint` over simulated processes. `cards`: bytes of each GPU (UUID) available to processes. Thread-safe."""
 
     def __init__(self, cards: Mapping[str, int]) -> None:
         self.cards = dict(cards)
@@ -70,12 +70,12 @@ class SimulatedCheckpoint:
         self.others: dict[str, int] = dict.fromkeys(cards, 0)
         """Bytes of processes that cannot be suspended."""
         self.held: dict[str, int] = dict.fromkeys(cards, 0)
-        """A placeholder's."""
+        """Bytes of a placeholder."""
         self.faults: dict[str, deque[Fault]] = {}
         self._lock = threading.RLock()
 
     def fail(self, call: str, *faults: Fault) -> None:
-        """What goes wrong at the next calls of that name (`state`, `lock`, …), one after the other."""
+        """Queue faults for the next calls of this name (`state`, `lock`, …), one fault a call."""
         self.faults.setdefault(call, deque()).extend(faults)
 
     def used(self, uuid: str) -> int:

@@ -1,9 +1,9 @@
-"""Order between streams: one waits for the work that another was given before. CUDA events, through ctypes.
+"""Order between streams, by CUDA events: later work of one stream waits for earlier work of another.
 
 Measured on an H200: `cuCtxRecordEvent` covers non-blocking streams, which an event on the legacy default stream does
-not. It and `cuCtxSynchronize` end a CUDA graph capture that any thread has under way in the context, so callers give
-the stream if they know it; recording on a stream that is not captured disturbs no capture. A stream that has nothing
-left to do (`cuStreamQuery`) needs no event.
+not. It and `cuCtxSynchronize` break a CUDA graph capture of any thread in the context, so callers pass the stream if
+they know it; recording on a stream that is not captured breaks no capture. A stream with all work done
+(`cuStreamQuery`) needs no event.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _CAPTURED = (900, 901, _IMPLICIT)  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, _INV
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _CONTEXT, _ORDINAL = 1, 9  # CU_POINTER_ATTRIBUTE_CONTEXT, CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 PER_THREAD = _NAMED = 2
-"""CU_STREAM_PER_THREAD. A handle up to this one names a default stream of the current context."""
+"""CU_STREAM_PER_THREAD. Handles up to this one name a default stream of the current context."""
 LEGACY = 1
-"""CU_STREAM_LEGACY: DLPack and the CUDA array interface name the default stream so."""
+"""CU_STREAM_LEGACY: DLPack's and the CUDA array interface's handle of the default stream."""
 _idle: dict[int, list[int]] = {}
-"""Free events of each primary context, to be used again: creating one costs as much as recording it."""
+"""Free events of each primary context, for reuse: creating an event costs as much as recording it."""
 
 
 class Captured(DeviceError):
-    """A CUDA graph is being captured, and the call would end the capture."""
+    """A CUDA graph is being captured, and the call would break the capture."""
 
 
 class StreamHandle(int):
@@ -46,9 +46,9 @@ class StreamHandle(int):
 
 
 class Mark:
-    """All work that `stream` was given so far, on the GPU `ordinal`; without a stream all work of the context.
+    """An event after all work given to `stream` so far, on the GPU `ordinal`; without a stream, to the context.
 
-    `context` is given if it is not the GPU's primary one. Raises DeviceError if CUDA refuses.
+    `context` is the context's handle if it is not the GPU's primary one. Raises DeviceError if CUDA refuses.
     """
 
     __slots__ = ("_cuda", "_event", "_of", "_primary")
@@ -58,7 +58,7 @@ class Mark:
         self._event, self._primary = 0, contexts.primary(ordinal) or 0
         self._of = self._primary if context is None else context
         if not self._of:
-            return  # no context: the GPU was never given any work
+            return  # no context, hence no work on the GPU
         with contexts.entered(self._of):
             if stream is None and not hasattr(cuda, "cuCtxRecordEvent"):  # a driver before 12.5
                 _check("cuCtxSynchronize", cuda.cuCtxSynchronize())
@@ -75,14 +75,14 @@ class Mark:
             return self._over()
 
     def before(self, stream: int) -> None:
-        """Later work of `stream`, on the same GPU, runs after the marked work. The host does not wait."""
+        """Make later work of `stream`, on the same GPU, run after the marked work. The host does not wait."""
         if self._event:
             with contexts.entered(self._primary or self._of):  # handles 0 to 2 name a stream of the current context
                 code = self._cuda.cuStreamWaitEvent(stream, self._event, 0)
             self._succeeded("cuStreamWaitEvent", code)
 
     def wait(self) -> None:
-        """The host waits for the work, without the GIL, and breaks no CUDA graph capture."""
+        """Make the host wait for the work, without the GIL. Breaks no CUDA graph capture."""
         if self._event:
             with contexts.beside_captures():
                 event = self._event
@@ -91,7 +91,7 @@ class Mark:
 
     def _over(self) -> bool:
         event = self._event
-        if not event:  # a signal handler has closed it meanwhile
+        if not event:  # closed by a signal handler meanwhile
             return True
         code = self._cuda.cuEventQuery(event)
         if code != _NOT_READY:
@@ -99,18 +99,18 @@ class Mark:
         return bool(code == 0)
 
     def _succeeded(self, call: str, code: int) -> None:
-        """Raises if the call failed. The event is then in an unknown state, so it is destroyed."""
+        """Raise if the call failed. It leaves the event in an unknown state, so destroy the event."""
         if code:
             event, self._event = self._event, 0
             self._cuda.cuEventDestroy_v2(event)
-            _idle.pop(self._of, None)  # if the context was reset, its other events are gone too
+            _idle.pop(self._of, None)  # after a reset of the context, its other events are invalid too
             _check(call, code)
 
     def close(self) -> None:
         event, self._event = self._event, 0
         if event and self._of == self._primary:
             _idle.setdefault(self._of, []).append(event)
-        elif event:  # a context that is not primary may end, and its events with it
+        elif event:  # a context that is not primary may end, which destroys its events
             self._cuda.cuEventDestroy_v2(event)
 
     def __enter__(self) -> Mark:
@@ -123,10 +123,10 @@ class Mark:
 
 
 def follow(ordinal: int, first: int | None, then: int | None, context: int | None = None) -> None:
-    """Later work of the stream `then` (None: the host) runs after the work of `first` (None: the whole context).
+    """Make later work of stream `then` (None: the host) run after the work of `first` (None: the whole context).
 
-    Does nothing if both are the same stream, or if that of `first` is done. Raises DeviceError if CUDA refuses,
-    Captured if it would end a capture.
+    Does nothing if both are the same stream, or if the work of `first` is done. Raises DeviceError if CUDA refuses,
+    Captured if the call would break a capture.
     """
     if first is not None and then is not None and (first or LEGACY) == (then or LEGACY):  # 0 and 1 are the same stream
         return
@@ -146,16 +146,16 @@ def follow(ordinal: int, first: int | None, then: int | None, context: int | Non
 
 
 def follow_default(ordinal: int, then: int, context: int | None = None) -> None:
-    """Later work of the stream `then` runs after that of the legacy default stream, and of all streams it waits for.
+    """Make later work of stream `then` run after the work of the legacy default stream and of all blocking streams.
 
-    By an event, which is work that waits for those streams (documented). It is not documented that `cuStreamQuery` of
-    the default stream asks about them too. Raises as `follow` does.
+    It records an event, for which the default stream waits for the blocking streams (documented). CUDA does not
+    document that `cuStreamQuery` of the default stream includes them. Raises as `follow` does.
     """
     if (then or LEGACY) == LEGACY:
         return
     if capturing(ordinal, then) or capturing(
         ordinal, LEGACY
-    ):  # the latter raises if the default stream may not be used
+    ):  # `capturing` raises Captured if the default stream is unusable
         raise _apart()
     with Mark(ordinal, LEGACY, context) as mark:
         if not mark.passed():
@@ -163,11 +163,11 @@ def follow_default(ordinal: int, then: int, context: int | None = None) -> None:
 
 
 def quiet(ordinal: int, stream: int | None, other: int | None, inside: bool = False) -> bool | None:
-    """Whether a stream of the GPU's primary context has nothing left to do; without a stream the whole context.
+    """Whether a stream of the GPU's primary context has all work done; without a stream, the whole context.
 
-    None if the calls below have to find out: the stream or `other` may be recording a CUDA graph, or there is no
-    context. Every hand-over asks this, so it is written out: the current context is looked up once, and nothing else
-    is asked twice. `inside`: the context is current. Never waits. Raises DeviceError if CUDA refuses.
+    None if callers must use the slower calls below: the stream or `other` may be capturing a CUDA graph, or there is no
+    context. Every hand-over calls this, so it is inlined: it looks up the current context once, and reads nothing
+    twice. `inside`: the context is current. Never waits. Raises DeviceError if CUDA refuses.
     """
     cuda, context = contexts.driver(), contexts.primary(ordinal)
     if not context:
@@ -188,7 +188,7 @@ def quiet(ordinal: int, stream: int | None, other: int | None, inside: bool = Fa
             return None
     event = 0
     if stream is None:
-        record = getattr(cuda, "cuCtxRecordEvent", None)  # a driver before 12.5 has none
+        record = getattr(cuda, "cuCtxRecordEvent", None)  # missing in drivers before 12.5
         if record is None:
             return None
         event, call = _event(cuda, context), "cuCtxRecordEvent"
@@ -196,7 +196,7 @@ def quiet(ordinal: int, stream: int | None, other: int | None, inside: bool = Fa
     else:
         code, call = 0, "cuStreamQuery"
     if not code:
-        mode = c_int(_RELAXED)  # as `contexts.beside_captures`: CUDA puts the mode before here
+        mode = c_int(_RELAXED)  # as `contexts.beside_captures`: CUDA stores the former mode here
         try:
             cuda.cuThreadExchangeStreamCaptureMode(mode)
             if stream is None:
@@ -207,7 +207,7 @@ def quiet(ordinal: int, stream: int | None, other: int | None, inside: bool = Fa
             if mode.value != _RELAXED:
                 cuda.cuThreadExchangeStreamCaptureMode(mode)
     if code and code != _NOT_READY:
-        if event:  # it is in an unknown state; if the context was reset, its other events are gone too
+        if event:  # unusable after the failed call
             cuda.cuEventDestroy_v2(event)
             _idle.pop(context, None)
         _check(call, code)
@@ -217,10 +217,11 @@ def quiet(ordinal: int, stream: int | None, other: int | None, inside: bool = Fa
 
 
 def capturing(ordinal: int, stream: int) -> bool:
-    """Whether the stream is recording a CUDA graph. Asking does not disturb it.
+    """Whether the stream is capturing a CUDA graph. The query breaks no capture.
 
-    The legacy default stream never is. Captured, if it may not even be asked whether it is idle: a stream that it waits
-    for is recording, and any use of the default stream would end that (documented of `cuStreamIsCapturing`).
+    CUDA never captures the legacy default stream. Raises Captured if even a query of the default stream is forbidden: a
+    stream that it waits for is capturing, and any use of the default stream would break that capture (documented for
+    `cuStreamIsCapturing`).
     """
     status = c_int()
     if stream > _NAMED:
@@ -237,13 +238,13 @@ def capturing(ordinal: int, stream: int) -> bool:
 
 
 def idle(ordinal: int, stream: int, context: int | None = None) -> bool:
-    """Whether the stream has nothing left to do (`cuStreamQuery`). Never waits.
+    """Whether all work of the stream is done (`cuStreamQuery`). Never waits.
 
-    Not for a stream that is recording a CUDA graph: that would end its capture. `context` as for `Mark`.
+    Not for a stream that is capturing a CUDA graph: the query would break its capture. `context` as for `Mark`.
     """
     cuda, of = contexts.driver(), contexts.primary(ordinal) if context is None else context
     if not of:
-        return True  # no context: the GPU was never given any work
+        return True  # no context, hence no work on the GPU
     with contexts.entered(of), contexts.beside_captures():
         code = cuda.cuStreamQuery(stream)
     if code != _NOT_READY:
@@ -252,9 +253,10 @@ def idle(ordinal: int, stream: int, context: int | None = None) -> bool:
 
 
 def awaits_capture(context: int) -> bool:
-    """Whether a stream that the legacy default stream waits for is recording a CUDA graph, in a context.
+    """Whether, in a context, a stream that the legacy default stream waits for is capturing a CUDA graph.
 
-    Work on the legacy stream would end that capture. Asking does not (documented: CUDA_ERROR_STREAM_CAPTURE_IMPLICIT).
+    Work on the legacy stream would break that capture. The query does not (documented:
+    CUDA_ERROR_STREAM_CAPTURE_IMPLICIT).
     """
     with contexts.entered(context):
         return contexts.driver().cuStreamIsCapturing(LEGACY, c_int()) != 0
@@ -269,15 +271,15 @@ def blocking(stream: int) -> bool:
 
 
 def forget(context: int) -> None:
-    """The context ends: its events are gone, and the next one may have its handle."""
+    """Drop the events of a context that ends: the next context may have its handle."""
     _idle.pop(context, None)
 
 
 def place(address: int) -> tuple[int, int | None] | None:
-    """The ordinal of an address's GPU, and the context it was allocated in (None: in no context).
+    """The ordinal of an address's GPU, and the context of its allocation (None: without a context).
 
-    None for memory that CUDA does not know, which is host memory. `cuPointerGetAttribute`, 1 us each; of a
-    known primary context the first answer is enough.
+    None for memory unknown to CUDA, which is host memory. `cuPointerGetAttribute`, 1 us a call; a known primary context
+    saves the second call.
     """
     cuda, context = contexts.loaded(), c_void_p()
     if cuda is not None and not cuda.cuPointerGetAttribute(context, _CONTEXT, address):
@@ -291,7 +293,7 @@ def place(address: int) -> tuple[int, int | None] | None:
 
 
 def _event(cuda: libcuda.DriverAPI, context: int) -> int:
-    """An event of the context, which is current."""
+    """An event of the current context `context`."""
     try:
         return _idle[context].pop()
     except (KeyError, IndexError):

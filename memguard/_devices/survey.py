@@ -1,8 +1,8 @@
-"""What the driver is and reports, for the doctor.
+"""Reads the driver's state for the doctor, in a process of its own.
 
-Runs in a process of its own: a broken driver's libraries crash and hang. `survey` reports each part as soon as it is
-read, with the fields of `memguard._tools.doctor.facts.Driver`. Unlike the rest of this room it initialises CUDA, and a
-failure is an answer like any other.
+A broken driver's libraries may crash or hang that process. `survey` reports each part as soon as it is read, with the
+fields of `memguard._tools.doctor.facts.Driver`. Unlike the rest of this room it initialises CUDA, and reports failures
+as results.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _MODES = {0: "Default", 1: "Exclusive_Thread", 2: "Prohibited", 3: "Exclusive_Pr
 _FOLDERS = ("/lib64", "/usr/lib64", "/lib", "/usr/lib", "/usr/lib/wsl/lib")
 _FILES = ("/dev/nvidia[0-9]*", "/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/dxg")
 _SWAPPED = ((535, 43), (535, 85))
-"""Drivers whose process lists have their fields swapped."""
+"""Driver versions that swap fields of NVML's process list."""
 
 
 def main(fd: int, without: Iterable[int] = ()) -> None:
-    """Report to the pipe `fd`, a line of JSON for each part. `without`: PIDs of the doctor's own, left out."""
+    """Write a line of JSON for each part to the pipe `fd`. `without`: PIDs of the doctor itself, which it omits."""
     with os.fdopen(fd, "w", encoding="utf-8", buffering=1) as pipe:
         survey(lambda part: print(json.dumps(part), file=pipe, flush=True), frozenset(without))
 
@@ -45,7 +45,7 @@ def survey(report: Callable[[dict[str, Any]], None], without: frozenset[int]) ->
 
 
 def module(root: str = "/") -> str | None:
-    """The kernel module's version; "" if it is loaded and gives none, None if it is not loaded."""
+    """The kernel module's version; "" if it is loaded without a version, None if it is not loaded."""
     with contextlib.suppress(OSError), open(os.path.join(root, "proc/driver/nvidia/version"), encoding="utf-8") as file:
         found = re.search(r"Kernel Module\s+(?:for \S+\s+)?(\d+\.\d+(?:\.\d+)?)", file.read())
         return found[1] if found else ""
@@ -71,7 +71,7 @@ def _read(folder: str, name: str) -> str:
 
 
 def files(patterns: Iterable[str] = _FILES) -> dict[str, str]:
-    """Whether each device file can be opened: by opening it, since a container's device rules show nowhere else."""
+    """Whether each device file can be opened. It opens them: no file shows a container's device rules."""
     found = {}
     for path in sorted(path for pattern in patterns for path in glob.glob(pattern)):
         try:
@@ -86,7 +86,7 @@ def files(patterns: Iterable[str] = _FILES) -> dict[str, str]:
 
 
 def nvml(without: frozenset[int]) -> dict[str, Any]:
-    """NVML, with the fields of `memguard._tools.doctor.facts.Nvml`."""
+    """NVML's state, with the fields of `memguard._tools.doctor.facts.Nvml`."""
     try:
         import pynvml as n
     except ImportError as error:
@@ -149,13 +149,14 @@ def _gpu(
 def _memory(n: Any, quiet: tuple[type[Exception], ...], handle: Any) -> dict[str, int]:
     try:
         info = n.nvmlDeviceGetMemoryInfo(handle, version=n.nvmlMemory_v2)
-    except quiet:  # this driver lacks v2; `used` then includes the driver's reserve
+    except quiet:  # a driver without v2; `used` then includes the driver's reserve
         info = n.nvmlDeviceGetMemoryInfo(handle)
     return {"total": info.total, "used": info.used, "free": info.free}
 
 
 def driver() -> Iterator[dict[str, Any]]:
-    """libcuda, with the fields of `memguard._tools.doctor.facts.Cuda`: once per step, as the next may not return."""
+    """libcuda's state, with the fields of `memguard._tools.doctor.facts.Cuda`: after each step, as the next may
+    hang."""
     found: dict[str, Any] = {"candidates": candidates(os.environ.get("LD_LIBRARY_PATH", ""), _cache())}
     try:
         cuda = libcuda.load()
@@ -164,7 +165,7 @@ def driver() -> Iterator[dict[str, Any]]:
         return
     found["path"] = mapped("libcuda")
     number = c_int()
-    with contextlib.suppress(AttributeError):  # a library of that name that is not the driver's
+    with contextlib.suppress(AttributeError):  # a library of that name from another vendor
         if cuda.cuDriverGetVersion(number) == 0:
             found["version"] = number.value
     found["checkpoint"] = libcuda.exports(*libcuda.CHECKPOINT)
@@ -224,7 +225,7 @@ def mapped(name: str) -> str | None:
 
 
 def candidates(search: str, cache: str, folders: Iterable[str] = _FOLDERS) -> list[str]:
-    """Each libcuda.so.1 that the loader could find, in its order: LD_LIBRARY_PATH, its cache, the usual folders."""
+    """Each libcuda.so.1 in the loader's search order: LD_LIBRARY_PATH, the loader's cache, the usual folders."""
     wide = ("x86-64", "AArch64") if sys.maxsize > 1 << 32 else ()
     cached = [
         line.rpartition(" => ")[2].strip()

@@ -1,8 +1,8 @@
-"""Whether this process is off its GPUs now: what every layer asks before it calls CUDA or NVML.
+"""Whether this process is off its GPUs now: every layer checks it before it calls CUDA or NVML.
 
-While a process is suspended, NVML's calls wait, a synchronize or an event query ends the process (SIGSEGV; driver
-580.159, H200), and CUDA's allocations wait. So nothing of memguard's may call them then. `_node.suspend` sets this; the
-ledger, the monitor, trims and exit hooks read it.
+While a process is suspended, NVML's calls and CUDA's allocations block, and a synchronize or an event query crashes the
+process (SIGSEGV; driver 580.159, H200). So memguard must call neither CUDA nor NVML then. `_node.suspend` sets this
+state; the ledger, the monitor, trims and exit hooks read it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from memguard.errors import Suspended
 
 @dataclass(frozen=True)
 class Off:
-    """Off the GPUs since `since` (Unix time). `bytes` left each GPU (UUID). While `moving`, it leaves or comes back."""
+    """Off the GPUs since `since` (Unix time). `bytes` were moved from each GPU (UUID). `moving`: the move is in
+    progress."""
 
     bytes: dict[str, int]
     since: float
@@ -34,17 +35,19 @@ class Off:
 
     @property
     def text_of_bytes(self) -> str:
-        """`12.3 GiB`, of all GPUs together."""
+        """`12.3 GiB`, the sum over all GPUs."""
         return format_size(sum(self.bytes.values()))
 
 
 now: Off | None = None
-"""Set before the first gate closes, None again after the last one opened. One assignment each: readers take no lock."""
+"""Set before the first gate closes, None again after the last one opens. One assignment each: readers take no lock."""
 forbidden: dict[str, tuple[int, str, str]] = {}
-"""Work in which this process must not leave its GPUs, by kind: its PID, why, and the fix. Who begins it writes it here,
-and removes it at the end; a forked child does none of it."""
+"""Work that forbids a suspension, by kind: its PID, the reason, and the fix.
+
+The work adds its entry at its beginning and removes it at its end. A forked child does not continue it.
+"""
 _later: deque[Callable[[], object]] = deque()
-"""What destructors would have given back to the driver."""
+"""Driver calls that destructors deferred."""
 _of_parent: list[deque[Callable[[], object]]] = []
 
 
@@ -54,7 +57,7 @@ def refused(what: str) -> Suspended:
 
 
 def off_its_gpus(what: str = "") -> Advice:
-    """What that error says. Without `what`, that of a call that would take the process off its GPUs again."""
+    """The text of that error. Without `what`, of a second suspension."""
     head = f"{what}: this process is" if what else "this process is already"
     off = now
     since = "" if off is None else f" since {time.strftime('%H:%M:%S', time.localtime(off.since))}"
@@ -72,16 +75,16 @@ def check(what: str) -> None:
 
 
 def put_off(call: Callable[[], object]) -> None:
-    """Call it once the process is back. For destructors, on any thread at any moment: it takes no lock."""
+    """Defer a call until the process is resumed. For destructors, on any thread at any moment: it takes no lock."""
     _later.append(call)
 
 
 def catch_up() -> None:
-    """Do what was put off. The process is back on its GPUs."""
+    """Carry out the deferred calls. The process is back on its GPUs."""
     while _later:
         try:
             call = _later.popleft()
-        except IndexError:  # another thread was faster
+        except IndexError:  # another thread took the last one
             return
         try:
             call()
@@ -90,7 +93,7 @@ def catch_up() -> None:
 
 
 def forked() -> None:
-    """In a forked child, which has no CUDA: what its parent put off is not its own, and is not ended here."""
+    """In a forked child, which has no CUDA, drop the parent's deferred calls."""
     global now, _later
     now = None
     _of_parent.append(_later)

@@ -1,1 +1,1 @@
-"""Caps on each framework's own allocator: one adapter per framework; `base.py` holds the contract."""
+"""Caps on each framework's own allocator: one adapter per framework; `base.py` defines the contract."""

@@ -2,29 +2,29 @@
 
 Adding a framework takes a folder `memguard/_frameworks/<name>` and a fragment in `changes/`. In the folder:
 
-1. `spec.py` with the framework's row, `SPEC`: the budget, the plan, the reports and the simulation read everything from
-   it. It imports `memguard._base` alone.
+1. `spec.py` with the framework's row, `SPEC`, which the budget, the plan, the reports and the simulation read. It
+   imports `memguard._base` alone.
 2. `adapter.py` with a subclass of `Framework` whose `spec` is that row.
-3. If it can do more: `arrays.py` for the exchange (`arrays/base.py`), `probe.py` for the doctor (`probing.py`),
-   `gates.py` for suspension (`gated.py`), `in_process.py` for what a running process can tell (`in_process.py`).
+3. Optional: `arrays.py` for the exchange (`arrays/base.py`), `probe.py` for the doctor (`probing.py`), `gates.py` for
+   suspension (`gated.py`), `in_process.py` for facts of a running process (`in_process.py`).
 
 The row makes `tests/contract` test the adapter. Also add its module to the import contract `frameworks` in
-pyproject.toml, and what to import first to `MODULES` in `memguard/_tools/activation/_memguard_environment.py`: both
-are literals, and a test compares them with the rows.
+pyproject.toml, and the module to import first to `MODULES` in `memguard/_tools/activation/_memguard_environment.py`:
+both are literals, and a test compares them with the rows.
 
 The rules for every method:
 
 - Only the framework's own file imports the framework, inside methods, and only if `state()` is already `imported` or
   `live`. No method initialises the framework, a CUDA context or a device just to read a figure.
 - `apply` sets the caps, reads them back, and raises CapNotApplied (reason, remedy) if one cannot hold as declared. It
-  returns an undo, or says why there is none. If it raises, nothing stays applied. A Ctrl-C may come at any point, also
-  right after the last change: so before each change it adds to `changes` what takes it back. An undo can be called
-  again, and does then what is left of it.
+  returns an undo, or the reason for having none. If it raises, no change remains. A Ctrl-C may come at any point, even
+  right after the last change: so before each change `apply` adds the change's undo step to `changes`. An undo can be
+  called again, and then continues.
 - A setting that the user makes later, through the framework's public calls, meets the cap: the smaller of the two
-  holds, and `_warn` says so at once (`replacements.py` is how). Where it cannot be held, `_changed` has `drift` tell it
-  at once. The undo gives the user what was asked for meanwhile.
-- `usage` reports what the framework knows: None if it holds nothing or is not live. A figure that it does not give is
-  None, never 0.
+  holds, and `_warn` reports it at once (`replacements.py` implements this). Where the cap cannot hold, `_changed` makes
+  the guard read `drift` at once. The undo restores the user's latest setting.
+- `usage` reports the framework's own figures: None if it holds nothing or is not live. A figure that the framework
+  does not report is None, never 0.
 - Every private symbol of the framework is probed before use, and has a fallback or a clear refusal.
 """
 
@@ -64,26 +64,26 @@ class Framework(ABC):
     """One framework in this process. Caps are bytes by device UUID, one for each device of the plan."""
 
     spec: FrameworkSpec
-    """Its row."""
+    """The framework's row."""
     resizable = True
-    """Whether a cap can change at run time. Not TensorFlow's and JAX's: what they have taken never comes back."""
+    """Whether a cap can change at run time. Not for TensorFlow and JAX, which never release memory to the driver."""
     pooled = False
-    """Whether it draws from the pool that several frameworks share: its usage is then what is live, without a cache."""
+    """Whether it allocates from the shared pool: its usage then consists of live blocks, without a cache."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
         self.notes: list[str] = []
-        """What was learned after `apply`, as sentences: the guard shows them with its own notes."""
+        """Facts found after `apply`, as sentences: the guard shows them with its own notes."""
         self.on_warning: Callable[[str], None] | None = None
-        """Called with what `_warn` says, on the thread whose call led to it."""
+        """Called with the sentence of `_warn`, on the thread whose call caused it."""
         self.on_change: Callable[[], None] | None = None
-        """Called after a call of the user may have changed whether the cap holds: `drift` answers."""
+        """Called after a user's call that may have broken the cap: the guard then reads `drift`."""
         self.changes = Undo()
-        """Takes back what an `apply` changed that was interrupted. What has returned is taken back by its `undo`."""
+        """Undoes the changes of an interrupted `apply`. A completed `apply` returns its own `undo`."""
         self.on_refusal: Callable[[RefusedRequest], str | None] | None = None
-        """Told of each refused request by `_refused`; the guard sets it. Returns the id of the record."""
+        """Called by `_refused` with each refused request; set by the guard. Returns the id of the record."""
         self.on_shortage: Callable[[Shortage], bool] | None = None
-        """Asked by `_short` for room before a request is refused; the guard sets it."""
+        """Called by `_short` to make room before a request is refused; set by the guard."""
 
     @property
     def name(self) -> str:
@@ -91,12 +91,12 @@ class Framework(ABC):
 
     @property
     def module(self) -> str:
-        """What is imported to have the framework."""
+        """The module whose import loads the framework."""
         return self.spec.module
 
     @property
     def asks(self) -> bool:
-        """Whether its allocator calls `_short` before it refuses a request: those that memguard owns."""
+        """Whether its allocator calls `_short` before it refuses a request: true for memguard's own allocators."""
         return self.spec.asks
 
     @property
@@ -105,7 +105,7 @@ class Framework(ABC):
         return self.spec.hook
 
     def state(self) -> State:
-        """How far the framework is in this process. Imports and initialises nothing."""
+        """How far the framework is loaded in this process. Imports and initialises nothing."""
         loaded = self._loaded()
         if loaded is not None:
             return State.LIVE if self._live(loaded) else State.IMPORTED
@@ -124,26 +124,28 @@ class Framework(ABC):
         """Whether the imported framework has initialised CUDA (holds or can hold GPU memory)."""
 
     def prepare(self, undo: Undo) -> None:  # noqa: B027 (few have anything)
-        """Set what the framework reads while it is imported. Called before that; first adds to `undo` what takes it
-        back. What the user has set already stays, or raises ConflictingSetting."""
+        """Set the variables that the framework reads during its import. Called before the import.
+
+        Adds the undo step to `undo` before each change. A setting of the user stays, or raises ConflictingSetting.
+        """
 
     @abstractmethod
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
-        """Make the caps hold. Called once the framework is imported, live or not.
+        """Apply the caps. Called once the framework is imported, live or not.
 
-        `options` are the framework's settings of the budget, by name: those of its row that are `applied`.
+        `options` are the framework's settings in the budget, by name: the `applied` options of its row.
         """
 
     @abstractmethod
     def usage(self, device: Device) -> Usage | None:
-        """What the framework holds on the device; None if it is not live there."""
+        """The framework's memory on the device; None if it is not live there."""
 
     @abstractmethod
     def trim(self, device: Device) -> None:
-        """Give back to the driver what can be given back now, on this thread. Does nothing if nothing can."""
+        """Release all releasable memory to the driver now, on this thread. Does nothing if there is none."""
 
     def give_back(self, device: Device, needed: int) -> None:
-        """As `trim`, but no more than `needed` bytes where the allocator can give a part; others give all they can."""
+        """As `trim`, but only about `needed` bytes where the allocator can release a part; others release all."""
         self.trim(device)
 
     def resize(self, caps: Mapping[str, int]) -> None:
@@ -155,23 +157,24 @@ class Framework(ABC):
         )
 
     def fixed(self) -> bool:
-        """Whether its cap cannot move once it is applied, as this process is set up."""
+        """Whether its cap cannot change once applied, in this process's configuration."""
         return not self.resizable
 
     def footprint(self, size: int) -> int:
-        """The most that one more allocation of `size` bytes would make the framework take from the driver, in bytes."""
+        """The most bytes that one more allocation of `size` bytes would make the framework take from the driver."""
         return size
 
     def drift(self) -> list[str]:
-        """What was changed since `apply` so that the cap no longer holds: sentences, mostly none."""
+        """Changes since `apply` that broke the cap, as sentences; mostly none."""
         return []
 
     def unseen(self) -> str | None:
-        """Why a refused request is not seen if the program catches its error; None if each is told by `_refused`."""
+        """Why memguard misses a refused request if the program catches its error; None if `_refused` reports each."""
         return "its allocator tells nobody of a refused request" if self.spec.refuses_silently else None
 
     def uncounted(self) -> str | None:
-        """What this framework may take past its cap and its count; None if nothing is known. For `unaccounted`."""
+        """Memory that this framework may take outside its cap and its count; None if none is known. For
+        `unaccounted`."""
         return None
 
     def _refused(
@@ -182,10 +185,10 @@ class Framework(ABC):
         source: Literal["refusal", "observer"] = "refusal",
         **known: Any,
     ) -> None:
-        """Tell that a request was refused for good, on the thread that made it. Call it without a lock of the adapter.
+        """Report a finally refused request, on the thread that made it. Callers hold no lock of the adapter.
 
-        `known` are figures of the moment, by the names of `RefusedRequest`; the guard adds what this framework and the
-        others hold. `error` is marked with the id of the record, to know it again. Raises nothing.
+        `known` are figures of the moment, by the names of `RefusedRequest`; the guard adds the memory held by this and
+        the other frameworks. It marks `error` with the id of the record, to recognise the error later. Raises nothing.
         """
         if self.on_refusal is None:
             return
@@ -198,10 +201,11 @@ class Framework(ABC):
             _log.debug("%s: a refused request was not recorded: %s", self.name, failure)
 
     def _short(self, shortage: Shortage) -> bool:
-        """Have room made for a request that is about to be refused: siblings give back cache, an elastic cap rises.
+        """Make room for a request before it is refused: siblings release cache, an elastic cap rises.
 
-        True if that has changed something, so that the request is worth another try. Call it on the thread that asked,
-        without a lock of the adapter, at most a few times for one request. It raises only what a signal handler does.
+        True if that freed memory or raised the cap, so that the request is worth another try. Call it on the requesting
+        thread, without a lock of the adapter, at most a few times for one request. It raises only the exceptions of
+        signal handlers.
         """
         if self.on_shortage is None:
             return False
@@ -212,20 +216,23 @@ class Framework(ABC):
             return False
 
     def capturing(self) -> bool:
-        """Whether this thread is capturing a CUDA graph with the framework: freeing memory would spoil the graph."""
+        """Whether this thread is capturing a CUDA graph with the framework: freeing memory would break the capture."""
         return False
 
     def libraries(self) -> frozenset[str]:
-        """What it holds outside its cap beside the usual, by name in `OVERHEADS` (`nccl 1`, `nccl 2`)."""
+        """Library memory that it holds outside its cap in addition to the usual, by name in `OVERHEADS` (`nccl 1`,
+        `nccl 2`)."""
         return frozenset()
 
     def communicating(self) -> bool:
-        """Whether other processes may wait for this one's work on a GPU: its communicators of NCCL live. What gives
-        memory back waits for that work, and holds the framework's allocator meanwhile."""
+        """Whether other processes may wait for this process's work on a GPU: it has live NCCL communicators.
+
+        Releasing memory waits for that work, and blocks the framework's allocator meanwhile.
+        """
         return any(name.startswith("nccl ") for name in self.libraries())
 
     def contexts(self, device: Device) -> frozenset[int]:
-        """Handles of the CUDA contexts that it allocates in on the device, if they may differ from the primary one."""
+        """Handles of the CUDA contexts of its allocations on the device, if they may differ from the primary one."""
         return frozenset()
 
     def record(self) -> Callable[[], list[TraceEvent]] | None:
@@ -241,7 +248,7 @@ class Framework(ABC):
             _log.info("%s", note)
 
     def _warn(self, sentence: str) -> None:
-        """Say at once, and once, that a setting which the user made after `apply` met the cap."""
+        """Warn at once, and once, that a setting which the user made after `apply` met the cap."""
         if sentence not in self.notes:
             self.notes.append(sentence)
             _log.warning("%s", sentence)
@@ -249,19 +256,19 @@ class Framework(ABC):
                 self.on_warning(sentence)
 
     def _changed(self) -> None:
-        """The user has changed what the cap rests on: it is checked now, not at the next reading."""
+        """Have the cap checked now, not at the next reading: the user changed a setting that it depends on."""
         if self.on_change is not None:
             self.on_change()
 
     def about(self) -> dict[str, str]:
-        """What a trace records about the framework beside its version, such as its allocator."""
+        """The framework's entries in a trace's header besides its version, such as its allocator."""
         return {}
 
     def forked(self) -> None:  # noqa: B027 (most have nothing to release)
         """In a forked child: stop capping, without taking a lock of the parent and without touching CUDA."""
 
     def _loaded(self) -> ModuleType | None:
-        """The hook module if its import is complete; waits for an import that runs in another thread."""
+        """The hook module if its import is complete; waits for an import in another thread."""
         module = sys.modules.get(self.hook)
         if module is not None and getattr(getattr(module, "__spec__", None), "_initializing", False):
             module = importlib.import_module(self.hook)
@@ -271,7 +278,7 @@ class Framework(ABC):
 def accept_standing(
     name: str, title: str, pool: str, standing: Mapping[str, tuple[int, int]], caps: Mapping[str, int]
 ) -> Applied:
-    """For a framework that is live already, whose limits can no longer change: accept the limits that it has.
+    """Accept the existing limits of a live framework whose limits can no longer change.
 
     They are accepted only if an earlier budget of this process set them and they fit these caps. `standing` is cap and
     limit by device UUID, in bytes. Raises CapNotApplied otherwise.
@@ -283,7 +290,7 @@ def accept_standing(
             f"call memguard.init() before {title}'s first operation",
         )
     for uuid, (cap, limit) in standing.items():
-        own = limit < cap // MIB * MIB  # the user's own limit: it fits every cap that is not stricter
+        own = limit < cap // MIB * MIB  # the user's own limit: it fits every looser cap
         if caps.get(uuid) != cap and not (own and caps.get(uuid, 0) >= limit):
             raise CapNotApplied(
                 name,
@@ -295,13 +302,14 @@ def accept_standing(
 
 
 def with_size(error: BaseException, asked: int) -> BaseException:
-    """The error with the bytes asked for as `memguard_requested`. A call, so that no frame keeps the error alive."""
+    """Set the error's `memguard_requested` to the requested bytes. A function, so that no frame keeps the error
+    alive."""
     error.memguard_requested = asked  # type: ignore[attr-defined]
     return error
 
 
 def weakly(thing: Any) -> weakref.ref[Any] | None:
-    """A weak reference, to know the object again without keeping it; None for a type that allows none."""
+    """A weak reference, to recognise the object again without keeping it alive; None if its type allows none."""
     try:
         return weakref.ref(thing)
     except TypeError:

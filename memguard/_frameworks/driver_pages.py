@@ -1,9 +1,9 @@
-"""The pages that the driver takes for single allocations, which no library counts.
+"""Counts the driver's pages of single allocations, which no library counts.
 
-Measured on an H200: an allocation above 1 MiB is rounded up to 2 MiB, smaller ones are packed into slabs of 2 MiB. 200
-arrays of 1.1 MiB took 398 MiB while CuPy's pool counted 220. Slabs lie at multiples of 2 MiB. The first piece lies at a
-slab's start, each piece at a multiple of 512 bytes, and none in two slabs: 60 pieces of 0.7 MiB take 60 MiB. A slab
-serves every framework in its context, and goes back to the driver with its last piece.
+Measured on an H200: the driver rounds an allocation above 1 MiB up to 2 MiB, and packs smaller ones into slabs of 2
+MiB. 200 arrays of 1.1 MiB took 398 MiB while CuPy's pool counted 220. Slabs lie at multiples of 2 MiB. The first piece
+lies at a slab's start, each piece at a multiple of 512 bytes, and none spans two slabs: 60 pieces of 0.7 MiB take 60
+MiB. A slab serves every framework in its context, and is freed with its last piece.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from dataclasses import dataclass
 from memguard._base.units import GRANULE, MIB, round_down, round_up
 
 SMALL = MIB
-"""The driver packs allocations of up to this size into slabs."""
+"""Bytes. The driver packs allocations of up to this size into slabs."""
 TINY = MIB // 8
-"""So many pieces of up to this size fit into a slab that what is lost at its end does not matter."""
+"""Bytes. For pieces of up to this size, the unused end of a slab is insignificant."""
 UNIT = 512
 
 
 def whole(size: int) -> int:
-    """What the driver makes of `size` bytes: whole pages above 1 MiB, else whole units of a slab."""
+    """The bytes that the driver uses for `size` bytes: whole pages above 1 MiB, else whole units of a slab."""
     return -(-size // GRANULE) * GRANULE if size > SMALL else -(-size // UNIT) * UNIT
 
 
 def whole_share(size: int, unit: int = UNIT) -> int:
-    """`size` rounded up so that the driver wastes nothing: to whole pages, or to an even part of a slab."""
+    """`size` rounded up so that the driver wastes nothing: to whole pages, or to an even fraction of a slab."""
     if size <= TINY:
         return size
     if size > SMALL:
@@ -41,7 +41,7 @@ def whole_share(size: int, unit: int = UNIT) -> int:
 
 @dataclass
 class _Shared:
-    """A slab: the pieces of all frameworks in it, and how many bytes of it the frameworks' rows count."""
+    """A slab: the pieces of all frameworks in it, and its bytes counted in the frameworks' rows."""
 
     pieces: int = 0
     counted: int = 0
@@ -49,16 +49,16 @@ class _Shared:
 
 
 class Slabs:
-    """The slabs of one GPU that hold pieces of this process's frameworks. Thread-safe.
+    """The slabs of one GPU that contain pieces of this process's frameworks. Thread-safe.
 
-    `gaps` is what the driver holds in slabs beyond what the frameworks' rows count, in bytes: ends that nothing fits
-    into, and holes that freed pieces leave. It is negative if rows count more: one framework counts a slab whole, and
-    another counts its pieces in it. A slab whose first piece was not counted here belongs to others, as do its gaps.
+    `gaps` is the bytes of slabs beyond those in the frameworks' rows: unusable ends, and holes of freed pieces. It is
+    negative if rows count more: one framework counts a slab whole, and another counts its pieces in it. A slab whose
+    first piece was not counted here belongs to other code, as do its gaps.
     """
 
     def __init__(self) -> None:
         self.gaps = 0
-        # A signal handler or a finalizer may come within: so there is no call between figures that belong together.
+        # A signal handler or a finalizer may interrupt a call: so related figures change with no call in between.
         self._lock = threading.RLock()
         self._slabs: dict[int, _Shared] = {}
 
@@ -74,7 +74,7 @@ class Slabs:
             return False
 
     def count(self, address: int, change: int) -> None:
-        """A framework's row counts `change` more bytes of the slab."""
+        """Add `change` to the bytes of the slab that a framework's row counts."""
         with self._lock:
             slab = self._slabs[address // GRANULE]
             slab.counted += change
@@ -82,12 +82,12 @@ class Slabs:
                 self.gaps -= change
 
     def pieces(self, address: int) -> int:
-        """How many pieces are counted in the slab of this address."""
+        """The number of counted pieces in the slab of this address."""
         slab = self._slabs.get(address // GRANULE)
         return slab.pieces if slab is not None else 0
 
     def leave(self, address: int) -> None:
-        """Count one piece less. With its last piece the slab is forgotten."""
+        """Count one piece less. Drops the slab with its last piece."""
         with self._lock:
             slab = self._slabs[address // GRANULE]
             slab.pieces -= 1
@@ -98,7 +98,7 @@ class Slabs:
 
 
 slabs: defaultdict[str, Slabs] = defaultdict(Slabs)
-"""By the GPU's UUID. One for the process, as the driver's slabs are: a framework's count outlives its budget."""
+"""By the GPU's UUID. Process-wide, like the driver's slabs: a framework's count outlives its budget."""
 
 
 @dataclass
@@ -115,28 +115,28 @@ class _Own:
 
 
 class DriverPages:
-    """One framework's allocations on one GPU, by address: the pages that the driver takes for them.
+    """One framework's allocations on one GPU, by address, in pages of the driver.
 
-    With `whole`, a slab that the framework opened counts whole; in other slabs only its pieces count. Not to be called
-    from finalizers. What a signal handler changes within another change follows that one.
+    With `whole`, a slab that the framework opened counts whole; in other slabs only its pieces count. Finalizers must
+    not call it. A change that a signal handler makes during another change is carried out after it.
     """
 
     def __init__(self, shared: Slabs, whole: bool = True) -> None:
         self._shared, self._whole = shared, whole
         self._large = self._small = self._expected = 0
         self.coming = 0
-        """The bytes of `adding` in `changes`, in whole pages: they count already, so that a request of a signal handler
+        """The bytes of `adding` in `changes`, in whole pages. They count already, so that a request of a signal handler
         does not take their room."""
         self._slabs: dict[int, _Own] = {}
         self.changes: deque[tuple[Callable[[int, int], None], int, int]] = deque()
-        """What follows, for `settle`: `adding` or `leaving` with address and size. Who must know at a Ctrl-C whether a
-        change will be made appends it here, and notes that with no call in between."""
+        """Queued changes for `settle`: `adding` or `leaving` with address and size. A caller that must know at a Ctrl-C
+        whether its change will be made appends it here, and records that with no call in between."""
         self._changing = False
 
     def growth(self, size: int) -> int:
-        """The least by which `held` grows with one more allocation of `size`.
+        """The least growth of `held` with one more allocation of `size`.
 
-        A slab's room may be in holes, and a slab that somebody else opened may have room for it, unseen from here.
+        A slab's room may consist of holes, and a slab opened by other code may have room that is invisible here.
         """
         if size > SMALL:
             return round_up(size)
@@ -145,15 +145,16 @@ class DriverPages:
         return round_up(size, UNIT)
 
     def gap(self, size: int) -> bool:
-        """Whether a slab in which pieces lie may have room for one more. Its room may be in holes, or be others'."""
+        """Whether a recorded slab may have room for one more piece. Its room may consist of holes, or be in use by
+        others."""
         return any(GRANULE - slab.bytes >= size for slab in self._slabs.values())
 
     def known(self, address: int) -> bool:
-        """Whether pieces lie in the slab of this address."""
+        """Whether recorded pieces lie in the slab of this address."""
         return address // GRANULE in self._slabs
 
     def fits(self, size: int, cap: int) -> bool:
-        """Whether `held` may stay within the cap with one more allocation. Searches the slabs only if it is close."""
+        """Whether `held` may stay within the cap with one more allocation. Searches the slabs only near the cap."""
         if self.held() + round_up(size) <= cap:
             return True
         return size <= SMALL and self.held() + self.growth(size) <= cap  # a larger one grows by whole pages
@@ -162,7 +163,7 @@ class DriverPages:
         self._in_turn(self.adding, address, size)
 
     def gone(self, address: int, size: int) -> None:
-        """Freed: the driver has it back."""
+        """Record that the driver has freed an allocation."""
         self._in_turn(self.leaving, address, size)
 
     def _in_turn(self, change: Callable[[int, int], None], address: int, size: int) -> None:
@@ -172,14 +173,14 @@ class DriverPages:
         self.settle()
 
     def settle(self) -> None:
-        """Carry out the changes. A Ctrl-C loses none and makes none twice; `Slabs.gaps` alone may miss a piece."""
+        """Carry out the changes. A Ctrl-C neither loses nor repeats one; `Slabs.gaps` alone may miss a piece."""
         if self._changing:
             return
         self._changing = True
         try:
             while self.changes:
                 change, address, size = self.changes[0]
-                change(address, size)  # all its figures change right before `popleft`: nothing comes in between
+                change(address, size)  # updates all its figures right before `popleft`, with no call in between
         finally:
             self._changing = False
 
@@ -202,34 +203,34 @@ class DriverPages:
             return
         slab = self._slabs.get(address // GRANULE)
         if slab is None:
-            self.changes.popleft()  # else it would be tried for ever
+            self.changes.popleft()  # else it would be retried for ever
             raise KeyError(address)
         self._change(slab, address, -1, -size)
         self._shared.leave(address)
 
     def in_slab_of_others(self, address: int, size: int) -> bool:
-        """Whether this allocation counts as what it is, because somebody else opened its slab."""
+        """Whether this allocation counts by its own bytes, because other code opened its slab."""
         slab = self._slabs.get(address // GRANULE)
         return size <= SMALL and slab is not None and not slab.whole
 
     @contextlib.contextmanager
     def expecting(self, size: int) -> Iterator[None]:
-        """In this block so much more counts as held: what a request under way may take before it is counted.
+        """Add `size` to `held` in this block: the room of a request before its allocation is counted.
 
-        A signal handler or a finalizer that allocates meanwhile must not take its room.
+        So a signal handler or a finalizer that allocates meanwhile cannot take that room.
         """
         before = self._expected
         try:
             self._expected = before + round_up(size)
             yield
         finally:
-            self._expected = before  # an interruption before it was set changes nothing
+            self._expected = before  # harmless if an interruption came before the change
 
     def held(self) -> int:
         return self._large + self._small + self.coming + self._expected
 
     def counted(self) -> int:
-        """`held` without what is expected."""
+        """`held` without the expected bytes."""
         return self._large + self._small + self.coming
 
     def returned_by(self, pieces: Iterable[tuple[int, int]]) -> int:
@@ -241,7 +242,7 @@ class DriverPages:
             if size > SMALL:
                 found += round_up(size)
             elif slab is None:
-                continue  # gone meanwhile: a signal handler gave it back
+                continue  # freed meanwhile by a signal handler
             elif slab.whole:
                 small[address // GRANULE] = small.get(address // GRANULE, 0) + 1
             else:
@@ -252,9 +253,9 @@ class DriverPages:
         return found
 
     def parts(self, blocks: Iterable[tuple[int, int]]) -> list[tuple[int, list[int]]]:
-        """What of these allocations goes back to the driver at once: its bytes, and its addresses.
+        """Which of these allocations the driver frees together: the bytes and addresses of each group.
 
-        Without pieces in slabs that others hold open, which give nothing back by themselves.
+        Omits pieces in slabs that other code keeps allocated: freeing those pieces returns nothing by itself.
         """
         found: list[tuple[int, list[int]]] = []
         small: dict[int, list[int]] = {}
@@ -270,7 +271,7 @@ class DriverPages:
         return found
 
     def _change(self, slab: _Own, address: int, pieces: int, size: int, coming: int = 0) -> None:
-        """Update the slab and every sum, so that reading a figure costs nothing. Takes the first of `changes` out."""
+        """Update the slab and every sum, so that readings cost nothing. Removes the first of `changes`."""
         number, slabs, changes = address // GRANULE, self._slabs, self.changes
         after = _Own(slab.whole, slab.pieces + pieces, slab.bytes + _units(size))
         counted = (after.counted if after.pieces else 0) - (slab.counted if slab.pieces else 0)

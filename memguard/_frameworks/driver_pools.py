@@ -1,18 +1,18 @@
-"""What the driver's memory pools give back when they are trimmed. Measured on an H200."""
+"""The bytes that a trim of the driver's memory pools returns, as measured on an H200."""
 
 from __future__ import annotations
 
 from memguard._base.units import MIB
 
 PIECE = 32 * MIB
-"""The driver's pools grow in such steps (measured), in bytes."""
+"""Bytes by which the driver's pools grow (measured)."""
 
 
 def returned_by_trim(reserved: int, used: int) -> int | None:
-    """What trimming a driver pool that holds `reserved` bytes, `used` of them in live blocks, gives back to the driver.
+    """The bytes that a trim returns from a driver pool with `reserved` bytes, `used` of them in live blocks.
 
-    Whole pieces come back, those with a live block stay, and the driver tells nobody which pieces those are. So it is
-    known where nothing is live, and where what idles is less than a piece; else None.
+    The driver returns whole pieces without a live block, and does not report which pieces those are. So the result is
+    known only if no block is live, or if the idle bytes are less than a piece; else None.
     """
     idle = reserved - used
     if used == 0:

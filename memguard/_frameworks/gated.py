@@ -1,8 +1,8 @@
-"""What a framework's table of gates says: which of its functions wait while the process is off its GPUs.
+"""The types of a framework's table of gates: its functions that wait while the process is off its GPUs.
 
-While a process is suspended, a call into CUDA ends it (SIGSEGV), fails, or waits in the driver until it is resumed
-(driver 580.159, H200). One that waits there with Python's interpreter lock (GIL) stops every thread of the process.
-Which of these a function would do is its `harm`.
+While a process is suspended, a call into CUDA crashes it (SIGSEGV), fails, or waits in the driver until the resume
+(driver 580.159, H200). A call that waits with the GIL held stops every thread of the process. The `harm` of a function
+names which of these its ungated call would do.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple
 
 Harm = Literal["crash", "fail", "hold", "wait"]
-"""Ungated, the call ends the process; fails; waits in the driver and holds the GIL; waits there without it."""
+"""An ungated call crashes the process; fails; waits in the driver and holds the GIL; waits there without it."""
 Touches = Callable[[tuple[Any, ...], dict[str, Any]], bool]
 """Whether a call with these arguments needs a GPU."""
 
 
 class Entry(NamedTuple):
-    """A function: `module:name`, or `module:Class.name`. The last part may be a pattern, as `cu*`.
+    """A function: `module:name`, or `module:Class.name`. The last part may be a pattern, such as `cu*`.
 
-    `why` names the driver's function that it ends in. `optional`: not every version or build has it. With `touches`
-    only calls that need a GPU wait; the others go on as if there were no gate. `but` are names that a pattern leaves
-    out: what the driver answers at once.
+    `why` names the driver's function behind it. `optional`: some versions or builds lack it. With `touches`, only calls
+    that need a GPU wait; the gate passes the others through. `but` are names that a pattern excludes: functions that
+    the driver answers at once.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Entry(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """A type, `module:Class`, whose objects are kept alive; `which` says of one whether it has to be."""
+    """A type, `module:Class`, whose objects are kept alive; `which` selects the objects to keep."""
 
     name: str
     why: str
@@ -42,12 +42,12 @@ class Kind(NamedTuple):
 
 
 class Native(NamedTuple):
-    """A thread of the framework's own, in C++, that asks the driver again and again (`_node/suspend/native.py`).
+    """A C++ thread of the framework that polls the driver (`_node/suspend/native.py`).
 
-    `library`: how the name of the file begins in which it keeps the driver's addresses. `asks`: the driver's function,
-    whose answer CUDA_SUCCESS must be true of a process without work on its GPUs, and must end nobody's wait. `every`:
-    seconds between two questions. `thread`: a text that is in the library if it has the thread. `live`: whether the
-    framework has begun to use its GPUs.
+    `library`: the beginning of the name of the file that stores the driver's addresses. `asks`: the polled driver
+    function; its answer CUDA_SUCCESS must be true for a process without work on its GPUs, and must end no wait.
+    `every`: seconds between two polls. `thread`: a text that the library's file contains if the library has the thread.
+    `live`: whether the framework has begun to use its GPUs.
     """
 
     library: str
@@ -61,11 +61,11 @@ class Gates(NamedTuple):
     """A framework's table.
 
     `hook` is the module that is in `sys.modules` once the framework is imported. `waits` are the functions that wait.
-    `later` are functions that finalizers call: they do nothing now, and are called once the gate has opened. `kept` are
-    types whose destructors call the driver: their objects stay alive until then, and so does what `holds` returns.
-    `imports` are further modules whose import calls the driver. `left` are sentences on what no gate reaches.
-    `refuses` makes a block in which what no name reaches (operators) calls its argument first, with a name for people:
-    on the thread that entered the block only. `natives` are threads that no function of Python's stands before.
+    `later` are functions that finalizers call: the gate defers them until it opens. `kept` are types whose destructors
+    call the driver: their objects, and the result of `holds`, stay alive until then. `imports` are further modules
+    whose import calls the driver. `left` are sentences on calls that no gate covers. `refuses` makes a block in which
+    functions without a Python name (operators) first call its argument with a readable name, on the thread that entered
+    the block only. `natives` are threads that no Python function can gate.
     """
 
     hook: str
@@ -89,10 +89,10 @@ def entries(
     touches: Touches | None = None,
     but: tuple[str, ...] = (),
 ) -> tuple[Entry, ...]:
-    """A row for each of the names, which have blanks between them."""
+    """An entry for each of the space-separated names."""
     return tuple(Entry(f"{module}:{name}", harm, why, optional, touches, but) for name in names.split())
 
 
 def kinds(module: str, why: str, names: str, which: Callable[[Any], bool] | None = None) -> tuple[Kind, ...]:
-    """A row for each of the types, which have blanks between them."""
+    """A kind for each of the space-separated types."""
     return tuple(Kind(f"{module}:{name}", why, which) for name in names.split())

@@ -1,7 +1,7 @@
-"""Call something right after a module's first import: how caps reach frameworks imported after `init`.
+"""Calls a callback right after a module's first import: it applies caps to frameworks imported after `init`.
 
-A finder at the front of `sys.meta_path` finds the module as Python would, and wraps its loader once.
-What the callback raises comes out of the user's `import` statement. Removing the hook leaves no trace.
+A finder at the front of `sys.meta_path` finds the module as Python would, and wraps its loader once. An exception of
+the callback propagates from the user's `import` statement. Removing the hook leaves no trace.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 
 class ImportHook(importlib.abc.MetaPathFinder):
-    """Callbacks by module name. Each is called after that module's code has run, until one call succeeds."""
+    """Callbacks by module name. Each runs after its module's code, until one call succeeds."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, Callable[[], None]] = {}
@@ -24,7 +24,7 @@ class ImportHook(importlib.abc.MetaPathFinder):
         self._finding = threading.local()
 
     def watch(self, module: str, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call `callback` after `module` is first imported; the returned call cancels that."""
+        """Call `callback` after the first import of `module`; the returned call cancels that."""
         with self._lock:
             self._waiting[module] = callback
             if self not in sys.meta_path:
@@ -50,7 +50,7 @@ class ImportHook(importlib.abc.MetaPathFinder):
         names: set[str] = vars(self._finding).setdefault("names", set())
         if fullname not in self._waiting or fullname in names:
             return None
-        names.add(fullname)  # another finder may search for it again, or import another one
+        names.add(fullname)  # another finder may search for it again, or import another module
         try:
             return found_by_others(self, self._imported, fullname, path, target)
         finally:
@@ -81,7 +81,7 @@ def found_by_others(
     path: Sequence[str] | None,
     target: ModuleType | None,
 ) -> importlib.machinery.ModuleSpec | None:
-    """What the other finders find, with a loader that calls `imported` once the module's code has run."""
+    """The other finders' spec, with a loader that calls `imported` once the module's code has run."""
     for other in [*sys.meta_path]:
         if other is finder or not hasattr(other, "find_spec"):
             continue
@@ -96,22 +96,22 @@ def found_by_others(
 def enter(finder: importlib.abc.MetaPathFinder, *, last: bool = False) -> None:
     """Put the finder before the others in `sys.meta_path`, or behind them.
 
-    Here and in `leave` that becomes another list. An import of another thread walks through the list that it began
-    with: if the finders moved in it, the import would skip one, and not find its module.
+    `enter` and `leave` replace the list. An import in another thread iterates over the list that it started with: if
+    the finders moved in that list, the import would skip one, and not find its module.
     """
-    # One statement, in which Python runs no other thread: none can add a finder between reading and writing.
+    # One statement, during which Python runs no other thread: no thread can add a finder between reading and writing.
     sys.meta_path = [*sys.meta_path, finder] if last else [finder, *sys.meta_path]
 
 
 def leave(finder: object) -> None:
-    """Take the finder out of `sys.meta_path`, if it is there."""
+    """Remove the finder from `sys.meta_path`, if it is there."""
     while True:
         now = sys.meta_path
         before = [*now]
         kept = [one for one in before if one is not finder]
         if len(kept) == len(before):
             return
-        if sys.meta_path is now and now == before:  # else another thread has changed it meanwhile
+        if sys.meta_path is now and now == before:  # else another thread changed it meanwhile
             sys.meta_path = kept
             return
 
@@ -125,7 +125,7 @@ class _Loader(importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # Put the real loader back first, so that the module looks as if it had never been hooked.
+        # Restore the real loader first, so that the module looks as if it had never been hooked.
         module.__loader__ = self._inner
         if module.__spec__ is not None:
             module.__spec__.loader = self._inner

@@ -1,8 +1,8 @@
-"""What a running process can tell of one framework, budget or not: `IN_PROCESS` in `in_process.py` of its folder.
+"""The type of a framework's facts in a running process: `IN_PROCESS` in `in_process.py` of its folder.
 
-Suspension asks what would not survive it, the doctor what replaced an allocator, a retry whether there are other ranks.
-Questions go to frameworks that are imported and nothing else; they import, initialise and change nothing. What a
-version keeps elsewhere is unknown: a question may raise, and who asks says that it could not be read.
+Suspension reads the state that it would destroy, the doctor the replaced allocators, a retry the other ranks. memguard
+calls these functions only for imported frameworks; they import, initialise and change nothing. A version may store a
+fact elsewhere, so a function may raise; the caller then reports that the fact could not be read.
 """
 
 from __future__ import annotations
@@ -17,22 +17,21 @@ Objects = Mapping[str, list[Any]]
 
 
 class Question(NamedTuple):
-    """`ask` yields lines for people; `what` says what could not be read if it raises."""
+    """`ask` yields lines of text; `what` names the unreadable fact in the report if it raises."""
 
     what: str
     ask: Callable[[Modules, Objects], Iterator[str]]
 
 
 class InProcess(NamedTuple):
-    """The questions of one framework.
+    """The in-process facts of one framework.
 
-    `modules`: those that tell the doctor how far it is loaded. `held`: types whose objects tell, as pairs of module and
-    name; Python's collector knows all of them. `shares`: memory that other processes have or gave. `communicators`,
-    `captures`, `profilers`: what of these is there now. `capturing`: whether this thread captures a CUDA graph.
-    `work_areas`: bytes in use on this thread's current
-    GPU that are no arrays of the program. `let_go`: free what the framework only keeps for its next call; it may raise.
-    `ranks`: the library that counts this process's ranks, and their number or None. `swapped`: what replaces the
-    framework's own allocator.
+    `modules`: for the doctor, the modules that show how far the framework is loaded. `held`: types whose live objects
+    these functions inspect, as pairs of module and name; Python's collector finds the objects. `shares`: memory that
+    other processes share. `communicators`, `captures`, `profilers`: the live ones. `capturing`: whether this thread
+    captures a CUDA graph. `work_areas`: bytes in use on this thread's current GPU that are no arrays of the program.
+    `let_go`: free memory that the framework only caches for its next call; it may raise. `ranks`: the library that
+    counts this process's ranks, and their number or None. `swapped`: the replacement of the framework's own allocator.
     """
 
     modules: tuple[str, ...] = ()

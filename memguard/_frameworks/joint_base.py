@@ -1,4 +1,4 @@
-"""What adapters have in common that draw from the shared pool: those that are capped in it, and those only watched."""
+"""Base classes of adapters in the shared pool: capped frameworks, and watched ones."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from memguard._frameworks.joint_pool import JointPool
 from memguard.errors import CapNotApplied
 
 UNIT = 512
-"""The driver rounds what a pool gives up to this, in bytes."""
+"""Bytes. The driver rounds the pool's allocations up to this."""
 MOST_TIMES = 3
-"""So many times a request that the pool refused is tried again: others may be faster."""
+"""Tries for a request that the pool refused: another thread may take the new room first."""
 
 
 class _Pooled(Framework):
@@ -27,17 +27,17 @@ class _Pooled(Framework):
 
 
 class JointCapped(_Pooled):
-    """For an adapter whose allocator is memguard's: what it has of the pool is what is live."""
+    """Base of an adapter with memguard's own allocator: its held memory is its live blocks."""
 
     def give_back(self, device: Device, needed: int) -> None:
-        """The cache is everybody's: all that idles in it."""
+        """Trim the whole pool: its cache belongs to all frameworks."""
         self.trim(device)
 
     def resize(self, caps: Mapping[str, int]) -> None:
         raise CapNotApplied(self.name, "the shared pool has a fixed size", "change the budget file and restart")
 
     def footprint(self, size: int) -> int:
-        """What it takes of the pool, which may have room for it in a piece that it holds."""
+        """The bytes that it takes from the pool, which may serve them from a piece it already holds."""
         return round_up(size, UNIT)
 
     def unseen(self) -> str | None:
@@ -46,11 +46,11 @@ class JointCapped(_Pooled):
     def _shortage_on(self, uuid: str, size: int, caps: Mapping[str, int]) -> Shortage:
         held, _ = self._joint.figures(uuid) or (0, 0)
         needed = round_up(size, PIECE)
-        # If the cap allows it, the GPU is full.
+        # If the cap allows the bytes, the GPU is full.
         return Shortage(self.name, uuid, size, needed, held + needed <= caps.get(uuid, 0))
 
     def _told_on(self, uuid: str, error: BaseException, size: int, caps: Mapping[str, int]) -> BaseException:
-        """The error of a request that is refused, with its size, of which was told."""
+        """The refused request's error with its size, after reporting the refusal."""
         with_size(error, size)
         if uuid in caps:
             self._refused(error, uuid, size, reclaimable=0)
@@ -58,10 +58,10 @@ class JointCapped(_Pooled):
 
 
 class JointWatched(_Pooled):
-    """For an adapter of a framework that takes from the device's default pool by itself, where it has no limit."""
+    """Base of an adapter whose framework allocates from the device's default pool, without a limit."""
 
     def usage(self, device: Device) -> Usage | None:
-        """What is in use, as the framework says; the cache is everybody's."""
+        """In-use bytes by the framework's own figure; the cache belongs to the whole pool."""
         found = super().usage(device)  # type: ignore[safe-super]  # of the adapter that comes next
         if found is None:
             return None
@@ -69,7 +69,7 @@ class JointWatched(_Pooled):
         return Usage(found.in_use, found.in_use, None if found.in_use is None else 0, peak=found.peak)
 
     def drift(self) -> list[str]:
-        return []  # it is watched: there is no cap to drift
+        return []  # watched: there is no cap to break
 
     def _watched(
         self,
@@ -80,10 +80,10 @@ class JointWatched(_Pooled):
         note: str,
         restore: Callable[[], None] | None = None,
     ) -> Applied:
-        """What was applied, counted in the pool from now on. Its undo runs `restore` first.
+        """The applied limits as watched, with the framework's bytes counted in the pool. The undo runs `restore` first.
 
-        `standing` are the limits that stay once the framework is live, `before` those of earlier budgets; `stays` says
-        what of it does.
+        `standing` are the limits that stay once the framework is live, `before` the limits of earlier budgets; `stays`
+        is the error's text for them.
         """
         devices = {device.uuid: device for device in self.host.devices()}
 
@@ -99,7 +99,7 @@ class JointWatched(_Pooled):
             try:
                 applied.undo()
             except CapNotApplied:
-                standing.clear()  # it has no limit that could stand
+                standing.clear()  # it has no limit that could remain
                 standing.update(before)
                 raise CapNotApplied(self.name, stays, "restart the process") from None
 

@@ -1,4 +1,4 @@
-"""What PyCUDA and Numba have in common in the shared pool: memguard allocates for both, block by block."""
+"""Base class of PyCUDA's and Numba's adapters in the shared pool: memguard allocates each of their blocks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from memguard._frameworks.joint_pool import JointPool
 
 
 class JointBlocks(JointCapped):
-    """For an adapter of a framework whose allocations memguard makes in the shared pool."""
+    """Base of an adapter whose allocations memguard makes in the shared pool."""
 
     def __init__(self, host: Any, joint: JointPool) -> None:
         super().__init__(host, joint)
         self._joint_caps: dict[str, int] = {}
 
     def usage(self, device: Device) -> Usage | None:
-        """What is live; the cache is everybody's. None if it has allocated nothing on the GPU."""
+        """Live bytes; the cache belongs to the whole pool. None if the framework has allocated nothing on the GPU."""
         blocks = self._joint.blocks_on(self.name, device.uuid)
         if blocks is None:
             return None
@@ -29,7 +29,7 @@ class JointBlocks(JointCapped):
         return Usage(in_use, in_use, 0)
 
     def trim(self, device: Device) -> None:
-        """Give the pool's idle part to the driver, once its frees have run."""
+        """Release the pool's idle memory to the driver, after the framework's frees have run."""
         blocks = self._joint.blocks_on(self.name, device.uuid)
         if blocks is not None and contexts.initialised():
             blocks.wait()
@@ -43,7 +43,7 @@ class JointBlocks(JointCapped):
         return 0 if blocks is None else blocks.in_use()
 
     def _from_pool(self, blocks: PoolBlocks, size: int, flush: Callable[[], object]) -> Held | None:
-        """A block; None if the pool has no room, also after `flush` and with room that others have made."""
+        """A block; None if the pool has no room, even after `flush` and after siblings made room."""
         held = blocks.take(size)
         for _ in range(MOST_TIMES):
             if held is not None:
@@ -60,7 +60,7 @@ class JointBlocks(JointCapped):
         return next((uuid for uuid, number in contexts.ordinals().items() if number == ordinal), "")
 
     def _no_room(self, size: int) -> str:
-        """The end of the sentence of a refusal."""
+        """The end of a refusal's sentence."""
         uuid = self._here()
         held, used = self._joint.figures(uuid) or (0, 0)
         return (
@@ -69,5 +69,5 @@ class JointBlocks(JointCapped):
         )
 
     def _told(self, error: BaseException, size: int) -> BaseException:
-        """The error of a request that is refused, with its size, of which was told."""
+        """The refused request's error with its size, after reporting the refusal."""
         return self._told_on(self._here(), error, size, self._joint_caps)

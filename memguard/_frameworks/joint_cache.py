@@ -1,6 +1,6 @@
-"""What idles in the shared pool, as a sibling of the frameworks outside it: it gives back as they do.
+"""The idle memory of the shared pool, as a sibling that other frameworks can reclaim from.
 
-A framework of the pool gives back nothing by itself, as its cache is everybody's. What came back is what NVML says.
+A framework of the pool releases nothing by itself, as the cache belongs to all. NVML shows the bytes released.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from memguard._frameworks.joint_pool import JointPool
 
 
 class SharedCache:
-    """The cache of the pool. `frameworks` are those of the budget by name, in the pool or not."""
+    """The shared pool's cache. `frameworks` are the budget's frameworks by name, in the pool or not."""
 
     def __init__(self, joint: JointPool, frameworks: Callable[[], Mapping[str, Framework]]) -> None:
         self._joint, self._frameworks = joint, frameworks
 
     def usage(self, device: Device) -> Usage | None:
-        """What idles there; None if there is no pool yet."""
+        """The pool's idle memory; None if there is no pool yet."""
         found = self._joint.figures(device.uuid)
         return None if found is None else self._joint.usage(device, found[1], True)
 
     def give_back(self, device: Device, needed: int) -> None:
-        """At least so many bytes, if they idle, in whole pieces: first what is idle now, which waits for nothing.
+        """Release at least `needed` idle bytes in whole pieces: first the memory that is idle now, without waiting.
 
-        Memory whose free was only queued behind work is in use for the driver until that work has run. So if it does
-        not suffice, each framework of the pool waits as it does before a trim of its own.
+        To the driver, memory is in use while its free is queued behind work. So if too little is idle, each framework
+        of the pool synchronises as before its own trim.
         """
         if self._joint.give_back(device.uuid, needed) < needed:
             self.trim(device)
 
     def trim(self, device: Device) -> None:
-        """All that idles, once the frees of the pool's frameworks have run."""
+        """Release all idle memory, after the frees of the pool's frameworks have run."""
         for framework in self._frameworks().values():
             if framework.pooled and framework.usage(device) is not None:
                 framework.trim(device)
-        self._joint.trim(device.uuid)  # TensorFlow and JAX have nothing that could be called
+        self._joint.trim(device.uuid)  # TensorFlow and JAX have no function to synchronise

@@ -1,11 +1,11 @@
-"""The driver pool that several frameworks draw from under `strategy: pool`: made, kept, counted and taken back.
+"""The driver pool shared by several frameworks under `strategy: pool`: creation, accounting and undo.
 
-Measured on an H200: with a pool of `maxSize` 4 GiB made current, torch's `cudaMallocAsync` and CuPy's async allocator
-stop at 4,096 MiB together, and each reuses the blocks that the other has freed. Its release threshold is "never": what
-is freed stays, for whoever asks next. Others set that too (CuPy's `MemoryAsyncPool.set_limit` is it), so it is read
-back with each reading and set again.
+Measured on an H200: with a current pool of `maxSize` 4 GiB, torch's `cudaMallocAsync` and CuPy's async allocator stop
+at 4,096 MiB together, and each reuses blocks that the other freed. The release threshold is "never": freed memory stays
+in the pool for the next request. Other code sets the threshold too (CuPy's `MemoryAsyncPool.set_limit` does), so each
+reading checks it and sets it again.
 
-The frameworks do not see each other: each counts its own here, by its name.
+The frameworks do not know each other: each registers its own count here, under its name.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ if TYPE_CHECKING:
 
 
 class JointPool:
-    """One pool for each GPU. `caps` is its size in bytes by UUID, `warn` is told of what changed meanwhile.
+    """One pool for each GPU. `caps` is its size in bytes by UUID; `warn` is called with changes by other code.
 
-    `capped`: the driver refuses what would pass that. Else it is the device's default pool, the only one from which
-    TensorFlow and JAX take, which cannot be capped: memguard's own allocators refuse, the others are watched.
+    `capped`: the driver refuses requests above that size. Else it is the device's default pool, the only one that
+    TensorFlow and JAX use, which has no maximum size: memguard's own allocators refuse, the other frameworks are
+    watched.
     """
 
     def __init__(self, caps: Mapping[str, int], warn: Callable[[str], None], capped: bool = True) -> None:
         self.caps, self.capped = dict(caps), capped
         self._warn = warn
         self._pools: dict[str, CappedPool | DefaultPool] = {}
-        self._limits: dict[str, PoolCap] = {}  # of those that the driver does not cap
+        self._limits: dict[str, PoolCap] = {}  # caps of pools that the driver does not cap
         self._ordinals: dict[str, int] = {}
         self._counts: dict[str, Callable[[str], int]] = {}
         self._blocks: dict[tuple[str, int], PoolBlocks] = {}  # by framework and context
@@ -48,10 +49,10 @@ class JointPool:
         self._making = self._over = False
 
     def use(self, framework: str, uuid: str, ordinal: int) -> CappedPool | DefaultPool | None:
-        """The GPU's pool, made its current one if it is the first time. CUDA must be initialised.
+        """The GPU's pool, made the current one at the first call. CUDA must be initialised.
 
         Called within allocations. None for a GPU without a cap, after the end, and for a signal handler or a finalizer
-        that allocates while the pool is made. Raises CapNotApplied if the driver cannot do it.
+        that allocates during the pool's creation. Raises CapNotApplied if the driver cannot create it.
         """
         pool = self._pools.get(uuid)
         if pool is not None or uuid not in self.caps:
@@ -83,7 +84,7 @@ class JointPool:
         return pool
 
     def blocks(self, framework: str) -> PoolBlocks | None:
-        """The framework's blocks of the GPU whose primary context is current on this thread; None if there are none.
+        """The framework's blocks on the GPU of this thread's current primary context; None without a pool there.
 
         Raises CapNotApplied as `use` does.
         """
@@ -106,11 +107,11 @@ class JointPool:
         return found
 
     def blocks_on(self, framework: str, uuid: str) -> PoolBlocks | None:
-        """Those that it has had on a GPU; None if it has had none."""
+        """The framework's blocks on a GPU; None if it has had none."""
         return self._of.get((framework, uuid))
 
     def begin(self, framework: str, uuid: str) -> None:
-        """At a reading of a framework that allocates by itself: the pool is there from now on."""
+        """Create the pool at the first reading of a framework with its own allocator."""
         if uuid in self._pools or self._over:
             return
         ordinal = contexts.ordinals().get(uuid)
@@ -118,19 +119,19 @@ class JointPool:
             self.use(framework, uuid, ordinal)
 
     def limit(self, uuid: str) -> PoolCap | None:
-        """Who is asked before an allocation, where the driver does not cap the pool; None where it does."""
+        """The cap that allocators check before an allocation, if the driver does not cap the pool; None if it does."""
         return self._limits.get(uuid)
 
     def count(self, framework: str, counted: Callable[[str], int]) -> None:
-        """What the framework has in use on a GPU, in bytes, from now on."""
+        """Register the function that returns the framework's in-use bytes on a GPU."""
         self._counts[framework] = counted
 
     def forget(self, framework: str) -> None:
-        """The framework does not count there any more."""
+        """Remove the framework's count."""
         self._counts.pop(framework, None)
 
     def figures(self, uuid: str) -> tuple[int, int] | None:
-        """What the pool holds of the GPU and what is in use of it, in bytes; None if there is no pool yet."""
+        """Held and used bytes of the GPU's pool; None if there is no pool yet."""
         pool = self._pools.get(uuid)
         if pool is None:
             return None
@@ -138,15 +139,15 @@ class JointPool:
         return max(pool.reserved(), used), used
 
     def remainder(self, uuid: str) -> int:
-        """What is in use and nobody who counts has, in bytes."""
+        """Bytes in use that no registered framework counts."""
         found = self.figures(uuid)
         return 0 if found is None else joint.counted(found[1], self._counted(uuid))
 
     def usage(self, device: Device, counted: int, remainder: bool) -> Usage | None:
-        """What the pool has beyond the bytes `counted` of the frameworks: the cache of all. None if there is no pool.
+        """The pool's memory beyond the bytes `counted` by frameworks: the common cache. None if there is no pool.
 
-        `remainder`: a framework has what nobody counts. Else it is somebody's who uses the current pool unseen, and
-        is in use here. Sets the release threshold again, where somebody has changed it.
+        `remainder`: the uncounted bytes belong to a framework. Else they belong to other code that uses the current
+        pool, and are in use here. Sets the release threshold again if other code changed it.
         """
         found = self.figures(device.uuid)
         if found is None:
@@ -157,23 +158,23 @@ class JointPool:
         return Usage(max(reserved - counted, 0), unseen, returned_by_trim(reserved, used))
 
     def trim(self, uuid: str) -> None:
-        """Give what nobody uses back to the driver."""
+        """Release the pool's unused memory to the driver."""
         pool = self._pools.get(uuid)
         if pool is not None:
             pool.trim()
 
     def give_back(self, uuid: str, needed: int) -> int:
-        """Give whole pieces of what idles now to the driver, of so many bytes or somewhat more. The bytes by which the
-        pool has shrunk."""
+        """Release whole pieces of idle memory to the driver, at least `needed` bytes if so many are idle. Returns the
+        bytes by which the pool shrank."""
         pool = self._pools.get(uuid)
         if pool is None:
             return 0
         before = pool.reserved()
-        pool.trim(max(before - round_up(needed, PIECE), 0))  # it keeps that much at least
+        pool.trim(max(before - round_up(needed, PIECE), 0))  # the pool keeps at least so many bytes
         return before - pool.reserved()
 
     def drift(self, framework: str) -> list[str]:
-        """Why the joint cap does not hold any more for a framework that takes from the current pool; mostly nothing."""
+        """Why the joint cap no longer holds for a framework that uses the current pool; mostly empty."""
         return [
             f"{framework}: another memory pool was made current on cuda:{self._ordinals[uuid]} after memguard.init: "
             "its cap does not hold"
@@ -182,9 +183,9 @@ class JointPool:
         ]
 
     def restore(self) -> None:
-        """Make the former pools current again. Each of these goes when its last allocation is freed.
+        """Make the former pools current again. The driver destroys each of these with its last allocation.
 
-        A second call does what an interrupted one has left.
+        A second call continues an interrupted one.
         """
         self._over = True
         while self._pools:
@@ -194,7 +195,7 @@ class JointPool:
             self._pools.pop(uuid, None)
 
     def forked(self) -> None:
-        """In a forked child, where CUDA cannot be used."""
+        """In a forked child, which cannot use CUDA, drop the pools."""
         self._lock, self._pools, self._over = threading.RLock(), {}, True
         self._blocks, self._of, self._limits = {}, {}, {}
 

@@ -1,4 +1,4 @@
-"""Which idle blocks go back to the driver, where not all of them have to."""
+"""Selects the idle blocks to return to the driver when a part of them suffices."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from memguard._frameworks.driver_pages import DriverPages
 
 
 def least(sizes: Sequence[int], needed: int) -> list[int] | None:
-    """Positions of blocks that have `needed` bytes together, and none that could stay; None if all have fewer.
+    """Positions of blocks with at least `needed` bytes together, without a superfluous one; None if all have fewer.
 
-    Few blocks rather than the very fewest bytes: giving back costs by the block. So the largest go, and last the
-    smallest one that is enough. What is given beyond `needed` is less than the smallest of them.
+    It minimises the blocks rather than the bytes, as each block costs time: the largest blocks, and as the last one the
+    smallest that suffices. The excess over `needed` is less than the smallest selected block.
     """
     if sum(sizes) < needed:
         return None
@@ -27,9 +27,9 @@ def least(sizes: Sequence[int], needed: int) -> list[int] | None:
 
 
 def addresses(pages: DriverPages, blocks: Sequence[tuple[int, int]], needed: int) -> frozenset[int] | None:
-    """Those of `blocks` (address and size, all idle) that have to go so that `needed` bytes go back to the driver.
+    """The addresses of `blocks` (address and size, all idle) to free so that the driver gets `needed` bytes back.
 
-    None if all have to. A slab goes with all pieces in it or not at all.
+    None if that takes all. The pieces of a slab are freed together or not at all.
     """
     parts = pages.parts(blocks)
     chosen = least([size for size, _ in parts], needed)

@@ -1,4 +1,4 @@
-"""On simulated GPUs: says once in this process that a real framework, which the program imports, is not limited."""
+"""On simulated GPUs, warns once per process that a real framework imported by the program is not limited."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from memguard._base.specs import SPECS
 from memguard._frameworks.import_hook import enter, found_by_others, leave
 
 said = False
-"""Whether the program's stderr has the line already, or one like it."""
+"""Whether stderr has this warning, or a similar one, already."""
 
 
 def say(text: str) -> None:
-    """A line on stderr, which may be closed, full or not there: that harms no program."""
+    """Write a line to stderr. A closed, full or missing stderr raises nothing."""
     try:
         if sys.stderr is not None:
             sys.stderr.write(f"memguard: {text}\n")
@@ -26,7 +26,7 @@ def say(text: str) -> None:
 
 
 class RealImports(importlib.abc.MetaPathFinder):
-    """Waits for the import of a real framework while simulated GPUs are in use; `gpus` is what they are called."""
+    """Detects the import of a real framework while simulated GPUs are in use; `gpus` is their name in the warning."""
 
     def __init__(self, gpus: Sequence[str]) -> None:
         self._gpus = tuple(gpus)
@@ -34,7 +34,7 @@ class RealImports(importlib.abc.MetaPathFinder):
         self._searched: set[str] = set()
 
     def start(self) -> None:
-        """Say it at once if a framework is imported already; else wait for one."""
+        """Warn at once if a framework is imported already; else wait for an import."""
         if said:
             return
         here = [module for module in self._modules if module in sys.modules]
@@ -44,7 +44,7 @@ class RealImports(importlib.abc.MetaPathFinder):
             enter(self)
 
     def stop(self) -> None:
-        """Leave no trace."""
+        """Remove the finder without a trace."""
         leave(self)
 
     def find_spec(

@@ -1,4 +1,4 @@
-"""The adapters by name. A class is loaded when a budget names its framework."""
+"""The adapters by name. A class is imported when a budget names its framework."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def create(name: str, host: Host) -> Framework:
-    """The named framework on this host; on simulated GPUs, its simulated stand-in. KeyError if it has no row."""
+    """The framework's adapter on this host; on simulated GPUs, its simulated stand-in. KeyError if it has no row."""
     if host.simulated:
         from memguard._devices.simulated import SimulatedHost
         from memguard._frameworks.simulated.adapter import SimulatedFramework
@@ -27,15 +27,15 @@ def create(name: str, host: Host) -> Framework:
 
 
 def joined(name: str, host: Host, joint: JointPool) -> Framework:
-    """The named framework, which draws from the shared pool. Its row says that it can."""
+    """The framework's adapter for the shared pool. Its row must support the pool."""
     framework: Framework = specs.load(name, "joint", SPECS[name].joint)(host, joint)
     return framework
 
 
 def cures(names: Collection[str]) -> Iterator[tuple[str, str, str]]:
-    """Have the libraries of these frameworks keep out of each other's way in one process, where their rows say how.
+    """Apply the cures in these frameworks' rows for conflicts of their libraries in one process. They are permanent.
 
-    Of each cure that was needed: whose it is, the other framework, and a sentence on what was done. It is permanent.
+    Yields, for each cure that was needed, its framework, the other framework, and a sentence on the change.
     """
     for name in names:
         for other, cure in SPECS[name].cures:

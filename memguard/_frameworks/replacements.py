@@ -1,7 +1,7 @@
-"""What an adapter puts in the place of a framework's functions, so that a setting made later meets the cap.
+"""Replaces a framework's functions, so that a setting made later meets the cap.
 
-A replacement has the name, docstring and signature of what it replaces. All of them are undone together, also if the
-first attempt was interrupted.
+A replacement has the name, docstring and signature of its original. One undo restores all of them, even after an
+interrupted attempt.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _ABSENT = object()
 
 
 class Replacements:
-    """Functions of a framework that were replaced, and their undo."""
+    """Replaced functions of a framework, and their undo."""
 
     def __init__(self) -> None:
         self.active = True
@@ -27,8 +27,8 @@ class Replacements:
     ) -> bool:
         """Replace `owner.name`, of a module or a class, with `wrap(original)`. False if there is no such function.
 
-        Who has kept the replacement gets the original from it after `undo`. With `direct` it sees to that by itself, by
-        `active`: that spares each call another one.
+        A replacement kept by other code calls the original after `undo`. With `direct` the replacement tests `active`
+        itself: that saves a second function call.
         """
         original = getattr(owner, name, None)
         if not callable(original):
@@ -39,18 +39,19 @@ class Replacements:
             return (replacement if self.active else original)(*args, **kwargs)
 
         call = replacement if direct else pass_on
-        with contextlib.suppress(AttributeError, TypeError):  # a built-in function may lack some of it
+        with contextlib.suppress(AttributeError, TypeError):  # a built-in function may lack some of these
             update_wrapper(call, original)
-        # As the class itself has it: a static method stays one, and what is inherited is inherited again.
+        # The class's own entry: a static method stays static, and an inherited name is inherited again.
         entry = owner, name, vars(owner).get(name, _ABSENT), call
-        self._replaced.append(entry)  # before it is there, so that an interruption leaves nothing behind
+        self._replaced.append(entry)  # recorded before the change, so that an interruption leaves no replacement
         setattr(owner, name, call)
         return True
 
     def undo(self) -> None:
-        """Put everything back, last first; a second call goes on where an interrupted one stopped.
+        """Restore all originals, last first; a second call continues an interrupted one.
 
-        What somebody has replaced since stays theirs: what they call underneath passes calls on unchanged.
+        It leaves a function that other code has replaced since. Where that function calls memguard's replacement, the
+        replacement now calls the original.
         """
         self.active = False
         while self._replaced:
@@ -63,6 +64,6 @@ class Replacements:
             self._replaced.pop()
 
     def standing(self, owner: Any, name: str) -> bool:
-        """Whether `owner.name` is still what was put there."""
+        """Whether `owner.name` is still memguard's replacement."""
         found = vars(owner).get(name)
         return any(call is found for at, called, _, call in self._replaced if at is owner and called == name)

@@ -1,7 +1,7 @@
-"""CUDA contexts beside a GPU's primary one. Reading only: no context is made or changed.
+"""Finds CUDA contexts other than a GPU's primary one. It only reads: it creates and changes no context.
 
-The driver lists no contexts. Visible are those that PyCUDA's modules made at their import, those in which PyCUDA has a
-pool, and those current on the calling thread. A context of another thread may stay unseen until that thread looks.
+The driver does not list contexts. Known are those that PyCUDA's modules created at their import, those of PyCUDA's
+pools, and those current on the calling thread. Another thread's context may stay unknown until that thread reads.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from memguard.errors import DeviceError
 
 
 def beside(ordinal: int, pools: Iterable[int] = ()) -> dict[int, str]:
-    """By handle, who made each context of the GPU beside the primary one. `pools` are those that PyCUDA allocates in.
+    """The creator of each context of the GPU other than the primary one, by handle. `pools`: contexts of PyCUDA's
+    pools.
 
     Never raises. Without a primary context there is no second one: the first context of any kind counts as primary.
     """
     try:
         return _beside(ordinal, pools)
-    except Exception as error:  # the driver shuts down, or PyCUDA is half imported: the reading goes on
+    except Exception as error:  # the driver shuts down, or PyCUDA is half imported: the reading continues without it
         _log.debug("second contexts: %s: %s", type(error).__name__, error)
         return {}
 
@@ -30,7 +31,7 @@ def _beside(ordinal: int, pools: Iterable[int]) -> dict[int, str]:
     known, here, ours = contexts.primary_known(ordinal), contexts.current_handle(), pycuda_contexts.pushed()
     alone = known is not None and {here, ours, *pools} <= {known, None}
     if alone and not pycuda_contexts.automatic_made():
-        return {}  # mostly. If that handle is of a primary context that was released, there is none beside it either
+        return {}  # the usual case; with a released primary context there is no second one either
     primary = contexts.primary_now(ordinal)
     if primary is None:
         return {}

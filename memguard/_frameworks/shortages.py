@@ -1,4 +1,4 @@
-"""What an error of an allocator says about the shortage behind it, for those whose allocator memguard owns."""
+"""Attaches the shortage behind an allocator's error to the error, for memguard's own allocators."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from memguard._base.types import Shortage
 from memguard._frameworks.base import with_size
 
 TRIES = 2
-"""So many times a request is tried again after room was made for it: another thread may be faster."""
+"""Tries for a request after room was made: another thread may take the room first."""
 
 
 def within(lock: Any) -> bool:
-    """Whether this thread has the lock: a signal handler or a finalizer came into a call that counts on its blocks."""
+    """Whether this thread holds the lock: a signal handler or a finalizer interrupted a call that relies on its
+    blocks."""
     return bool(lock._is_owned())
 
 
 def short_of(error: BaseException, asked: int, needed: int, *, full: bool) -> BaseException:
-    """The error, marked with what it was short of. A call, so that no frame keeps the error alive."""
+    """Attach a shortage to the error. A function, so that no frame keeps the error alive."""
     error.memguard_short = needed, full  # type: ignore[attr-defined]
     return with_size(error, asked)
 
 
 def shortage_of(error: BaseException, framework: str, uuid: str, asked: int) -> Shortage | None:
-    """The shortage that an error was marked with; None for any other error."""
+    """The shortage attached to an error; None for any other error."""
     needed, full = getattr(error, "memguard_short", (None, False))
     return None if needed is None else Shortage(framework, uuid, asked, needed, full)

@@ -1,1 +1,1 @@
-"""What Linux says of processes: their state and family, what they have mapped, and who holds a GPU's memory."""
+"""Processes as Linux reports them: state, descendants, memory mappings, and the holders of a GPU's memory."""

@@ -1,7 +1,7 @@
-"""What Linux says of one process in /proc: its state, its family, what it has mapped, and who may touch it.
+"""Reads one process's entries in /proc: its state, descendants, memory mappings and access rights.
 
-Every reader takes the root of the file system, `/` but in tests. What cannot be read is None: another user's files, a
-process that has just ended, a /proc that is not mounted.
+Every reader takes the root of the file system, `/` except in tests. A file that cannot be read gives None: another
+user's, an ended process's, or a /proc that is not mounted.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _DRIVER = re.compile(r"/libcuda\.so[^/]*$")
 _NCCL = "/dev/shm/nccl-"
 _SYS_PTRACE = 1 << 19  # CAP_SYS_PTRACE (linux/capability.h)
 _MOST = 64 << 20
-"""Bytes of one file that are read: a process may have mapped whatever it likes."""
+"""The most bytes to read of one file: a process may have any number of mappings."""
 INJECTION = "CUDA_INJECTION64_PATH"
-"""The variable that names a library for CUDA to load when it starts (CUPTI's documentation)."""
+"""The variable that names a library for CUDA to load at its initialisation (CUPTI's documentation)."""
 TOOLS = {
     "libToolsInjection": "Nsight Systems (nsys)",
     "libcuda-injection.so": "Nsight Compute (ncu)",
@@ -28,12 +28,12 @@ TOOLS = {
     "libInterceptorInjectionTarget.so": "a tool of Nsight",
     "libcudadebugger.so": "a debugger of CUDA (cuda-gdb)",
 }
-"""Libraries that a profiler or debugger puts into the process it watches, by how the file's name begins."""
+"""Libraries that a profiler or debugger loads into the process it observes, by the beginning of the file's name."""
 
 
 class Stat(NamedTuple):
-    """`state`: T is stopped, t stopped by a debugger, Z ended. `start` is as in `Process`. `ran`: its clock ticks on a
-    processor."""
+    """`state`: T is stopped, t stopped by a debugger, Z ended. `start` is as in `Process`. `ran`: its CPU time in clock
+    ticks."""
 
     name: str
     state: str
@@ -43,7 +43,8 @@ class Stat(NamedTuple):
 
 
 class Status(NamedTuple):
-    """`user` is the effective one; `users` are the real, effective, saved and file system's. `tracer` is 0 for none."""
+    """`user` is the effective user; `users` are the real, effective, saved and file-system users. `tracer` is 0 for
+    none."""
 
     users: tuple[int, ...]
     tracer: int | None
@@ -55,10 +56,11 @@ class Status(NamedTuple):
 
 
 class Maps(NamedTuple):
-    """What of CUDA a process has mapped.
+    """The CUDA mappings of a process.
 
-    `uvm` counts the mappings of /dev/nvidia-uvm, `gpu` the places of all of the driver's device files; `driver` is
-    where libcuda begins; `tools` are those of `TOOLS`, `nccl` whether a communicator's shared memory is there.
+    `uvm` counts the mappings of /dev/nvidia-uvm; `gpu` has the places of all mappings of the driver's device files;
+    `driver` is the start address of libcuda; `tools` are the mapped `TOOLS`; `nccl` is true if the shared memory of an
+    NCCL communicator is mapped.
     """
 
     uvm: int
@@ -73,12 +75,12 @@ def text(path: str) -> str | None:
     try:
         with open(path, "rb") as file:
             return file.read(_MOST).decode("utf-8", "replace")
-    except (OSError, ValueError):  # a path with a null byte is a ValueError
+    except (OSError, ValueError):  # a path with a null byte raises ValueError
         return None
 
 
 def of(root: str, pid: int, name: str) -> str:
-    """The path of one of a process's files."""
+    """The path of one of a process's files in /proc."""
     return os.path.join(root, "proc", str(pid), name)
 
 
@@ -87,7 +89,7 @@ def stat(root: str, pid: int) -> Stat | None:
 
 
 def parse_stat(said: str) -> Stat | None:
-    """`/proc/PID/stat`. The name stands in parentheses and may hold more of them."""
+    """`/proc/PID/stat`. The process's name is in parentheses and may itself contain parentheses."""
     head, _, tail = said.rpartition(")")
     fields = tail.split()
     parent, user, system, start = (_number(fields[place]) if len(fields) > place else None for place in (1, 11, 12, 19))
@@ -117,7 +119,7 @@ def maps(root: str, pid: int) -> Maps | None:
 
 
 def parse_maps(said: str) -> Maps:
-    """`/proc/PID/maps`. A file that was removed since has ` (deleted)` behind its name."""
+    """`/proc/PID/maps`. The name of a file removed since ends in ` (deleted)`."""
     uvm, gpu, driver, tools, nccl = 0, set[str](), None, dict[str, None](), False
     for line in said.splitlines():
         parts = line.split(None, 5)
@@ -148,7 +150,7 @@ def threads(root: str, pid: int) -> tuple[str, ...] | None:
 
 
 def family(root: str, pid: int) -> dict[int, Stat] | None:
-    """Everything that a process has started, and what those have, by PID, without what has ended."""
+    """The descendants of a process that are still running, by PID."""
     try:
         pids = [int(name) for name in os.listdir(os.path.join(root, "proc")) if name.isascii() and name.isdecimal()]
     except OSError:
@@ -164,14 +166,14 @@ def _below(pid: int, children: dict[int, list[int]], known: dict[int, Stat]) -> 
     waiting, seen = [pid], {pid}
     while waiting:
         for child in children.get(waiting.pop(), ()):
-            if child not in seen:  # a PID that was given again while the list was read could make a ring
+            if child not in seen:  # a PID reused during the listing could form a cycle
                 seen.add(child)
                 waiting.append(child)
                 yield child, known[child]
 
 
 def same_namespace(root: str, pid: int) -> bool | None:
-    """Whether this process numbers processes as that one does: a container's PIDs are others than the host's."""
+    """Whether both processes share a PID namespace: a container's PIDs differ from the host's."""
     try:
         return os.readlink(of(root, pid, "ns/pid")) == os.readlink(os.path.join(root, "proc", "self", "ns", "pid"))
     except OSError:
@@ -179,7 +181,7 @@ def same_namespace(root: str, pid: int) -> bool | None:
 
 
 def dumpable(root: str, pid: int, user: int | None) -> bool | None:
-    """Whether the process lets others of its user look into it: if not, Linux gives its files to root (proc(5))."""
+    """Whether other processes of the user may inspect it: if not, root owns its /proc files (proc(5))."""
     try:
         owner = os.stat(of(root, pid, "stat")).st_uid
     except OSError:

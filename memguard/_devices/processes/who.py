@@ -1,4 +1,4 @@
-"""Who holds a GPU's memory, in lines for people: from NVML's list and `/proc`."""
+"""The holders of a GPU's memory, as lines of text, from NVML's process list and `/proc`."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from memguard._base.units import GIB, format_size
 from memguard._devices.processes import proc
 
 _LONGEST = 60
-"""Characters of a command line: its beginning says which program it is."""
+"""Characters of a command line: its beginning identifies the program."""
 
 
 UNLISTED = "processes that are not listed here (another container, the driver)"
 _DRIVER = GIB
-"""The driver itself holds some hundred MiB of each GPU: less than this is nobody's."""
+"""Bytes. The driver itself uses some hundred MiB of each GPU: unlisted bytes below this belong to no process."""
 
 
 def holders(processes: Mapping[int, int | None], used: int | None) -> tuple[str, ...]:
-    """One line for each process, most first; `used` are the GPU's used bytes.
+    """One line for each process, the largest first; `used` are the GPU's used bytes.
 
-    What no process is listed for gets a line of its own: other containers' processes are not in the list.
+    Bytes of no listed process get their own line: NVML omits the processes of other containers.
     """
     sizes = sorted(processes.items(), key=lambda entry: (-(entry[1] or 0), entry[0]))
     lines = [f"{format_size(size)}  {name(pid)}" for pid, size in sizes]
@@ -30,7 +30,7 @@ def holders(processes: Mapping[int, int | None], used: int | None) -> tuple[str,
 
 
 def unlisted(processes: Mapping[int, int | None], used: int | None) -> int:
-    """Bytes that no process is listed for; 0 if they are nobody's, or NVML does not say what each has."""
+    """Bytes of no listed process; 0 if the driver itself may use them, or NVML gives no bytes by process."""
     if used is None or None in processes.values():
         return 0
     rest = used - sum(size or 0 for size in processes.values())
@@ -38,13 +38,13 @@ def unlisted(processes: Mapping[int, int | None], used: int | None) -> int:
 
 
 def name(pid: int) -> str:
-    """`python train.py (PID 41, alice)`; what cannot be read is left out."""
+    """`python train.py (PID 41, alice)`; parts that cannot be read are omitted."""
     user = owner(pid)
     return f"{command(pid) or 'a process'} (PID {pid}{', ' + user if user else ''})"
 
 
 def command(pid: int) -> str:
-    """Its command line, shortened and printable; empty if it cannot be read."""
+    """The process's command line, shortened and printable; empty if it cannot be read."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             words = [os.fsdecode(word) for word in file.read(4096).split(b"\0") if word]
@@ -57,13 +57,13 @@ def command(pid: int) -> str:
 
 
 def user_of(pid: int, root: str = "/") -> int | None:
-    """Its effective user's number; None if there is no such process, or it cannot be read."""
+    """The ID of the process's effective user; None if there is no such process, or it cannot be read."""
     status = proc.status(root, pid)
     return None if status is None else status.user
 
 
 def owner(pid: int) -> str:
-    """The name of the user who runs it, or the number where it has none; empty if there is no such process."""
+    """The name of the process's user, or the user's ID without a name; empty if there is no such process."""
     user = user_of(pid)
     if user is None:
         try:

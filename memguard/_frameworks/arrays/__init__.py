@@ -1,1 +1,1 @@
-"""What the exchange knows of arrays: the contract of each framework's `arrays.py`, and what they share."""
+"""The exchange's adapters: the contract of each framework's `arrays.py`, and their shared parts."""

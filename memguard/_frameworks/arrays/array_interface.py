@@ -1,4 +1,4 @@
-"""The array interfaces of CUDA and NumPy: PyCUDA's, Numba's and NumPy's arrays are read and made through them."""
+"""Reads and writes CUDA's and NumPy's array interfaces, the form in which PyCUDA, Numba and NumPy share arrays."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from memguard._frameworks.arrays.view import (
 
 
 class Malformed(ValueError):
-    """An interface that describes no array that `View` can describe. `remedy` says what to do."""
+    """An interface whose array `View` cannot represent. `remedy` is the fix."""
 
     def __init__(self, reason: str, remedy: str = "check how its library makes it") -> None:
         super().__init__(reason)
@@ -29,7 +29,7 @@ class Malformed(ValueError):
 
 
 def read(interface: Mapping[str, Any]) -> tuple[View, int | None, int | None]:
-    """The array, the stream that it names (or None), and the context of its memory if that is not the primary one.
+    """The array, the stream in its interface (or None), and the context of its memory unless it is the primary one.
 
     Raises Malformed.
     """
@@ -37,7 +37,7 @@ def read(interface: Mapping[str, Any]) -> tuple[View, int | None, int | None]:
         (address, readonly), layout = interface["data"], (interface["typestr"], interface["shape"])
         try:
             dtype, shape, strides = _layout(*layout, interface.get("strides"))
-        except TypeError:  # lists have no hash
+        except TypeError:  # lists are not hashable
             dtype, shape, strides = _layout.__wrapped__(*layout, interface.get("strides"))
         address = int(address or 0)
     except Malformed:
@@ -63,7 +63,7 @@ def read(interface: Mapping[str, Any]) -> tuple[View, int | None, int | None]:
 
 @functools.lru_cache(maxsize=1024)
 def _layout(typestr: Any, shape: Any, given: Any) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """Dtype, shape and strides in elements. Cached: the same come again and again."""
+    """Dtype, shape and strides in elements. Cached, as the same layouts recur."""
     shape = tuple(map(int, shape))
     given = None if given is None else tuple(map(int, given))
     dtype = dtype_of_typestr(typestr)
@@ -78,9 +78,9 @@ def _layout(typestr: Any, shape: Any, given: Any) -> tuple[str, tuple[int, ...],
 
 
 class WithInterface:
-    """Shared memory with an array interface. The arrays made of it keep this object, which keeps the lifetime.
+    """Shared memory with an array interface. Arrays made from this object reference it, and it references the lifetime.
 
-    `stream` is the one that waits for the memory, if the user named it; without one it is ready for any.
+    `stream` is the user's stream, which waits for the memory; without it, the memory is ready for any stream.
     """
 
     def __init__(self, view: View, lifetime: Lifetime, stream: int | None = None) -> None:
@@ -95,7 +95,7 @@ class WithInterface:
         if device is None:
             self.__array_interface__ = interface
         else:
-            # the protocol has no stream 0
+            # the protocol forbids stream 0
             interface["stream"] = None if stream is None else stream or streams.LEGACY
             self.__cuda_array_interface__ = interface
         self._lifetime = lifetime

@@ -1,8 +1,8 @@
-"""Whether one framework can share another's memory as it lies there; if not, why, and what helps. Pure.
+"""Whether one framework can share another's memory in place; if not, the reason and the remedy. Pure.
 
-What each framework accepts was measured on an H200 (docs/exchange.md): PyTorch aborts the process over negative
-strides, TensorFlow over an address that is no multiple of 64, and XLA refuses one that is no multiple of 16 when
-the array is first used.
+The rules of each framework were measured on an H200 (docs/exchange.md): PyTorch aborts the process on negative strides,
+TensorFlow on an address that is no multiple of 64, and XLA rejects an address that is no multiple of 16 when it first
+uses the array.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from memguard._base.specs import SPECS
 from memguard._frameworks.arrays.view import ITEM_SIZES, View, compact
 
 MOST_DIMENSIONS = 64
-"""NumPy's limit: NumPy makes the DLPack capsules."""
+"""NumPy's limit: NumPy creates the DLPack capsules."""
 
 
 class Layout(Enum):
-    """Which strides a framework's arrays may have."""
+    """The strides that a framework's arrays may have."""
 
     FORWARD = "any strides that are not negative"
     DENSE = "no gaps, in any order of the dimensions"
@@ -28,17 +28,17 @@ class Layout(Enum):
 
 @dataclass(frozen=True)
 class Traits:
-    """What a framework's arrays can be.
+    """The properties of a framework's arrays.
 
-    title         its name in sentences: of a framework of the budget, the one in its row
+    title         its name in sentences: for a framework of the budget, the title in its row
     alignment, host_alignment  its addresses must be multiples of this many bytes, on a GPU and on the host. On a GPU
-                  they must also be multiples of the element size: a kernel that reads any other address ends the
+                  they must also be multiples of the element size: a kernel that reads any other address destroys the
                   context for the whole process
-    writes        its arrays can be written to, so read-only memory may not become one
+    writes        its arrays are writable, so they must not use read-only memory
     on_gpu, on_host   where its arrays may lie
     repeats       a stride may be 0
     strided       it copies arrays that are not compact
-    releases_when_done  it releases memory only after its work on it is done; else the producer must wait for that
+    releases_when_done  it releases memory only after its work on it is done; else the producer must wait for that work
     """
 
     name: str
@@ -60,18 +60,18 @@ class Traits:
 
     @functools.cached_property
     def multiples(self) -> dict[str, int]:
-        """By dtype: what the address of an array on a GPU must be a multiple of."""
+        """By dtype: the alignment of an array's address on a GPU, in bytes."""
         return {dtype: max(self.alignment, ITEM_SIZES[dtype]) for dtype in self.dtypes}
 
     @functools.cached_property
     def host_multiples(self) -> dict[str, int]:
-        """The same on the host."""
+        """By dtype: the alignment of an array's address on the host, in bytes."""
         return dict.fromkeys(self.dtypes, self.host_alignment)
 
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Why memory cannot be shared as it is. `copied` says whether a copy can be had instead."""
+    """Why memory cannot be shared in place. `copied`: whether a copy is possible instead."""
 
     reason: str
     remedy: str
@@ -79,7 +79,7 @@ class Obstacle:
 
 
 def obstacle(view: View, consumer: Traits, device: int | None) -> Obstacle | None:
-    """Why `consumer` cannot share this memory; None if it can. `device` is where its array should lie."""
+    """Why `consumer` cannot share this memory; None if it can. `device` is the GPU for the consumer's array."""
     address, shape, strides, dtype, lies, readonly = view
     on_gpu = device is not None
     multiple = (consumer.multiples if on_gpu else consumer.host_multiples).get(dtype)
@@ -92,7 +92,7 @@ def obstacle(view: View, consumer: Traits, device: int | None) -> Obstacle | Non
         and compact(shape, strides)
         and not (readonly and consumer.writes)
     ):
-        return None  # the usual array: this answers at once, and the checks below find the reason for the others
+        return None  # fast path for ordinary arrays; the checks below find the reason for the others
     copy = "copy=True"
     alignment = consumer.host_alignment if view.device is None else max(consumer.alignment, view.itemsize)
     title = consumer.title

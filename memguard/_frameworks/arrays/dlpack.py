@@ -1,7 +1,7 @@
 """DLPack capsules, read and made with ctypes: the form in which PyTorch, TensorFlow, JAX and CuPy import memory.
 
-The ones made here are unversioned (`dltensor`), which all four take; TensorFlow and JAX take no others (measured). The
-deleter of a capsule may run on any thread, and takes the GIL there.
+memguard makes unversioned capsules (`dltensor`), which all four accept; TensorFlow and JAX accept no others (measured).
+The deleter of a capsule may run on any thread, and takes the GIL there.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13  # DLDeviceType
 _KINDS = (CPU, CUDA, CUDA_HOST, CUDA_MANAGED)
 _READ_ONLY = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
 _TENSOR = struct.Struct("@QiiiBBHQQQ")
-"""A `DLTensor`: address, device kind and number, dimensions, dtype code, bits and lanes, shape, strides, offset."""
+"""A `DLTensor`: address, device type and number, dimensions, dtype code, bits and lanes, shape, strides, offset."""
 _VERSION = struct.Struct("@IIQQQ")
-"""What precedes it in a versioned capsule: major and minor version, context, deleter, flags."""
+"""The fields before the `DLTensor` in a versioned capsule: major and minor version, context, deleter, flags."""
 _Tensor, _Version = ctypes.c_char * _TENSOR.size, ctypes.c_char * _VERSION.size
 _valid = ctypes.pythonapi.PyCapsule_IsValid
 _valid.restype, _valid.argtypes = ctypes.c_int, (ctypes.py_object, ctypes.c_char_p)
@@ -32,23 +32,23 @@ _HEAD = struct.Struct("@QiiiB")
 """The beginning of a `DLTensor`, up to the dtype code."""
 _Head = ctypes.c_char * _HEAD.size
 _WORDS = {1: "|u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
-"""A NumPy dtype of each element size. The true dtype is written into the capsule afterwards."""
+"""A NumPy dtype of each element size. `capsule` then overwrites it with the true dtype."""
 
 
 class BadCapsule(ValueError):
-    """A capsule that holds no array that `View` can describe."""
+    """A capsule whose array `View` cannot represent."""
 
 
 def read(capsule: Any) -> View:
-    """The array in a capsule that nobody has consumed yet. The capsule keeps the memory.
+    """The array in a capsule that no framework has consumed. The capsule keeps the memory alive.
 
-    `device` is the number that the capsule has, which is the producer's own. Raises BadCapsule for an unknown dtype,
-    packed lanes, or another kind of device.
+    `device` is the number in the capsule, in the producer's numbering. Raises BadCapsule for an unknown dtype, packed
+    lanes, or another type of device.
     """
     readonly = False
     try:
         at = _pointer(capsule, b"dltensor")
-    except ValueError:  # not such a capsule
+    except ValueError:  # the capsule has another name
         at, readonly = _versioned(capsule)
     address, kind, number, ndim, code, bits, lanes, extents, steps, offset = _TENSOR.unpack_from(
         _Tensor.from_address(at)
@@ -71,7 +71,7 @@ def read(capsule: Any) -> View:
 
 
 def _versioned(capsule: Any) -> tuple[int, bool]:
-    """Where the `DLTensor` of a versioned capsule is, and whether the array is read-only."""
+    """The address of the `DLTensor` in a versioned capsule, and whether the array is read-only."""
     if _valid(capsule, b"dltensor_versioned"):
         at = _pointer(capsule, b"dltensor_versioned")
         major, _, _, _, flags = _VERSION.unpack_from(_Version.from_address(at))
@@ -87,20 +87,20 @@ def _versioned(capsule: Any) -> tuple[int, bool]:
 
 @functools.lru_cache(maxsize=128)
 def _numbers(ndim: int) -> tuple[Any, Callable[[Any], tuple[int, ...]]]:
-    """So many int64 in memory, and what reads them.
+    """A ctypes array type of `ndim` int64, and its reader.
 
-    ctypes keeps such a type only until the next garbage collection, and it takes 25 us to make.
+    ctypes frees an unused array type at the next garbage collection, and making one takes 25 us.
     """
     return ctypes.c_char * (8 * ndim), struct.Struct(f"@{ndim}q").unpack_from
 
 
 def capsule(view: View, lifetime: Lifetime, *, device: int | None) -> Any:
-    """An unversioned capsule over this memory. The consumer's last view of it ends the lifetime.
+    """An unversioned capsule over this memory. When the consumer frees its last view, the lifetime ends.
 
-    `device` is the number that the consumer knows the GPU by, None for the host. NumPy makes the capsule, from an array
-    that nobody reads, and the fields that NumPy cannot set are overwritten. The reason is NumPy's deleter: a view may
-    be freed while an exception propagates, or after the interpreter has ended. A deleter written in Python would lose
-    that exception, and would crash after the end.
+    `device` is the GPU's number for the consumer, None for the host. NumPy makes the capsule from an array that nothing
+    reads, and this function overwrites the fields that NumPy cannot set. The reason is NumPy's deleter: a view may be
+    freed while an exception propagates, or after the interpreter has ended. A deleter in Python would lose that
+    exception, and would crash after the end.
     """
     import numpy
 
@@ -125,11 +125,11 @@ def capsule(view: View, lifetime: Lifetime, *, device: int | None) -> Any:
 
 
 _NOWHERE = 64
-"""Stands for the address 0 of an array without elements, which NumPy takes only since 2.4. Nothing reads there."""
+"""Replaces address 0 of an array without elements, which NumPy accepts only since 2.4. Nothing reads there."""
 
 
 class _Block:
-    """The memory as NumPy imports it. The array keeps this object, and the capsule keeps the array."""
+    """The memory as NumPy imports it. The capsule references the array, and the array references this object."""
 
     __slots__ = ("__array_interface__", "lifetime")
     __array_interface__: dict[str, Any]
@@ -137,7 +137,7 @@ class _Block:
 
 
 class Exporter:
-    """An argument for `from_dlpack` functions. `before` makes a stream wait until the memory is ready."""
+    """The object that `from_dlpack` functions import. `before` makes a stream wait until the memory is ready."""
 
     def __init__(self, view: View, lifetime: Lifetime, device: int | None, before: Any) -> None:
         self._view, self._lifetime, self._device, self._before = view, lifetime, device, before
@@ -146,7 +146,7 @@ class Exporter:
         return (CPU, 0) if self._device is None else (CUDA, self._device)
 
     def __dlpack__(self, *, stream: int | None = None, **_: object) -> Any:
-        """`stream` is as in the protocol: -1 for no waiting, None for the legacy default stream."""
+        """`stream` as in the protocol: -1 for no waiting, None for the legacy default stream."""
         if stream != -1:
             self._before(1 if stream is None else stream)
         return capsule(self._view, self._lifetime, device=self._device)

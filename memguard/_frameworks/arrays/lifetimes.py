@@ -1,9 +1,9 @@
-"""How long shared memory lives: from the hand-over until the consumer's last view is gone.
+"""The lifetime of shared memory: from the hand-over until the consumer's last view is freed.
 
-A `Lifetime` keeps the producer's array alive. It ends in a destructor, on any thread, inside any allocation, so nothing
-there takes a lock or waits. If the consumer's last work still runs then, the producer's stream is made to wait for it.
-A producer without a stream gets its memory back a moment later, from a thread of this module. PyCUDA must free memory
-on the thread that allocated it, so it gets its memory back on the thread that handed it over.
+A `Lifetime` keeps the producer's array alive. It ends in a destructor, on any thread, inside any allocation, so its end
+takes no lock and never waits. If the consumer's last work still runs then, memguard makes the producer's stream wait
+for it. A producer without a stream gets its memory back a moment later, from this module's thread. PyCUDA must free
+memory on the thread that allocated it, so PyCUDA gets its memory back on the thread that made the hand-over.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from memguard._frameworks.arrays.view import View
 from memguard.errors import DeviceError, Suspended
 
 _POLL, _REST = 0.001, 0.1
-"""Seconds between two checks of work that must end before memory is released; while the process is off its GPUs."""
+"""Seconds between two checks of work that must end before memory is released; the second while the process is off its
+GPUs."""
 
 
 class Offer(NamedTuple):
-    """An array as its framework, the producer, offers it: what it is, and what keeps its memory alive.
+    """The producer's description of an array, with the owner that keeps its memory alive.
 
-    stream   the producer's: it uses released memory next on this stream; None if it names none
-    context  the one that the memory belongs to, if that is not the GPU's primary one
+    stream   the producer's next use of released memory is on this stream; None if unknown
+    context  the context of the memory; None for the GPU's primary one
     thread   the only thread that may release `owner`; None for any
-    done     whether its values are there already, so that nobody has to wait for them
+    done     whether its values are computed already, so that no stream has to wait for them
     """
 
     producer: str
@@ -46,14 +47,14 @@ class Offer(NamedTuple):
 
 
 new_offer: Callable[[tuple[Any, ...]], Offer] = functools.partial(tuple.__new__, Offer)
-"""An offer of all its fields, in a quarter of the time. Every hand-over makes one."""
+"""Create an offer from all its fields, in a quarter of the constructor's time. Every hand-over creates one."""
 
 
 class Lifetime:
-    """One hand-over, made by `begin`. `stream` is the consumer's, None if its work may be on any.
+    """One hand-over, made by `begin`. `stream` is the consumer's, None if its work may be on any stream.
 
-    `releases_when_done`: the consumer releases memory only after its work on it is done (JAX; measured), so nobody has
-    to wait. `context`: the consumer's, if that is not the GPU's primary one.
+    `releases_when_done`: the consumer releases memory only after its work on it is done (JAX; measured), so the
+    producer need not wait. `context`: the consumer's; None for the GPU's primary one.
     """
 
     __slots__ = ("consumer", "context", "offer", "releases_when_done", "stream")
@@ -64,22 +65,22 @@ class Lifetime:
     context: int | None
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not ending():  # after that the names of this module may be gone
+        if not ending():  # afterwards this module's globals may be gone
             self.end()
 
     def cancel(self) -> None:
-        """The consumer never got the memory, so there is nothing to wait for."""
+        """End the lifetime of a failed hand-over: the consumer never used the memory, so nothing has to wait."""
         _open.pop(id(self), None)
 
     def end(self) -> None:
-        """The last view is gone. On any thread, at any moment; a second call does nothing."""
+        """End the lifetime after the last view. On any thread, at any moment; a second call does nothing."""
         if _open.pop(id(self), None) is None:
             return
         mark, thread = None, self.offer.thread
         if not self.releases_when_done:
             mark = _running_work(self.offer, self.stream, self.context)
         if mark is None and (thread is None or thread == threading.get_ident()):
-            return  # the owner is released together with this object
+            return  # the owner is released with this object
         parked = _Parked(self.offer, mark)
         del self.offer
         _parked.append(parked)
@@ -87,10 +88,10 @@ class Lifetime:
 
 
 class _Parked:
-    """Memory that cannot be released yet.
+    """Memory whose release has to wait.
 
-    Whoever checks it holds this object and not the offer: so the owner is released on the thread that sets `offer` to
-    None, and on no other.
+    A checking thread references this object and not the offer, so the owner is released only on the thread that sets
+    `offer` to None.
     """
 
     __slots__ = ("mark", "offer", "thread")
@@ -108,16 +109,16 @@ class _Entry(NamedTuple):
 
 _new_entry: Callable[[tuple[Any, ...]], _Entry] = functools.partial(tuple.__new__, _Entry)
 kept: Counter[int] = Counter()
-"""Bytes by GPU (CUDA's ordinal) that this process holds for other processes: no framework's row has them."""
+"""Bytes by GPU (CUDA's ordinal) that this process holds for other processes: no framework's row contains them."""
 _open: dict[int, _Entry] = {}
-"""What is shared now, without what keeps it alive."""
+"""The memory shared now, without its owners."""
 _parked: list[_Parked] = []
 
 
 def begin(
     offer: Offer, consumer: str, stream: int | None, releases_when_done: bool = False, context: int | None = None
 ) -> Lifetime:
-    """A lifetime that lasts until its `end`, or until nothing refers to it any more."""
+    """Create a lifetime that lasts until its `end`, or until the last reference to it is gone."""
     lifetime = Lifetime()
     lifetime.offer, lifetime.consumer, lifetime.stream = offer, consumer, stream
     lifetime.releases_when_done, lifetime.context = releases_when_done, context
@@ -128,14 +129,14 @@ def begin(
 
 
 def sweep() -> None:
-    """Release the parked memory whose work is done, as far as this thread may release it."""
+    """Release the parked memory whose work is done, if this thread may release it."""
     here = threading.get_ident()
     for _ in range(len(_parked)):
-        if suspension.now is not None:  # CUDA may not be asked
+        if suspension.now is not None:  # CUDA is not usable
             return
         try:
             parked = _parked.pop(0)
-        except IndexError:  # another thread was faster
+        except IndexError:  # another thread removed it
             return
         over = False
         try:
@@ -150,7 +151,7 @@ def sweep() -> None:
 def lent() -> dict[int, dict[str, dict[str, int]]]:
     """Bytes shared now, by GPU (CUDA's ordinal), producer and consumer: the ledger's `lent`.
 
-    A byte that two consumers have views of counts once for each.
+    A byte viewed by two consumers counts once for each.
     """
     found: dict[int, dict[str, dict[str, list[tuple[int, int]]]]] = {}
     for entry in list(_open.values()):
@@ -165,13 +166,13 @@ def lent() -> dict[int, dict[str, dict[str, int]]]:
 
 
 def lent_by(producer: str, device: int) -> int:
-    """Bytes of the producer's memory that others have views of, each byte once."""
+    """Bytes of the producer's memory with views in other frameworks, each byte once."""
     views = [entry.view for entry in list(_open.values()) if entry.producer == producer]
     return covered(view.extent for view in views if view.device == device and view.size)
 
 
 def covered(parts: Iterable[tuple[int, int]]) -> int:
-    """Bytes that lie in at least one of the ranges."""
+    """Bytes in at least one of the ranges."""
     total, reached = 0, 0
     for first, end in sorted(parts):
         total += max(end - max(first, reached), 0)
@@ -180,22 +181,22 @@ def covered(parts: Iterable[tuple[int, int]]) -> int:
 
 
 def _running_work(offer: Offer, stream: int | None, context: int | None = None) -> Mark | _Later | _WhenBack | None:
-    """The consumer's work that still runs, if the producer has no stream that could wait for it; else None."""
+    """The consumer's work that still runs, if no stream of the producer can wait for it; else None."""
     _, shape, _, _, device, _ = offer.view
     if device is None or 0 in shape:
         return None
     if suspension.now is not None:
         return _WhenBack(offer._replace(owner=None), stream, context)
-    # Here the handle of the per-thread default stream means this thread's, and others may have used theirs.
+    # The handle of the per-thread default stream means this thread's stream, and other threads may have used theirs.
     stream = None if stream == PER_THREAD else stream
     mine = None if offer.stream == PER_THREAD else offer.stream
     try:
         if stream is not None and mine is not None and (stream or LEGACY) == (mine or LEGACY):
-            return None  # it is one stream, so whatever uses the memory next comes after that work anyway
+            return None  # one stream: the producer's next work follows the consumer's
         if context is None and streams.quiet(device, stream, mine):
             return None
         if any(known is not None and streams.capturing(device, known) for known in (stream, mine)):
-            return None  # neither may wait for the other; whoever replays the graph keeps the memory that it captured
+            return None  # a captured stream may not wait; the owner of the graph keeps its captured memory
         if stream is not None and streams.idle(device, stream, context):
             return None
         mark = Mark(device, stream, context)
@@ -203,18 +204,18 @@ def _running_work(offer: Offer, stream: int | None, context: int | None = None) 
             return None if _passed(mark) else mark
         with mark:
             if not mark.passed():
-                # A caching allocator uses the memory next on the stream where it was allocated. Mostly that is the
-                # legacy default stream, whichever stream was current at the hand-over.
+                # A caching allocator reuses the memory on the stream of its allocation. Mostly that is the legacy
+                # default stream, whichever stream was current at the hand-over.
                 for then in dict.fromkeys((mine or LEGACY, LEGACY)):
                     if stream is None or (stream or LEGACY) != then:
-                        streams.capturing(device, then)  # raises if the default stream may not be used now
+                        streams.capturing(device, then)  # raises if the default stream is not usable now
                         mark.before(then)
         return None
-    except Suspended:  # since this call began
+    except Suspended:  # the suspension began during this call
         return _WhenBack(offer._replace(owner=None), stream, context)
     except DeviceError as error:
         _log.debug("exchange: %s", error)
-    # No stream can be made to wait, so the work is polled until it is done.
+    # No stream can wait, so the work is polled until it is done.
     if stream is not None:
         later = _Later(device, stream, context)
         return None if _passed(later) else later
@@ -228,7 +229,7 @@ def _running_work(offer: Offer, stream: int | None, context: int | None = None) 
 
 
 class _Later:
-    """Like a `Mark` of a stream, recorded as soon as that ends no capture of a CUDA graph."""
+    """A `Mark` of a stream, recorded as soon as recording breaks no CUDA graph capture."""
 
     def __init__(self, device: int, stream: int, context: int | None) -> None:
         self._device, self._stream, self._context = device, stream, context
@@ -248,7 +249,7 @@ class _Later:
 
 
 class _WhenBack:
-    """Work that may be asked about once the process is back on its GPUs. `offer` is without its owner."""
+    """Work that can be checked only once the process is back on its GPUs. `offer` lacks its owner."""
 
     def __init__(self, offer: Offer, stream: int | None, context: int | None) -> None:
         self._asked: tuple[Offer, int | None, int | None] | None = (offer, stream, context)
@@ -268,11 +269,11 @@ class _WhenBack:
 
 
 def _passed(mark: Mark | _Later | _WhenBack) -> bool:
-    """Whether the work is done; closes the mark if so. An error counts as done: the context is gone, and its memory."""
+    """Whether the work is done; closes the mark if so. An error counts as done: the context and its memory are gone."""
     try:
         if not mark.passed():
             return False
-    except Suspended:  # since this call began
+    except Suspended:  # the suspension began during this call
         return False
     except DeviceError as error:
         _log.debug("exchange: %s", error)
@@ -281,7 +282,7 @@ def _passed(mark: Mark | _Later | _WhenBack) -> bool:
 
 
 class _Sweeper:
-    """A daemon thread that lives while memory is parked that any thread may release."""
+    """A daemon thread that runs while parked memory waits that any thread may release."""
 
     def __init__(self) -> None:
         self._running = False
@@ -290,7 +291,7 @@ class _Sweeper:
         if self._running or not any(parked.thread is None for parked in list(_parked)):
             return
         self._running = True
-        try:  # `threading` takes locks to start a thread, and the code that a destructor interrupts may hold them
+        try:  # starting a thread takes locks of `threading`, which the interrupted code may hold
             _thread.start_new_thread(self._begin, ())
         except RuntimeError:  # the interpreter is shutting down
             self._running = False
@@ -308,7 +309,7 @@ class _Sweeper:
                 sweep()
         finally:
             self._running = False
-        self.wake()  # for memory that was parked meanwhile
+        self.wake()  # for memory parked meanwhile
 
 
 _sweeper = _Sweeper()

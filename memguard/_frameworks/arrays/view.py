@@ -1,4 +1,4 @@
-"""Memory as an array, in terms of no framework: address, shape, strides, dtype, device. Pure.
+"""Framework-independent description of memory as an array: address, shape, strides, dtype, device. Pure.
 
 Strides count elements, as in DLPack. Dtypes have the names of NumPy and ml_dtypes.
 """
@@ -34,34 +34,34 @@ DTYPES: dict[str, tuple[int, int, str | None]] = {
 }
 """Each dtype's code and bits in DLPack (`DLDataTypeCode`), and its `typestr` if NumPy has one."""
 ITEM_SIZES = {name: bits // 8 for name, (_, bits, _) in DTYPES.items()}
-"""Bytes of an element of each."""
+"""Bytes of an element of each dtype."""
 NUMPY_DTYPES = frozenset(name for name, (_, _, typestr) in DTYPES.items() if typestr is not None)
-"""Those that NumPy and the array interfaces know."""
+"""The dtypes that NumPy and the array interfaces support."""
 NO_FLOAT8 = frozenset(name for name in DTYPES if not name.startswith("float8"))
 _BY_CODE = {(code, bits): name for name, (code, bits, _) in DTYPES.items()}
 _BY_TYPESTR = {typestr: name for name, (_, _, typestr) in DTYPES.items() if typestr is not None}
 
 
 def dtype_of_code(code: int, bits: int, lanes: int = 1) -> str | None:
-    """The dtype of these DLPack numbers; None if it is not in DTYPES."""
+    """The dtype of these DLPack fields; None if it is not in DTYPES."""
     return _BY_CODE.get((code, bits)) if lanes == 1 else None
 
 
 def dtype_of_typestr(typestr: str) -> str | None:
     """The dtype of an array interface's `typestr`; None for structures, text and foreign byte order."""
-    if typestr[1:] in ("b1", "i1", "u1"):  # one byte has no byte order
+    if typestr[1:] in ("b1", "i1", "u1"):  # a single byte has no byte order
         typestr = "|" + typestr[1:]
     return _BY_TYPESTR.get(typestr)
 
 
 @functools.lru_cache(maxsize=1024)
 def dtype_name(dtype: Any) -> str:
-    """The name of a NumPy dtype. One of foreign byte order gets a name that is not in DTYPES."""
+    """The name of a NumPy dtype. A dtype of foreign byte order gets a name outside DTYPES."""
     return str(dtype)
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of an array of this shape without gaps, last dimension fastest."""
+    """The strides of a compact array of this shape, last dimension fastest."""
     if len(shape) == 1:
         return (1,)
     strides, step = [], 1
@@ -92,12 +92,12 @@ class View(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements, which is what a copy takes."""
+        """Bytes of its elements, which is the size of a copy."""
         return self.size * self.itemsize
 
     @property
     def extent(self) -> tuple[int, int]:
-        """The range of bytes that its elements lie in: the first, and one past the last."""
+        """The byte range of its elements: the first byte, and one past the last."""
         if not self.size:
             return self.address, self.address
         steps = [(n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)]
@@ -132,7 +132,7 @@ class View(NamedTuple):
         return 0 in self.strides and any(not stride for stride, _ in _relevant(self.shape, self.strides))
 
     def forwards(self) -> tuple[View, tuple[int, ...]]:
-        """The same elements without negative strides, and the axes that this reverses."""
+        """The same elements without negative strides, and the axes with a reversed direction."""
         axes = tuple(axis for axis, stride in enumerate(self.strides) if stride < 0)
         if not axes:
             return self, ()
@@ -146,18 +146,18 @@ class View(NamedTuple):
 
 
 new_view: Callable[[tuple[Any, ...]], View] = functools.partial(tuple.__new__, View)
-"""A view of all its fields, in a quarter of the time. Every hand-over makes one."""
+"""Create a view from all its fields, in a quarter of the constructor's time. Every hand-over creates one."""
 
 
 @functools.lru_cache(maxsize=1024)
 def in_bytes(strides: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Strides that count elements as those that count bytes. Cached, as the two below: shapes come again and again."""
+    """Strides in bytes, from strides in elements. Cached, as the two functions below: the same shapes recur."""
     return tuple([stride * itemsize for stride in strides])
 
 
 @functools.lru_cache(maxsize=1024)
 def in_elements(strides: tuple[int, ...], itemsize: int) -> tuple[int, ...] | None:
-    """The other way round; None if one is no multiple of the item size."""
+    """Strides in elements, from strides in bytes; None if a stride is no multiple of the item size."""
     if any(stride % itemsize for stride in strides):
         return None
     return tuple([stride // itemsize for stride in strides])
@@ -171,5 +171,5 @@ def compact(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def _relevant(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
-    """Stride and extent of each dimension of more than one element. The strides of the others mean nothing."""
+    """Stride and extent of each dimension of more than one element. The other strides have no meaning."""
     return [(stride, extent) for stride, extent in zip(strides, shape, strict=True) if extent != 1]

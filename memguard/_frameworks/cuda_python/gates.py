@@ -1,7 +1,7 @@
-"""Which functions of cuda-python (`cuda.bindings`, `cuda.core`) wait while the process is off its GPUs.
+"""The functions of cuda-python (`cuda.bindings`, `cuda.core`) that wait while the process is off its GPUs.
 
-Who holds the GIL was not read or measured. `cuda.core` calls the driver in C, past those names. Numba uses both.
-Methods that start with two underscores are left out where the type is written in C.
+Whether they release the GIL was not read or measured. `cuda.core` calls the driver in C and bypasses these names. Numba
+uses both. Where a type is written in C, the table omits its methods that start with two underscores.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ AT_ONCE = (
     "cuMemPoolSetAttribute",
     "cuMemAddressReserve",
 )
-"""What the driver answers at once in a suspended process (H200, driver 580.159), or what does not ask it."""
+"""Functions that the driver answers at once in a suspended process (H200, driver 580.159), or that do not call it."""
 _RUNTIME_AT_ONCE = (
     "cudaGetError*",
     "cudaGetLastError",

@@ -1,1 +1,1 @@
-"""CuPy: its adapter, and what its pool holds of the driver's slabs."""
+"""CuPy: its adapter, and its pool's usage of the driver's slabs."""

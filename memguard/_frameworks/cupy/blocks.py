@@ -1,11 +1,11 @@
-"""What CuPy's `MemoryPool` would give back: its idle blocks that are not split, stream by stream.
+"""The bytes that CuPy's `MemoryPool` would release: its idle blocks that are not split, stream by stream.
 
-`free_all_blocks` frees an idle block only as a whole. CuPy has no public figure for that, but since 14.1 its pool of
-one GPU gives an index of what idles, for its own tests (`_debug_arena_get_index`). It is looked for before use; without
-it, or if it is not as expected, the answer is None.
+`free_all_blocks` frees an idle block only as a whole. CuPy has no public figure for these bytes, but since 14.1 its
+single-GPU pool has an index of idle blocks, for its own tests (`_debug_arena_get_index`). This module probes for the
+index before use; without it, or with an unexpected form, the result is None.
 
-As long as somebody refers to an idle block, it does not go back to the driver. So nothing here keeps one: sizes and
-addresses are read within one call of C, in which no other thread of Python runs.
+An idle block with a reference does not go back to the driver. So this module keeps none: one C call reads sizes and
+addresses, during which no other Python thread runs.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from memguard._base.units import GRANULE, round_up
 from memguard._frameworks.driver_pages import SMALL, UNIT
 
 MOST = 4096
-"""With more idle blocks than this the answer is None: a reading of so many takes 1.3 ms (measured, CuPy 14.2)."""
+"""With more idle blocks than this the result is None: reading so many takes 1.3 ms (measured, CuPy 14.2)."""
 FRESH = 0.1
-"""Seconds for which a figure is used again while the pool's own figures stay, as its blocks may be others by then."""
+"""Seconds to reuse a figure while the pool's own figures are unchanged: its blocks may change meanwhile."""
 _WITHIN = 0.02
-"""Seconds to wait for another thread that reads them."""
+"""Seconds to wait for another thread's reading."""
 _FULL = GRANULE - 16 * UNIT
-"""A slab whose idle pieces add up to this much has no room for pieces of others that matter."""
+"""A slab with this many idle bytes has no significant room for pieces of other frameworks."""
 INDEX = "_debug_arena_get_index"
 _block = itemgetter(1)
 _figures = attrgetter("size", "mem.size", "mem.ptr")
 _COLLECTS_ANYWHERE = sys.version_info < (3, 12)
-"""Whether Python may collect garbage within a call of C: a finalizer that allocates waits there for the lock
-of the pool, which its own thread has."""
+"""Whether Python may collect garbage within a C call: a finalizer that allocates would deadlock there, as its own
+thread holds the pool's lock."""
 
 
 class Blocks:
@@ -48,10 +48,10 @@ class Blocks:
         self._unreadable = False
 
     def reclaimable(self, pool: Any, ordinal: int, pieces: Callable[[int], int] | None = None) -> int | None:
-        """Bytes that `free_all_blocks()` would return to the driver; None if this CuPy does not say.
+        """Bytes that `free_all_blocks()` would return to the driver; None if this CuPy lacks the index.
 
-        `pieces` says how many pieces are known in the slab of an address. A slab counts if nothing in it is known to be
-        in use, or if nothing else has room in it: what others have in it may keep it with the driver, unseen.
+        `pieces` counts the known pieces in the slab of an address. A slab counts if no piece in it is known to be in
+        use, or if it has no room for other frameworks: their unseen pieces may keep it allocated.
         """
         one = self._of_one_gpu(pool, ordinal)
         rows = self._rows(one) if one is not None and one.n_free_blocks() <= MOST else None
@@ -60,7 +60,7 @@ class Blocks:
     def free(self, pool: Any, ordinal: int, needed: int) -> bool:
         """Free the blocks of those streams that together return `needed` bytes, the largest first, on the current GPU.
 
-        False, and nothing is freed, if it takes all streams or more, or if it is not known.
+        False, without freeing, if that takes at least all streams, or if the index is unknown.
         """
         one = self._of_one_gpu(pool, ordinal)
         streams = self._streams(one) if one is not None else ()
@@ -83,7 +83,7 @@ class Blocks:
         return True
 
     def _of_one_gpu(self, pool: Any, ordinal: int) -> Any:
-        """The pool of that GPU within a `MemoryPool`; None if this CuPy has no index of its idle blocks."""
+        """The pool of that GPU within a `MemoryPool`; None if this CuPy has no index of idle blocks."""
         if self._unreadable:
             return None
         for part in gc.get_referents(pool):
@@ -92,7 +92,7 @@ class Blocks:
         return None
 
     def _streams(self, one: Any) -> list[int]:
-        """The numbers of the streams that it has blocks of. An index that is asked for another one would be made."""
+        """The streams that have blocks in the pool. Reading the index of another stream would create it."""
         for part in gc.get_referents(one):
             if type(part) is dict:
                 refs = list(part.items())
@@ -101,7 +101,7 @@ class Blocks:
         return []
 
     def _rows(self, one: Any, streams: Iterable[int] | None = None) -> list[tuple[int, int, int]] | None:
-        """Size, size of the whole block and its address of all that idles; None if it cannot be read now."""
+        """Size, size of the whole block and its address for each idle block; None if the index cannot be read now."""
         streams = self._streams(one) if streams is None else streams
         try:
             done = self._turn.take(_read, _WITHIN, getattr(one, INDEX), streams)
@@ -123,12 +123,12 @@ def _read(index: Callable[[int], Any], streams: Iterable[int]) -> list[tuple[int
             if collecting:
                 gc.enable()
     finally:
-        if collecting:  # again: a Ctrl-C may have come into the one before
+        if collecting:  # again: a Ctrl-C may have interrupted the first
             gc.enable()
 
 
 def _returned(rows: Iterable[tuple[int, int, int]], pieces: Callable[[int], int] | None) -> int:
-    """What the driver gets back when those blocks are freed that are not split: whole pages, and whole slabs."""
+    """Bytes returned to the driver when all unsplit blocks are freed: whole pages, and whole slabs."""
     found, slabs = 0, dict[int, tuple[int, int]]()
     for size, whole, address in rows:
         if size != whole:

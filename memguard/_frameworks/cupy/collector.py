@@ -1,8 +1,9 @@
-"""Room before garbage: what CuPy's pool calls when it is short, put in the place of Python's collector.
+"""Replaces the garbage collector in CuPy's pool module, so that siblings make room before a collection.
 
-Before it refuses a request, CuPy collects Python's garbage, once above its limit and twice where the driver refused:
-tenths of a second each with several frameworks loaded. So room is asked for first, and with it nothing is collected.
-Only CuPy's module of pools gets this, and only for requests of the capped allocator; CuPy holds no lock then (14.1 on).
+Before it refuses a request, CuPy runs Python's garbage collector, once above its limit and twice after the driver
+refused: tenths of a second each with several frameworks loaded. So memguard requests room first, and skips the
+collection if it got room. The replacement applies to CuPy's pool module only, and only to requests of the capped
+allocator; CuPy holds no lock then (14.1 on).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _REFUSED = 2  # cudaErrorMemoryAllocation
 
 
 class Collector:
-    """Stands for the module `gc`. `ask(size, rounded, full)` says whether room was made."""
+    """Replaces the module `gc`. `ask(size, rounded, full)` returns whether siblings made room."""
 
     def __init__(self, ask: Callable[[int, int, bool], bool], code: CodeType) -> None:
         self._ask, self._code = ask, code
@@ -28,7 +29,7 @@ class Collector:
         return getattr(gc, name)
 
     def collect(self, *generation: int) -> int:
-        frame = sys._getframe(1)  # of the allocator: CuPy's own functions are compiled, and have none
+        frame = sys._getframe(1)  # the allocator's frame: CuPy's compiled functions have none
         if frame.f_code is not self._code:
             return gc.collect(*generation)
         mine = self._thread.__dict__

@@ -1,7 +1,8 @@
-"""Which of CuPy's functions wait while the process is off its GPUs.
+"""The functions of CuPy that wait while the process is off its GPUs.
 
 Read in CuPy's sources: `cupy_backends/cuda/api/{runtime,driver}.pyx` release the GIL around each call that may wait,
-but for queries and `memGetInfo`. Its own code calls them in C, past these names, so its classes have entries as well.
+except queries and `memGetInfo`. CuPy's own code calls them in C and bypasses these names, so the table also lists
+CuPy's classes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a process that has imported CuPy can tell of it."""
+"""Facts of a process that has imported CuPy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from memguard._devices import contexts
 from memguard._frameworks.in_process import InProcess, Modules, Objects, Question, count
 
 _COMMUNICATORS = "cupyx.distributed._nccl_comm"
-_IMPLICIT = 906  # cudaErrorStreamCaptureImplicit: the null stream may not be asked during a capture
+_IMPLICIT = 906  # cudaErrorStreamCaptureImplicit: the null stream cannot be queried during a capture
 
 
 def _groups(_: Modules, objects: Objects) -> Iterator[str]:
@@ -36,16 +36,17 @@ def _capturing(modules: Modules) -> bool:
 
 
 def _work_areas(modules: Modules) -> int | None:
-    """What its cache of FFT plans holds of its pool.
+    """Bytes of CuPy's pool in its cache of FFT plans.
 
-    Each thread has a cache for each GPU. They are not cleared, as a CUDA graph may go on using a plan's work area.
+    Each thread has a cache for each GPU. memguard does not clear them, as a CUDA graph may still use a plan's work
+    area.
     """
     cache = modules.get("cupy.fft._cache")
     return None if cache is None else int(cache.get_plan_cache().get_curr_memsize())
 
 
 def _ranks(modules: Modules) -> int | None:
-    """Of `cupyx.distributed`, which keeps no list of its communicators."""
+    """The ranks of `cupyx.distributed`, unknown: it keeps no list of its communicators."""
     kind = getattr(modules.get(_COMMUNICATORS), "NCCLBackend", None)
     if kind is None:
         return None

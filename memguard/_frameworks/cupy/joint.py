@@ -1,11 +1,11 @@
-"""CuPy in the pool that several frameworks share: its own `MemoryAsync`, which takes from the device's current pool.
+"""CuPy in the shared pool: its own `MemoryAsync`, which allocates from the device's current pool.
 
-`cupy.cuda.MemoryAsyncPool` is not used: making one makes a context on every GPU (`cudaSetDevice`, read in its source),
-and its figures are of the whole pool, whoever uses it. CuPy allocates on its current stream and frees on the same one;
-here both are its own code, and what is counted is the live allocations, as CuPy rounds them.
+memguard does not use `cupy.cuda.MemoryAsyncPool`: its constructor creates a context on every GPU (`cudaSetDevice`, read
+in its source), and its figures include all frameworks of the pool. CuPy's own code allocates on its current stream and
+frees on the same stream. memguard counts the live allocations, as CuPy rounds them.
 
-A request that the driver refuses is tried again after CuPy's stream has run, as its own async pool does: what was freed
-there is then free.
+After the driver refuses a request, the allocator synchronises CuPy's stream and retries, as CuPy's own async pool does:
+blocks freed on that stream are then available.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class JointCuPy(JointCapped, CuPy):
         return Applied(Enforcement.ENFORCED, undo)
 
     def usage(self, device: Device) -> Usage | None:
-        """What is live; the cache is everybody's. None if it has allocated nothing on the GPU."""
+        """Live bytes; the cache belongs to the whole pool. None if CuPy has allocated nothing on the GPU."""
         if not self._live_sizes:
             return None
         live = self._live_sizes.get(self._by_uuid().get(device.uuid, -1))
@@ -86,7 +86,7 @@ class JointCuPy(JointCapped, CuPy):
         return Usage(in_use, in_use, 0)
 
     def trim(self, device: Device) -> None:
-        """Give the pool's idle part to the driver, once CuPy's stream has run."""
+        """Release the pool's idle memory to the driver, after CuPy's stream has run."""
         cupy = _imported()
         ordinal = self._by_uuid().get(device.uuid) if contexts.initialised() else None
         if cupy is None or ordinal not in self._live_sizes:
@@ -114,13 +114,13 @@ class JointCuPy(JointCapped, CuPy):
         return 0 if live is None else _total(live)
 
     def _from_joint(self, cupy: Any) -> Callable[[int], Any]:
-        """CuPy's allocator: what `cupy.cuda.malloc_async` does, counted."""
+        """CuPy's allocator: `cupy.cuda.malloc_async`, counted."""
         memory, error_of_driver = cupy.cuda.memory, cupy.cuda.runtime.CUDARuntimeError
         here, stream_here, known = cupy.cuda.runtime.getDevice, cupy.cuda.get_current_stream, self._live_sizes
         pointer, capped = memory.MemoryPointer, self._joint.capped
 
         class Counted(memory.MemoryAsync):  # type: ignore[name-defined, misc]
-            """An allocation in the shared pool. It is counted from before CuPy has it until CuPy frees it."""
+            """An allocation in the shared pool. memguard counts it from before its creation until CuPy frees it."""
 
             _among: dict[int, int] | None = None
 
@@ -131,12 +131,12 @@ class JointCuPy(JointCapped, CuPy):
                     among[self.ptr] = size
 
             def __del__(self) -> None:
-                if suspension.now is not None:  # `cudaFreeAsync` would keep this thread until the process is back
+                if suspension.now is not None:  # `cudaFreeAsync` would block this thread until the resume
                     suspension.put_off(self._ends)
                 else:
                     self._ends()
 
-            def _ends(self) -> None:  # before CuPy gives it back, after which the address may be another's
+            def _ends(self) -> None:  # before CuPy frees it: afterwards another allocation may get the address
                 if self._among is not None:
                     self._among.pop(self.ptr, None)
                 inherited = getattr(super(), "__del__", None)
@@ -144,7 +144,7 @@ class JointCuPy(JointCapped, CuPy):
                     inherited()
 
         def take(size: int, ordinal: int, live: dict[int, int]) -> Any:
-            """None if the pool has no room."""
+            """An allocation; None if the pool has no room."""
             claim, limit = None, None if capped else self._joint.limit(self._uuid(ordinal))
             if limit is not None and (claim := limit.take(size)) is None:
                 return None
@@ -176,7 +176,7 @@ class JointCuPy(JointCapped, CuPy):
         return next((uuid for uuid, number in self._by_uuid().items() if number == ordinal), "")
 
     def _begin(self, cupy: Any, ordinal: int) -> dict[int, int]:
-        """The first allocation on a GPU: the pool becomes its current one before."""
+        """Make the pool current before the first allocation on a GPU. Returns the GPU's live sizes."""
         uuid = self._uuid(ordinal)
         if uuid not in self._caps and self._caps:
             self._say(f"cupy: cuda:{ordinal} ({uuid or 'unknown to CUDA'}) is not in the budget: not capped there")
@@ -184,26 +184,26 @@ class JointCuPy(JointCapped, CuPy):
         return self._live_sizes.setdefault(ordinal, {})
 
     def _again(self, cupy: Any, ordinal: int, size: int, take: Callable[[], Any]) -> Any:
-        """The memory after all, or CuPy's own error, of which is told."""
+        """Retry a refused request. Raises CuPy's own error after reporting the refusal."""
         uuid = self._uuid(ordinal)
         for _ in range(MOST_TIMES):
-            if self.capturing():  # waiting for the stream would end the capture
+            if self.capturing():  # synchronising the stream would break the capture
                 break
             cupy.cuda.get_current_stream().synchronize()
             if (memory := take()) is not None:
                 return memory
             if not self._short(self._shortage_on(uuid, size, self._caps)):
                 break
-        raise self._refusal(cupy, uuid, size)  # of a call: no frame keeps the error, and so the program's arrays, alive
+        raise self._refusal(cupy, uuid, size)  # made in a call: no frame keeps the error alive
 
     def _refusal(self, cupy: Any, uuid: str, size: int) -> BaseException:
-        """CuPy's own error, of which was told."""
+        """CuPy's own error, after reporting the refusal."""
         held, _ = self._joint.figures(uuid) or (0, 0)
         error = cupy.cuda.memory.OutOfMemoryError(size, held, self._caps.get(uuid, 0))
         return self._told_on(uuid, error, size, self._caps)
 
     def _later(self, original: Callable[..., None], cupy: Any) -> Callable[..., None]:
-        """An async pool that the user sets takes from the same pool; another is told at once."""
+        """Accept an async pool that the user sets later, which uses the same pool; report any other at once."""
 
         def set_allocator(allocator: Any = None) -> None:
             pool = getattr(allocator, "__self__", None)
@@ -234,5 +234,5 @@ class JointCuPy(JointCapped, CuPy):
 
 
 def _total(live: dict[int, int]) -> int:
-    """The sum of the sizes. In one call of C: no allocation comes in between."""
+    """The sum of the sizes. One C call, hence atomic."""
     return sum(live.values())

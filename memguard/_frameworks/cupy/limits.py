@@ -1,4 +1,4 @@
-"""The limits of CuPy's pools, one for each GPU: set, held against what the user sets later, shared between pools."""
+"""The limits of CuPy's pools on each GPU: set, compared with later settings of the user, shared between pools."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from memguard._frameworks.driver_pages import SMALL, slabs
 from memguard.errors import CapNotApplied, ConflictingSetting
 
 LIMIT = "CUPY_GPU_MEMORY_LIMIT"
-"""The variable by which the user limits CuPy's own pool."""
+"""The variable with the user's limit for CuPy's own pool."""
 
 
 class Limits(Framework):
-    """For CuPy's adapter. The pools that were its allocator before share the cap with the one that is."""
+    """Pool limits of CuPy's adapter. The former pools of CuPy's allocator share the cap with the current one."""
 
     def __init__(self, host: Any) -> None:
         super().__init__(host)
         self._lock: Any = ranked(threading.RLock(), Rank.ALLOCATOR)
         self._caps: dict[str, int] = {}
-        self._limited: dict[int, tuple[int, int]] = {}  # by ordinal: the pool's own limit before, and what was set
+        self._limited: dict[int, tuple[int, int]] = {}  # by ordinal: the pool's own limit before, and the limit set
         self._pieces: dict[int, Pieces] = {}
         self._ordinals: dict[str, int] = {}
         self._pool: Any = None
         self._former: list[tuple[Any, dict[int, tuple[int, int]]]] = []  # pools before `_pool`, and their `_limited`
-        # The limit that holds on every device of `_limited`, and the total up to which a small request cannot pass it.
-        # -1 if they differ, so that each request looks. Until the first one there is nothing to look at.
+        # The limit common to all devices of `_limited`, and the total up to which a small request cannot exceed it. -1
+        # if the limits differ, so that each request compares them. No check is needed before the first device.
         self._limit, self._safe = -1, sys.maxsize
 
     def _limit_here(self, cupy: Any, ordinal: int, _: Any = None) -> None:
-        """Limit the pool of the device that is current on this thread. Its own stricter limit stays."""
+        """Limit the pool on the current device of this thread. The pool's own stricter limit stays."""
         with self._lock:
             uuid = next((u for u, o in self._by_uuid().items() if o == ordinal), "")
             cap = self._caps.get(uuid)
@@ -53,7 +53,7 @@ class Limits(Framework):
             if 0 < before < cap:
                 self._say(f"cupy: its own limit of {format_size(before)} is stricter than the cap and stays")
                 cap = before
-            elif before > cap:  # set before memguard could ask its GPU; an allocation must not fail for it
+            elif before > cap:  # set before memguard could read its GPU; an allocation must not fail because of it
                 self._warn(f"cupy: its own limit of {format_size(before)} is looser than the cap, so the cap holds")
             self._pool.set_limit(size=cap)
             found = self._pool.get_limit()
@@ -81,7 +81,7 @@ class Limits(Framework):
                 self._limit_here(cupy, ordinal)
 
     def _hold(self, ordinal: int, _: Any = None) -> None:
-        """The user has set another limit for the device that is current on this thread: the stricter one holds."""
+        """Apply the stricter of the cap and the user's new limit, on the current device of this thread."""
         with self._lock:
             if ordinal not in self._limited:
                 return
@@ -100,9 +100,9 @@ class Limits(Framework):
         self._warn(f"cupy: MemoryPool.set_limit asks for {size} on cuda:{ordinal}: its cap of {format_size(cap)} holds")
 
     def _elsewhere(self, ordinal: int) -> int:
-        """What pools that are no longer CuPy's allocator hold of the GPU, in bytes. They get no more than that."""
+        """Bytes of the GPU that former pools hold. Also limits those pools to these bytes."""
         held = 0
-        idle = bool(self._former) and not self.capturing()  # freeing memory would spoil the graph
+        idle = bool(self._former) and not self.capturing()  # freeing memory would break the capture
         for pool, limited in self._former:
             if idle:
                 with contexts.beside_captures():
@@ -118,7 +118,7 @@ class Limits(Framework):
         return held
 
     def _make_room(self, ordinal: int) -> bool:
-        """Give the pool what others have given back since. Whether that is anything."""
+        """Raise the pool's limit by the bytes that former pools have released. Whether that raised it."""
         with self._lock:
             uuid = next((u for u, o in self._by_uuid().items() if o == ordinal), "")
             if not self._former or ordinal not in self._limited or uuid not in self._caps:
@@ -134,7 +134,7 @@ class Limits(Framework):
             return True
 
     def _note(self, ordinal: int, before: int, limit: int) -> None:
-        """The limit that is set on a device, and the user's own."""
+        """Record the limit set on a device, and the user's own."""
         self._limited[ordinal] = (before, limit)
         limits = {limit for _, limit in self._limited.values()}
         self._limit, self._safe = (limit, limit - SMALL) if len(limits) == 1 else (-1, -1)
@@ -165,7 +165,7 @@ class Limits(Framework):
         )
 
     def _on(self, ordinal: int, ask: Callable[[Any], Any], pool: Any = None) -> Any:
-        """Call `ask` with the pool, or another one, on a device that has a context; None if it has none."""
+        """Call `ask` with the pool, or another one, on a device with a context; None without a context."""
         with contexts.pushed(ordinal) as there:
             return ask(self._asked(sys.modules["cupy"]) if pool is None else pool) if there else None
 
@@ -176,7 +176,7 @@ class Limits(Framework):
         return pool if known else cupy.get_default_memory_pool()
 
     def _by_uuid(self) -> dict[str, int]:
-        """CUDA ordinal by UUID. Only once CUDA is initialised."""
+        """CUDA's ordinal by UUID. Only once CUDA is initialised."""
         if not self._ordinals:
             self._ordinals = contexts.ordinals()
         return self._ordinals

@@ -1,4 +1,4 @@
-"""CuPy's row: what memguard knows of it, as data."""
+"""CuPy's row: memguard's facts about it, as data."""
 
 from memguard._base.framework_spec import ErrorPattern, Exchanged, FrameworkSpec
 from memguard._base.units import MIB
@@ -14,7 +14,7 @@ SPEC = FrameworkSpec(
     tells_peak=False,
     exchanged=Exchanged("CuPyArrays", short=("cp",), packages=("cupyx",), compacts=True),
     joint="JointCuPy",
-    # 94 MiB beside others, 60 more with cuBLAS, 24 with cuFFT, 100 with cuSOLVER.
+    # 94 MiB in a process with other frameworks, 60 more with cuBLAS, 24 with cuFFT, 100 with cuSOLVER.
     modules=262 * MIB,
     workspace=320 * MIB,
     first_uses=(("cublas", 60 * MIB), ("cufft", 24 * MIB), ("cusolver", 100 * MIB)),

@@ -1,1 +1,1 @@
-"""JAX: its adapter, its gates, and its part in the shared pool."""
+"""JAX: its adapter, its gates, and its use of the shared pool."""

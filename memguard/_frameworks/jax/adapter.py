@@ -1,10 +1,10 @@
-"""JAX: capped by `memory_fraction`, one of the client options that its GPU backend starts with; preallocation is off.
+"""JAX: capped by `memory_fraction`, a client option that its GPU backend reads at its start; preallocation is off.
 
-Measured: the fraction is of what CUDA can give. JAX reads it once, when the backend starts; nothing changes or shrinks
-the pool afterwards. For a cap of 4 GiB on an H200 the limit was 4,294,967,296 bytes. The client options win over the
-environment. If both XLA_CLIENT_MEM_FRACTION and XLA_PYTHON_CLIENT_MEM_FRACTION are set, the GPU backend does not load
-and JAX silently uses the CPU. The allocators `cuda_async` and `platform` have no limit, `vmm` has one and reports
-nothing (its row). An out-of-memory error takes 10 s to appear.
+Measured: the fraction is of the memory available to CUDA. JAX reads it once, when the backend starts; nothing changes
+or shrinks the pool afterwards. For a cap of 4 GiB on an H200 the limit was 4,294,967,296 bytes. The client options
+override the environment. If both XLA_CLIENT_MEM_FRACTION and XLA_PYTHON_CLIENT_MEM_FRACTION are set, the GPU backend
+does not load and JAX silently uses the CPU. The allocators `cuda_async` and `platform` have no limit, `vmm` has one and
+reports no figures (see JAX's row). An out-of-memory error takes 10 s to appear.
 
 Outside the cap: context and modules, cuBLAS and cuSOLVER workspaces, NCCL and collective memory.
 """
@@ -36,7 +36,7 @@ _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 _ALLOCATORS = SPEC.allocators
 _NOWHERE: tuple[Callable[[], object], int] = (lambda: None, 0)
 standing_caps: dict[str, int] = {}
-"""The caps that JAX went live with, by device UUID. They stay until the process ends."""
+"""JAX's caps at its start, by device UUID. They stay until the process ends."""
 
 
 class JAX(Framework):
@@ -51,10 +51,10 @@ class JAX(Framework):
         self._caps: dict[str, int] = {}
         self._by_ordinal: dict[int, str] | None = None
         self._options: dict[str, Any] = {}
-        self._lost: list[str] = []  # the drift that was found
-        self._settled: weakref.ref[Any] | None = None  # the started backend of which that was found, and is final
-        self._asked: Any = None  # the options that the user wants
-        self._places: dict[str, tuple[Callable[[], object], int]] = {}  # by UUID: backend, and the GPU's place in it
+        self._lost: list[str] = []  # the drift found
+        self._settled: weakref.ref[Any] | None = None  # the started backend whose drift is final
+        self._asked: Any = None  # the user's options
+        self._places: dict[str, tuple[Callable[[], object], int]] = {}  # by UUID: backend, GPU's position in it
 
     def why_absent(self) -> str | None:
         """Not installed, no CUDA plugin, or JAX_PLATFORMS excludes the GPU. Imports nothing."""
@@ -99,7 +99,7 @@ class JAX(Framework):
             self._say("jax: it has one fraction for all GPUs, so its smallest cap applies to every GPU")
         fraction = self._stricter(fraction, own, usable, caps)
         wanted = {**own, "memory_fraction": fraction, "preallocate": self._preallocate(own)}
-        wanted.setdefault("allocator", self._allocator)  # over XLA_PYTHON_CLIENT_ALLOCATOR, which may be set later
+        wanted.setdefault("allocator", self._allocator)  # overrides a later XLA_PYTHON_CLIENT_ALLOCATOR
         replaced = Replacements()
         self._options, self._asked = wanted, before
 
@@ -132,12 +132,13 @@ class JAX(Framework):
         return Applied(Enforcement.ENFORCED, undo)
 
     def usage(self, device: Device) -> Usage | None:
-        """From `memory_stats()` of the live backend (1.4 µs); `pool_bytes` is what it holds."""
+        """From `memory_stats()` of the live backend (1.4 µs); `pool_bytes` is the held memory."""
         backends = getattr(sys.modules.get(_BRIDGE), "_backends", None)  # as `live_client`
         client = backends.get("cuda") if isinstance(backends, dict) else None
         if client is None:
             return None
-        # JAX's devices allow no weak reference, and a strong one would keep their backend alive: so by place.
+        # The cache holds positions: JAX's devices do not support weak references, and a strong one would keep their
+        # backend alive.
         backend, place = self._places.get(device.uuid, _NOWHERE)
         known = backend() is client
         if known:
@@ -147,12 +148,12 @@ class JAX(Framework):
             if found is None:
                 return Usage(None, None) if unknown else None
         stats = found.memory_stats()
-        if not stats or "pool_bytes" not in stats:  # not BFC: another has no pool
+        if not stats or "pool_bytes" not in stats:  # not BFC: the other allocators have no pool
             return Usage(None, (stats or {}).get("bytes_in_use"))
         return usage_of((stats["pool_bytes"], stats["bytes_in_use"], 0, None, None, stats["peak_bytes_in_use"]))
 
     def _found(self, client: Any, wanted: str) -> tuple[Any, bool]:
-        """The client's device with that UUID; if there is none, whether the UUID of one of them is unknown."""
+        """The client's device with that UUID; if there is none, whether a device's UUID is unknown."""
         known, unknown = self._numbering(), False
         for position, local in enumerate(client.local_devices()):
             uuid = known.get(_ordinal(local), "")
@@ -184,7 +185,7 @@ class JAX(Framework):
             now = as_mapping(getattr(getattr(sys.modules.get("jax"), "config", None), _OPTIONS, None))
             lost = any(now.get(key) != self._options.get(key) for key in ("memory_fraction", "allocator"))
             return [f"jax: its {_OPTIONS} were changed after memguard.init: the cap will not hold"] if lost else []
-        if self._settled is None or self._settled() is not client:  # a limit never changes once the backend has it
+        if self._settled is None or self._settled() is not client:  # a limit never changes after the backend's start
             self._lost = [
                 f"jax: its backend started {f'with a limit of {format_size(limit)}' if limit else 'without a limit'} "
                 f"on cuda:{ordinal}, but its cap is {format_size(cap)}"
@@ -195,7 +196,7 @@ class JAX(Framework):
         return self._lost
 
     def forked(self) -> None:
-        self._caps = {}  # what the child sets is its own
+        self._caps = {}  # the child's own settings apply
 
     def about(self) -> dict[str, str]:
         if live_client() is None:
@@ -222,18 +223,18 @@ class JAX(Framework):
                 )
 
     def _why_not(self, allocator: str) -> str | None:
-        """Why the allocator of this name cannot be used; None if it can."""
+        """Why this allocator cannot be used; None if it can."""
         return _ALLOCATORS.why_uncapped(allocator)
 
     def _held(
         self, original: Callable[..., Any], cap: Mapping[str, Any], usable: Mapping[str, int]
     ) -> Callable[..., Any]:
-        """`jax.config.update` that keeps the client's options within the cap, until the backend has read them."""
+        """A `jax.config.update` that keeps the client's options within the cap, until the backend has read them."""
 
         def update(config: Any, name: str, val: Any) -> Any:
             if name != _OPTIONS or not self._caps or live_client() is not None:
                 return original(config, name, val)
-            original(config, name, val)  # JAX's own error, for what it does not accept
+            original(config, name, val)  # JAX's own error for an invalid value
             theirs, lost = as_mapping(val), []
             held = {**theirs, "memory_fraction": cap["memory_fraction"], "allocator": cap["allocator"]}
             held.setdefault("preallocate", cap["preallocate"])
@@ -293,7 +294,7 @@ class JAX(Framework):
         return fraction
 
     def _preallocate(self, own: Mapping[str, Any]) -> bool:
-        """False, unless the user asked for it: JAX then takes its whole cap when its backend starts."""
+        """False, unless the user requested it: JAX then allocates its whole cap when its backend starts."""
         asked = own.get("preallocate", os.environ.get(_PREALLOCATE) or None)
         if asked is None or str(asked) in ("false", "False", "0"):
             return False
@@ -310,7 +311,7 @@ class JAX(Framework):
         return [(found, known.get(_ordinal(found), "")) for found in client.local_devices()]
 
     def _numbering(self) -> dict[int, str]:
-        """The UUIDs by JAX's number, which is CUDA's."""
+        """The UUIDs by JAX's device number, which is CUDA's ordinal."""
         if self._by_ordinal is None:
             known = self.host.devices(ordinals=True)
             self._by_ordinal = {d.ordinal: d.uuid for d in known if d.ordinal is not None}
@@ -319,7 +320,7 @@ class JAX(Framework):
         return self._by_ordinal
 
     def _limits(self) -> dict[int, tuple[int, int]]:
-        """By ordinal: the limit that the live backend has, and its cap, in bytes."""
+        """By ordinal: the live backend's limit, and its cap, in bytes."""
         return {
             _ordinal(found): ((found.memory_stats() or {}).get("bytes_limit", 0), self._caps[uuid])
             for found, uuid in self._locals()
@@ -358,7 +359,7 @@ def as_mapping(options: Any) -> dict[str, Any]:
 
 
 def _fraction(cap: int, total: int) -> float:
-    """The largest fraction that stays within the cap, in single precision, as the client takes it."""
+    """The largest fraction that stays within the cap, in the client's single precision."""
     fraction = struct.unpack("f", struct.pack("f", cap / total))[0]
     while int(fraction * total) > cap:
         bits = struct.unpack("I", struct.pack("f", fraction))[0] - 1

@@ -1,7 +1,7 @@
-"""JAX's arrays, shared through DLPack. XLA refuses addresses that are no multiple of 16 when it uses them (measured).
+"""JAX's arrays, shared through DLPack. XLA rejects addresses that are no multiple of 16 at first use (measured).
 
 JAX orders its own work: `__dlpack__(stream=...)` makes a stream wait for the array, and `from_dlpack` names the stream
-that JAX will use. The capsule is kept while the memory is shared: until it goes JAX refuses to donate the array.
+that JAX will use. The lifetime keeps the capsule: while it exists, JAX refuses to donate the array.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class JAXArrays(Arrays):
     waits: ClassVar[str] = "stream"
     takes_stream: ClassVar[bool] = False
     immutable: ClassVar[bool] = True
-    direct: ClassVar[bool] = False  # 57 GB/s (measured on two H200s with peer access): nobody says how it copies
+    direct: ClassVar[bool] = False  # 57 GB/s (measured on two H200s with peer access): its copy method is undocumented
 
     def owns(self, x: Any) -> bool:
         return isinstance(x, sys.modules["jax"].Array)
 
     def owns_all_of(self, cls: type) -> bool:
-        """A tracer is an array or not as its value is."""
+        """Not for a tracer, whose value decides whether it is an array."""
         return cls.__name__ == "ArrayImpl"
 
     def offer(self, x: Any) -> Offer:
@@ -142,12 +142,12 @@ class JAXArrays(Arrays):
 
 
 def _capsule(x: Any, stream: int | None) -> Any:
-    """JAX's capsule. `stream` waits for the array; None: the host does."""
+    """JAX's capsule. `stream` (None: the host) waits for the array."""
     return x.__dlpack__() if stream is None else x.__dlpack__(stream=stream)
 
 
 def _strides(x: Any, shape: tuple[int, ...], ordinal: int | None) -> tuple[int, ...]:
-    """An array that was imported transposed stays so in memory. JAX says so in its layout, or in the capsule."""
+    """The strides from JAX's layout, or from the capsule: an array imported transposed stays transposed in memory."""
     try:
         order = x.format.layout.major_to_minor
     except AttributeError:  # JAX before 0.7
@@ -159,16 +159,16 @@ def _strides(x: Any, shape: tuple[int, ...], ordinal: int | None) -> tuple[int, 
 
 
 def _tracing() -> bool:
-    """Whether this thread traces a function now. Only a private function of JAX says so; without it, no."""
+    """Whether this thread is tracing a function. False without JAX's private function for it."""
     clean = getattr(sys.modules.get("jax._src.core"), "trace_state_clean", None)
     return clean is not None and not clean()
 
 
 class _NoWaitExporter(dlpack.Exporter):
-    """For memory whose values are there already.
+    """Exports memory whose values are computed already.
 
-    JAX knows TensorFlow's tensors by the name of their class, and prepares no stream for them. With that name an import
-    takes half the time. It would work under any other name, too.
+    JAX recognises TensorFlow's tensors by their class name, and prepares no stream for them. Under that name an import
+    takes half the time. It works under any other name, too.
     """
 
 

@@ -1,7 +1,7 @@
-"""Which of JAX's functions wait while the process is off its GPUs.
+"""The functions of JAX that wait while the process is off its GPUs.
 
-A compiled function that ran before runs again without a line of Python (`PjitFunction`): its launch waits in the
-driver. So do arithmetic operators. Their results wait in Python. Who holds the GIL was not read or measured.
+A compiled function that ran before runs again without Python code (`PjitFunction`): its launch waits in the driver. So
+do arithmetic operators. Python code waits for their results. Whether JAX releases the GIL was not read or measured.
 """
 
 from __future__ import annotations
@@ -14,37 +14,37 @@ from memguard._frameworks.gated import Gates, Native, entries, kinds
 
 
 def of_gpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """A method of an array on a GPU."""
+    """Whether the method's array is on a GPU."""
     return bool(args[0].platform() != "cpu")
 
 
 def any_of_gpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """One of the arrays in the list is on a GPU."""
+    """Whether an array in the list is on a GPU."""
     return any(one.platform() != "cpu" for one in args[0])
 
 
 def gpu_program(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """A compiled program for GPUs."""
+    """Whether the compiled program is for GPUs."""
     return bool(args[0].client.platform != "cpu")
 
 
 def gpu_client(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """A method of the client that has the GPUs."""
+    """Whether the method's client uses GPUs."""
     return bool(args[0].platform != "cpu")
 
 
 def gpu_live(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """As `with_gpu`, whatever is called."""
+    """As `with_gpu`, for any arguments."""
     return with_gpu()
 
 
 def with_gpu() -> bool:
-    """JAX has GPUs in use."""
+    """Whether JAX has GPUs in use."""
     return any(one.platform != "cpu" for one in _clients())
 
 
 def first_use(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """JAX has no backend yet, and would begin with one for GPUs."""
+    """Whether this call would start JAX's first backend, on GPUs."""
     bridge = sys.modules["jax._src.xla_bridge"]
     asked = bridge.config.jax_platforms.value
     if bridge._backends or (asked and "cuda" not in asked and "gpu" not in asked):
@@ -53,7 +53,7 @@ def first_use(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def programs() -> object:
-    """Each compiled program: when JAX drops one from its caches, that unloads its module."""
+    """Each compiled program, kept alive: when JAX drops one from its caches, the driver unloads its module."""
     return [client.live_executables() for client in _clients()]
 
 
@@ -112,7 +112,8 @@ GATES = (
         kept=kinds(_JAXLIB, "cuModuleUnload crashes", "LoadedExecutable"),
         holds=programs,
         # Read in XLA's sources of 2026 (stream_executor/cuda: host_callback_registry.cc, cuda_executor.h,
-        # cuda_stream.cc): a monitor asks each stream every 5 s. It looks for errors only; done and not done are alike.
+        # cuda_stream.cc): a monitor thread polls each stream every 5 s. It looks only for errors, so a completed and a
+        # running stream are equivalent.
         natives=(Native("xla_cuda_plugin.so", "cuStreamQuery", 5.0, b"cuda_stream_monitor", with_gpu),),
         left=(
             "jax: a compiled function that ran before, and operators: the launch waits in the driver",

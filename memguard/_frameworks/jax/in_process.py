@@ -1,4 +1,4 @@
-"""What a process that has imported JAX can tell of it."""
+"""Facts of a process that has imported JAX."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _ranks(modules: Modules) -> int | None:
 
 
 def _swapped(modules: Modules) -> str | None:
-    """The allocator that its client options name, if no cap can be set on it."""
+    """The allocator in its client options, if it cannot be capped."""
     from memguard._frameworks.jax.adapter import as_mapping
 
     options = modules["jax"].config.jax_pjrt_client_create_options if "jax" in modules else None

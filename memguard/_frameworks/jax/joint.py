@@ -1,7 +1,7 @@
-"""JAX in the pool that several frameworks share: its allocator `cuda_async`, on the device's default pool. Watched.
+"""JAX in the shared pool: its allocator `cuda_async`, on the device's default pool. Watched.
 
-Measured on an H200: JAX takes from the default pool whichever is current, its fraction is no cap there, and it sets
-that pool's release threshold to 0.
+Measured on an H200: JAX allocates from the default pool whichever pool is current, its fraction does not cap it there,
+and it sets that pool's release threshold to 0.
 """
 
 from __future__ import annotations
@@ -40,4 +40,4 @@ class JointJAX(JointWatched, JAX):
         return "does not draw from the default pool, which 'strategy: pool' shares"
 
     def _preallocate(self, own: Mapping[str, Any]) -> bool:
-        return False  # it would take its part of the pool from the others at once
+        return False  # preallocation would take its part of the pool from the other frameworks

@@ -1,4 +1,4 @@
-"""JAX."""
+"""The doctor's probe of JAX."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ if TYPE_CHECKING:
 
 
 def probe(report: ProbeReport) -> None:
-    """An error about the environment's settings, for example both memory fractions, is one of the step `devices`."""
+    """Import JAX, list its devices and compute.
+
+    An error about the environment's settings, for example both memory fractions, belongs to the step `devices`.
+    """
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     with report.stage("import"):
         import jax
@@ -23,7 +26,7 @@ def probe(report: ProbeReport) -> None:
         found = [device for device in jax.devices() if device.platform in ("gpu", "cuda")]
         asked = os.environ.get("JAX_PLATFORMS", "")
         if not found and _plugin() and (not asked or "cuda" in asked or "gpu" in asked):
-            found = jax.devices("cuda")  # raises and says why there is no GPU
+            found = jax.devices("cuda")  # raises the reason if there is no GPU
         report.put(gpus=len(found), multiprocessors=[d.core_count for d in found if hasattr(d, "core_count")])
     if not found:
         return
@@ -35,7 +38,7 @@ def probe(report: ProbeReport) -> None:
 
 
 def _plugin() -> bool:
-    """Whether a plugin for CUDA is installed. Does not load it."""
+    """Whether a CUDA plugin is installed. Does not load it."""
     import importlib.metadata
     import importlib.util
 
@@ -50,7 +53,7 @@ def _plugin() -> bool:
 
 
 def _versions(report: ProbeReport) -> dict[str, str]:
-    """The versions that JAX compares when its plugin starts. The module is private: what it lacks stays unknown."""
+    """The versions that JAX compares at its plugin's start. Its module is private: a missing name stays unknown."""
     try:
         from jax._src.lib import cuda_versions
     except ImportError:

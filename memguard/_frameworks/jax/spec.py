@@ -1,4 +1,4 @@
-"""JAX's row: what memguard knows of it, as data."""
+"""JAX's row: memguard's facts about it, as data."""
 
 from memguard._base.framework_spec import Allocators, ErrorPattern, Examined, Exchanged, FrameworkSpec
 from memguard._base.units import MIB
@@ -50,8 +50,8 @@ SPEC = FrameworkSpec(
     ),
     never_gives_back=True,
     refuses_silently=True,
-    # XLA's source: `vmm` (DeviceAddressVmmAllocator) refuses what would pass the fraction of the GPU's total, but
-    # GetAllocatorStats of se_gpu_pjrt_client.cc does not know that allocator, so JAX's memory_stats() is None.
+    # XLA's source: `vmm` (DeviceAddressVmmAllocator) refuses requests above the fraction of the GPU's total, but
+    # GetAllocatorStats of se_gpu_pjrt_client.cc does not support that allocator, so JAX's memory_stats() is None.
     allocators=Allocators(
         "XLA_PYTHON_CLIENT_ALLOCATOR",
         {

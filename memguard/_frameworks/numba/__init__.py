@@ -1,1 +1,1 @@
-"""Numba: its adapter, its memory manager, and the pool of what it has freed."""
+"""Numba: its adapter, its memory manager, and the pool of its freed blocks."""

@@ -1,16 +1,16 @@
-"""Numba: a memory manager (EMM plugin) with a cap and a pool. It gives back what is free before it refuses.
+"""Numba: a memory manager (EMM plugin) with a cap and a pool, which releases free blocks before it refuses.
 
-Measured: the plugin must be set before Numba makes its context. Numba itself has no pool: each array is one allocation
-from the driver. Frees are deferred until more than ten, or more than a fifth of the GPU, are pending. What counts is
-the pages that the driver takes, including those of pending frees and of pooled blocks. `Device.reset()` destroys the
-memory of every framework.
+Measured: the plugin must be set before Numba creates its context. Numba itself has no pool: each array is one driver
+allocation. Numba defers frees until more than ten, or more than a fifth of the GPU, are pending. The cap counts the
+driver's pages, including those of pending frees and of pooled blocks. `Device.reset()` destroys the memory of every
+framework.
 
-A context that somebody else made has for its device whatever they gave it (`CUdevice`, a number, Numba's own object),
-so a GPU is known by its number. All contexts of one GPU share its cap.
+A context created by other code has that code's device object (`CUdevice`, a number, Numba's own object), so memguard
+identifies a GPU by its number. All contexts of one GPU share its cap.
 
-Outside the cap: context and modules, managed memory, arrays that others own (`as_cuda_array`), and copies of host
-arrays that are given to a kernel: numba-cuda 0.30.4 takes them from cuda.core (`_to_strided_memory_view`), past its own
-memory manager.
+Outside the cap: context and modules, managed memory, arrays owned by other code (`as_cuda_array`), and copies of host
+arrays passed to a kernel: numba-cuda 0.30.4 allocates them from cuda.core (`_to_strided_memory_view`) and bypasses its
+own memory manager.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Numba(Framework):
         super().__init__(host)
         self.caps: dict[str, int] = {}
         self._manager: Any = None
-        self._asked: Any = None  # the memory manager that the user wants
+        self._asked: Any = None  # the user's memory manager
         self._rmm: resource.Limit | None = None
 
     def why_absent(self) -> str | None:
@@ -98,10 +98,10 @@ class Numba(Framework):
                 "it was live before memguard.init(): its context keeps its memory manager",
                 "call memguard.init() before Numba's first array or kernel",
             )
-        from memguard._frameworks.numba import watch  # not before Numba is there
+        from memguard._frameworks.numba import watch  # imported only after Numba
         from memguard._frameworks.numba.manager import capped
 
-        manager: Any = type(live[0]) if live else capped(driver)  # left by an earlier budget
+        manager: Any = type(live[0]) if live else capped(driver)  # from an earlier budget
         replaced, self._asked = Replacements(), before
 
         def undo() -> None:
@@ -110,7 +110,7 @@ class Numba(Framework):
             replaced.undo()
             if driver._memory_manager is manager:
                 driver._memory_manager = self._asked
-            manager.memguard = self._manager = None  # contexts made meanwhile keep it; it no longer refuses
+            manager.memguard = self._manager = None  # contexts created meanwhile keep it; it no longer refuses
             _give_back(manager.banks)
 
         def streams_are_others() -> None:
@@ -140,7 +140,8 @@ class Numba(Framework):
 
     def _set_later(self, original: Callable[..., Any], driver: Any) -> Callable[..., Any]:
         def set_memory_manager(mm_plugin: Any) -> Any:
-            """Numba's own manager is the capped one; another is told at once, unless no new context can get it."""
+            """Numba's own manager means the capped one; another is reported at once, unless no new context can get
+            it."""
             if self._manager is None or mm_plugin not in (driver.NumbaCUDAMemoryManager, self._manager):
                 answer = original(mm_plugin)
             else:
@@ -158,7 +159,7 @@ class Numba(Framework):
         if self._rmm is not None:
             return self._rmm.usage(device.uuid)
         if not isinstance(managers[0], self._manager or ()):
-            return Usage(None, None)  # the budget does not name Numba, or another manager is set: nobody counts
+            return Usage(None, None)  # Numba is not in the budget, or another manager is set: nothing counts its memory
         bank: Bank = managers[0].bank
         if managers[0].alone():
             held, in_use, reclaimable, peak = managers[0].usage()
@@ -168,12 +169,12 @@ class Numba(Framework):
         return Usage(held, in_use, reclaimable, peak=peak)
 
     def trim(self, device: Device) -> None:
-        """Flush the frees that are pending on the device, and give back its pool."""
+        """Flush the frees pending on the device, and release its pool."""
         self._shrink(device, None)
 
     def give_back(self, device: Device, needed: int) -> None:
-        """Flush the pending frees, then pooled blocks of at least `needed` bytes in the driver's pages, and none that
-        could stay. The driver waits for the GPU before it takes a block back."""
+        """Flush the pending frees, then free the fewest pooled blocks with at least `needed` bytes of the driver's
+        pages. The driver synchronises the GPU before each free."""
         self._shrink(device, needed)
 
     def _shrink(self, device: Device, needed: int | None) -> None:
@@ -193,8 +194,8 @@ class Numba(Framework):
                     return
 
     def resize(self, caps: Mapping[str, int]) -> None:
-        """The next look at the cap finds the new one, also that of a request which just failed. Above a lower cap
-        pooled blocks serve no request: they have to go back."""
+        """Set the cap that the next check reads, even that of a request which has just failed. Pooled blocks above a
+        lower cap serve no request: they must be released."""
         if self._rmm is not None:
             return super().resize(caps)
         self.caps = dict(caps)
@@ -207,7 +208,7 @@ class Numba(Framework):
         return resource.UNSEEN if self._rmm is not None else None
 
     def uncounted(self) -> str | None:
-        if not hasattr(sys.modules.get(ARRAYS), "_to_strided_memory_view"):  # in numba-cuda 0.30.4, which was read
+        if not hasattr(sys.modules.get(ARRAYS), "_to_strided_memory_view"):  # read in numba-cuda 0.30.4
             return None
         return "copies of host arrays given to numba's kernels; cuda.to_device counts them"
 
@@ -229,16 +230,16 @@ class Numba(Framework):
             return
         self._manager.pooling = False
         for bank in self._manager.banks.values():
-            # Another thread of the parent may have held the old one.
+            # Another thread of the parent may have held the old lock.
             bank.lock = ranked(threading.RLock(), Rank.ALLOCATOR)
 
     def room_for(self, error: BaseException, uuid: str, size: int) -> bool:
-        """Whether room was made for a request that was short, when the count's lock is free again."""
+        """Whether room was made for a failed request. Callers have released the count's lock."""
         shortage = shortage_of(error, self.name, uuid, size)
         return shortage is not None and uuid in self.caps and not self.capturing() and self._short(shortage)
 
     def tell(self, error: BaseException, uuid: str, size: int) -> None:
-        """Tell of a request that was refused, when the count's lock is free again."""
+        """Report a refused request. Callers have released the count's lock."""
         if uuid in self.caps:
             self._refused(error, uuid, size)
 
@@ -253,7 +254,7 @@ class Numba(Framework):
 
 
 def _give_back(banks: Mapping[str, Bank]) -> None:
-    """Every pooled block goes to the driver. Never raises: what the driver does not take stays with it."""
+    """Free every pooled block. Never raises: a block that the driver cannot free stays allocated."""
     for bank in list(banks.values()):
         with bank.lock, contexts.beside_captures():
             for manager in bank.all():

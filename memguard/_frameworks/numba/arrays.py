@@ -1,7 +1,7 @@
 """Numba's device arrays.
 
-As producer, the work on the stream that the array names is waited for; without one, all work of the context. As
-consumer, the stream that the user names waits, and the array names it from then on; without one, the host waits.
+As producer: the consumer waits for the work on the array's stream; without a stream, for all work of the context. As
+consumer: the user's stream waits, and the array names it from then on; without a stream, the host waits.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ class NumbaArrays(Arrays):
 
 
 def _in_order_of_default_stream(cuda: Any) -> bool:
-    """Whether the memory manager may hand out memory that work on the default stream still uses.
+    """Whether the memory manager may reuse memory while work on the default stream still uses it.
 
-    RMM's pools do: there a free is only queued on that stream. Numba's own manager waits, and memguard's pool hands out
-    nothing that is in use.
+    RMM's pools do: their free is only queued on that stream. Numba's own manager waits, and memguard's pool reuses no
+    block with unfinished work.
     """
     driver: Any = sys.modules.get("numba.cuda.cudadrv.driver")
     return not isinstance(cuda.current_context().memory_manager, getattr(driver, "NumbaCUDAMemoryManager", ()))

@@ -1,4 +1,4 @@
-"""Which of Numba's contexts share the cap of a GPU."""
+"""The contexts of Numba that share a GPU's cap."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from memguard._base.locks import Rank, ranked
 class Bank:
     """The capped managers of one GPU, whose contexts share its cap.
 
-    Who allocates has the lock, also while the GPU is waited for. So readings do not wait for it.
+    An allocating thread holds the lock, even while it synchronises the GPU. So readings do not take it.
     """
 
     def __init__(self) -> None:
         self.lock: Any = ranked(threading.RLock(), Rank.ALLOCATOR)
         self.members: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Those that have allocated since their last reset."""
+        """The managers that have allocated since their last reset."""
         self.single = True
 
     def add(self, manager: Any) -> None:
@@ -30,11 +30,11 @@ class Bank:
         self.single = len(self.members) <= 1
 
     def all(self) -> list[Any]:
-        """The members, also while another thread adds one."""
+        """The members, safe while another thread adds one."""
         while True:
             try:
                 return list(self.members)
-            except RuntimeError:  # it changed while it was looked through
+            except RuntimeError:  # another thread changed it during the iteration
                 continue
 
     def elsewhere(self, manager: Any) -> int:

@@ -1,4 +1,4 @@
-"""What Numba holds in one of its contexts."""
+"""The bytes that Numba holds in one of its contexts."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from memguard._frameworks.numba.pool import PENDING, USED, Block, Taker
 
 
 class Figures:
-    """What one manager holds, in bytes. Change it with the lock held; only `left` and `freed` need none.
+    """The bytes of one manager. Callers hold the lock, except for `left` and `freed`.
 
-    `left` and `used` make no calls, so that nothing comes in between: a request of a finalizer or a signal handler
-    finds what is true. What the driver took back follows with the next `apply`.
+    `left` and `used` are atomic, as they make no calls: a request of a finalizer or a signal handler finds consistent
+    figures. The next `apply` counts the blocks that the driver freed.
     """
 
     def __init__(self, uuid: str) -> None:
         self.pages = DriverPages(slabs[uuid])
         self.in_use = self.peak = 0
         self.blocks: dict[Block, None] = {}
-        """All blocks that count in `pages`."""
+        """All blocks counted in `pages`."""
         self.freed: deque[tuple[Any, Block]] = deque()
-        """Blocks that the driver took back, each behind its answer."""
-        self._resting: dict[Block, None] = {}  # those that no array has: their free is pending, or they are pooled
+        """Blocks that the driver freed, each after the driver's result."""
+        self._resting: dict[Block, None] = {}  # blocks without an array: their free is pending, or they are pooled
         self._changes = 0
-        self._reclaimable = (0, 0)  # the number of changes for which it was added up, and the sum
+        self._reclaimable = (0, 0)  # the number of changes at the last sum, and the sum
 
     def taken(self, block: Block) -> None:
-        """The driver has given the block."""
+        """Count a block that the driver has allocated."""
         pages, size = self.pages, block.size
         whole_pages = round_up(size)
-        # No call in between: a Ctrl-C finds all of it or nothing.
+        # No call in between, so a Ctrl-C finds all of it or nothing.
         self.blocks[block] = None
         pages.coming += whole_pages
         pages.changes.append((pages.adding, block.address, size))
         pages.settle()
 
     def used(self, block: Block, size: int) -> None:
-        """An array of `size` bytes has the block."""
+        """Count the block's array of `size` bytes."""
         block.state = USED
         block.asked = size
         self.in_use += size
@@ -49,9 +49,9 @@ class Figures:
         self._resting.pop(block, None)
 
     def left(self, block: Block, memory: Taker | None) -> bool:
-        """No array has the block any more; its free is pending. False if no array had it.
+        """Count the end of a block's array: the block's free is pending. False if it had no array.
 
-        Its `memory` knows in the same moment that it has nothing left to free: the block may soon be another's.
+        Atomically marks the array's `memory` as freed: the block may soon belong to another array.
         """
         if block.state is USED:
             if memory is not None:
@@ -65,14 +65,14 @@ class Figures:
         return False
 
     def apply(self) -> None:
-        """Count what the driver took back."""
+        """Count the blocks that the driver freed."""
         freed, pages = self.freed, self.pages
         try:
             while freed:
                 entry = freed[0]
                 block = entry[1]
                 self._resting.pop(block, None)
-                if block in self.blocks:  # else a signal handler came first
+                if block in self.blocks:  # else a signal handler counted it first
                     del self.blocks[block]
                     self._changes += 1
                     pages.changes.append((pages.leaving, block.address, block.size))
@@ -81,14 +81,14 @@ class Figures:
                     freed.popleft()
         except IndexError:
             pass
-        if pages.changes:  # left by a Ctrl-C
+        if pages.changes:  # from an interruption by Ctrl-C
             pages.settle()
 
     def settle(self, lock: Any) -> None:
-        """`apply` for a reading: only if nobody has the lock."""
+        """`apply` for a reading: only if the lock is free."""
         got: list[bool] = []
         try:
-            got.extend(map(lock.acquire, (False,)))  # one call: a Ctrl-C finds it noted
+            got.extend(map(lock.acquire, (False,)))  # one call: a Ctrl-C finds it recorded
             if got[0]:
                 self.apply()
         finally:

@@ -1,8 +1,8 @@
-"""Which of Numba's functions wait while the process is off its GPUs.
+"""The functions of Numba that wait while the process is off its GPUs.
 
-Numba calls the driver through attributes of one object, which it makes at their first use (`Driver.__getattr__`). Those
-that are there are gated one by one, and the making of others waits. It frees memory, events, streams and modules in
-batches (`_PendingDeallocs.clear`), in finalizers too: that is put off.
+Numba calls the driver through attributes of one object, which it creates at their first use (`Driver.__getattr__`). The
+gate covers each existing attribute, and the creation of further ones. Numba frees memory, events, streams and modules
+in batches (`_PendingDeallocs.clear`), also in finalizers: the gate defers that.
 """
 
 from __future__ import annotations

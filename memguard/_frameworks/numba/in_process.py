@@ -1,4 +1,4 @@
-"""What a process that has imported Numba can tell of it."""
+"""Facts of a process that has imported Numba."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Numba in the pool that several frameworks share: a memory manager whose arrays are blocks of it.
+"""Numba in the shared pool: a memory manager whose arrays are blocks of the pool.
 
-Numba's own manager pends frees until more than ten, or a fifth of the GPU, are pending. What is pending nobody else can
-use, so here a block of 2 MiB and more is given back at once; smaller ones pend as with Numba.
+Numba's own manager defers frees until more than ten, or a fifth of the GPU, are pending. Other frameworks cannot use
+pending memory. So this manager frees a block of 2 MiB and more at once, and defers smaller ones as Numba does.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class JointNumba(JointBlocks, Numba):
         if not all(hasattr(manager, "memguard_joint") for manager in live):
             why = "it was live before memguard.init(): its context keeps its memory manager"
             raise CapNotApplied(self.name, why, "call memguard.init() before Numba's first array or kernel")
-        manager: Any = type(live[0]) if live else joined(driver)  # left by an earlier budget
+        manager: Any = type(live[0]) if live else joined(driver)  # from an earlier budget
         replaced, self._asked = Replacements(), before
 
         def undo() -> None:
             replaced.undo()
             if driver._memory_manager is manager:
                 driver._memory_manager = self._asked
-            manager.memguard_joint = self._manager = None  # contexts made meanwhile keep it, and allocate as Numba does
+            manager.memguard_joint = self._manager = None  # contexts created meanwhile allocate as Numba does
             self._joint.forget(self.name)
             self._joint_caps = {}
 
@@ -97,12 +97,13 @@ def joined(driver: Any) -> type:
             if held is None:
                 code = driver.binding.CUresult.CUDA_ERROR_OUT_OF_MEMORY if hasattr(driver, "binding") else 2
                 text = "Call to cuMemAllocFromPoolAsync results in CUDA_ERROR_OUT_OF_MEMORY: " + owner._no_room(size)
-                # Of a call: no frame keeps the error, and so the program's arrays, alive.
+                # Raised from a call: no frame keeps the error, and so the program's arrays, alive.
                 raise owner._told(driver.CudaAPIError(code, text), size)
             return self._array_of(held)
 
         def _array_of(self, held: Held) -> Any:
-            """A Ctrl-C before the pointer has its finalizer frees the block: nobody has it then."""
+            """A Ctrl-C before the pointer gets its finalizer drops the last reference to `held`, which frees the
+            block."""
             address, size = held.address, held.size
             as_pointer = getattr(getattr(driver, "binding", None), "CUdeviceptr", None)
             pointer = as_pointer(address) if as_pointer is not None else address
@@ -114,7 +115,7 @@ def joined(driver: Any) -> type:
             def finish() -> None:
                 allocations.pop(address, None)
                 pending.add_item(carry_out, held, size)
-                if size >= GRANULE:  # others wait for it
+                if size >= GRANULE:  # other frameworks may need it
                     pending.clear()
 
             made = driver.AutoFreePointer(weakref.proxy(self.context), pointer, size, finalizer=finish)

@@ -1,11 +1,11 @@
-"""Numba's memory manager under a cap: what it takes from the driver, counts, pools and gives back.
+"""Numba's memory manager under a cap: allocation, accounting, pooling and release.
 
-Finalizers run at any time and on any thread, even inside `memalloc` on the same one. So they take no lock: they change
-the state of their block and one figure, and append to the pool or to what the driver took back. A signal handler, or a
-finalizer that allocates, does so within an allocation: there a request counts before the driver is asked, and a block
-belongs to one `Memory` from the moment in which nobody else has it. So a Ctrl-C loses none either: that `Memory` ends,
-and frees it. What Numba's own calls lose, they lose as without memguard: an answer of the driver that a Ctrl-C
-interrupts on its way through them, and an array whose finalizer it interrupts before the first statement.
+Finalizers run at any time and on any thread, even inside `memalloc` on the same thread. So they take no lock: they
+change the state of their block and one figure, and append to the pool or to the freed blocks. A signal handler, or a
+finalizer that allocates, runs within another allocation. So a request counts before the driver call, and a block passes
+to one `Memory` without a moment between two owners. A Ctrl-C loses no block either: its `Memory` frees it. Numba's own
+calls can lose memory as without memguard: a driver result that a Ctrl-C interrupts on its way through them, and an
+array whose finalizer a Ctrl-C interrupts before the first statement.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OUT_OF_MEMORY = 2
 
 
 class Owner(Protocol):
-    """Who caps: the adapter. `caps` are bytes by UUID."""
+    """The adapter, which sets the caps. `caps` are bytes by UUID."""
 
     caps: dict[str, int]
 
@@ -41,7 +41,7 @@ class Owner(Protocol):
 
 
 def capped(driver: Any) -> type:
-    """The class of memory managers that ask the adapter in `memguard` before they take memory."""
+    """The class of memory managers that check the cap of the adapter in `memguard` before they allocate."""
     Memory, Pending = memories(driver), _pending_frees(driver)  # noqa: N806 (classes)
 
     class MemguardMemoryManager(driver.NumbaCUDAMemoryManager):  # type: ignore[misc]
@@ -49,39 +49,39 @@ def capped(driver: Any) -> type:
 
         memguard: ClassVar[Owner | None] = None
         pooling: ClassVar[bool] = False
-        """Whether all streams that Numba is given are covered by the pool's marks. Once False, never True again."""
+        """Whether the pool's marks cover all streams that Numba uses. Once False, never True again."""
         banks: ClassVar[defaultdict[str, Bank]] = defaultdict(Bank)
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            # With no context Numba only asks for the version. A device that is not known yet is the current one of the
-            # first allocation.
+            # Without a context, Numba only reads the version. An unknown device becomes the current one at the first
+            # allocation.
             self.pool = Pool(_record)
             self.proxy = None if self.context is None else weakref.proxy(self.context)
-            self._home: int | None = None  # the context's handle; 0 if it is not one that Numba makes arrays in
+            self._home: int | None = None  # the context's handle; 0 if Numba makes no arrays in it
             self._attach("" if self.context is None else uuid_of(self.context))
             self.deallocations = Pending(self)
 
         def _attach(self, uuid: str) -> None:
-            """It takes memory on this GPU, as far as is known."""
+            """Allocate on this GPU from now on."""
             self.uuid, self.bank, self.figures = uuid, self.banks[uuid], Figures(uuid)
             self._freed = self.figures.freed
             self._member = False
 
         def held(self) -> int:
-            """Bytes, with the lock held."""
+            """Bytes held. Callers hold the lock."""
             self.figures.apply()
             return self.figures.pages.held()
 
         def usage(self) -> tuple[int, int, int, int]:
-            """Bytes held, in use, reclaimable, and in use at most. Waits for no lock: its owner may wait long."""
+            """Bytes held, in use, reclaimable, and the peak in use. Takes no lock, as its owner may wait long."""
             figures = self.figures
             if self._freed or figures.pages.changes:
                 figures.settle(self.bank.lock)
             return figures.pages.counted(), figures.in_use, figures.reclaimable(), figures.peak
 
         def alone(self) -> bool:
-            """Whether it is the only one that has allocated on its GPU."""
+            """Whether it is the only manager that has allocated on its GPU."""
             return self._member and bool(self.bank.single)
 
         def memalloc(self, size: int) -> Any:
@@ -100,7 +100,7 @@ def capped(driver: Any) -> type:
                     if more <= 0 or within(self.bank.lock) or not framework.room_for(error, self.uuid, size):
                         framework.tell(error, self.uuid, size)
                         raise
-                more -= 1  # with the error gone, and what its frames kept
+                more -= 1  # after the error and its frames are gone
 
         def _serve(self, memory: Taker, size: int) -> None:
             framework = self.memguard
@@ -115,7 +115,7 @@ def capped(driver: Any) -> type:
                     self._after_making_room(memory, size, cap)
 
         def _from_pool(self, take: Callable[[int, Taker], Block | None], memory: Taker, size: int, cap: int) -> bool:
-            """Served with a block of the pool; with none above the cap, where it has to be given back."""
+            """Serve the request with a block of the pool; not above the cap, where pooled blocks must be released."""
             figures = self.figures
             if self._freed:
                 figures.apply()
@@ -129,7 +129,8 @@ def capped(driver: Any) -> type:
             return True
 
         def _from_driver(self, memory: Taker, size: int, cap: int | None, last: bool = False) -> bool:
-            """Served by the driver, if the cap allows it. On a full card not either; the driver's error at `last`."""
+            """Serve the request from the driver, if the cap allows it. Raises the driver's error on a full GPU at
+            `last`."""
             figures = self.figures
             if self._freed:
                 figures.apply()
@@ -140,14 +141,14 @@ def capped(driver: Any) -> type:
             taken = whole(size) if pooled else size
             block = Block(taken, pooled)
             with pages.expecting(taken):
-                # Looked at once more, now that nobody else can take its room: a signal handler may just have done so.
+                # The second check, now that no other thread can take the room: a signal handler may have taken it.
                 if cap is not None and not pages.fits(taken, cap - elsewhere(self) + round_up(taken)):
                     return False
                 try:
                     memory._block = block
-                    # One call, so that what the driver answers is noted at once.
+                    # One C call records the driver's result atomically.
                     deque(map(setattr, (block,), ("pointer",), map(driver.driver.cuMemAlloc, (taken,))), 0)
-                except driver.CudaAPIError as error:  # its text names no size
+                except driver.CudaAPIError as error:  # its text has no size
                     if int(error.code) == _OUT_OF_MEMORY and not last:
                         return False
                     if int(error.code) == _OUT_OF_MEMORY:
@@ -157,17 +158,17 @@ def capped(driver: Any) -> type:
                 block.buffer = contexts.buffer(block.address)
                 figures.taken(block)
             if cap is not None and self.held() + elsewhere(self) > cap:
-                self._to_driver(block, NEW)  # it fitted no hole in a slab: the driver opened another
+                self._to_driver(block, NEW)  # no hole of a slab had room: the driver opened another slab
                 return False
             figures.used(block, size)
             return True
 
         def _after_making_room(self, memory: Taker, size: int, cap: int | None) -> None:
-            """Served after the pending frees were flushed, or after as much was given back as it needs.
+            """Serve the request after flushing the pending frees, or after releasing as many pooled bytes as it needs.
 
-            What is pooled goes back within `defer_cleanup` too, which keeps pending frees alone: it is waited for
-            rather than refused. Raises Numba's own error if the cap, or the card, does not allow it with nothing
-            pending and nothing pooled.
+            Releases pooled blocks within `defer_cleanup` too, which only protects pending frees: it waits rather than
+            refuses. Raises Numba's own error if the cap, or the GPU, still does not allow the request with nothing
+            pending or pooled.
             """
             members = [self]
             if not self.bank.single:
@@ -196,7 +197,7 @@ def capped(driver: Any) -> type:
             )
 
         def _pools(self, cap: int | None) -> bool:
-            """Whether what is taken now may come into the pool: only in the context that marks are recorded in."""
+            """Whether new blocks may enter the pool: only in the context in which marks are recorded."""
             if not self.pooling or cap is None:
                 return False
             if self._home is None:
@@ -205,20 +206,20 @@ def capped(driver: Any) -> type:
             return self._home != 0 and contexts.current_handle() == self._home
 
         def drop(self, memory: Any) -> None:
-            """No array has its block any more. Called by finalizers."""
+            """Make the block of an ended array pending. Called by finalizers."""
             block: Block = memory._block
             size = block.asked
             try:
                 if self.figures.left(block, memory):  # else a reset has freed it
                     self.deallocations.add_item(self.carry_out, block, size)
-                elif block.state is NEW and block.pointer is not None:  # a Ctrl-C came before it was an array's
+                elif block.state is NEW and block.pointer is not None:  # a Ctrl-C came before it had an array
                     self._to_driver(block, NEW)
             except BaseException:
                 self.deallocations.again()
                 raise
 
         def carry_out(self, block: Block) -> None:
-            """Numba carries out the pending free. Called by finalizers."""
+            """Carry out Numba's pending free. Called by finalizers."""
             if block.state is not PENDING:
                 return
             if block.pooled and self.pooling and not block.exported:
@@ -227,18 +228,18 @@ def capped(driver: Any) -> type:
                 self._to_driver(block, PENDING)
 
         def _to_driver(self, block: Block, state: object) -> None:
-            """The driver gets the block, if that is still its state. Called by finalizers."""
+            """Free the block if it is still in this state. Called by finalizers."""
             try:
                 if block.state is not state:
                     return
-                if suspension.now is not None:  # the driver would keep this thread until the process is back
+                if suspension.now is not None:  # the driver would block this thread until the resume
                     block.state = PENDING
                     self.pool.idle.pop(block, None)
                     self.deallocations.add_later(self.carry_out, block)
                     return
                 block.state = BACK
                 self.pool.idle.pop(block, None)
-                # One call, so that what the driver took back is noted at once.
+                # One C call records the driver's free atomically.
                 self._freed.extend(zip(map(driver.driver.cuMemFree, (block.pointer,)), (block,), strict=False))
             except driver.CudaDriverError:  # the driver keeps it
                 raise
@@ -248,13 +249,13 @@ def capped(driver: Any) -> type:
                         block.state = PENDING
                         self.deallocations.again()
                     else:
-                        self._freed.append((None, block))  # what is noted twice counts once
+                        self._freed.append((None, block))  # a second record is ignored
                 raise
 
         def give_back(self, needed: int | None = None) -> int:
-            """Flush the pending frees and give every pooled block to the driver, with the lock held.
+            """Flush the pending frees and free pooled blocks. Callers hold the lock. Returns the bytes freed.
 
-            With `needed` only so many that the driver gets these bytes back. Returns what it got.
+            `needed`: free only as many blocks as return these bytes to the driver; None: all.
             """
             before = self.held()
             self.deallocations.clear()
@@ -270,12 +271,12 @@ def capped(driver: Any) -> type:
             return int(before - self.held())
 
         def drain(self) -> None:
-            """Give every pooled block to the driver, which needs no current context, with the lock held."""
+            """Free every pooled block, which needs no current context. Callers hold the lock."""
             for block, state in self.pool.drain():
                 self._to_driver(block, state)
 
         def reset(self) -> None:
-            """Everything goes back at once, also within `defer_cleanup`: the context may end right after it."""
+            """Free everything at once, even within `defer_cleanup`: the context may end right after it."""
             with self.bank.lock:
                 super().reset()
                 for block in list(self.figures.blocks):
@@ -285,7 +286,7 @@ def capped(driver: Any) -> type:
                         self._to_driver(block, state)
                 self.drain()
                 self.figures.apply()
-                self._home, self._member = None, False  # if the context goes on, the next allocation counts again
+                self._home, self._member = None, False  # if the context continues, the next allocation counts again
                 self.bank.remove(self)
             if self.context is not None:
                 streams.forget(handle_of(self.context))
@@ -296,18 +297,18 @@ def capped(driver: Any) -> type:
 
 def _pending_frees(driver: Any) -> type:
     class Pending(driver._PendingDeallocs):  # type: ignore[misc]
-        """Numba's pending frees. After a flush one mark is recorded for all blocks that it brought."""
+        """Numba's pending frees. Each flush records one mark for all its blocks."""
 
         def __init__(self, manager: Any) -> None:
             super().__init__()
             self._manager, self._pool = manager, manager.pool
 
         def add_later(self, free: Callable[[Block], None], block: Block) -> None:
-            """Pend a free without looking whether a flush is due."""
+            """Pend a free without checking whether a flush is due."""
             self._cons.append((free, block, 0))
 
         def clear(self) -> None:
-            if suspension.now is not None:  # also streams, events and modules pend: all wait until the process is back
+            if suspension.now is not None:  # also pend streams, events and modules until the resume
                 return
             try:
                 super().clear()
@@ -320,12 +321,12 @@ def _pending_frees(driver: Any) -> type:
                     self._pool.mark()
 
         def _emptied(self, error: BaseException) -> bool:
-            """Whether Numba found that something is pending, and nothing any more when it took it."""
+            """Whether Numba's queue of pending frees became empty between its check and its removal."""
             trace = error.__traceback__ and error.__traceback__.tb_next
             return isinstance(error, IndexError) and trace is not None and trace.tb_next is None
 
         def again(self) -> None:
-            """After a Ctrl-C: pend what Numba took out and did not free. What then pends twice is freed once."""
+            """Pend again the frees that a Ctrl-C interrupted. A block that then pends twice is freed once."""
             waiting = {id(handle) for _, handle, _ in self._cons.copy()}
             for block in list(self._manager.figures.blocks):
                 if block.state is PENDING and id(block) not in waiting:
@@ -335,10 +336,10 @@ def _pending_frees(driver: Any) -> type:
 
 
 def _record() -> Sequence[Mark] | None:
-    """An event on the legacy default stream of every context of Numba's: another GPU's kernels may read an array too.
+    """An event on the legacy default stream of each context of Numba: another GPU's kernels may read an array too.
 
-    None while a stream that the legacy one waits for is capturing a CUDA graph, and where CUDA refuses. No event is
-    needed if Numba has one context and one stream, the legacy one, and that has nothing left to do.
+    None while a stream that the legacy one waits for is capturing a CUDA graph, and where CUDA refuses. Empty if Numba
+    has one context and only the legacy stream, and its work is done.
     """
     made: list[Mark] = []
     try:
@@ -359,8 +360,7 @@ def _record() -> Sequence[Mark] | None:
 
 
 def _at_rest(context: Any) -> bool:
-    """Whether the legacy default stream of a context has nothing left to do; False if its context is not the primary
-    one that is known. Raises DeviceError if asking would end a capture, or CUDA refuses.
-    """
+    """Whether all work of a context's legacy default stream is done; False unless it is the cached primary context.
+    Raises DeviceError if the query would break a capture, or CUDA refuses."""
     ordinal = int(context.device.id)
     return contexts.primary(ordinal) == handle_of(context) and bool(streams.quiet(ordinal, streams.LEGACY, None))

@@ -1,4 +1,4 @@
-"""The blocks that Numba's arrays have, and parts of them: their end, and who asks for their address."""
+"""The memory of Numba's arrays: blocks and parts of blocks, with their end and the exports of their address."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from memguard._frameworks.numba.watch import Addresses, covered
 
 
 def memories(driver: Any) -> type:
-    """The class of the memory that an array gets from a manager of memguard's, over Numba's own for this driver."""
+    """The class of an array's memory in memguard's manager, derived from this driver's own."""
     exported = Addresses(driver, sys.modules.get(ARRAYS)).exported
     ctypes_of = driver.MemoryPointer.device_ctypes_pointer.fget
     value_of = driver.MemoryPointer.device_pointer_value.fget
 
     class Memory(driver.MemoryPointer):  # type: ignore[misc]
-        """A block that an array has. It ends as Numba's own pointers do: its free becomes pending.
+        """The block of one array. It ends as Numba's own pointers do: its free becomes pending.
 
-        Asked for its address by others than Numba's kernels and copies, it notes that.
+        It records when code other than Numba's kernels and copies reads its address.
         """
 
         refct = 1
@@ -30,7 +30,7 @@ def memories(driver: Any) -> type:
         _block: Block | None = None
 
         def __init__(self, manager: Any, size: int) -> None:
-            # Numba's own would make a finalizer, which costs more than all the rest.
+            # Skips Numba's own constructor, which creates a finalizer: that costs more than all the rest.
             self.context = manager.proxy
             self.size = self._cuda_memsize_ = size
             self._manager = manager
@@ -92,7 +92,7 @@ def memories(driver: Any) -> type:
                     raise
 
     class View(driver.OwnedPointer):  # type: ignore[misc]
-        """A part of a block, which keeps it."""
+        """A part of a block, which keeps the block alive."""
 
         def view(self, start: int, stop: int | None = None) -> Any:
             return _cut(self._view.view(start, stop))

@@ -1,4 +1,4 @@
-"""Numba's contexts, and the GPUs that they are on. Reading only: no context is made."""
+"""Numba's contexts, and their GPUs. Only reads: it creates no context."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ARRAYS = "numba.cuda.cudadrv.devicearray"
 
 
 def numba_contexts() -> list[Any]:
-    """Numba's existing primary contexts. Never makes one."""
+    """Numba's existing primary contexts. Never creates one."""
     module = sys.modules.get(DRIVER)
     devices = getattr(getattr(module, "driver", None), "devices", None) or {}
     return [device.primary_context for device in list(devices.values()) if device.primary_context is not None]
@@ -27,10 +27,10 @@ def handle_of(context: Any) -> int:
 
 
 def uuid_of(context: Any) -> str:
-    """The UUID of a context's GPU; "" if it cannot be known.
+    """The UUID of a context's GPU; "" if unknown.
 
-    Its device is Numba's own object, or what somebody else made the context with: a `CUdevice` of cuda-python, a
-    number of ctypes or a plain one. These are CUDA's ordinals, as are Numba's numbers.
+    The context's device is Numba's own object, or an object of the code that created the context: a `CUdevice` of
+    cuda-python, a number of ctypes or a plain number. All are CUDA's ordinals, as are Numba's numbers.
     """
     device = context.device
     try:
@@ -38,7 +38,7 @@ def uuid_of(context: Any) -> str:
         if known:
             return _as_nvml(known)
         ordinal = int(getattr(device, "value", getattr(device, "id", device)))
-    except (AttributeError, ReferenceError, TypeError, ValueError):  # a device that is gone, or no device at all
+    except (AttributeError, ReferenceError, TypeError, ValueError):  # the device is gone, or is no device
         return ""
     return _of_ordinal(ordinal)
 
@@ -52,7 +52,7 @@ def managers_on(uuid: str) -> list[Any]:
     for owner in list(devices.values()):
         if (context := owner.primary_context) is not None:
             try:
-                here = context.device.uuid == uuid  # mostly
+                here = context.device.uuid == uuid  # the usual case
             except (AttributeError, ReferenceError):
                 here = False
             if here or uuid_of(context) == uuid:
@@ -69,13 +69,13 @@ def _of_ordinal(ordinal: int) -> str:
 
 
 def current_uuid() -> str:
-    """The UUID of the GPU whose context is current on this thread; "" if there is none."""
+    """The UUID of the GPU whose context is current on this thread; "" without a context."""
     ordinal = contexts.current()
     return "" if ordinal is None else _of_ordinal(ordinal)
 
 
 def _as_nvml(uuid: Any) -> str:
-    if type(uuid) is str and uuid[:4] == "GPU-":  # Numba's own
+    if type(uuid) is str and uuid[:4] == "GPU-":  # Numba's own object
         return uuid
     text = uuid.decode() if isinstance(uuid, bytes) else str(uuid)
     return text if text.startswith(("GPU-", "MIG-")) else f"GPU-{text}"

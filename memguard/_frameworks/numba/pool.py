@@ -1,17 +1,17 @@
-"""Blocks that Numba has freed, kept to be handed out again once all work that may use them is done.
+"""A pool of blocks that Numba has freed, reused once all work that may use them is done.
 
-Numba does not record which streams use an array; `cuMemFree` makes that safe by waiting for the GPU. Here an event
-does: all blocks that one flush of Numba's pending frees brings share the marks that are recorded right after it, and
-none is handed out before these are passed. No mark is needed if all work is found done right after the flush.
-`watch.py` keeps away what the marks do not cover.
+Numba does not record which streams use an array; `cuMemFree` is safe because it synchronises the GPU. This pool uses an
+event instead: all blocks of one flush of Numba's pending frees share the marks recorded right after it, and no block is
+reused before these marks have passed. No mark is needed if all work is done right after the flush. `watch.py` excludes
+blocks that the marks do not cover.
 
-Any call may be interrupted: by a finalizer or a signal handler that allocates and frees, by another thread that frees,
-by a Ctrl-C. So what is true of a block stands on the block, in `state`, and nowhere else. Code looks at a state and
-changes it with no call in between: there nothing can come in, in any CPython with a GIL. The queues only say where to
-look: a block that is found in one is used if its state says so, and `idle` has also those that a queue has lost.
+Any call may be interrupted: by a finalizer or a signal handler that allocates and frees, by a free on another thread,
+by a Ctrl-C. So a block's `state` alone is authoritative. Code compares and changes a state with no call in between:
+nothing can run there, in any CPython with a GIL. The queues are only hints: a block from a queue is used if its state
+allows it, and `idle` also contains blocks that a queue has lost.
 
-Models that were read: RMM's pool orders reuse by the streams that its callers name, and so ignores Numba's; CuPy's has
-an arena for each stream. Neither serves a caller who does not know the streams.
+Other pools that were read: RMM's orders reuse by the streams that its callers name, and so ignores Numba's; CuPy's has
+an arena for each stream. Neither serves a caller that does not know the streams.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import Any, Protocol
 
 from memguard.errors import DeviceError
 
-# The states of a block. In the pool it is FREED, then a `Batch`, which is what it waits for, then READY.
+# The states of a block. In the pool it is FREED, then the `Batch` that it waits for, then READY.
 NEW, USED, PENDING, FREED, READY, BACK = "new", "used", "pending", "freed", "ready", "back"
-"""NEW: the driver is asked for it. USED: an array has it, or will have. PENDING: Numba has yet to carry out its free.
-FREED: not marked yet. READY: no work uses it. BACK: the driver has it back, or is being given it."""
+"""NEW: being allocated. USED: an array has it, or is about to. PENDING: Numba has not carried out its free. FREED: not
+marked yet. READY: no work uses it. BACK: the driver has freed it, or is freeing it."""
 
 
 class Mark(Protocol):
-    """The work that was given to the GPU before a moment: `memguard._devices.streams.Mark`."""
+    """The work given to the GPU before a moment: `memguard._devices.streams.Mark`."""
 
     def passed(self) -> bool: ...
     def wait(self) -> None: ...
@@ -37,13 +37,12 @@ class Mark(Protocol):
 
 
 class Block:
-    """One allocation from the driver: `size` bytes, of which the array in it asked for `asked` (0: it has no array).
+    """One driver allocation of `size` bytes, of which its array requested `asked` (0: it has no array).
 
-    In the pool `size` is whole (`driver_pages.whole`), and a block serves for requests of its own whole size alone: so
-    one that is handed out again wastes nothing of the cap.
-    `pointer` is Numba's own object, None before the driver has given it; `buffer` is the driver's number of this
-    allocation, if known. `pooled`: it may come into the pool. `exported`: code outside Numba knows its address, and may
-    use it on any stream.
+    In the pool `size` is whole (`driver_pages.whole`), and a block serves only requests of its own whole size: so a
+    reused block wastes nothing of the cap. `pointer` is Numba's own object, None before the allocation; `buffer` is the
+    driver's id of this allocation, if known. `pooled`: it may enter the pool. `exported`: code outside Numba knows its
+    address, and may use it on any stream.
     """
 
     __slots__ = ("address", "asked", "buffer", "exported", "pointer", "pooled", "size", "state")
@@ -58,7 +57,7 @@ class Block:
 
 
 class Taker(Protocol):
-    """Who gets a block: it has it, and will free it, from the moment in which nobody else has."""
+    """The next owner of a block: it owns and will free the block from the moment that the former owner does not."""
 
     _block: Block | None
     _freed: bool
@@ -79,9 +78,11 @@ class Batch:
 
 
 class Pool:
-    """`put` and `mark` may be called by finalizers, on any thread at any time; the rest under the GPU's lock.
+    """The pool of one context. Finalizers may call `put` and `mark`, on any thread at any time; the rest needs the
+    GPU's lock.
 
-    `record` returns marks that cover all work given so far: none if it is done. None if they cannot be recorded now.
+    `record` returns marks that cover all work given so far: an empty sequence if it is done, None if CUDA cannot record
+    them now.
     """
 
     def __init__(self, record: Callable[[], Sequence[Mark] | None]) -> None:
@@ -93,23 +94,24 @@ class Pool:
         self._ready: dict[int, list[Block]] = {}
 
     def put(self, block: Block) -> None:
-        """Its free was carried out. It can be handed out after `mark`, once the work before that is done."""
+        """Add a block whose free was carried out. It is reusable after `mark`, once the work before the mark is
+        done."""
         block.state = FREED
         self.idle[block] = None
         self.unmarked.append(block)
 
     def mark(self) -> None:
-        """Record marks for what was put since the last time. While that cannot be done, these blocks wait."""
+        """Record marks for the blocks put since the last time. While CUDA cannot record them, these blocks wait."""
         batch = Batch()
         try:
             try:  # noqa: SIM105 (`suppress` costs more)
-                batch.blocks.extend(iter(self.unmarked.popleft, None))  # one call: what it takes out is in the batch
+                batch.blocks.extend(iter(self.unmarked.popleft, None))  # one call: each removed block is in the batch
             except IndexError:
                 pass
             if not batch.blocks:
                 return
             for block in batch.blocks:
-                if block.state is FREED:  # from here on no other thread's marks, which may be older, count for it
+                if block.state is FREED:  # from now on another thread's marks, which may be older, do not apply to it
                     block.state = batch
             marks = self._record()
             if marks is not None:
@@ -129,7 +131,7 @@ class Pool:
                 self.unmarked.append(block)
 
     def take(self, size: int, taker: Taker) -> Block | None:
-        """Give the taker a block of this whole size whose work is done; None if there is none."""
+        """Give the taker a block of this whole size with all work done; None if there is none."""
         queue = self._ready.get(size)
         collected = False
         while True:
@@ -151,7 +153,7 @@ class Pool:
             queue, collected = self._ready.get(size), True
 
     def wait(self, size: int, taker: Taker) -> Block | None:
-        """`take`, which waits for the work that such a block was used by."""
+        """As `take`, but wait for the work of such a block."""
         if self.unmarked:
             self.mark()
         block = self.take(size, taker)
@@ -163,15 +165,15 @@ class Pool:
         return block
 
     def drain(self) -> Iterator[tuple[Block, object]]:
-        """All blocks and their states, done or not, to be given back to the driver, which waits for the work.
+        """All blocks and their states, to be freed by the driver, which waits for unfinished work.
 
-        Who takes them out is the caller, if the state is still the same: it may be another one meanwhile.
+        The caller removes a block if its state is unchanged: an interruption may have changed it.
         """
         for block in list(self.idle):
             state = block.state
             if block in self.idle:
                 yield block, state
-        if self.idle:  # what was freed meanwhile
+        if self.idle:  # blocks freed meanwhile
             return
         self._ready.clear()
         try:
@@ -181,12 +183,12 @@ class Pool:
             pass
 
     def tidy(self) -> None:
-        """After some blocks were taken out: the queues let go of them, which otherwise a request of their size does."""
+        """Drop removed blocks from the queues. Otherwise the next request of their size does."""
         for queue in list(self._ready.values()):
             queue[:] = [block for block in queue if block.state is READY]
 
     def _collect(self, wait: bool = False) -> None:
-        """Make ready what is done. With `wait`, wait for the oldest marks."""
+        """Make blocks ready whose work is done. With `wait`, wait for the oldest marks."""
         while True:
             try:
                 batch = self._marked[0]
@@ -199,7 +201,7 @@ class Pool:
                     wait = False
                 elif batch.marks and not all(mark.passed() for mark in batch.marks):
                     return
-            except DeviceError:  # never to be handed out again; what Numba calls next says why
+            except DeviceError:  # never reusable; Numba's next call raises the reason
                 pass
             else:
                 for block in batch.blocks:
@@ -210,7 +212,7 @@ class Pool:
                         block.state = READY
                         queue.append(block)
             try:
-                if self._marked[0] is batch:  # else a signal handler allocated meanwhile, and has closed it
+                if self._marked[0] is batch:  # else a signal handler allocated meanwhile and closed it
                     self._marked.popleft()
                     batch.close()
             except IndexError:

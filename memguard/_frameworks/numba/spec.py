@@ -1,4 +1,4 @@
-"""Numba's row: what memguard knows of it, as data."""
+"""Numba's row: memguard's facts about it, as data."""
 
 from memguard._base.framework_spec import Examined, Exchanged, FrameworkSpec
 from memguard._base.units import MIB

@@ -1,14 +1,13 @@
-"""Who may use an array of Numba's: the streams that its kernels and copies are given, and who asked for its address.
+"""Watches the streams of Numba's kernels and copies, and the exports of its arrays' addresses.
 
-An event on the legacy default stream covers the streams that this one waits for: itself, and blocking streams, as
-`cuda.stream()` makes them. What else Numba is given (an external stream, a per-thread default one, one of cuda.core's)
-is seen where Numba makes a handle of it, and ends the pool for good: it might have been given earlier arrays too.
-`cuStreamQuery` of the legacy stream covers that stream alone, as far as it is documented: so it serves only while there
-is no other (`default_alone`).
+An event on the legacy default stream covers that stream and the blocking streams, which `cuda.stream()` creates. Any
+other stream (an external one, a per-thread default one, one of cuda.core's) becomes visible when Numba makes a handle
+of it, and ends pooling for good, as earlier arrays may have been used on it too. CUDA documents `cuStreamQuery` of the
+legacy stream for that stream alone: so the pool uses it only while Numba has no other stream (`default_alone`).
 
-An address is asked for by Numba's own kernels and copies, which is in order, and by everybody else (the CUDA array
-interface, `device_ctypes_pointer`, an IPC handle, `gpu_data.handle`): that block is exported. Who asks is told by the
-code that asks, since Numba has one way for all. A Numba that was written otherwise makes every block exported.
+Numba's own kernels and copies read an address without exporting it. Any other reader (the CUDA array interface,
+`device_ctypes_pointer`, an IPC handle, `gpu_data.handle`) exports the block. Numba has one function for all readers, so
+memguard distinguishes them by the calling code. With an unknown version of that code, every block counts as exported.
 """
 
 from __future__ import annotations
@@ -27,24 +26,24 @@ from memguard._frameworks.replacements import Replacements
 from memguard.errors import DeviceError, Suspended
 
 _blocking: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""Numba's own streams that the legacy default stream waits for, by their handles, as long as they live."""
+"""Numba's own blocking streams, by their handles, as long as they live."""
 _unmarked: set[object] = set()
-"""One for each of Numba's own streams from before it is given work until its end is marked: as `_blocking`, but with no
-moment between the two in which a stream is in neither."""
+"""One entry for each of Numba's own streams, from before its first work until its end is marked. It overlaps with
+`_blocking`, so that at every moment a stream is in one of them."""
 _MOST_ENDED = 32
-"""So many marks are kept before they are looked through for those that are over; more if twice as many are not."""
+"""Marks to keep before a search for passed ones. The bound rises to twice the number of marks not passed."""
 _PER_THREAD = "CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM"
-"""What makes stream 0 of cuda-python a stream of the thread. Numba sets it for NUMBA_CUDA_PER_THREAD_DEFAULT_STREAM."""
+"""Makes stream 0 of cuda-python a per-thread stream. Numba sets it for NUMBA_CUDA_PER_THREAD_DEFAULT_STREAM."""
 _NEEDED = ("Stream", "Context", "MemoryPointer", "_stream_handle", "_to_core_stream")
 
 _lost: weakref.WeakSet[ModuleType] = weakref.WeakSet()
-"""Drivers of Numba whose streams were not watched for a time, or that were given another stream."""
+"""Numba drivers with streams that were unwatched for a time, or that used a stream of another kind."""
 
 
 def watch(driver: Any, replaced: Replacements, tell: Callable[[], None]) -> bool:
     """Watch Numba's streams until `replaced` is undone; `lose` must follow. Returns whether it covers all of them.
 
-    `tell` is called, on the thread that gives it, when another stream is given.
+    It calls `tell` when Numba is given a stream of another kind, on the same thread.
     """
     if driver in _lost or any(not hasattr(driver, name) for name in _NEEDED) or _per_thread(driver) or _configured():
         return False
@@ -55,7 +54,7 @@ def watch(driver: Any, replaced: Replacements, tell: Callable[[], None]) -> bool
 
     def made(original: Callable[..., None]) -> Callable[..., None]:
         def init(self: Any, handle: Any, finalizer: Any = None, *args: Any, **kwargs: Any) -> None:
-            # Numba's own have a finalizer: their handle lives as long as they do.
+            # Numba's own streams have a finalizer: their handle lives as long as they do.
             own = finalizer is not None and streams.blocking(int(handle))
             original(self, handle, leaving(int(handle), finalizer) if own else finalizer, *args, **kwargs)
             if own:
@@ -71,7 +70,7 @@ def watch(driver: Any, replaced: Replacements, tell: Callable[[], None]) -> bool
         def finish() -> Any:
             try:
                 if driver not in _lost:
-                    with contextlib.suppress(Suspended):  # all its work has ended: the GPU is left after that
+                    with contextlib.suppress(Suspended):  # all its work has ended: the process left the GPU afterwards
                         suspension.check("a mark")
                         mark()
                     _unmarked.discard(one)
@@ -83,7 +82,7 @@ def watch(driver: Any, replaced: Replacements, tell: Callable[[], None]) -> bool
 
     def given(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def handle(stream: Any) -> Any:
-            found = original(stream)  # refused: it is given no work
+            found = original(stream)  # if this raises, the stream gets no work
             if not covered(stream):
                 end()
             return found
@@ -95,12 +94,12 @@ def watch(driver: Any, replaced: Replacements, tell: Callable[[], None]) -> bool
 
 
 def lose(driver: Any) -> None:
-    """From now on streams may be made and used unseen: arrays of this Numba are never again pooled."""
+    """Disable pooling for this Numba for good, as its streams may now be used unwatched."""
     _lost.add(driver)
 
 
 def covered(stream: Any) -> bool:
-    """Whether an event on the legacy default stream covers the work of a stream as Numba is given it."""
+    """Whether an event on the legacy default stream covers the work of this stream of Numba."""
     if stream is None:
         return True
     try:
@@ -111,24 +110,24 @@ def covered(stream: Any) -> bool:
 
 
 def default_alone() -> bool:
-    """Whether no stream of Numba's but the legacy default one may have work that was given to it before."""
+    """Whether none of Numba's streams but the legacy default one may have earlier work."""
     return not _unmarked and not ended.marks  # in this order: a stream is marked before it leaves `_unmarked`
 
 
 class Ended:
-    """The work of streams that were destroyed. Whether the legacy stream still waits for it is not documented.
+    """The work of destroyed streams. CUDA does not document whether the legacy stream still waits for it.
 
-    So each stream is marked by itself before Numba destroys it, in a finalizer.
+    So each stream gets its own mark before Numba destroys it, in a finalizer.
     """
 
     def __init__(self) -> None:
         self.marks: list[Ended.Kept] = []
-        """Those that were not found passed yet."""
+        """The marks not found passed yet."""
         self._most = _MOST_ENDED
-        self._lives = Counter[int]()  # by a context's handle, which the next one may have again
+        self._lives = Counter[int]()  # by a context's handle, which a later context may reuse
 
     class Kept:
-        """A mark that several flushes wait for: it is closed when its work is done, not with the first of them."""
+        """A mark that several flushes wait for: it is closed when its work is done, not with the first flush."""
 
         def __init__(self, mark: streams.Mark, context: int) -> None:
             self.mark, self.context = mark, context
@@ -142,12 +141,13 @@ class Ended:
         def close(self) -> None: ...
 
     def stream(self, handle: int) -> Callable[[], None]:
-        """Marks the work of a stream of the current context, when it ends before that. May raise DeviceError."""
+        """A function that marks a stream's work, unless the context ended before. Raises DeviceError if CUDA
+        refuses."""
         ordinal, context = contexts.current() or 0, contexts.current_handle() or 0
         life = self._lives[context]
 
         def mark() -> None:
-            if self._lives[context] == life:  # else the handle is of a stream that is no more: the driver would crash
+            if self._lives[context] == life:  # else the handle is of a destroyed stream: the driver would crash
                 if len(self.marks) > self._most:
                     self._most = max(_MOST_ENDED, 2 * len(self.under_way()))
                 with contexts.beside_captures():
@@ -156,7 +156,7 @@ class Ended:
         return mark
 
     def under_way(self) -> list[Ended.Kept]:
-        """The marks whose work is not known to be done. Raises DeviceError if CUDA does not say."""
+        """The marks whose work may be unfinished. Raises DeviceError if a query fails."""
         for kept in self.marks.copy():
             if kept.passed():
                 with contextlib.suppress(ValueError):  # removed by another thread
@@ -165,9 +165,9 @@ class Ended:
         return self.marks.copy()
 
     def forget(self, context: int) -> None:
-        """A context ends, and all work and all streams in it."""
+        """Drop the work and streams of a context that ends."""
         self._lives[context] += 1
-        for kept in self.marks.copy():  # taken out one by one: a finalizer may add to the list at any time
+        for kept in self.marks.copy():  # removed one by one: a finalizer may append to the list at any time
             if kept.context == context:
                 with contextlib.suppress(ValueError):
                     self.marks.remove(kept)
@@ -177,7 +177,7 @@ ended = Ended()
 
 
 class Addresses:
-    """Tells an export from the work of Numba's own kernels and copies, by the code that asks for an address."""
+    """Distinguishes exports from Numba's own kernels and copies, by the code that reads an address."""
 
     def __init__(self, driver: Any, arrays: Any) -> None:
         array, pointer = getattr(arrays, "DeviceNDArrayBase", None), driver.MemoryPointer
@@ -192,7 +192,7 @@ class Addresses:
         self._work = _codes(work)
 
     def exported(self, frame: FrameType | None) -> bool:
-        """Whether the code of this frame, which asks for an address, hands it out of Numba."""
+        """Whether the code of this frame, which reads an address, exports it from Numba."""
         while frame is not None and frame.f_code in self._between:
             frame = frame.f_back
         return frame is None or frame.f_code not in self._work
@@ -205,7 +205,7 @@ def _codes(functions: list[Any]) -> frozenset[CodeType]:
 
 
 def _configured() -> bool:
-    """Whether a kernel was given a stream already: `kernel[blocks, threads, stream]` is kept, and was not watched."""
+    """Whether a kernel was given a stream before: Numba caches `kernel[blocks, threads, stream]`, unwatched."""
     dispatcher = getattr(sys.modules.get("numba.cuda.dispatcher"), "CUDADispatcher", None)
     made = getattr(getattr(dispatcher, "configure", None), "cache_info", None)
     return made is not None and made().currsize > 0

@@ -1,12 +1,12 @@
 """PyCUDA: one capped, counted pool behind `mem_alloc` and `gpuarray`, in the device's primary context.
 
-Measured: PyCUDA's pool has no limit of its own, so the cap is checked before it grows. Its bins round up (256 MiB
-asked, 272 taken), and the driver rounds allocations above 1 MiB up to 2 MiB and packs smaller ones into 2 MiB slabs;
-held counts both. `mem_alloc` is a default argument across `pycuda.gpuarray`, so those defaults are swapped too. Unless
-the budget says `context: own`, `Device.make_context`, and with it `pycuda.autoinit`, gives the primary context that
-the other frameworks use: a second one costs 518 MiB (measured).
+Measured: PyCUDA's pool has no limit of its own, so the adapter checks the cap before the pool grows. The pool's bins
+round up (256 MiB requested, 272 taken), and the driver rounds allocations above 1 MiB up to 2 MiB and packs smaller
+ones into 2 MiB slabs; held counts both. `mem_alloc` is a default argument across `pycuda.gpuarray`, so the adapter
+replaces those defaults too. Unless the budget says `context: own`, `Device.make_context`, and with it
+`pycuda.autoinit`, returns the primary context of the other frameworks: a second context costs 518 MiB (measured).
 
-A pool's methods are replaced on its class, so pools of all ages and subclasses share the cap.
+The adapter replaces a pool's methods on its class, so existing and new pools and their subclasses share the cap.
 
 Not counted: functions and bound methods taken from PyCUDA before memguard.init, `drv.Array`, managed memory.
 """
@@ -53,26 +53,26 @@ class PyCUDA(Framework):
         self._caps: dict[str, int] = {}
         self._by_ordinal: dict[int, str] = {}
         self._ordinals: dict[str, int] = {}
-        self._seen: set[str] = set()  # GPUs on which it was seen with a context, if it has no cap
+        self._seen: set[str] = set()  # GPUs on which it had a context at a reading, without a cap
         self._own: dict[int, Pool] = {}  # by context handle
-        self._last: Pool | None = None  # the one that `mem_alloc` used last
+        self._last: Pool | None = None  # the pool of the last `mem_alloc`
         self._others: dict[int, Pool] = {}  # pools that the user made, by `id`
         self._pages: dict[str, DriverPages] = {}
         self._pitched: dict[str, Pitched] = {}
         self._peak: Counter[str] = Counter()
-        self._gone: deque[tuple[Pitched, int, int]] = deque()  # logged by finalizers, applied with the lock held
+        self._gone: deque[tuple[Pitched, int, int]] = deque()  # recorded by finalizers, applied with the lock held
         self._events: list[TraceEvent] | None = None
         self._recorded: set[int] = set()
         self._serial = 0
-        self._wanting = False  # whether a pool has something `wanted`
+        self._wanting = False  # whether a pool has `wanted` bytes
         self._mem_alloc: Callable[[int], Any] | None = None
 
     def _live(self, module: ModuleType) -> bool:
         return bool(self._own or self._others) or current_context(module) is not None
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
-        # Runs inside the import of pycuda.driver, which `pycuda.tools` and `pycuda.gpuarray` import before they have
-        # anything of their own. So only what pycuda.driver itself has may be used here.
+        # Runs inside the import of pycuda.driver, which `pycuda.tools` and `pycuda.gpuarray` import before they define
+        # any name. So this may use only names of pycuda.driver itself.
         drv: Any = sys.modules["pycuda.driver"]
         devices = self.host.devices(ordinals=True)
         if any(device.ordinal is None for device in devices):
@@ -84,7 +84,7 @@ class PyCUDA(Framework):
         self._by_ordinal = {device.ordinal: device.uuid for device in devices if device.ordinal is not None}
         self._ordinals = {uuid: ordinal for ordinal, uuid in self._by_ordinal.items()}
         self._caps = dict(caps)
-        if not hasattr(drv.DeviceMemoryPool, "managed_bytes"):  # PyCUDA 2020.1 and before
+        if not hasattr(drv.DeviceMemoryPool, "managed_bytes"):  # PyCUDA 2020.1 and older
             raise CapNotApplied(
                 self.name, "its memory pool does not say what it holds", "install PyCUDA 2021.1 or later"
             )
@@ -125,23 +125,23 @@ class PyCUDA(Framework):
         return usage_of((held, in_use, idle, None, None, peak))
 
     def _uncounted(self, device: Device) -> Usage | None:
-        """Unknown where PyCUDA was seen with a context: without a cap nobody counts. Its context of another thread is
-        seen if `pycuda.autoinit` made it, else when that thread reads."""
+        """Unknown bytes on a GPU where PyCUDA had a context at a reading: without a cap nothing counts them. A reading
+        finds another thread's context only if `pycuda.autoinit` created it, or if that thread makes the reading."""
         ordinal = contexts.ordinals().get(device.uuid)
         if ordinal is not None and (automatic(ordinal) or (pushed() is not None and contexts.current() == ordinal)):
             self._seen.add(device.uuid)
         return Usage(None, None) if device.uuid in self._seen else None
 
     def trim(self, device: Device) -> None:
-        """`free_held()` of the pools that can be freed by this thread."""
+        """`free_held()` of the pools that this thread can free."""
         self._shrink(device.uuid, None)
 
     def give_back(self, device: Device, needed: int) -> None:
-        """Idle blocks of at least `needed` bytes, in the driver's pages, and none that could stay.
+        """Free the fewest idle blocks with at least `needed` bytes of the driver's pages.
 
-        Memguard's own pools give back on threads where PyCUDA has their context current, or none. Those of the user
-        (`DeviceMemoryPool`) give back on the thread that used them first. From elsewhere this notes what is needed, and
-        their next request where they can gives it back.
+        memguard's own pools free blocks on threads where PyCUDA has their context current, or none. The user's pools
+        (`DeviceMemoryPool`) free blocks on the thread that used them first. On other threads this records the needed
+        bytes, and the pool's next request on a suitable thread frees them.
         """
         self._shrink(device.uuid, needed)
 
@@ -164,10 +164,10 @@ class PyCUDA(Framework):
                     pool.free_held(needed=None if needed is None or nested else missing)
                 elif needed is not None and _idle_bytes(pool):
                     pool.wanted, self._wanting = max(pool.wanted, missing), True
-                    pool.close()  # else a `hit` would not look
+                    pool.close()  # else a `hit` would skip the check
 
     def _give_wanted(self, drv: Any) -> None:
-        """What another thread needed of the pools of this one. With the lock held."""
+        """Free the bytes that another thread needed from this thread's pools. Callers hold the lock."""
         current = current_context(drv)
         self._wanting = False
         for pool in self._all():
@@ -178,14 +178,15 @@ class PyCUDA(Framework):
                 self._wanting = True
 
     def resize(self, caps: Mapping[str, int]) -> None:
-        """The next look at the cap finds the new one, also that of a request which just failed. Above a lower cap idle
-        blocks go on serving; the driver is asked for nothing more."""
+        """Set the cap that the next check reads, even that of a request which has just failed. Idle blocks above a
+        lower cap continue to serve requests; the pools take no more driver memory."""
         self._caps = dict(caps)
 
     def footprint(self, size: int) -> int:
-        """A block of the bin of `size` (at most a sixteenth more), in whole pages: a small block may open a slab.
+        """A block of the bin of `size` (at most a sixteenth larger), in whole pages: a small block may open a slab.
 
-        That is for a pool with memory. With its first allocation a pool also takes one small block, to keep idle.
+        This is for a pool with memory. With its first allocation a pool also takes one small block, which it keeps
+        idle.
         """
         with self._lock:
             pool = next(iter(self._own.values()), None)
@@ -198,7 +199,7 @@ class PyCUDA(Framework):
         return ["pycuda: pycuda.driver.mem_alloc was replaced after memguard.init: the cap does not hold there"]
 
     def contexts(self, device: Device) -> frozenset[int]:
-        # A reading has asked for `usage` before, which has taken out the pools whose contexts are gone.
+        # A reading calls `usage` before, which removes the pools whose contexts are gone.
         uuid = device.uuid
         return frozenset([pool.context for pool in self._all() if pool.uuid == uuid])
 
@@ -208,7 +209,7 @@ class PyCUDA(Framework):
         with self._lock:
             self._events = []
             for pool in self._all():
-                pool.close()  # an event is for each allocation, so none may be a hit
+                pool.close()  # traces record each allocation: none may be a hit
 
         def stop() -> list[TraceEvent]:
             events, self._events = self._events or [], None
@@ -228,8 +229,8 @@ class PyCUDA(Framework):
 
         def mem_alloc(size: int) -> Any:
             pool = self._last
-            # PyCUDA gives the very object that was pushed, if Python code pushed it.
-            # The driver's ids say that the pool's memory is there in half the time that a question for a block takes.
+            # PyCUDA returns the pushed object itself, if Python code pushed it. Comparing the driver's context ids
+            # proves that the pool's memory exists in half the time of a query for a block.
             if (
                 pool is not None
                 and current_object() is pool.made_in
@@ -240,11 +241,11 @@ class PyCUDA(Framework):
                     return allocation
             current = current_context(drv) if replaced.active else None
             if current is None or size <= 0:
-                return raw_alloc(size)  # PyCUDA's own error
+                return raw_alloc(size)  # raises PyCUDA's own error
             return self._allocate(drv, lambda: self._pool_here(drv, current, raw_pool), size)
 
         def mem_alloc_pitch(width: int, height: int, access_size: int) -> Any:
-            # The driver chooses the pitch, a multiple of 512 bytes at least.
+            # The driver chooses the pitch, a multiple of at least 512 bytes.
             current = current_context(drv)
             if current is None:
                 return raw_pitch(width, height, access_size)
@@ -256,7 +257,7 @@ class PyCUDA(Framework):
                     if more <= 0 or not self._room_for(error, uuid, asked):
                         self._tell(error, uuid, asked)
                         raise
-                more -= 1  # with the error gone, and what its frames kept
+                more -= 1  # after the error and its frames are gone
 
         def pitched_within_cap(uuid: str, width: int, height: int, access_size: int) -> Any:
             with self._lock:
@@ -282,7 +283,7 @@ class PyCUDA(Framework):
             return allocation, pitch
 
         def allocate(pool: Any, size: int) -> Any:
-            # Of a pool that the user made, before or after memguard.init: it shares PyCUDA's cap.
+            # A user's pool, created before or after memguard.init, shares PyCUDA's cap.
             tracked = others.get(id(pool))
             if tracked is not None and tracked.reference() is pool:
                 allocation = tracked.hit(pool, size)
@@ -331,7 +332,7 @@ class PyCUDA(Framework):
         def undo() -> None:
             replaced.undo()
             if self._mem_alloc is not None:
-                _swap_defaults(self._mem_alloc, raw_alloc)  # also of a gpuarray imported after memguard.init
+                _swap_defaults(self._mem_alloc, raw_alloc)  # also in a gpuarray imported after memguard.init
             current = current_context(drv)
             with self._lock:
                 self._settle()
@@ -339,11 +340,11 @@ class PyCUDA(Framework):
                     if current is not None and pool.context == current.handle:
                         pool.free_held()
                     else:
-                        _kept.append(pool)  # freeing it while its context is not current may end the process
+                        _kept.append(pool)  # freeing it without its current context may abort the process
                 for pool in self._all():
                     pool.forget()
                 self._last = None
-                self._own.clear()  # live arrays keep their pool alive until the last is freed
+                self._own.clear()  # live arrays keep their pool alive until their last free
                 others.clear()
                 self._caps, self._mem_alloc = {}, None
 
@@ -352,14 +353,14 @@ class PyCUDA(Framework):
             replaced.put(drv, "mem_alloc", lambda _: mem_alloc, direct=True)
             self._mem_alloc = drv.mem_alloc
             replaced.put(drv, "mem_alloc_pitch", lambda _: mem_alloc_pitch)
-            # On the class, not in its place: pools that exist already and classes made from it are counted too.
+            # On the class itself: this also covers existing pools and derived classes.
             replaced.put(pool_class, "allocate", lambda _: allocate, direct=True)
             replaced.put(pool_class, "free_held", lambda _: free_held)
             replaced.put(pool_class, "stop_holding", stop_holding)
             replaced.put(getattr(drv, "PooledDeviceAllocation", None), "free", free)
             if not own_context:
                 serve_by_primary(drv, replaced)
-            # Before CUDA starts, and before PyCUDA is imported, there are no streams.
+            # Before CUDA's initialisation, and before PyCUDA's import, there are no streams.
             imported = not getattr(drv.__spec__, "_initializing", False)
             streams.watch(drv, replaced, used=imported and contexts.initialised())
             _swap_defaults(raw_alloc, self._mem_alloc)
@@ -376,19 +377,19 @@ class PyCUDA(Framework):
                 self._bury(pool)
                 pool = None
             elif pool is not None and pool.empty() and pool.made_in is not current and not self._primary(handle):
-                pool = None  # perhaps so too: there is no memory to tell by, and none to lose
+                pool = None  # perhaps destroyed too: an empty pool cannot show it, and loses no memory
             if pool is None:
                 made = raw.make()
                 uuid = self._uuid(drv, current)
                 pool = Pool(lambda: made, handle, uuid, self._pages_of(uuid), raw, current)
                 pool.own, pool.on_new_peak = made, self._new_peak
                 _discard(self._own, handle, former)
-                pool = self._own.setdefault(handle, pool)  # or that of a signal handler, which was faster
+                pool = self._own.setdefault(handle, pool)  # a signal handler may have added one first
             self._last = pool
             return pool
 
     def _tracked(self, pool: Any) -> Pool | None:
-        """What is known of a pool that the user made. Another one may have had its `id` before."""
+        """The record of a user's pool. An earlier pool may have had the same `id`."""
         tracked = self._others.get(id(pool))
         if tracked is not None and tracked.reference() is not pool:
             self._drop(id(pool), tracked)
@@ -396,7 +397,7 @@ class PyCUDA(Framework):
         return tracked
 
     def _drop(self, key: int, tracked: Pool) -> None:
-        """Forget a pool whose user dropped it. A signal handler may have done so, and another one may have its `id`."""
+        """Drop a pool that its user has freed. A signal handler may have done so, and a new pool may have its `id`."""
         _discard(self._others, key, tracked)
         tracked.forget()
 
@@ -404,7 +405,7 @@ class PyCUDA(Framework):
         return [*self._own.values(), *self._others.values()]
 
     def _allocate(self, drv: Any, find: Callable[[], Pool], size: int) -> Any:
-        """From the pool that `find` gives, with the lock held."""
+        """Allocate from the pool that `find` returns. Callers hold the lock."""
         uuid, more = "", TRIES
         while True:
             try:
@@ -419,17 +420,17 @@ class PyCUDA(Framework):
                 if more <= 0 or not self._room_for(error, uuid, size):
                     self._tell(error, uuid, size)
                     raise
-            more -= 1  # with the error gone, and what its frames kept
+            more -= 1  # after the error and its frames are gone
 
     def _room_for(self, error: BaseException, uuid: str, asked: int) -> bool:
-        """Whether room was made for a request that was short. Not within another call that has the lock."""
+        """Whether room was made for a failed request. Not within another call that holds the lock."""
         shortage = shortage_of(error, self.name, uuid, asked)
         if shortage is None or uuid not in self._caps or self.capturing():
             return False
         return not within(self._lock) and self._short(shortage)
 
     def _tell(self, error: BaseException, uuid: str, size: int) -> None:
-        """Tell of a request that was refused, when the lock is free again."""
+        """Report a refused request. Callers have released the lock."""
         if uuid in self._caps:
             self._refused(error, uuid, size)
 
@@ -447,7 +448,7 @@ class PyCUDA(Framework):
             drv,
             pool.uuid,
             size,
-            round_up(bin_size) + (GRANULE if pool.empty() else 0),  # with its first one it takes one to keep idle
+            round_up(bin_size) + (GRANULE if pool.empty() else 0),  # with its first block it takes another to keep idle
             lambda cap: pages.fits(bin_size, cap) or pool.has_free(bin_size),
             lambda: pool.take(size, bin_size),
             pool.give_back,
@@ -473,7 +474,7 @@ class PyCUDA(Framework):
         take: Callable[[], _Taken],
         give_back: Callable[[_Taken], None],
     ) -> _Taken:
-        """The result of `take`. Raises PyCUDA's own MemoryError if the cap forbids it, even with nothing idle, or if
+        """The result of `take`. Raises PyCUDA's own MemoryError if the cap forbids it even without idle blocks, or if
         the driver refuses it."""
         cap = self._caps.get(uuid)
         for last in (False, True):
@@ -481,16 +482,16 @@ class PyCUDA(Framework):
             if cap is None or fits(cap):
                 try:
                     taken = take()
-                except drv.MemoryError as error:  # the driver's error, whose text names no size
+                except drv.MemoryError as error:  # the driver's error, whose text has no size
                     short_of(error, asked, needed, full=True)
                     if last or cap is None:
                         raise
                 else:
                     if cap is None or self._counted_bytes(uuid) <= max(cap, held):
                         return taken
-                    give_back(taken)  # it fitted no hole in a slab, so the driver opened another slab
+                    give_back(taken)  # no hole of a slab had room, so the driver opened another slab
                     del taken
-            self._settle()  # what the garbage collector has freed meanwhile
+            self._settle()  # blocks that the garbage collector freed meanwhile
             current = current_context(drv)
             for pool in self._pools(uuid):
                 if current is not None and pool.reachable(current.handle):
@@ -521,7 +522,7 @@ class PyCUDA(Framework):
         return self._noted(uuid, sum([pool.active_bytes() for pool in pools]))
 
     def _noted(self, uuid: str, in_use: int) -> int:
-        """These bytes of the pools, with the pitched allocations: a new peak if they are the most so far."""
+        """The pools' bytes in use plus the pitched allocations. Also updates the peak."""
         if (pitched := self._pitched.get(uuid)) is not None:
             in_use += pitched.in_use
         if uuid not in self._peak or in_use > self._peak[uuid]:
@@ -529,14 +530,14 @@ class PyCUDA(Framework):
         return in_use
 
     def _note_peak(self, uuid: str, rising: Pool | None = None) -> None:
-        """Update the peak, and let `rising` get as far as it can without a new one. The other pools may only refill."""
+        """Update the peak, and let `rising` grow up to it without another update. The other pools may only refill."""
         pools = self._pools(uuid)
         for pool in pools:
-            pool.peak_room = -1  # a hit on another thread meanwhile comes here too, and waits
+            pool.peak_room = -1  # a concurrent hit on another thread calls this too, and waits
         noted = [pool.doubt() for pool in pools]
         active = [pool.active_bytes() for pool in pools]
         spare = -self._in_use(uuid, pools)
-        spare += self._peak[uuid]  # not in one sum with the line above, which may have raised the peak
+        spare += self._peak[uuid]  # a separate statement: the line above may have raised the peak
         for pool, size, idle in zip(pools, active, noted, strict=True):
             pool.peak_room = size + (spare if pool is rising else 0)
             pool.trust(idle)
@@ -546,14 +547,17 @@ class PyCUDA(Framework):
             self._note_peak(pool.uuid, pool)
 
     def _settle(self) -> None:
-        """Apply what finalizers of pitched allocations logged, and what a Ctrl-C left. With the lock held."""
+        """Apply the frees that finalizers of pitched allocations recorded, and changes that a Ctrl-C interrupted.
+
+        Callers hold the lock.
+        """
         for pages in list(self._pages.values()):
             if pages.changes:
                 pages.settle()
         while self._gone:
             try:
                 count, address, size = self._gone.popleft()
-            except IndexError:  # a signal handler was faster
+            except IndexError:  # a signal handler removed the last one
                 return
             count.gone(address, size)
 
@@ -566,9 +570,9 @@ class PyCUDA(Framework):
         _kept.append(pool)
 
     def _pools(self, uuid: str) -> list[Pool]:
-        """The pools on this GPU, without those whose contexts are gone, and their memory with them.
+        """The pools on this GPU, without those whose contexts, and hence memory, are gone.
 
-        The primary context is not checked: other frameworks keep it alive, and this runs with each reading.
+        It does not check the primary context: other frameworks keep it alive, and each reading runs this.
         """
         pools = [pool for pool in list(self._own.values()) if pool.uuid == uuid]
         if pools:
@@ -591,7 +595,7 @@ class PyCUDA(Framework):
             events.append(TraceEvent(time.time(), self.name, "free", serial, device=self._position(uuid)))
 
     def _primary(self, handle: int) -> bool:
-        """Whether it may be a primary context, which PyCUDA has several objects of."""
+        """Whether the handle may be of a primary context, for which PyCUDA has several objects."""
         return not contexts.initialised() or handle in map(contexts.primary, self._by_ordinal)
 
     def _position(self, uuid: str) -> int:
@@ -613,17 +617,17 @@ def _idle_bytes(pool: Pool) -> int:
 
 
 def _discard(pools: dict[int, Pool], key: int, pool: Pool | None) -> None:
-    """Take a pool out, if it is still the one there. No call is made in between, at which a handler might come."""
+    """Remove the entry if it is still this pool. Atomic: no call lets a signal handler interrupt it."""
     if key in pools and pools[key] is pool:
         del pools[key]
 
 
 def _swap_defaults(old: Any, new: Any) -> None:
-    """Replace a default argument across `pycuda.gpuarray`, whose functions captured `mem_alloc` when defined."""
+    """Replace a default argument across `pycuda.gpuarray`, whose functions captured `mem_alloc` at their definition."""
     module = sys.modules.get("pycuda.gpuarray")
     if module is None:
         return
-    # Inside its own import it may have no class yet: what it still defines then captures the new function by itself.
+    # During its own import the module may lack the class: later definitions then capture the new function themselves.
     methods = vars(getattr(module, "GPUArray", object)).values()
     for value in [*vars(module).values(), *methods]:
         if not isinstance(value, FunctionType):

@@ -1,8 +1,7 @@
 """PyCUDA's arrays, which name no stream.
 
-As producer all work of the context is waited for. As consumer, the stream that the user names waits; without one, the
-host. PyCUDA frees memory only on the thread that allocated it, so an array that was handed over is released on that
-thread.
+As producer: the consumer waits for all work of the context. As consumer: the user's stream waits; without one, the
+host. PyCUDA frees memory only on the thread that allocated it, so a handed-over array is released on that thread.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class PyCUDAArrays(Arrays):
         return new_offer(("pycuda", view, x, None, context, threading.get_ident(), False))
 
     def place(self, view: View, device: int | None) -> int | None:
-        """On the GPU whose context is current on this thread: PyCUDA allocates only there."""
+        """The GPU whose context is current on this thread: PyCUDA allocates only there."""
         here = contexts.current()
         if device is not None and device != here:
             raise self.refusal(
@@ -52,7 +51,7 @@ class PyCUDAArrays(Arrays):
         return super().place(view, device) if here is None else here
 
     def context(self, device: int | None) -> int | None:
-        """PyCUDA works in the thread's current context, which may be one of its own."""
+        """The thread's current context, in which PyCUDA works; it may be one of PyCUDA's own."""
         here = contexts.current_handle()
         return here if device is not None and here != contexts.primary(device) else None
 
@@ -81,7 +80,7 @@ class PyCUDAArrays(Arrays):
         from pycuda import gpuarray
 
         made = gpuarray.empty(array.shape, array.dtype)
-        if array.size:  # the stream is of the context in which PyCUDA works now
+        if array.size:  # the stream belongs to PyCUDA's current context
             self._after_former_work(made, stream)
             copies.queue(int(made.ptr), int(array.ptr), array.nbytes, contexts.current_handle(), stream)
         return made
@@ -99,18 +98,18 @@ class PyCUDAArrays(Arrays):
         return made
 
     def _after_former_work(self, made: Any, stream: int | None) -> None:
-        """Later work of `stream` comes after the work for which others used this memory, which is new to PyCUDA.
+        """Make later work of `stream` follow the former work on this memory, which PyCUDA has just allocated.
 
-        PyCUDA's pool, which is behind `empty` under a budget, hands a block out while kernels still use it. What comes
-        straight from the driver is free of work: `cuMemFree` waits. Without `stream` the memory is written to on the
-        legacy default stream, which waits for all but non-blocking streams.
+        PyCUDA's pool, which is behind `empty` under a budget, reuses a block while kernels still use it. A block
+        straight from the driver has no unfinished work, as `cuMemFree` waits. Without `stream`, PyCUDA writes to the
+        memory on the legacy default stream, which waits for all but non-blocking streams.
         """
         if isinstance(made.gpudata, sys.modules["pycuda.driver"].DeviceAllocation):
             return
         ordinal = contexts.current() or 0
         context, aside = self.context(ordinal), may_be_aside()
         if stream is not None and stream <= streams.PER_THREAD and context is not None:
-            stream = None  # a default stream of this context, which the driver would take for one of the primary one
+            stream = None  # a default stream of this context, which the driver would take for the primary context's
         if aside:
             streams.follow(ordinal, None, stream, context)
         elif stream is not None:

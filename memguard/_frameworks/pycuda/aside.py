@@ -1,7 +1,7 @@
-"""The bins of PyCUDA's pool, and `Aside`, which keeps idle blocks of them from the pool's `free_held`.
+"""The bins of PyCUDA's pool, and `Aside`, which protects idle blocks of them from the pool's `free_held`.
 
-That gives all of them back otherwise. Those that stay are taken out as allocations that nobody has, and dropped again.
-Asked of the pool by the size of a bin, an idle block of that bin is what it hands out: no memory is taken for it.
+`free_held` frees all idle blocks. To keep some, `Aside` allocates them for itself during the call, and then drops the
+allocations. A request of a bin's size gets an idle block of that bin, so this takes no driver memory.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from memguard._frameworks.driver_pages import DriverPages
 from memguard._frameworks.least import addresses
 
 NEVER = sys.maxsize
-"""Of `Bin.enough`: no bin has so many entries."""
+"""A value of `Bin.enough`: no bin has so many entries."""
 
 
 class Bin:
-    """The blocks of one size, and how many of them are known to lie idle.
+    """The blocks of one size, with a count of those known to be idle.
 
-    Whatever frees a block, on whatever thread, runs no Python here: the weak reference to its allocation appends itself
-    to `idle`. A request takes one entry out before it asks the pool. So there are never more entries than idle blocks.
+    A free on any thread runs no Python code here: the weak reference to the allocation appends itself to `idle`. A
+    request removes one entry before it calls the pool. So there are never more entries than idle blocks.
     """
 
     __slots__ = ("enough", "freed", "held", "idle", "size")
@@ -32,35 +32,36 @@ class Bin:
     def __init__(self, size: int) -> None:
         self.size = size
         self.held: dict[int, ref[Any] | None] = {}
-        """All blocks by address, with the allocation that each was handed out as last."""
+        """All blocks by address, with the latest allocation of each."""
         self.idle: list[object] = []
-        """One entry for each block that was freed since the pool was known to have none. It may miss some."""
+        """One entry for each block freed since the pool was known to have no idle block. Some entries may be
+        missing."""
         self.freed: Callable[[object], None] = self.idle.append
         self.enough = NEVER
-        """As long as each bin has so many entries, no more of the pool is in use than when the peak was looked at last:
-        since then the pool got no block, and no idle block without an entry got one. The first that has fewer ends
-        that for all."""
+        """A lower bound of the entries. While no bin is below its bound, the pool's in-use bytes are at most those at
+        the last update of the peak: since then the pool has got no block, and no idle block without an entry was used.
+        The first bin below its bound resets all bounds."""
 
     def hand_out(self, address: int, allocation: Any) -> None:
-        """The pool has handed out a block without an entry having been taken."""
-        with contextlib.suppress(IndexError):  # a `hit` may take the last one at any moment
+        """Record a block that the pool allocated without the removal of an entry."""
+        with contextlib.suppress(IndexError):  # a `hit` may remove the last one at any moment
             self.idle.pop()
         reference = ref(allocation, self.freed)
         if address in self.held:
             self.held[address] = reference
 
     def put_back(self) -> None:
-        """The entry that a request took was not needed."""
+        """Restore the entry that a request removed in vain."""
         self.idle.append(None)
 
     def free(self, address: int) -> bool:
-        """Whether no allocation has the block, though it may be on its way to one."""
+        """Whether no allocation has the block, though a request may be about to get it."""
         allocation = self.held.get(address)
         return allocation is None or allocation() is None
 
 
 class Aside:
-    """The blocks of one pool that are set aside: none, but within its `free_held`. With the adapter's lock held."""
+    """The blocks of one pool that are set aside, only during its `free_held`. Callers hold the adapter's lock."""
 
     def __init__(self, allocate: Callable[[Any, int], Any]) -> None:
         self._allocate = allocate
@@ -71,27 +72,27 @@ class Aside:
         return bool(self._taken)
 
     def bytes(self) -> int:
-        """What PyCUDA counts as active for them."""
+        """The bytes that PyCUDA counts as active for these blocks."""
         return sum([found.size for found, _ in self._taken])
 
     def take(self, pool: Any, bins: Iterable[Bin], small: list[object], pages: DriverPages, needed: int) -> None:
-        """Set aside what can stay when `needed` bytes have to go back to the driver: nothing, if all has to go.
+        """Set aside the blocks that can stay when `needed` bytes must go back to the driver: none, if that takes all.
 
-        Only blocks with an entry: as many as that lie idle. One of `small` stays in the pool, which must never be
-        without an idle block for long: if the next free came where no context is current, it would end the process.
+        It takes only blocks with an entry, which are certainly idle. One block of `small` stays in the pool, which must
+        never be without an idle block for long: a free without a current context would then abort the process.
         """
         for found in bins:
             spared = int(found.idle is small)
             while len(found.idle) > spared:
                 try:
                     found.idle.pop()
-                except IndexError:  # a `hit` was faster
+                except IndexError:  # a `hit` removed the last one
                     break
-                # One call: whoever comes in between finds it counted. The callback is that of each free.
+                # One call: an interruption finds the block counted. The callback is the one of each free.
                 self._taken.extend(zip((found,), map(self._allocate, (pool,), (found.size,)), strict=False))
                 if index(self._taken[-1][1]) in found.held:
                     self._refs.append(ref(self._taken[-1][1], found.freed))
-                else:  # not as known: it goes
+                else:  # an unknown block: free it
                     self._taken.pop()
         blocks = [(index(allocation), found.size) for found, allocation in self._taken]
         go = addresses(pages, blocks, needed)
@@ -101,6 +102,6 @@ class Aside:
             self._taken[:] = [one for one in self._taken if index(one[1]) not in go]
 
     def end(self) -> None:
-        """All of them lie idle in the pool again. Where a Ctrl-C came before, this is to be called again."""
-        self._taken.clear()  # one call, which also brings their entries
+        """Make all of these blocks idle in the pool again. Repeat the call after a Ctrl-C."""
+        self._taken.clear()  # one call, which also appends their entries
         self._refs.clear()

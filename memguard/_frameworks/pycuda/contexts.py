@@ -1,7 +1,7 @@
-"""PyCUDA's contexts: which one is current, who made them, and a `make_context` that gives the primary one.
+"""PyCUDA's contexts: the current one, their creators, and a `make_context` that returns the primary one.
 
-PyCUDA keeps a stack of contexts for each thread. A context that is left on it when its thread ends, or at exit, aborts
-the process: whoever pushes a context must pop it.
+PyCUDA keeps a stack of contexts for each thread. A context left on the stack at the thread's end, or at exit, aborts
+the process: the code that pushes a context must pop it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _AUTOINIT = ("pycuda.autoinit", "pycuda.gl.autoinit")
 
 
 def current_context(drv: Any) -> Any:
-    """The thread's current context, or None. Before `cuInit` PyCUDA raises, which means None too."""
+    """The thread's current context, or None. Before `cuInit` PyCUDA raises, which also results in None."""
     try:
         return drv.Context.get_current()
     except drv.Error:
@@ -24,7 +24,7 @@ def current_context(drv: Any) -> Any:
 
 
 def serve_by_primary(drv: Any, replaced: Replacements) -> None:
-    """From now on `Device.make_context`, and with it `pycuda.autoinit`, gives the primary context."""
+    """Make `Device.make_context`, and with it `pycuda.autoinit`, return the primary context."""
 
     def make_context(device: Any, flags: int = 0) -> Any:
         # Retained and pushed, so that PyCUDA shares it with the other frameworks.
@@ -38,13 +38,13 @@ def serve_by_primary(drv: Any, replaced: Replacements) -> None:
 
 
 def automatic_made() -> bool:
-    """Whether one of PyCUDA's modules that make a context was imported."""
+    """Whether the program has imported a PyCUDA module that creates a context."""
     first, second = _AUTOINIT
     return first in sys.modules or second in sys.modules
 
 
 def automatic(ordinal: int) -> dict[int, str]:
-    """The contexts that PyCUDA's modules made on the GPU when they were imported: handle to module."""
+    """The contexts that PyCUDA's modules created on the GPU at their import: module by handle."""
     drv: Any = sys.modules.get("pycuda.driver")
     found = {}
     for name in _AUTOINIT if drv is not None else ():
@@ -56,7 +56,7 @@ def automatic(ordinal: int) -> dict[int, str]:
 
 
 def pushed() -> int | None:
-    """The handle of the context that PyCUDA has current on this thread, which may not be the driver's; None if none."""
+    """The handle of PyCUDA's current context on this thread, which may differ from the driver's; None if none."""
     drv: Any = sys.modules.get("pycuda.driver")
     kind = getattr(drv, "Context", None)
     if kind is None:

@@ -1,8 +1,8 @@
-"""Which of PyCUDA's functions wait while the process is off its GPUs.
+"""The functions of PyCUDA that wait while the process is off its GPUs.
 
-Read in PyCUDA's sources: `src/cpp/cuda.hpp`, `src/wrapper/wrap_cudadrv.cpp`. It releases the GIL for copies, memsets,
-synchronizes and the older launches (`CUDAPP_CALL_GUARDED_THREADED`), but for few others: `_launch_kernel`, allocations,
-frees and the loading of modules hold it (`CUDAPP_CALL_GUARDED`). Its destructors hold it as well.
+Read in PyCUDA's sources: `src/cpp/cuda.hpp`, `src/wrapper/wrap_cudadrv.cpp`. PyCUDA releases the GIL for copies,
+memsets, synchronizes and the older launches (`CUDAPP_CALL_GUARDED_THREADED`), but for few others: `_launch_kernel`,
+allocations, frees and the loading of modules hold it (`CUDAPP_CALL_GUARDED`). Its destructors hold it as well.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FUNCTIONS = (
 
 
 def _functions(module: str) -> tuple[Entry, ...]:
-    """`pycuda.driver` has its own name for each function of `pycuda._driver`."""
+    """The entries of `module`: `pycuda.driver` and `pycuda._driver` both have a name for each function."""
     return tuple(
         entry
         for harm, why, names in _FUNCTIONS

@@ -1,4 +1,4 @@
-"""What a process that has imported PyCUDA can tell of it."""
+"""Facts of a process that has imported PyCUDA."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""PyCUDA in the pool that several frameworks share: `mem_alloc`, `mem_alloc_pitch`, `gpuarray` and `DeviceMemoryPool`.
+"""PyCUDA in the shared pool: `mem_alloc`, `mem_alloc_pitch`, `gpuarray` and `DeviceMemoryPool`.
 
-What they return is no `DeviceAllocation`, which cannot be made of an address, but a `PointerHolderBase`, which PyCUDA
-takes wherever it takes that one, in kernels too. Only in the primary context: the pool belongs to it.
+They return a `PointerHolderBase` instead of a `DeviceAllocation`, which cannot be made from an address. PyCUDA accepts
+both in the same places, kernels included. Only in the primary context, to which the pool belongs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class JointPyCUDA(JointBlocks, PyCUDA):
     """PyCUDA's device allocations, in the shared pool."""
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
-        # Runs inside the import of pycuda.driver, as the other adapter's does.
+        # Runs inside the import of pycuda.driver, as in the other adapter.
         drv: Any = sys.modules["pycuda.driver"]
         lacking = [name for name in ("PointerHolderBase", "DeviceMemoryPool", "MemoryError") if not hasattr(drv, name)]
         if lacking:
@@ -42,7 +42,7 @@ class JointPyCUDA(JointBlocks, PyCUDA):
             return raw_alloc(size) if found is None else found
 
         def allocate(pool: Any, size: int) -> Any:
-            # Of a pool that the user made: there is one for all.
+            # A user's pool allocates from the shared pool too.
             found = self._block(drv, kind, size) if replaced.active else None
             return raw_pool(pool, size) if found is None else found
 
@@ -85,7 +85,8 @@ class JointPyCUDA(JointBlocks, PyCUDA):
         self._joint_caps = {}
 
     def _block(self, drv: Any, kind: Any, size: int) -> Any:
-        """A block of the pool; None where PyCUDA has to answer itself. PyCUDA's own MemoryError if there is no room."""
+        """A block of the pool; None if PyCUDA must serve the request itself. PyCUDA's own MemoryError if there is no
+        room."""
         if size <= 0 or current_context(drv) is None:
             return None
         blocks = self._joint.blocks(self.name)
@@ -98,13 +99,13 @@ class JointPyCUDA(JointBlocks, PyCUDA):
         held = self._from_pool(blocks, size, lambda: None)
         if held is not None:
             return kind(held)
-        # Of a call: no frame keeps the error, and so the program's arrays, alive.
+        # Raised from a call: no frame keeps the error, and so the program's arrays, alive.
         raise self._told(drv.MemoryError("out of memory: " + self._no_room(size)), size)
 
 
 def _block_class(drv: Any) -> type:
     class PoolAllocation(drv.PointerHolderBase):  # type: ignore[misc]
-        """A block of memguard's shared pool, which goes back when this dies, or with `free`, once."""
+        """A block of memguard's shared pool, freed once, by `free` or when this object dies."""
 
         def __init__(self, held: Held) -> None:
             super().__init__()
@@ -115,7 +116,7 @@ def _block_class(drv: Any) -> type:
 
         @property
         def gpudata(self) -> int:
-            """What a kernel is given."""
+            """The address that a kernel gets."""
             return self._address
 
         def __int__(self) -> int:

@@ -1,4 +1,4 @@
-"""Counts PyCUDA's pitched allocations, which come from no pool."""
+"""Counts PyCUDA's pitched allocations, which bypass its pools."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from memguard._frameworks.driver_pages import DriverPages
 
 
 class Pitched:
-    """Those on one GPU."""
+    """The pitched allocations on one GPU."""
 
     def __init__(self, pages: DriverPages) -> None:
         self.in_use = 0

@@ -1,4 +1,4 @@
-"""Counts what PyCUDA's pools hold of the driver's memory, because PyCUDA reports neither blocks nor pages."""
+"""Counts the driver memory of PyCUDA's pools, because PyCUDA reports neither blocks nor pages."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from memguard._frameworks.pycuda.aside import NEVER, Aside, Bin
 
 _MOST_TIMES = 8
 _MOST_SIZES = 4096
-"""So many sizes of requests are remembered with their bin. More than a program repeats, and less than a megabyte."""
+"""Request sizes to remember, with their bin. More than a program repeats, and less than a megabyte."""
 
 
 @dataclass(frozen=True)
 class RawPool:
-    """PyCUDA's own `DeviceMemoryPool`: its class, and its methods as they were before they were replaced."""
+    """PyCUDA's own `DeviceMemoryPool`: its class, and its original methods."""
 
     make: Callable[[], Any]
     allocate: Callable[[Any, int], Any]
@@ -32,53 +32,53 @@ class RawPool:
 
 
 class Pool:
-    """A PyCUDA pool, and what it does not report: which blocks it has, and which of them are handed out.
+    """A PyCUDA pool with the facts that it does not report: its blocks, and which of them are in use.
 
-    A request that an idle block serves changes nothing that the driver holds. So neither the cap nor the driver's
-    pages have to be looked at, and `hit` takes no lock. All other methods need the adapter's.
+    A request that an idle block serves does not change the driver's memory. So `hit` checks neither the cap nor the
+    driver's pages, and takes no lock. All other methods need the adapter's lock.
 
-    One small block always stays idle in the pool. PyCUDA's pool asks for the current context when its first block is
-    given back; if none is current, as at exit or on another thread, that aborts the process (measured).
+    One small block always stays idle in the pool. At the first free of a block, PyCUDA's pool reads the current
+    context; without one, as at exit or on another thread, that aborts the process (measured).
     """
 
     def __init__(
         self, pool: Callable[[], Any], context: int, uuid: str, pages: DriverPages, raw: RawPool, made_in: Any = None
     ) -> None:
-        """`made_in` is the context that was current when the pool was made, if it was made on this thread."""
+        """`made_in` is the context that was current at the pool's creation, if this thread created it."""
         self.context, self.uuid = context, uuid
         self.reference = pool
         self.own: Any = None
         """PyCUDA's pool, if it is memguard's own."""
         self.peak_room = -1
-        """Once the pool's `active_bytes` are above this, it calls `on_new_peak`: there may be one."""
+        """When the pool's `active_bytes` exceed this, it calls `on_new_peak`: there may be a new peak."""
         self.on_new_peak: Callable[[Pool], None] = lambda _: None
         self.lives: Callable[[], bool] = _unknown
-        """Asks the driver whether the pool's memory is still there. False also while it has none."""
+        """Checks with the driver whether the pool's memory still exists. False also while the pool has none."""
         self.context_id: int | None = None
-        """That of the driver's context in which the pool's memory lies; None if not known, or while it has none."""
+        """The id of the driver's context with the pool's memory; None if unknown, or without memory."""
         self.made_in, self._thread = made_in, threading.get_ident()
         self._raw, self._pages = raw, pages
         self._allocate = raw.allocate
         self._aside = Aside(raw.allocate)
         self.wanted = 0
-        """So many of its idle bytes somebody needed who could not give them back: the next request has to."""
+        """Idle bytes needed by a thread that could not free them: the pool's next request must free them."""
         self._bins: dict[int, Bin] = {}
         self._where: dict[int, Bin] = {}
         self._ids: dict[int, int | None] = {}
         self._witness: int | None = None
-        # Whoever gives idle blocks back puts another dictionary in its place: a `hit` under way then gives up.
+        # Freeing idle blocks replaces this dictionary: a concurrent `hit` then gives up.
         self._ready: dict[int, Bin] = {}
         self._small: list[object] = []
         self._holds, self._emptying, self._again, self._keeping = True, False, False, False
         self._sum = 0
-        """Bytes of the known blocks, as PyCUDA counts them."""
+        """Bytes of the known blocks, by PyCUDA's count."""
         self._looked = -1, -1
-        """What PyCUDA and `_sum` said when `look` last found that they differ."""
+        """PyCUDA's bytes and `_sum` when `look` last found a difference."""
         self._others: int = pool().managed_bytes
-        """Those of blocks from before the budget. None is handed out here without being found."""
+        """Bytes of blocks from before the budget. A request that gets such a block detects it."""
 
     def hit(self, pool: Any, size: int) -> Any:
-        """An idle block for the request, of PyCUDA's `pool`; None if there is none, or something is not as known."""
+        """An idle block of PyCUDA's `pool` for the request; None if there is none, or if a check fails."""
         ready = self._ready
         try:
             found = ready[size]
@@ -86,9 +86,8 @@ class Pool:
         except (IndexError, KeyError, TypeError):
             return None
         # CPython runs no other thread and no signal handler from here to the call of `allocate`: from 3.11 on it does
-        # so only after calls and at jumps back (tried on 3.11, 3.12 and 3.13, 3 million rounds each). Where that does
-        # not hold, `open` lets no request get here. What comes within the call, as a finalizer may, shows in the
-        # address.
+        # so only after calls and at backward jumps (tried on 3.11, 3.12 and 3.13, 3 million rounds each). Elsewhere
+        # `open` lets no request get here. An interruption within the call, such as a finalizer's, shows in the address.
         if self._ready is not ready:
             return None
         if not (found.idle or self._small or pool.held_blocks > 1):
@@ -96,11 +95,11 @@ class Pool:
             return None
         try:
             allocation = self._allocate(pool, size)
-        except Exception:  # PyCUDA says so again where it can be told
+        except Exception:  # PyCUDA raises it again on the slow path, which reports it
             return None
         reference = ref(allocation, found.freed)
         address, held = index(allocation), found.held
-        if address not in held:  # `tidy` finds that the pool has more than is known, or gets it as a new one
+        if address not in held:  # `tidy` finds the unknown block, or a request gets it as a new one
             self._others = -1
             return None
         held[address] = reference
@@ -112,25 +111,25 @@ class Pool:
         return allocation
 
     def doubt(self) -> list[tuple[Bin, int]]:
-        """From now on each `hit` asks what is in use. Returns what `trust` needs."""
+        """Make each `hit` check the bytes in use from now on. Returns the argument for `trust`."""
         bins = list(self._bins.values())
         for found in bins:
             found.enough = NEVER
         return [(found, len(found.idle)) for found in bins]
 
     def trust(self, noted: list[tuple[Bin, int]]) -> None:
-        """The peak includes what is in use. `noted` is from before that was read: what was allocated or freed
-        meanwhile only makes the bounds stricter."""
+        """Let `hit` skip that check, as the peak now includes the bytes in use. `noted` was read before those bytes:
+        allocations and frees meanwhile only make the bounds stricter."""
         for found, idle in noted:
             found.enough = max(idle, len(found.idle))
 
     def dead(self) -> bool:
-        """Whether the context is gone, and its memory with it. The addresses may then belong to others."""
+        """Whether the context and its memory are gone. Other memory may then have the addresses."""
         while self._witness is not None:
             lives = self.lives
             if lives():
                 return False
-            if self.lives is lives:  # else a signal handler gave back the block that was asked for
+            if self.lives is lives:  # else a signal handler freed the checked block
                 return True
         return False
 
@@ -142,12 +141,12 @@ class Pool:
         return int(pool.alloc_size(pool.bin_number(size)))
 
     def has_free(self, size: int) -> bool:
-        """Whether a block of this size lies idle."""
+        """Whether a block of this size is idle."""
         found = self._bins.get(size)
         return found is not None and not self._emptying and bool(found.idle or any(map(found.free, list(found.held))))
 
     def tidy(self) -> None:
-        """Before a request that idle blocks may not serve: make sure that all blocks are known."""
+        """Make all blocks known before a request that idle blocks may not serve."""
         if self.reference().managed_bytes != self._others + self._sum:
             self.free_held()
 
@@ -157,25 +156,25 @@ class Pool:
         return allocation
 
     def reachable(self, context: int | None) -> bool:
-        """Whether its idle blocks can be given back by this thread, on which PyCUDA has this context current.
+        """Whether this thread, with this context current in PyCUDA, can free the pool's idle blocks.
 
-        PyCUDA leaks what is freed on another thread than the pool's, unless the very context object is current. That
-        object is known of memguard's own pools: on a thread without a context it is made current for that.
+        A free on a thread other than the pool's leaks in PyCUDA, unless the same context object is current. memguard
+        knows that object for its own pools, and pushes it on a thread without a context.
         """
         if context is not None:
             return context == self.context and (self.made_in is not None or self._thread == threading.get_ident())
         return self.made_in is not None and self._witness is not None and self.lives()
 
     def give_back(self, allocation: Any) -> None:
-        """Free an allocation that was just taken and passes the cap, so that nobody else is served by its block."""
+        """Free an allocation that exceeds the cap right after it was made, so that no other request gets its block."""
         self.free_held(allocation=allocation)
 
     def close(self) -> None:
-        """From now on no request is a `hit`, until `open` says so for its size."""
+        """Disable `hit` for all requests, until `open` enables it for a size."""
         self._ready = {}
 
     def open(self, size: int, bin_size: int) -> None:
-        """From now on requests of this size may be a `hit`, if the pool has blocks for it."""
+        """Enable `hit` for requests of this size, if the pool has blocks for it."""
         found = self._bins.get(bin_size)
         if found is None or not self._holds or self._emptying or self.wanted or not _undisturbed():
             return
@@ -186,15 +185,15 @@ class Pool:
     def free_held(
         self, call: Callable[[Any], None] | None = None, allocation: Any = None, needed: int | None = None
     ) -> None:
-        """Give the idle blocks back, through `call` if it is not PyCUDA's own `free_held` that does so.
+        """Free the idle blocks, by `call` instead of PyCUDA's own `free_held` if given.
 
-        With `allocation` its block too. With `needed` only so many that the driver gets these bytes back. Until the end
-        nothing that lies idle serves a request.
+        `allocation`: free its block too. `needed`: free only as many blocks as return these bytes to the driver. Until
+        the end, no idle block serves a request.
         """
         pool = self.reference()
         if pool is None:
             return
-        if self._emptying:  # a signal handler or a finalizer came into another one, which then begins again
+        if self._emptying:  # a signal handler or a finalizer interrupted another call, which then starts again
             self._again = True
             self._free(allocation)
             return
@@ -203,7 +202,7 @@ class Pool:
                 self._emptying = True
                 self.close()
                 self._free(allocation)
-                with self._pages.expecting(GRANULE):  # the next small block, which nobody's request may come before
+                with self._pages.expecting(GRANULE):  # reserves the next small block, ahead of other requests
                     self._within(self._shrink, pool, call or self._raw.free_held, needed)
             finally:
                 self._emptying = False
@@ -218,7 +217,7 @@ class Pool:
             self._others = pool.managed_bytes - self._sum
             if not self._again:
                 break
-            needed = None  # whoever came in between wants all
+            needed = None  # the interrupting call frees all
 
     def _free(self, allocation: Any) -> None:
         if allocation is not None:
@@ -230,7 +229,7 @@ class Pool:
         try:
             try:
                 self.close()
-                aside.end()  # left by a Ctrl-C
+                aside.end()  # from an interruption by Ctrl-C
                 if needed is not None and self._holds:
                     aside.take(pool, list(self._bins.values()), self._small, self._pages, needed)
                 self._give_rest(pool, free_held)
@@ -240,13 +239,13 @@ class Pool:
             aside.end()
 
     def _give_rest(self, pool: Any, free_held: Callable[[Any], None]) -> None:
-        """Give the idle blocks back. The small one stays if others do, or if it lies in a slab of somebody else and
-        there are live ones: the one that takes its place might open a slab, and pass the cap."""
+        """Free the idle blocks. The small one stays if others do, or if it lies in a slab opened by other code while
+        the pool has live blocks: its replacement might open a slab, and exceed the cap."""
         kept: Any = None
         if self._small and self._holds and pool.active_bytes:
             try:
                 kept = self._raw.allocate(pool, 1)
-            except Exception as error:  # without a current context, where PyCUDA frees all the same
+            except Exception as error:  # without a current context, where PyCUDA frees the small block too
                 _log.debug("pycuda: the pool's idle block goes too: %s", error)
         address = index(kept) if kept is not None else 0
         where = self._where.get(address)
@@ -254,7 +253,7 @@ class Pool:
             where.hand_out(address, kept)
         else:
             kept = None
-        self._witness, self.lives = None, _unknown  # its end would look like that of the context
+        self._witness, self.lives = None, _unknown  # the free of the witness block would look like the context's end
         try:
             free_held(pool)
             self._clear()
@@ -268,18 +267,18 @@ class Pool:
         self.free_held(call)
 
     def freed(self, address: int, allocation: Any) -> bool:
-        """The user has freed an allocation by hand, whose object lives on. False if it is not of this pool."""
+        """Record an explicit free of an allocation whose object still exists. False if it is not of this pool."""
         found = self._where.get(address)
         known = found.held.get(address) if found is not None else None
         if found is None or known is None or known() is not allocation:
             return False
-        if address in found.held:  # else a signal handler has given the block back since
-            found.held[address] = None  # with the reference goes its callback: the object's end is no second free
+        if address in found.held:  # else a signal handler has freed the block since
+            found.held[address] = None  # drops the reference and its callback: the object's end is no second free
             found.freed(None)
         return True
 
     def look(self) -> None:
-        """Forget the blocks that the pool no longer has, if something freed them that is not seen here."""
+        """Drop the blocks that other code has freed."""
         pool = self.reference()
         managed = pool.managed_bytes if pool is not None else 0
         if not managed:
@@ -290,7 +289,7 @@ class Pool:
             self._looked = managed, self._sum
 
     def looked_at(self) -> tuple[int, list[tuple[int, int]]]:
-        """`active_bytes` after a `look`, with address and size of the blocks that a trim gives back: those without an
+        """`active_bytes` after a `look`, with address and size of the blocks that a trim would free: those without an
         allocation."""
         pool = self.reference()
         if pool is None or pool.managed_bytes != self._others + self._sum or not self._sum:
@@ -311,7 +310,7 @@ class Pool:
         return active - self._aside.bytes() if self._emptying else active
 
     def forget(self, *, unless_used: bool = False) -> None:
-        """Stop counting its blocks; with `unless_used` only as long as the pool has none at all."""
+        """Stop counting the pool's blocks; with `unless_used` only while the pool has none at all."""
         self.close()
         for address, known in list(self._ids.items()):
             pool = self.reference() if unless_used else None
@@ -334,29 +333,32 @@ class Pool:
         try:
             allocation = self._within(self._raw.allocate, pool, size)
         except BaseException:
-            if pool.managed_bytes != before:  # it gave idle blocks back, but the driver still refused
+            if pool.managed_bytes != before:  # it freed idle blocks, but the driver still refused
                 self.free_held()
             raise
         address, grown = index(allocation), pool.managed_bytes - before
         found = self._bin(bin_size)
         known = self._ids.get(address)
         if grown and address in self._where and known != contexts.buffer(address):
-            self._forget(address, known)  # of a block that went unseen
+            self._forget(address, known)  # an earlier block, freed by other code
         as_foreseen = grown == bin_size if address not in self._where else grown == 0 and address in found.held
         if address not in found.held:
             self._forget(address, known)
             self._add(address, found)
         found.hand_out(address, allocation)
         if not as_foreseen:
-            # PyCUDA gave back some idle blocks, unknown which, because the driver refused once; or the block was there
-            # before the budget. Then all idle ones go.
+            # PyCUDA freed some idle blocks, unknown which, because the driver refused once; or the block existed before
+            # the budget. So free all idle blocks.
             self.free_held()
         return allocation
 
     def _within(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a method of the pool. On a thread other than the pool's, PyCUDA refuses to take memory for it and leaks
-        what it should give back, unless the very context object that the pool was made in is current. Another object
-        with the same handle is not enough. Where none is current, the first idle block would end the process."""
+        """Call a method of the pool, with the pool's context current.
+
+        On a thread other than the pool's, PyCUDA refuses to allocate for the pool and leaks its frees, unless the
+        context object of the pool's creation is current. Another object with the same handle does not suffice. Without
+        a current context, the first idle block would abort the process.
+        """
         ours = self.made_in
         current = None if ours is None else type(ours).get_current()
         if ours is None or current is ours or (current is not None and self._thread == threading.get_ident()):
@@ -365,13 +367,13 @@ class Pool:
             try:
                 ours.push()
                 return call(*arguments)
-            except BaseException as error:  # what its frames keep goes now, and not where no context is current
+            except BaseException as error:  # frees objects in its frames here, while a context is current
                 traceback.clear_frames(error.__traceback__)
                 raise
             finally:
                 if type(ours).get_current() is ours:
                     ours.pop()
-        finally:  # again: a Ctrl-C may have come into the one before, and left on the stack it would end the process
+        finally:  # again, in case a Ctrl-C interrupted the first: a context left on the stack would abort the process
             if type(ours).get_current() is ours:
                 ours.pop()
 
@@ -382,36 +384,36 @@ class Pool:
         size = self.bin_size(1)
         try:
             self._keeping = True
-            self._take(1, size)  # dropped at once, so the block stays in the pool
+            self._take(1, size)  # dropped at once, so the block stays idle in the pool
         except Exception as error:  # the GPU is full, which must not fail this allocation
             _log.debug("pycuda: no idle block for the pool: %s", error)
             return
         finally:
             self._keeping = False
         self._small = self._bin(size).idle
-        if pool.held_blocks == 0:  # its user made it stop in a way that is not seen here
+        if pool.held_blocks == 0:  # its user stopped it in a way that memguard does not observe
             self._stop()
             self._forget_gone()
 
     def _stop(self) -> None:
-        """The pool keeps nothing any more: what is freed goes back to the driver at once."""
+        """Make the pool keep no blocks: each free goes to the driver at once."""
         self._holds = False
         self._clear()
 
     def _clear(self) -> None:
-        """Nothing is known to lie idle. What does is found when it is handed out again."""
+        """Drop the knowledge of idle blocks. A request that gets one of them detects it."""
         self.close()
         for found in list(self._bins.values()):
             found.idle.clear()
 
     def _forget_gone(self) -> None:
-        """Forget the blocks that the pool has given back. The driver says which: a `hit` may be under way with one."""
+        """Drop the blocks that the pool has freed. The driver reports which, as a concurrent `hit` may be using one."""
         for address, known in list(self._ids.items()):
             where = self._where.get(address)
             if where is not None and where.free(address) and not _there(address, known):
                 self._forget(address, known)
         if sum(found.size for found in list(self._where.values())) > self.reference().managed_bytes:
-            # Freed by hand in a way that is not seen here: their objects are still alive.
+            # Explicitly freed in a way that memguard does not observe: their objects are still alive.
             for address, known in list(self._ids.items()):
                 if known is not None and not _there(address, known):
                     self._forget(address, known)
@@ -419,7 +421,7 @@ class Pool:
     def _add(self, address: int, found: Bin) -> None:
         known, pages, size = contexts.buffer(address), self._pages, found.size
         whole_pages = round_up(size)
-        # No call in between: a Ctrl-C finds all of it or nothing.
+        # No call in between, so a Ctrl-C finds all of it or nothing.
         self._ids[address], self._where[address] = known, found
         found.held[address] = None
         self._sum += size
@@ -430,9 +432,9 @@ class Pool:
             self._choose_witness()
 
     def _forget(self, address: int, known: int | None) -> None:
-        """Stop counting the block with this id. A handler may have done so, and got another one at its address."""
+        """Stop counting the block with this id. A signal handler may have done so, and added another at its address."""
         pages = self._pages
-        # Down to `changes` no call is made, so that no handler comes in between.
+        # No call down to `changes`, so that no signal handler runs in between.
         if address not in self._where or self._ids[address] != known:
             return
         found = self._where[address]
@@ -446,13 +448,13 @@ class Pool:
         pages.settle()
 
     def _choose_witness(self) -> None:
-        """The driver's id of a block tells, as long as the block is there, that the context is the same."""
+        """Choose a block as witness: while the driver reports its id, the context is the same."""
         self._witness, self.lives = None, _unknown
         for address in list(self._ids):
             known = self._ids.get(address)
             if known is not None:
                 lives = contexts.watch(address, known)
-                if self._ids.get(address) == known:  # no signal handler has given it back since
+                if self._ids.get(address) == known:  # no signal handler has freed it since
                     self._witness, self.lives = address, lives
                     if self.context_id is None:
                         self.context_id = contexts.current_id(self.context)
@@ -461,16 +463,16 @@ class Pool:
 
 
 def _undisturbed() -> bool:
-    """Whether this Python runs other threads and signal handlers only after calls and at jumps back.
+    """Whether this Python runs other threads and signal handlers only after calls and at backward jumps.
 
-    Without the GIL threads run at any time.
+    Without the GIL, threads run at any time.
     """
     gil: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
     return gil()
 
 
 def _there(address: int, known: int | None) -> bool:
-    """Whether a block is still allocated from the driver. False if the driver did not say what it is."""
+    """Whether a block is still allocated from the driver. False if the block's id is unknown."""
     return known is not None and contexts.buffer(address) == known
 
 

@@ -1,4 +1,4 @@
-"""PyCUDA."""
+"""The doctor's probe of PyCUDA."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 def probe(report: ProbeReport) -> None:
-    """Works in the primary context and pops it: a context that is left current aborts the process at exit."""
+    """Works in the primary context and pops it: a context left current aborts the process at exit."""
     with report.stage("import"):
         import pycuda
 

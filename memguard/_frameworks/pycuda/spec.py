@@ -1,4 +1,4 @@
-"""PyCUDA's row: what memguard knows of it, as data."""
+"""PyCUDA's row: memguard's facts about it, as data."""
 
 from fractions import Fraction
 
@@ -50,7 +50,7 @@ SPEC = FrameworkSpec(
         ErrorPattern("gpu", False, "a context takes half a GiB", "wasn't able to create a context"),
     ),
     context_module="pycuda.autoinit",
-    rounds_up=Fraction(1, 16),  # its bins: 256 MiB asked, 272 MiB taken
+    rounds_up=Fraction(1, 16),  # its bins: 256 MiB requested, 272 MiB taken
     pads=True,
     asks=True,
 )

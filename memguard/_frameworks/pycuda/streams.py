@@ -1,7 +1,7 @@
-"""Whether PyCUDA's work may be on streams for which the legacy default stream does not wait.
+"""Whether PyCUDA may have work on streams for which the legacy default stream does not wait.
 
-PyCUDA makes its streams with `Stream(flags)`, and its pools look at none: a block is handed out again while a kernel
-still uses it. Whoever then works on a stream of somebody else has to know which work may have come before.
+PyCUDA creates its streams with `Stream(flags)`, and its pools ignore streams: they reuse a block while a kernel still
+uses it. A consumer on another framework's stream must therefore know which earlier work may still run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _aside = True
 
 
 def watch(drv: Any, replaced: Replacements, *, used: bool) -> None:
-    """Notice, until `replaced` is undone, if a non-blocking stream is made. `used`: one may exist already."""
+    """Detect, until `replaced` is undone, the creation of a non-blocking stream. `used`: one may exist already."""
     global _watched, _aside
 
     def init(original: Callable[..., None]) -> Callable[..., None]:
@@ -35,5 +35,5 @@ def watch(drv: Any, replaced: Replacements, *, used: bool) -> None:
 
 
 def may_be_aside() -> bool:
-    """Whether PyCUDA may have work on a non-blocking stream. True if that is not known."""
+    """Whether PyCUDA may have work on a non-blocking stream. True if unknown."""
     return _aside or _watched is None or not _watched.active

@@ -1,7 +1,7 @@
-"""Which functions of RMM wait while the process is off its GPUs.
+"""The functions of RMM that wait while the process is off its GPUs.
 
-Who holds the GIL was not read or measured. RMM calls the driver in C. Methods that start with two underscores are left
-out, as its types are written in C.
+Whether they release the GIL was not read or measured. RMM calls the driver in C. The table omits methods that start
+with two underscores, as RMM's types are written in C.
 """
 
 from __future__ import annotations

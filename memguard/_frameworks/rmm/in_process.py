@@ -1,4 +1,4 @@
-"""What a process that has imported RMM can tell of it."""
+"""Facts of a process that has imported RMM."""
 
 from __future__ import annotations
 

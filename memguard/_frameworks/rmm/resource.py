@@ -1,9 +1,9 @@
-"""RMM as the allocator of a framework: a limit around its resource if possible, else only watched.
+"""RMM as a framework's allocator: limited by an adaptor around its resource if possible, else only watched.
 
-`LimitingResourceAdaptor` counts live allocations. Over a resource that caches nothing (`CudaMemoryResource`) that is
-what is held, and the cap holds. Over a pool it is not, so such a framework is `watched`. It counts the bytes asked for;
-the driver's pages may be more. At its limit RMM raises the built-in MemoryError (measured). RMM has one resource per
-device for all frameworks: the first framework limits it, and a second one shares that limit.
+`LimitingResourceAdaptor` counts live allocations. Over a resource without a cache (`CudaMemoryResource`) these are the
+held bytes, and the cap holds. Over a pool they are not, so such a framework is `watched`. The adaptor counts requested
+bytes; the driver's pages may be more. At its limit RMM raises the built-in MemoryError (measured). RMM has one resource
+per device for all frameworks: the first framework limits it, and a second one shares that limit.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def ordinals(framework: str, host: Host) -> dict[str, int]:
 
 
 def apply(framework: str, caps: Mapping[str, int], ordinals: Mapping[str, int], changes: Undo) -> tuple[Limit, Applied]:
-    """Limit RMM's resource on every device that has a cap, or say in a note why it is only watched.
+    """Limit RMM's resource on every device with a cap, or return a note with the reason for only watching it.
 
     `changes` receives the undo before the first change, so that an interruption leaves no device limited.
     """
@@ -131,7 +131,7 @@ def apply(framework: str, caps: Mapping[str, int], ordinals: Mapping[str, int], 
 
 
 def _goes_through(resource: Any, adaptor: Any) -> bool:
-    """Whether allocations from the resource reach the adaptor: it is that, or wraps it. True without an adaptor."""
+    """Whether the resource is the adaptor or wraps it, so that its allocations reach it. True without an adaptor."""
     for _ in range(100):
         if adaptor is None or resource is adaptor:
             return True

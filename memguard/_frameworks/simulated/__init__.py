@@ -1,1 +1,1 @@
-"""Frameworks that exist only as numbers: models of the real allocators on simulated GPUs."""
+"""Simulated frameworks: models of the real allocators on simulated GPUs."""

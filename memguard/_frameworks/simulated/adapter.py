@@ -1,4 +1,4 @@
-"""Frameworks that exist only as numbers: the contract of `base.py` over a model of an allocator."""
+"""Simulated frameworks: the contract of `base.py` over a model of an allocator."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from memguard._frameworks.simulated.starts import Start, bfc, bfc_footprint, poo
 from memguard.errors import CapNotApplied, DeviceError
 
 _MOST_ASKED = 2
-"""How often one request has room made for it before it is refused."""
+"""Requests for room before one allocation is refused."""
 _NOTE = "the GPUs and frameworks of this budget are simulated: nothing real is limited"
 
 
 @dataclass(frozen=True)
 class AllocatorModel:
-    """How one kind of allocator is simulated. Sizes are bytes, measured on an H200.
+    """The simulation of one kind of allocator. Sizes are bytes, measured on an H200.
 
     make        the allocator on one GPU
     footprint   as `Framework.footprint`
-    first_work  what the framework's own kernels take beside the shared context at its first work
+    first_work  the memory of the framework's own kernels at its first work, in addition to the shared context
     fixed       it takes its limit when it initialises, and keeps it
-    reports     it reports single allocations; of the others the recorder samples the level
-    silent      with growth it does not say what it holds (TensorFlow)
-    totals      it does not say its peak (CuPy)
+    reports     it reports single allocations; for the others the recorder samples the level
+    silent      with growth it does not report its held bytes (TensorFlow)
+    totals      it does not report its peak (CuPy)
     """
 
     make: Callable[[Start], Allocator]
@@ -70,15 +70,15 @@ MODELS: Mapping[str, AllocatorModel] = {
         lambda start: NumbaMemory(start.take, start.give, start.cap, total=start.gpu.usable), round_up, 2 * MIB
     ),
 }
-"""By the `allocator` of a row. A row that names no model gets the generic one: a caching pool like torch's."""
+"""By the `allocator` of a row. A row without a model gets the generic one: a caching pool like torch's."""
 _ASKING = frozenset(row.allocator for row in SPECS.values() if row.asks)
-"""The allocators that have room made before they refuse a request, as memguard's own do."""
+"""The allocators that request room before they refuse, as memguard's own do."""
 
 
 class FrameworkOutOfMemory(SimulatedOutOfMemory):
     """A simulated framework's own out-of-memory error: bytes requested, held, its cap (None: no cap).
 
-    `driver` is set if the GPU was full, and not the cap reached.
+    `driver` is set if the GPU was full, rather than the cap reached.
     """
 
     def __init__(self, name: str, refused: AllocationRefused, free: int, *, unified: bool = False) -> None:
@@ -93,7 +93,7 @@ class FrameworkOutOfMemory(SimulatedOutOfMemory):
         super().__init__(text, refused.requested, free)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """For another process, as the engines send what a worker raised."""
+        """Pickles the error for another process, as engines transfer a worker's exceptions."""
         return _copied, (self.framework, self.args), vars(self)
 
 
@@ -104,7 +104,7 @@ def _copied(name: str, args: tuple[Any, ...]) -> FrameworkOutOfMemory:
 
 @functools.cache
 def oom_type(name: str) -> type[FrameworkOutOfMemory]:
-    """The out-of-memory class of that framework. Each framework has its own, as the real ones do."""
+    """The framework's out-of-memory class. Each framework has its own, as the real ones do."""
     return type(f"Simulated{name.title()}OutOfMemory", (FrameworkOutOfMemory,), {"__module__": __name__})
 
 
@@ -120,7 +120,7 @@ class Stats:
 
 
 class _BlankModule(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds one module by name, and makes it empty."""
+    """Finds one module by name, and creates it empty."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -151,7 +151,7 @@ class SimulatedFramework(Framework):
         allocator = allocator or (row.allocator if row is not None else "")
         self.model = MODELS.get(allocator, _GENERIC)
         self.resizable = not self.model.fixed
-        # A module of its own, so that importing a real framework never touches a simulated one.
+        # A separate module, so that importing a real framework never touches a simulated one.
         own = f"memguard_simulated_{name}"
         silent = row is not None and row.refuses_silently
         self.spec = FrameworkSpec(
@@ -173,9 +173,9 @@ class SimulatedFramework(Framework):
         self._blocks: dict[int, tuple[Device, int]] = {}
         self._ids = count(1)
         self._recording: list[TraceEvent] | None = None
-        self._recorded: set[int] = set()  # arrays whose allocation was recorded: only their free is recorded too
+        self._recorded: set[int] = set()  # arrays whose allocation was recorded: only these frees are recorded
         self._lock, self._importing = host.lock, threading.RLock()
-        self._allocating = 0  # the thread that is within an allocation
+        self._allocating = 0  # the thread with an allocation in progress
 
     def state(self) -> State:
         if self._pools:
@@ -189,7 +189,7 @@ class SimulatedFramework(Framework):
         return bool(self._pools)
 
     def start_importing(self) -> None:
-        """As if the program imported the framework: import hooks on `hook` run, and may raise. Other threads wait."""
+        """Simulate the framework's import: import hooks on `hook` run, and may raise. Other threads wait."""
         with self._importing:
             if not self.imported:
                 self._import()
@@ -208,7 +208,7 @@ class SimulatedFramework(Framework):
             sys.modules.pop(self.hook, None)
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
-        """With the option `growth` (TensorFlow; True by default, as in the budget) memory is taken step by step."""
+        """With the option `growth` (TensorFlow; True by default, as in the budget) the allocator grows step by step."""
         with self._lock:
             self._check(caps)
             if why := self._too_late():
@@ -238,7 +238,7 @@ class SimulatedFramework(Framework):
             self._set()
 
     def usage(self, device: Device) -> Usage | None:
-        """What the real framework would report. `peak` is that of `in_use`."""
+        """The real framework's figures. `peak` is the peak of `in_use`."""
         with self._lock:
             pool = self._pools.get(device.uuid)
             if pool is None:
@@ -269,7 +269,7 @@ class SimulatedFramework(Framework):
 
     def trim(self, device: Device) -> None:
         with self._lock:
-            if device.uuid in self._pools and not self._allocating:  # else by a signal handler, within an allocation
+            if device.uuid in self._pools and not self._allocating:  # else called within an allocation
                 self._pools[device.uuid].trim()
 
     def give_back(self, device: Device, needed: int) -> None:
@@ -307,7 +307,7 @@ class SimulatedFramework(Framework):
             raise
 
     def _served(self, gpu: Device, nbytes: int, exact: bool) -> int:
-        within = self._allocating == threading.get_ident()  # a signal handler's, or a finalizer's: nobody is asked
+        within = self._allocating == threading.get_ident()  # in a signal handler or a finalizer: makes no room
         for left in reversed(range(_MOST_ASKED + 1 if self.asks and not within else 1)):
             try:
                 return self._allocate(gpu, nbytes, exact)
@@ -319,7 +319,7 @@ class SimulatedFramework(Framework):
         raise AssertionError("the last attempt returns or raises")
 
     def _needed(self, gpu: Device, nbytes: int, full: bool) -> int:
-        """The most that the request takes from the driver; on a full GPU, with the framework's start if it has none."""
+        """The most driver bytes of the request; on a full GPU, plus the framework's start if it has none."""
         needed = round_up(self.footprint(nbytes))
         if full and gpu.uuid not in self._pools:
             needed += self.model.first_work + (0 if self._gpus.context_active(gpu) else CONTEXT)

@@ -1,9 +1,9 @@
 """Models of the frameworks' own allocators: how they round, cache, split, coalesce and refuse.
 
 Written from the sources of PyTorch's CUDACachingAllocator, the BFCAllocator of TensorFlow and XLA, and PyCUDA's memory
-pool, and checked against figures measured on an H200. Those of CuPy and Numba are in `driver_allocators.py`. They count
-bytes and touch no memory. Not modelled: streams, garbage-collection thresholds, expandable segments, private pools, the
-10 s of retries of TensorFlow and JAX. Not thread-safe: the owner holds a lock.
+pool, and checked against figures measured on an H200. `driver_allocators.py` has the models of CuPy and Numba. Models
+count bytes and touch no memory. Not modelled: streams, garbage-collection thresholds, expandable segments, private
+pools, the 10 s of retries of TensorFlow and JAX. Not thread-safe: callers hold a lock.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class AllocationRefused(Exception):
 class Allocator(ABC):
     """One framework's allocator on one device, on top of the driver's `take` and `give` (bytes).
 
-    `held` is what it has taken from the driver, `in_use` what live blocks occupy, as the framework counts it itself.
-    `cap` may change at any time. Lowering it evicts nothing.
+    `held` is the bytes taken from the driver, `in_use` the bytes of live blocks by the framework's own count. `cap` may
+    change at any time. Lowering it evicts nothing.
     """
 
     def __init__(self, take: Callable[[int], None], give: Callable[[int], None], cap: int | None = None) -> None:
@@ -44,7 +44,7 @@ class Allocator(ABC):
     def allocate(self, nbytes: int, *, exact: bool = False) -> int:
         """Allocate; returns the block's id. AllocationRefused if the cap or the driver forbids it.
 
-        `exact` leaves no slack in a block that the allocator splits: for replaying a recorded level, which contains it.
+        `exact` leaves no slack in a block that the allocator splits: a recorded level already includes the slack.
         """
         if nbytes < 1:
             raise ValueError(f"cannot allocate {nbytes} bytes")
@@ -64,26 +64,26 @@ class Allocator(ABC):
     @property
     @abstractmethod
     def reclaimable(self) -> int:
-        """Bytes that `trim` would give back."""
+        """Bytes that `trim` would release."""
 
     @abstractmethod
     def trim(self) -> int:
-        """Give cached memory back to the driver; returns the bytes."""
+        """Release cached memory to the driver; returns the bytes."""
 
     def give_back(self, needed: int) -> None:
-        """As `trim`, but no more than `needed` bytes where the allocator can give a part."""
+        """As `trim`, but only about `needed` bytes where the allocator can release a part."""
         self.trim()
 
     @abstractmethod
     def _allocate(self, block: int, nbytes: int, exact: bool) -> int:
-        """Serve the request; returns what it adds to `in_use`."""
+        """Serve the request; returns its addition to `in_use`."""
 
     @abstractmethod
     def _free(self, block: int) -> int:
-        """Free the block; returns what it subtracts from `in_use`. KeyError if it is not live."""
+        """Free the block; returns its subtraction from `in_use`. KeyError if it is not live."""
 
     def _grow(self, nbytes: int) -> bool:
-        """Take from the driver and count it as held, unless the cap or the driver forbids it."""
+        """Take bytes from the driver and count them as held, unless the cap or the driver forbids it."""
         if not self._below_cap(nbytes) or not self._draw(nbytes):
             return False
         self._count(nbytes)
@@ -93,7 +93,7 @@ class Allocator(ABC):
         return self.cap is None or self.held + nbytes <= self.cap
 
     def _draw(self, nbytes: int) -> bool:
-        """Take from the driver, unless it refuses."""
+        """Take bytes from the driver, unless it refuses."""
         try:
             self._take(nbytes)
         except SimulatedOutOfMemory as error:
@@ -126,7 +126,7 @@ class TorchCachingAllocator(Allocator):
 
     @classmethod
     def segment_size(cls, size: int) -> int:
-        """The bytes that one driver allocation takes for a request of this rounded size."""
+        """The bytes of the driver allocation for a request of this rounded size."""
         if size <= cls.SMALL:
             return cls.SMALL_SEGMENT
         return cls.LARGE_SEGMENT if size < cls.SEGMENT_BELOW else round_up(size, cls.ROUND_LARGE)
@@ -168,9 +168,9 @@ class TorchCachingAllocator(Allocator):
 
 
 class BFCAllocator(Allocator):
-    """The BFC allocator of TensorFlow and of XLA. `cap` is its memory limit, given once and never changed.
+    """The BFC allocator of TensorFlow and of XLA. `cap` is its memory limit, set once and never changed.
 
-    It cannot be shrunk from outside. TensorFlow's gives back wholly free regions by itself, but only before it would
+    It cannot be shrunk from outside. TensorFlow's releases wholly free regions by itself, but only before it would
     refuse (TF_ENABLE_GPU_GARBAGE_COLLECTION, on by default: `collects`). XLA's never does.
     """
 
@@ -222,7 +222,7 @@ class BFCAllocator(Allocator):
         region = min(self._next_region, available)
         took = self._grow(region)
         if not took and not self._backed_off:
-            # Only its first failure ever makes the allocator try smaller regions.
+            # The allocator tries smaller regions only after its first failure.
             self._backed_off = True
             while not took:
                 smaller = round_up(region * 9 // 10, self.ALIGN)
@@ -245,7 +245,7 @@ class BFCAllocator(Allocator):
 
 
 def serving(sizes: Iterable[int], short: int) -> int:
-    """Of kept blocks of these sizes, the smallest that gives back `short` bytes by itself; else the largest."""
+    """Of kept blocks of these sizes, the smallest with at least `short` bytes; else the largest."""
     kept = sorted(sizes)
     return next((size for size in kept if size > SMALL and round_up(size) >= short), kept[-1])
 
@@ -260,7 +260,7 @@ def bin_number(nbytes: int) -> int:
 def alloc_size(number: int) -> int:
     """The bytes that PyCUDA takes from the driver for a bin: the largest request of that bin.
 
-    Measured: 3 MiB + 1 asked, 3,276,799 managed.
+    Measured: 3 MiB + 1 requested, 3,276,799 managed.
     """
     exponent, mantissa = number >> 4, 16 | number & 15
     if exponent < 4:
@@ -279,7 +279,7 @@ class PyCUDAPool(Allocator):
 
     def __init__(self, take: Callable[[int], None], give: Callable[[int], None], cap: int | None = None) -> None:
         super().__init__(take, give, cap)
-        self._bins: dict[int, int] = {}  # bin: how many freed blocks are kept in it
+        self._bins: dict[int, int] = {}  # by bin: the number of freed blocks kept
         self._blocks: dict[int, int] = {}
         self._slabs = 0  # bytes of all small blocks
 
@@ -298,7 +298,7 @@ class PyCUDAPool(Allocator):
         return before - self.held
 
     def give_back(self, needed: int) -> None:
-        """The fewest kept blocks that serve; pieces of slabs last, as a slab goes back with its last piece."""
+        """Free the fewest kept blocks that suffice; pieces of slabs last, as a slab goes back with its last piece."""
         before = self.held
         while self._bins and (short := needed - before + self.held) > 0:
             self._give_back(bin_number(serving(map(alloc_size, self._bins), short)))
@@ -337,7 +337,7 @@ class PyCUDAPool(Allocator):
         self._shrink(self._driver_bytes(size))
 
     def _driver_bytes(self, size: int) -> int:
-        """The bytes that the driver takes for one more block."""
+        """The driver bytes of one more block."""
         if size > self.SLAB_UP_TO:
             return round_up(size)
         return round_up(self._slabs + size) - round_up(self._slabs)
@@ -349,7 +349,7 @@ class PyCUDAPool(Allocator):
 
 
 def tensorflow_default_limit(free: int, architecture: str) -> int:
-    """TensorFlow's memory_limit if nothing is configured: what is free less a share for the system.
+    """TensorFlow's default memory_limit: the free memory less a share for the system.
 
     From TensorFlow's source; checked against a measurement: 141,350 MiB of an H200 for the whole process.
     """
@@ -362,8 +362,8 @@ def tensorflow_default_limit(free: int, architecture: str) -> int:
 
 
 def jax_default_limit(usable: int) -> int:
-    """What XLA takes for JAX if nothing is configured: three quarters of what CUDA calls the total.
+    """XLA's default limit for JAX: three quarters of CUDA's total.
 
-    From XLA's source (CreateBFCAllocator) and JAX's documentation; not measured by us.
+    From XLA's source (CreateBFCAllocator) and JAX's documentation; not measured by this project.
     """
     return usable * 3 // 4

@@ -1,4 +1,4 @@
-"""Regions of memory that are cut into chunks: shared by the models of allocators and of the driver's slabs."""
+"""Memory regions divided into chunks: shared by the models of allocators and of the driver's slabs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class Chunk:
 
 
 class Arena:
-    """Regions cut into chunks: best fit (lowest address first among equals), split, coalesce within a region."""
+    """Regions divided into chunks: best fit (lowest address first among equals), split, coalesce within a region."""
 
     def __init__(self) -> None:
         self._free: list[tuple[int, int, Chunk]] = []
         self._address = 0
 
     def add(self, size: int) -> Chunk:
-        """Add a region; returns its free chunk, which stays the region's first one, however it is cut and merged."""
+        """Add a region; returns its free chunk, which remains the region's first one after any split or merge."""
         chunk = Chunk(self._address, size)
         self._insert(chunk)
         self._address += size + 1  # the gap keeps regions apart
@@ -47,7 +47,7 @@ class Arena:
         return chunk
 
     def release(self, chunk: Chunk) -> Chunk:
-        """Free a chunk; returns the chunk that it became when merged with its free neighbours."""
+        """Free a chunk; returns the chunk after merging it with its free neighbours."""
         chunk.used = False
         after, before = chunk.next, chunk.prev
         if after and not after.used:
@@ -65,14 +65,14 @@ class Arena:
         return sum(size for size, _, chunk in self._free if chunk.prev is chunk.next is None)
 
     def drop_whole(self) -> list[Chunk]:
-        """Forget the wholly free regions; returns their chunks."""
+        """Remove the wholly free regions; returns their chunks."""
         dropped = [chunk for _, _, chunk in self._free if chunk.prev is chunk.next is None]
         if dropped:
             self._free = [entry for entry in self._free if not entry[2].prev is entry[2].next is None]
         return dropped
 
     def drop(self, chunk: Chunk) -> None:
-        """Forget the region whose only chunk, a free one, this is."""
+        """Remove the region whose only chunk is this free one."""
         self._remove(chunk)
 
     @staticmethod

@@ -16,11 +16,11 @@ from memguard._frameworks.simulated.allocators import Allocator, serving
 from memguard._frameworks.simulated.arena import Arena, Chunk
 
 UNIT = 512
-"""CuPy rounds requests up to this, and the driver does so with the pieces of a slab."""
+"""Bytes. CuPy rounds requests up to this, and the driver rounds the pieces of a slab."""
 
 
 class Piece(NamedTuple):
-    """One allocation from the driver: its bytes, and where it lies in a slab (None: on its own pages)."""
+    """One driver allocation: its bytes, and its chunk in a slab (None: on its own pages)."""
 
     size: int
     part: Chunk | None
@@ -54,7 +54,7 @@ class SimulatedPages:
         return Piece(size, part)
 
     def gap(self, size: int) -> bool:
-        """Whether a slab has room for it."""
+        """Whether a slab has room for `size` bytes."""
         return size <= SMALL and self._slabs.fit(size) is not None
 
     def free(self, piece: Piece) -> None:
@@ -70,7 +70,7 @@ class SimulatedPages:
             self._give(GRANULE)
 
     def returned_by(self, pieces: Iterable[Piece]) -> int:
-        """The bytes that freeing these would give back."""
+        """The bytes that freeing these pieces would return to the driver."""
         own = [piece.size for piece in pieces if piece.part is None]
         parts = Counter(_slab(piece.part) for piece in pieces if piece.part is not None)
         return sum(own) + GRANULE * sum(count == self._parts[slab] for slab, count in parts.items())
@@ -83,14 +83,14 @@ def _slab(part: Chunk) -> int:
 class CuPyPool(Allocator):
     """CuPy's MemoryPool (14), one stream. `held` is its own count, `total_bytes()`: the driver may take more.
 
-    Without a cap it is CuPy unchanged. With a cap it is under memguard's allocator, which rounds to whole shares.
+    Without a cap it models plain CuPy; with a cap, CuPy under memguard's allocator, which rounds to whole shares.
     """
 
     def __init__(self, take: Callable[[int], None], give: Callable[[int], None], cap: int | None = None) -> None:
         super().__init__(take, give, cap)
         self._pages = SimulatedPages(self._draw, self._give)
         self._arena = Arena()
-        self._pieces: dict[int, Piece] = {}  # by the address at which the arena's region begins
+        self._pieces: dict[int, Piece] = {}  # by the start address of the arena's region
         self._blocks: dict[int, Chunk] = {}
 
     @property
@@ -98,7 +98,7 @@ class CuPyPool(Allocator):
         return self._arena.whole()
 
     def trim(self) -> int:
-        """`free_all_blocks()`: only chunks that are not split go back."""
+        """`free_all_blocks()`: frees only unsplit chunks."""
         before = self.held
         for chunk in self._arena.drop_whole():
             self._pages.free(self._pieces.pop(chunk.address))
@@ -112,7 +112,7 @@ class CuPyPool(Allocator):
         if chunk is None:
             self.trim()
             chunk = self._miss(size)
-        if chunk is None and wrapped:  # as it was asked, where that takes nothing from the driver
+        if chunk is None and wrapped:  # the requested size, where that takes no driver memory
             size = round_up(nbytes, UNIT)
             chunk = self._arena.fit(size) or (self._miss(size) if self._pages.gap(size) else None)
         if chunk is None:
@@ -140,9 +140,9 @@ class CuPyPool(Allocator):
 class NumbaMemory(Allocator):
     """Numba's memory manager. Without a cap: no pool, each array is one allocation from the driver.
 
-    What is freed stays held until more than ten frees, or more than a fifth of `total` (the device's bytes), are
-    pending. Under a cap memguard then pools it, and hands it out again to requests that the driver rounds up equally.
-    `managed` says whether it began with a cap: the memory manager cannot be changed afterwards.
+    Freed memory stays held until more than ten frees, or more than a fifth of `total` (the device's bytes), are
+    pending. Under a cap memguard then pools it, and reuses it for requests that the driver rounds up to the same size.
+    `managed`: whether it began with a cap, as the memory manager cannot be changed afterwards.
     """
 
     MOST_PENDING, PENDING_SHARE = 10, 5
@@ -154,7 +154,7 @@ class NumbaMemory(Allocator):
         self._pages = SimulatedPages(self._grow, self._shrink)
         self.managed = cap is not None
         self._most = total // self.PENDING_SHARE
-        self._blocks: dict[int, tuple[Piece, int]] = {}  # with the bytes asked for
+        self._blocks: dict[int, tuple[Piece, int]] = {}  # with the requested bytes
         self._pending: list[Piece] = []
         self._pending_bytes = 0
         self._pooled: dict[int, list[Piece]] = {}
@@ -164,7 +164,7 @@ class NumbaMemory(Allocator):
         return self._pages.returned_by([*self._pending, *(piece for kept in self._pooled.values() for piece in kept)])
 
     def trim(self) -> int:
-        """`deallocations.clear()`, which runs the pending frees; and the pool is given back."""
+        """`deallocations.clear()`, which runs the pending frees; then frees the pool."""
         before = self.held
         self._flush()
         while self._give_one_back():
@@ -172,7 +172,7 @@ class NumbaMemory(Allocator):
         return before - self.held
 
     def give_back(self, needed: int) -> None:
-        """The fewest blocks of the pool that serve, once nothing is pending; pieces of slabs last."""
+        """Free the fewest pooled blocks that suffice, once nothing is pending; pieces of slabs last."""
         before = self.held
         self._flush()
         while self._pooled and (short := needed - before + self.held) > 0:
@@ -187,7 +187,7 @@ class NumbaMemory(Allocator):
         self._pending, self._pending_bytes = [], 0
 
     def _give_one_back(self, size: int | None = None) -> bool:
-        """A block of the pool: of this size, or of the one that was pooled last. False if there is none."""
+        """Free a pooled block: of this size, or the latest one. False if there is none."""
         if not self._pooled:
             return False
         size = next(reversed(self._pooled)) if size is None else size
@@ -209,7 +209,7 @@ class NumbaMemory(Allocator):
         return nbytes
 
     def _from_pool(self, nbytes: int) -> Piece | None:
-        """None above the cap too: then it has to be given back."""
+        """A pooled block; None if there is none, or above the cap, where pooled blocks must be freed."""
         kept = self._pooled.get(whole(nbytes))
         if not kept or self.cap is None or self.held > self.cap:
             return None

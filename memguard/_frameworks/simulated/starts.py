@@ -1,4 +1,4 @@
-"""How a model of an allocator begins on one GPU, and what it takes from the driver for one request."""
+"""Creates an allocator's model at its start on one GPU, and computes the driver bytes of one request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from memguard._frameworks.simulated.allocators import (
 
 
 class Start(NamedTuple):
-    """What an allocator is made of when its framework begins to work on a GPU. `cap` is bytes; None: no cap."""
+    """The parameters of an allocator when its framework starts on a GPU. `cap` is bytes; None: no cap."""
 
     take: Callable[[int], None]
     give: Callable[[int], None]

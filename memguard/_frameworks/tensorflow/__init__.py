@@ -1,1 +1,1 @@
-"""TensorFlow: its adapter, its gates, and its part in the shared pool."""
+"""TensorFlow: its adapter, its gates, and its use of the shared pool."""

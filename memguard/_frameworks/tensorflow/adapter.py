@@ -1,13 +1,13 @@
 """TensorFlow: a logical device with `memory_limit` on every visible GPU, and growth through the environment.
 
-Measured: the limit must be set before TensorFlow builds its allocator, at its first operation. Growth set on the device
-is silently lost beside a limit, so `TF_FORCE_GPU_ALLOW_GROWTH` is used. TensorFlow takes the whole of a GPU without a
-limit. `cuda_malloc_async` ignores the limit, so it is refused. Nothing shrinks the pool afterwards. With growth
-TensorFlow does not say how much it holds.
+Measured: the limit must be set before TensorFlow builds its allocator, at its first operation. With a limit, growth set
+on the device is silently lost, so the adapter sets `TF_FORCE_GPU_ALLOW_GROWTH`. Without a limit, TensorFlow takes a
+whole GPU. `cuda_malloc_async` ignores the limit, so the adapter refuses it. Nothing shrinks the pool afterwards. With
+growth TensorFlow does not report its held bytes.
 
-A later `set_logical_device_configuration` and the `config` of a TF1 session are held to the cap in the calls behind all
-their names: `Context.set_logical_device_configuration` and `BaseSession.__init__`. A session with a `config` of its own
-would not look at the logical devices at all.
+The adapter applies the cap to a later `set_logical_device_configuration` and to the `config` of a TF1 session, in the
+functions behind all their names: `Context.set_logical_device_configuration` and `BaseSession.__init__`. A session with
+its own `config` would ignore the logical devices.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from memguard._frameworks.tensorflow.spec import SPEC
 from memguard.errors import CapNotApplied, ConflictingSetting, DeviceError
 
 standing_caps: dict[str, tuple[int, int, bool]] = {}
-"""Cap, limit and growth that TensorFlow went live with, by device UUID. They stay until the process ends."""
+"""Cap, limit and growth at TensorFlow's start, by device UUID. They stay until the process ends."""
 _EAGER = "tensorflow.python.eager.context"
 _GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 _ALLOCATORS = SPEC.allocators
@@ -45,17 +45,17 @@ class TensorFlow(Framework):
         super().__init__(host)
         self._caps: dict[str, int] = {}
         self._growth = True
-        self._limits: dict[str, int] = {}  # what holds: the cap, or the user's own stricter limit
+        self._limits: dict[str, int] = {}  # the effective limit: the cap, or the user's own stricter limit
         self._logical: dict[str, int] = {}
-        self._seen: dict[str, range] | None = None  # its numbers for each GPU, if live without caps
-        self._unmatched = False  # whether it has GPUs then of which the UUID is unknown
+        self._seen: dict[str, range] | None = None  # its device numbers for each GPU, if live without caps
+        self._unmatched = False  # whether it then has GPUs of unknown UUID
         self._gpus: dict[Any, str] = {}  # UUID by TensorFlow's device
-        self._asked: dict[Any, list[Any]] = {}  # what the user asked for since, by TensorFlow's device
-        self._spans: dict[str, range] = {}  # its numbers for each GPU, once the user has configured one
+        self._asked: dict[Any, list[Any]] = {}  # the user's later settings, by TensorFlow's device
+        self._spans: dict[str, range] = {}  # its device numbers for each GPU, once the user has configured one
         self._undo_allocator: Callable[[], None] = lambda: None
-        self._lost: list[str] = []  # the drift that was found
-        self._settled: weakref.ref[Any] | None = None  # the live context under which that was found, and is final
-        self._session = False  # a TF1 session has made the allocators, without the eager context
+        self._lost: list[str] = []  # the drift found
+        self._settled: weakref.ref[Any] | None = None  # the live context whose drift is final
+        self._session = False  # a TF1 session created the allocators, without the eager context
 
     def _live(self, module: ModuleType) -> bool:
         safe = getattr(sys.modules.get(_EAGER), "context_safe", None)  # as `_context`
@@ -124,10 +124,10 @@ class TensorFlow(Framework):
     def usage(self, device: Device) -> Usage | None:
         """From `get_memory_info` (2.3 µs), called only once TensorFlow is live, because it would initialise TensorFlow.
 
-        With growth it tells what is in use, not what the pool holds: then held is None, with bounds. The lower one is
-        its peak, which is too high after its allocator gave back idle regions, as it does before it refuses a request.
-        Of the sessions of a TF1 program without the eager context it tells nothing, nor of an allocator without
-        statistics, nor where its GPUs cannot be told apart: both are None then.
+        With growth TensorFlow reports bytes in use, not bytes held: then held is None, with bounds. The lower bound is
+        its peak, which is too high after its allocator released idle regions, as it does before it refuses a request.
+        Both figures are None for the sessions of a TF1 program without the eager context, for an allocator without
+        statistics, and where its GPUs cannot be identified.
         """
         tf: Any = sys.modules.get("tensorflow")
         if tf is None:
@@ -156,7 +156,7 @@ class TensorFlow(Framework):
         return usage_of((None, in_use, 0, peak, limit, peak))
 
     def _untold(self, uuid: str) -> Usage:
-        """What is known of its pool on a GPU where it tells nothing: without growth the pool is its limit."""
+        """Usage of a GPU for which TensorFlow reports nothing: without growth the pool equals its limit."""
         limit = self._limits.get(uuid) if uuid in self._logical else None
         return Usage(None, None, 0, held_at_most=limit) if self._growth or limit is None else Usage(limit, None, 0)
 
@@ -190,7 +190,7 @@ class TensorFlow(Framework):
         return self._lost
 
     def forked(self) -> None:
-        self._gpus = {}  # what the child configures is its own
+        self._gpus = {}  # the child's own settings apply
 
     def _refuse_unlimited(self) -> None:
         value = os.environ.get(ALLOCATOR, "").strip().lower()
@@ -230,7 +230,7 @@ class TensorFlow(Framework):
         return self._seen.get(device.uuid, None if self._unmatched else ())
 
     def _count(self) -> dict[str, range]:
-        """The numbers for all GPUs, of which the user may have split some into several logical devices."""
+        """The device numbers for all GPUs, of which the user may have split some into several logical devices."""
         found, first = {}, 0
         for gpu, uuid in self._gpus.items():
             count = len(self._asked.get(gpu) or "1")
@@ -239,7 +239,7 @@ class TensorFlow(Framework):
         return found
 
     def _look(self, tf: Any) -> dict[str, range]:
-        """The numbers for all GPUs. CUDA is initialised by now, so reading its numbering starts no child process."""
+        """The device numbers for all GPUs. CUDA is initialised, so reading its numbering starts no child process."""
         gpus = tf.config.get_visible_devices("GPU")
         try:
             devices = self.host.devices(ordinals=True) if gpus else ()
@@ -257,7 +257,8 @@ class TensorFlow(Framework):
         return found
 
     def _limit(self, tf: Any, gpu: Any, cap: int) -> tuple[int, Callable[[], None]]:
-        """Limit a GPU. Returns what then holds, in bytes, and the undo. If it raises, the device table is as before."""
+        """Limit a GPU. Returns the effective limit in bytes, and the undo. If it raises, the device table is
+        unchanged."""
         own = tf.config.get_logical_device_configuration(gpu)
 
         def undo() -> None:
@@ -285,7 +286,7 @@ class TensorFlow(Framework):
         return cap // MIB * MIB, undo
 
     def _replace(self, replaced: Replacements) -> None:
-        """Hold what the user configures from now on."""
+        """Apply the cap to the user's later configuration calls."""
         context: Any = sys.modules.get("tensorflow.python.eager.context")
         session: Any = sys.modules.get("tensorflow.python.client.session")
         cls = getattr(context, "Context", None)
@@ -300,7 +301,7 @@ class TensorFlow(Framework):
         def set_logical_device_configuration(context: Any, dev: Any, virtual_devices: Any) -> Any:
             uuid = self._gpus.get(dev)
             if uuid is None or any(entry.memory_limit is None for entry in virtual_devices):
-                return original(context, dev, virtual_devices)  # TensorFlow's own error, for the limit that is missing
+                return original(context, dev, virtual_devices)  # raises TensorFlow's own error for the missing limit
             cap = self._caps[uuid] // MIB
             limits = _within([entry.memory_limit for entry in virtual_devices], cap)
             entries = list(virtual_devices) or [_module("LogicalDeviceConfiguration")()]
@@ -322,7 +323,8 @@ class TensorFlow(Framework):
 
     def _growing(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def set_memory_growth(context: Any, dev: Any, enable: bool) -> Any:
-            """As without a budget: what TensorFlow refuses beside logical devices is a limit of the user's own."""
+            """Call TensorFlow without memguard's entry in the device table, with which TensorFlow would refuse
+            growth."""
             table = getattr(context, "_virtual_device_map", None)
             if dev not in self._gpus or dev in self._asked or not isinstance(table, dict) or dev not in table:
                 return original(context, dev, enable)
@@ -349,7 +351,7 @@ class TensorFlow(Framework):
         return _compute_gpu_options
 
     def _limited_allocator(self) -> None:
-        """TensorFlow is about to read which allocator to build: one without a limit, chosen since, is not built."""
+        """Unset a later choice of an allocator without a limit, right before TensorFlow reads the variable."""
         value = os.environ.get(ALLOCATOR, "")
         why = _ALLOCATORS.why_uncapped(value)
         if self._gpus and why is not None and not self._started():
@@ -366,14 +368,14 @@ class TensorFlow(Framework):
     def _in_session(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def __init__(session: Any, target: Any = "", graph: Any = None, config: Any = None) -> None:  # noqa: N807
             self._limited_allocator()
-            here = not target and (config is None or hasattr(config, "gpu_options"))  # not a server's, nor an error
+            here = not target and (config is None or hasattr(config, "gpu_options"))  # not a server's, nor invalid
             original(session, target, graph, self._in_proto(config) if here and config is not None else config)
             self._session = self._session or (here and _uses_gpus(config))
 
         return __init__
 
     def _in_proto(self, config: Any) -> Any:
-        """A session's ConfigProto with every GPU within its cap: the same object if it is so already."""
+        """A session's ConfigProto with every GPU within its cap: the same object if it already is."""
         options = config.gpu_options
         uuids = list(self._gpus.values())
         listed = [int(n) for n in options.visible_device_list.split(",") if n.strip().isdigit()]
@@ -415,7 +417,7 @@ class TensorFlow(Framework):
         self._warn(f"tensorflow: {setting} asks for more than the cap of {format_size(cap)} on {where}: the cap holds")
 
     def _keep(self, gpu: Any, limits: list[int | None], cap: int) -> int:
-        """The user's own limit in bytes, which stays unless it is looser than the cap."""
+        """The user's own limit in bytes. ConflictingSetting if it is looser than the cap."""
         only = limits[0] if len(limits) == 1 else None
         if only is not None and only * MIB <= cap:
             self._say_stricter(_short(gpu), only * MIB, cap)
@@ -442,14 +444,14 @@ class TensorFlow(Framework):
 
 
 def _uuid(gpu: Any, gpus: Sequence[Any], devices: Sequence[Device]) -> str | None:
-    """The UUID of one of TensorFlow's GPUs, by CUDA's ordinal. If both sides have only one GPU, no number is needed."""
+    """The UUID of one of TensorFlow's GPUs, by CUDA's ordinal. If TensorFlow and CUDA both have one GPU, they match."""
     ordinal = int(gpu.name.rsplit(":", 1)[1])
     alone = devices[0].uuid if len(devices) == len(gpus) == 1 else None
     return next((device.uuid for device in devices if device.ordinal == ordinal), alone)
 
 
 def _within(limits: Sequence[float], cap: int) -> list[float]:
-    """Limits of logical devices of one GPU, in MiB, scaled down so that all together they fit the cap."""
+    """Limits of one GPU's logical devices, in MiB, scaled down so that their sum fits the cap."""
     total = sum(limits)
     if not limits:
         return [cap]
@@ -476,7 +478,7 @@ def _limited(tf: Any, gpu: Any, cap: int) -> bool:
 
 
 def _has(tf: Any, number: int) -> bool:
-    """Whether the live TensorFlow has a logical GPU of that number, as far as it says."""
+    """Whether the live TensorFlow has a logical GPU of that number; True if it cannot be read."""
     try:
         return number < len(tf.config.list_logical_devices("GPU"))
     except (ValueError, RuntimeError, AttributeError):
@@ -491,7 +493,7 @@ def _context() -> Any:
 
 
 def as_it_is(name: str) -> Callable[[], None]:
-    """What sets the environment variable back to what it is now."""
+    """A function that restores the environment variable's current value."""
     before = os.environ.get(name)
 
     def undo() -> None:

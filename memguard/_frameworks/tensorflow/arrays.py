@@ -54,7 +54,7 @@ class TensorFlowArrays(Arrays):
     _known: _Calls | None = None
 
     def _calls(self) -> _Calls:
-        """Looked up once: a name of TensorFlow's package takes as long as a call of the driver."""
+        """Cached functions: a lookup in TensorFlow's package takes as long as a driver call."""
         tf, known = sys.modules["tensorflow"], self._known
         if known is None or known.tf is not tf:
             ways = tf.experimental.dlpack
@@ -83,13 +83,13 @@ class TensorFlowArrays(Arrays):
             view = dlpack.read(capsule)
         except (dlpack.BadCapsule, tf.errors.OpError) as error:
             raise self.refusal(str(error).splitlines()[0], "tf.cast it, or tf.identity(x) on a GPU") from error
-        device = None if view.device is None else _ordinal(view.device)  # the capsule has TensorFlow's own number
+        device = None if view.device is None else _ordinal(view.device)  # the capsule contains TensorFlow's own number
         if device != view.device:
             view = view._replace(device=device)
         return new_offer(("tensorflow", view, capsule, None, None, None, True))
 
     def ready(self, offer: Offer, stream: int | None) -> None:
-        """Nothing to do: `to_dlpack` has waited for the values."""
+        """Does nothing: `to_dlpack` has waited for the values."""
 
     def import_view(self, view: View, lifetime: Lifetime, before: Before, stream: int | None) -> Any:
         if "tensorflow" not in sys.modules:
@@ -119,7 +119,7 @@ class TensorFlowArrays(Arrays):
             return tf.bitcast(copied, moved.dtype)
 
     def compact(self, x: Any) -> Any:
-        return self.copy(x, None)  # called only for tensors on the host: those on a GPU are compact and aligned
+        return self.copy(x, None)  # called only for host tensors: tensors on a GPU are compact and aligned
 
     def upload(self, host: Any, device: int) -> Any:
         import tensorflow as tf
@@ -130,14 +130,14 @@ class TensorFlowArrays(Arrays):
 
 @functools.cache
 def _ordinal(logical: int) -> int:
-    """CUDA's number of a GPU that TensorFlow calls `logical`."""
+    """CUDA's ordinal of TensorFlow's GPU `logical`."""
     names = _visible()
     return int(names[logical].rpartition(":")[2]) if logical < len(names) else logical
 
 
 @functools.cache
 def _logical(ordinal: int) -> int:
-    """TensorFlow's number of a GPU among those that it may use (`set_visible_devices`), fixed once it has started."""
+    """TensorFlow's number of a GPU among its visible ones (`set_visible_devices`), fixed at its start."""
     names = _visible()
     wanted = f"GPU:{ordinal}"
     for number, name in enumerate(names):
@@ -150,7 +150,7 @@ def _logical(ordinal: int) -> int:
 
 
 def _visible() -> list[str]:
-    """The GPUs that TensorFlow may use, in its order. Their names end in CUDA's ordinals."""
+    """TensorFlow's visible GPUs, in its order. Their names end in CUDA's ordinals."""
     import tensorflow as tf
 
     return [device.name for device in tf.config.get_visible_devices("GPU")]

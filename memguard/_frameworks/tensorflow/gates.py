@@ -1,7 +1,7 @@
-"""Which of TensorFlow's functions wait while the process is off its GPUs.
+"""The functions of TensorFlow that wait while the process is off its GPUs.
 
-Every eager operation and every `tf.function` ends in one of the `TFE_Py_*Execute*`, a graph of TensorFlow 1 in
-`TF_SessionRun*`. Who holds the GIL there was not read or measured.
+Every eager operation and every `tf.function` ends in a `TFE_Py_*Execute*`, a TensorFlow 1 graph in `TF_SessionRun*`.
+Whether these release the GIL was not read or measured.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from memguard._frameworks.gated import Gates, Native, entries
 
 
 def with_gpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """TensorFlow has GPUs in use, and neither `tf.device` nor the arguments say that this stays on the CPU."""
+    """Whether TensorFlow has GPUs in use, and neither `tf.device` nor the arguments place this call on the CPU."""
     if not live():
         return False
     context = sys.modules["tensorflow.python.eager.context"]._context
@@ -21,18 +21,18 @@ def with_gpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def live() -> bool:
-    """TensorFlow has GPUs in use."""
+    """Whether TensorFlow has GPUs in use."""
     context: Any = getattr(sys.modules.get("tensorflow.python.eager.context"), "_context", None)
     return context is not None and bool(context._initialized and context._num_gpus)
 
 
 def of_gpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """A method of a tensor on a GPU."""
+    """Whether the method's tensor is on a GPU."""
     return _on_gpu(args[0])
 
 
 def constant_on_gpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """`convert_to_eager_tensor(value, context, dtype)` within a `tf.device` of a GPU."""
+    """Whether `convert_to_eager_tensor(value, context, dtype)` runs within a `tf.device` of a GPU."""
     context = args[1] if len(args) > 1 else kwargs["ctx"]
     return "GPU" in str(context.device_name or "").upper()
 

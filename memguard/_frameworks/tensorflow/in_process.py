@@ -1,4 +1,4 @@
-"""What a process that has imported TensorFlow can tell of it."""
+"""Facts of a process that has imported TensorFlow."""
 
 from __future__ import annotations
 

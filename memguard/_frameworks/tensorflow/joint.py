@@ -1,7 +1,7 @@
-"""TensorFlow in the pool that several frameworks share: `cuda_malloc_async`, on the device's default pool. Watched.
+"""TensorFlow in the shared pool: `cuda_malloc_async`, on the device's default pool. Watched.
 
-Measured on an H200: TensorFlow takes from the default pool whichever is current, its `memory_limit` is no cap there
-(11,274 MiB were allocated under one of 4,096), and it sets that pool's release threshold to it.
+Measured on an H200: TensorFlow allocates from the default pool whichever pool is current, its `memory_limit` does not
+cap it there (11,274 MiB were allocated under a limit of 4,096), and it sets that pool's release threshold to the limit.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class JointTensorFlow(JointWatched, TensorFlow):
             )
 
     def _limited_allocator(self) -> None:
-        """TensorFlow is about to read which allocator to build."""
+        """Restore the shared pool's allocator, right before TensorFlow reads the variable."""
         value = os.environ.get(_VARIABLE, "")
         if self._gpus and value.strip().lower() != _WANTED and not self._started():
             os.environ[_VARIABLE] = _WANTED

@@ -1,4 +1,4 @@
-"""TensorFlow."""
+"""The doctor's probe of TensorFlow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ if TYPE_CHECKING:
 
 
 def probe(report: ProbeReport) -> None:
-    """If TensorFlow finds no GPU it logs why and raises nothing, so the probe ends there."""
+    """Import TensorFlow, list its devices and compute.
+
+    If TensorFlow finds no GPU it logs the reason and raises nothing, so the probe ends there.
+    """
     os.environ["TF_FORCE_GPU_ALLOW_GROWTH"] = "true"  # else it takes the whole GPU
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "0"
     os.environ.setdefault("TF_CPP_VMODULE", "dso_loader=1")  # logs each library that it opens or cannot open

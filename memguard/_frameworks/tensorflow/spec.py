@@ -1,4 +1,4 @@
-"""TensorFlow's row: what memguard knows of it, as data."""
+"""TensorFlow's row: memguard's facts about it, as data."""
 
 from memguard._base.framework_spec import Allocators, ErrorPattern, Examined, Exchanged, FrameworkSpec, Option
 from memguard._base.units import MIB
@@ -39,7 +39,7 @@ SPEC = FrameworkSpec(
             "pinned", True, "the pool of page-locked memory, by its name", r"allocator \w*host_bfc", shared=True
         ),
         ErrorPattern("host", True, "its allocators for the CPU", r"allocating tensor.*allocator (mkl)?cpu\b"),
-        # Of several nodes in the text the first has failed; the others only wait for it.
+        # Of several nodes in the text, the first one failed; the others only wait for it.
         ErrorPattern(
             "host",
             True,
@@ -50,7 +50,7 @@ SPEC = FrameworkSpec(
             "gpu", True, "a tensor on a GPU", r"OOM when allocating tensor.*(allocator GPU_|\bgpu:\d)", refused=True
         ),
         ErrorPattern("gpu", False, "a tensor, and no word of the device", "OOM when allocating tensor", refused=True),
-        # Eager errors begin with the node, and Keras puts the layer's name before that.
+        # Eager errors begin with the node; Keras prepends the layer's name.
         ErrorPattern(
             "gpu",
             True,

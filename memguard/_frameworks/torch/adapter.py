@@ -1,19 +1,19 @@
 """PyTorch: the caching allocator's per-process fraction, set to the exact byte.
 
-Measured on an H200 with torch 2.11: the native allocator stops exactly at the cap. Expandable segments are mapped in
-20 MiB pieces and may exceed it by less than one piece, so the fraction is set 20 MiB lower. The async backend compares
-the fraction with bytes *in use* and let its pool hold 4 % more, so a driver pool with `maxSize` is put under it (CUDA
-12.2 and newer). Setting the fraction creates no context.
+Measured on an H200 with torch 2.11: the native allocator stops exactly at the cap. It maps expandable segments in 20
+MiB pieces, which may exceed the cap by less than one piece, so the adapter sets the fraction 20 MiB lower. The async
+backend compares the fraction with bytes *in use* and let its pool hold 4 % more, so the adapter makes a driver pool
+with `maxSize` current under it (CUDA 12.2 and newer). Setting the fraction creates no context.
 
 A fraction that the user sets later meets the cap in `torch._C._cuda_setMemoryFraction`, which every public name calls.
 
 Outside the cap: the context, cuBLAS and cuDNN workspaces, NCCL, `caching_allocator_enable(False)`.
 
-Refused requests come from the native allocator's observer. It runs on the thread that asked, and torch has let go of
-its locks before (`c10/cuda/CUDACachingAllocator.cpp`). It cannot be detached, and attaching it initialises CUDA.
+The native allocator's observer reports refused requests. It runs on the requesting thread, after torch has released its
+locks (`c10/cuda/CUDACachingAllocator.cpp`). It cannot be detached, and attaching it initialises CUDA.
 
-When the observer runs, torch has given back what it could: nothing is reclaimable. What idles in a private pool (a CUDA
-graph's, a `MemPool`'s) serves no other request, so torch's text counts it as allocated, and so does the record.
+When the observer runs, torch has released its releasable cache: nothing is reclaimable. Idle memory of a private pool
+(a CUDA graph's, a `MemPool`'s) serves no other request, so torch's text counts it as allocated, and so does the record.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
     from memguard._devices.pools import CappedPool, DefaultPool
 
 SEGMENT = 20 * MIB
-"""Expandable segments take memory in pieces of this size (measured)."""
+"""Bytes. Expandable segments map memory in pieces of this size (measured)."""
 
 _observed: Any = None
-"""The torch that has our observer: it cannot be taken back, so it is attached once."""
+"""The torch module with memguard's observer: it cannot be detached, so it is attached once."""
 _observer: tuple[Torch, int] | None = None
-"""The adapter that the observer tells, and its process; None if no cap is set."""
+"""The adapter that the observer calls, and its process; None if no cap is set."""
 _NO_LIBRARIES = frozenset[str]()
 _FIGURES = (
     ("reserved_bytes", "current"),
@@ -55,7 +55,7 @@ _FIGURES = (
     ("active_bytes", "current"),
     ("inactive_split_bytes", "current"),
 )
-"""What a reading takes from torch's statistics."""
+"""The torch statistics of a reading."""
 
 
 class Torch(Framework):
@@ -70,10 +70,10 @@ class Torch(Framework):
         self._pools: dict[str, CappedPool | DefaultPool] = {}
         self._uuids: dict[str, int] | None = None
         self._set: dict[int, float] = {}  # as torch reads them back
-        self._expandable: bool | None = None  # as it was when the caps were set
+        self._expandable: bool | None = None  # its value when the caps were set
         self._rmm: resource.Limit | None = None
         self._lost: list[str] = []
-        self._most: dict[int, tuple[float, float]] = {}  # the cap as a fraction: as it is set, and as torch reads it
+        self._most: dict[int, tuple[float, float]] = {}  # the cap as a fraction: as set, and as torch reads it back
         self._replaced = Replacements()
         self._raw_set: Callable[[float, int], None] | None = None
         self._reconfigured = self._uncached = False
@@ -125,7 +125,7 @@ class Torch(Framework):
     def usage(self, device: Device) -> Usage | None:
         """From `torch._C._cuda_memoryStats` (22 µs), which initialises nothing once torch is live.
 
-        None for a GPU on which torch never held anything: torch is live on all GPUs at once.
+        None for a GPU on which torch never held memory: torch is live on all GPUs at once.
         """
         torch = sys.modules.get("torch")
         live = getattr(getattr(torch, "cuda", None), "is_initialized", None)  # as `_live`
@@ -145,7 +145,7 @@ class Torch(Framework):
             held, allocated = stats["reserved_bytes"]["all"]["current"], stats["allocated_bytes"]["all"]
             in_use, peak = allocated["current"], allocated["peak"]
             active, stuck = stats["active_bytes"]["all"]["current"], stats["inactive_split_bytes"]["all"]["current"]
-        except (KeyError, TypeError):  # this torch does not tell all of them
+        except (KeyError, TypeError):  # this torch does not report all of them
             held, in_use, peak, active, stuck = [settings.stat(stats, *figure) for figure in _FIGURES]
         pool = self._pools.get(device.uuid) if self._pools else None
         pooled = pool is not None and pool.peak()
@@ -172,23 +172,24 @@ class Torch(Framework):
             pool.trim()
 
     def give_back(self, device: Device, needed: int) -> None:
-        """Under the async backend, whole pieces of its driver pool of at least `needed` bytes; else `trim`, as
-        `empty_cache()` knows no part.
+        """Under the async backend, release whole pieces of its driver pool with at least `needed` bytes; else `trim`,
+        as `empty_cache()` cannot release a part.
 
-        `empty_cache()` does nothing, silently, where another thread captures a CUDA graph or a `MemPool` is in use.
+        `empty_cache()` silently does nothing while another thread captures a CUDA graph or a `MemPool` is in use.
         """
         torch, pool = sys.modules.get("torch"), self._pools.get(device.uuid)
         if torch is None or pool is None or not self._live(torch):
             self.trim(device)
         elif not self.capturing():
-            torch.cuda.synchronize(self._ordinals(torch)[device.uuid])  # what it frees comes back with its work
-            pool.trim(max(pool.reserved() - round_up(needed, PIECE), 0))  # it keeps that much at least
+            torch.cuda.synchronize(self._ordinals(torch)[device.uuid])  # completes the work behind queued frees
+            pool.trim(max(pool.reserved() - round_up(needed, PIECE), 0))  # the pool keeps at least so many bytes
 
     def resize(self, caps: Mapping[str, int]) -> None:
-        """On any thread, also while others allocate. Torch stores the fraction without its allocator's lock (read in
-        `c10/cuda/CUDACachingAllocator.cpp`): the next request that needs a segment looks at it. Some versions clear it
-        first; what a thread without the GIL (autograd's) takes in that moment is under no cap. Torch's own public call
-        is no different.
+        """Change the fractions, on any thread, also while others allocate.
+
+        Torch stores the fraction without its allocator's lock (read in `c10/cuda/CUDACachingAllocator.cpp`): the next
+        request that needs a segment reads it. Some versions clear it first; an allocation at that moment on a thread
+        without the GIL (autograd's) has no cap. Torch's own public call has the same gap.
         """
         if self._rmm is not None:
             return super().resize(caps)
@@ -206,12 +207,12 @@ class Torch(Framework):
             self._set_now(torch)
         except BaseException:
             self._caps = before
-            self._set_now(torch)  # the previous caps keep holding
+            self._set_now(torch)  # the previous caps remain in effect
             raise
         return None
 
     def fixed(self) -> bool:
-        """The caps of its native allocator move; the pool under the async backend and RMM's limit do not."""
+        """The native allocator's caps can change; the async backend's pool and RMM's limit cannot."""
         torch: Any = sys.modules.get("torch")
         if not hasattr(getattr(torch, "_C", None), "_cuda_getAllocatorBackend"):  # `apply` refuses such a build
             return False
@@ -223,7 +224,7 @@ class Torch(Framework):
             return round_up(size, PIECE)
         segment = GRANULE if size <= MIB else SEGMENT if size < 10 * MIB else round_up(size)
         torch, expandable = sys.modules.get("torch"), self._expandable
-        if expandable is None:  # asking torch takes a snapshot of all blocks
+        if expandable is None:  # reading it from torch takes a snapshot of all blocks
             expandable = torch is not None and self._live(torch) and settings.expandable(torch)
         return max(segment, size) + SEGMENT if expandable else segment
 
@@ -260,7 +261,7 @@ class Torch(Framework):
         return torch is not None and self._live(torch) and bool(torch.cuda.is_current_stream_capturing())
 
     def libraries(self) -> frozenset[str]:
-        """One `nccl` for each communicator that was used: NCCL takes its memory at the first collective."""
+        """One `nccl` for each used communicator: NCCL allocates its memory at the first collective."""
         distributed = sys.modules.get("torch.distributed.distributed_c10d")
         groups = getattr(getattr(distributed, "_world", None), "pg_map", None)
         if not groups:
@@ -269,7 +270,7 @@ class Torch(Framework):
         return frozenset(f"nccl {number}" for number in range(1, count + 1))
 
     def record(self) -> Callable[[], list[TraceEvent]] | None:
-        """PyTorch's own allocation history, bounded; None with the async backend, which keeps none."""
+        """PyTorch's own allocation history, bounded; None with the async backend, which has none."""
         torch = sys.modules.get("torch")
         if torch is None or not self._live(torch) or self.about()["allocator"] != "native":
             return None
@@ -295,13 +296,14 @@ class Torch(Framework):
         return {"allocator": "expandable_segments" if backend == "native" and settings.expandable(torch) else backend}
 
     def forked(self) -> None:
-        self._caps, self._set, self._most = {}, {}, {}  # what is still queued for its initialisation now sets nothing
+        self._caps, self._set, self._most = {}, {}, {}  # calls still queued for torch's initialisation then set nothing
 
     def _torch(self) -> Any:
         return sys.modules["torch"]
 
     def _replace(self, torch: Any) -> None:
-        """Hold what the user sets from now on. The functions below all public names, which may be imported already."""
+        """Apply the cap to the user's later settings, in the functions below all public names, which may be imported
+        already."""
         self._replaced = replaced = Replacements()
         self.changes.add(self.name, replaced.undo)
         self._raw_set = torch._C._cuda_setMemoryFraction
@@ -324,7 +326,7 @@ class Torch(Framework):
         return set_fraction
 
     def _asked(self, ordinal: int, fraction: float, setting: str) -> None:
-        """The user wants this fraction: the undo sets it, and until then the stricter one holds."""
+        """Record the user's fraction: the undo sets it, and until then the stricter one holds."""
         read = getattr(self._torch()._C, "_cuda_getMemoryFraction", None)
         self._before[ordinal] = fraction
         if read is not None:
@@ -341,7 +343,7 @@ class Torch(Framework):
             torch = self._torch()
             if self._caps and not self._live(torch) and not resource.is_loaded_for("torch"):
                 raise self._unlimited()
-            original(allocator)  # live, torch refuses it by itself; RMM's is limited when torch becomes live
+            original(allocator)  # a live torch refuses it by itself; RMM's is limited when torch becomes live
             self._changed()
 
         return change_allocator
@@ -358,7 +360,7 @@ class Torch(Framework):
         def set_settings(env: str) -> Any:
             answer, torch = original(env), self._torch()
             if not self._most or not self._live(torch):
-                self._reconfigured = True  # looked at when torch becomes live
+                self._reconfigured = True  # read when torch becomes live
                 return answer
             read = getattr(torch._C, "_cuda_getMemoryFraction", None)
             for ordinal in list(self._most) if read is not None else ():
@@ -382,7 +384,8 @@ class Torch(Framework):
         self._restore()
 
     def _queue(self, torch: Any) -> Callable[[], None]:
-        """Set the fractions in torch's CUDA initialisation, which runs what `_lazy_call` queued. Returns the undo."""
+        """Set the fractions in torch's CUDA initialisation, which runs the calls queued by `_lazy_call`. Returns the
+        undo."""
         if not hasattr(torch.cuda, "_lazy_call"):
             why = f"torch {torch.__version__} has no torch.cuda._lazy_call"
             raise CapNotApplied(self.name, why, "call torch.cuda.init() before memguard.init()")
@@ -393,7 +396,7 @@ class Torch(Framework):
             if not armed or not self._caps:
                 return
             try:
-                settings.refuse((), {})  # the cache may have been switched off since
+                settings.refuse((), {})  # the cache may have been disabled since
                 if torch.cuda.get_allocator_backend() == "pluggable":  # replaced since memguard.init
                     applied = self._apply_pluggable(self._caps)
                     self._lost = [] if applied.enforcement is Enforcement.ENFORCED else list(applied.notes)
@@ -439,7 +442,7 @@ class Torch(Framework):
         self._unseen = self._observe(torch, backend) if self._set else None
 
     def _observe(self, torch: Any, backend: str) -> str | None:
-        """Have torch's allocator tell of refused requests. Returns why it cannot. Torch must be live."""
+        """Make torch's allocator report refused requests. Returns the reason if it cannot. Torch must be live."""
         global _observed, _observer
         attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
         if backend != "native" or attach is None:
@@ -456,17 +459,18 @@ class Torch(Framework):
     def _told(self, ordinal: int, requested: int, allowed: int, free: int) -> None:
         uuid = next((uuid for uuid, number in (self._uuids or {}).items() if number == ordinal), None)
         if uuid in self._caps:
-            own = allowed if allowed < self._caps[uuid] - SEGMENT else None  # its own fraction, which is stricter
+            own = allowed if allowed < self._caps[uuid] - SEGMENT else None  # its own fraction, if stricter
             in_use, pooled = self._in_use(ordinal, requested)
             figures = {"cap": own, "free": free, "in_use": in_use, "pooled": pooled}
             self._refused(None, uuid, requested, "observer", reclaimable=0, **figures)
 
     def _in_use(self, ordinal: int, requested: int) -> tuple[int | None, int | None]:
-        """What is in use with what idles in private pools, and that part; None if the counters alone tell enough."""
+        """Bytes in use including idle bytes of private pools, and those idle bytes; None if torch's counters
+        suffice."""
         torch = self._torch()
         stats = torch._C._cuda_memoryStats(ordinal)
         held, in_use = (settings.stat(stats, name, "current") for name in ("reserved_bytes", "allocated_bytes"))
-        if held is None or in_use is None or held - in_use < requested:  # none of it would have served the request
+        if held is None or in_use is None or held - in_use < requested:  # no idle bytes could have served the request
             return None, None
         pooled = settings.idle_in_private_pools(torch, ordinal)
         return in_use + pooled, pooled
@@ -504,10 +508,10 @@ class Torch(Framework):
         self._most[ordinal] = (most, back if fraction == most else most)
 
     def _apply_pluggable(self, caps: Mapping[str, int]) -> Applied:
-        """The allocator was replaced (`change_current_allocator`): RMM's can be limited, others cannot."""
+        """Cap a replaced allocator (`change_current_allocator`): RMM's can be limited, others cannot."""
         if not resource.is_loaded_for("torch"):
             raise self._unlimited()
-        ordinals = resource.ordinals(self.name, self.host)  # asking torch for its numbering would initialise it
+        ordinals = resource.ordinals(self.name, self.host)  # reading torch's numbering would initialise it
         self._rmm, applied = resource.apply(self.name, caps, ordinals, self.changes)
         return applied
 
@@ -527,13 +531,13 @@ class Torch(Framework):
             ) from error
 
     def _restore(self) -> None:
-        """Restore what was there before, unless the user has set another fraction. A failed step stops no other."""
+        """Restore the former fractions, unless the user has set another. A failed step does not stop the others."""
         global _observer
         if _observer is not None and _observer[0] is self:
             _observer = None
         torch, self._expandable = self._torch(), None
         read = getattr(torch._C, "_cuda_getMemoryFraction", None)
-        interrupted = True  # by a Ctrl-C: the next call restores what is left
+        interrupted = True  # by a Ctrl-C: the next call restores the rest
         try:
             with ExitStack() as steps:
                 for pool in self._pools.values():
@@ -551,7 +555,10 @@ class Torch(Framework):
                 self._before, self._set, self._most, self._pools = {}, {}, {}, {}
 
     def _check_properties(self, torch: Any) -> None:
-        """If torch binds to TensorFlow's CUDA runtime, it misreads its devices and dies of SIGFPE (measured)."""
+        """Compare torch's multiprocessor counts with the driver's.
+
+        Bound to TensorFlow's CUDA runtime, torch misreads them, and the process dies of SIGFPE (measured).
+        """
         for uuid, ordinal in self._ordinals(torch).items():
             true = self.host.multiprocessors(uuid)
             believed = torch.cuda.get_device_properties(ordinal).multi_processor_count
@@ -570,7 +577,7 @@ class Torch(Framework):
                 self._say(f"torch beside tensorflow: checked, both torch and the driver see {true} multiprocessors")
 
     def _ordinals(self, torch: Any) -> dict[str, int]:
-        """CUDA ordinal by UUID, from torch itself once it is live. Torch's `uuid` is NVML's without `GPU-`."""
+        """CUDA's ordinal by UUID, from torch itself once it is live. Torch's `uuid` is NVML's without `GPU-`."""
         if self._uuids is None:
             count = torch.cuda.device_count()
             uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(count)]
@@ -579,13 +586,13 @@ class Torch(Framework):
 
 
 def _exactly(allowed: int, total: int) -> float:
-    """The fraction of which torch makes exactly so many bytes: it truncates the product."""
+    """The fraction from which torch computes exactly so many bytes: it truncates the product."""
     fraction = min(allowed / total, 1.0)
     return fraction if int(fraction * total) >= allowed else min(math.nextafter(fraction, 1.0), 1.0)
 
 
 def _tell(device: int, requested: int, allowed: int, free: int) -> None:
-    """What torch's allocator calls before it raises. An error here would take the place of torch's own."""
+    """The observer that torch's allocator calls before it raises. An exception here would replace torch's own."""
     found = _observer
     if found is None or found[1] != os.getpid():
         return

@@ -50,7 +50,8 @@ class TorchArrays(Arrays):
                 raise self.refusal("it has no memory of its own", "hand over a real tensor")
             device = place.index if where == "cuda" else None
             view = new_view((address, tuple(x.shape), tuple(x.stride()), dtype, device, False))
-            # A tensor of our own: `x.data = ...`, and so `module.to(...)`, gives `x` other memory, and would free this.
+            # A separate tensor: `x.data = ...`, and so `module.to(...)`, gives `x` other memory, and would free this
+            # memory.
             stream = None if device is None else self.stream(device)
             return new_offer(("torch", view, x.detach(), stream, None, None, False))
         except (RuntimeError, ValueError) as error:  # fake, functional and lazy tensors have no memory
@@ -71,7 +72,7 @@ class TorchArrays(Arrays):
         return handle
 
     _current: tuple[Any, Callable[[int], int]] | None = None
-    """PyTorch, and what tells its current stream."""
+    """PyTorch, and its function for the current stream."""
 
     def import_view(self, view: View, lifetime: Lifetime, before: Before, stream: int | None) -> Any:
         before(stream)

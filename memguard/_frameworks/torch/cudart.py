@@ -1,12 +1,12 @@
 """PyTorch and TensorFlow built for different CUDA majors, in one process.
 
-TensorFlow puts CUDA runtime symbols into the global scope. If they are of another major version, torch's
+TensorFlow loads CUDA runtime symbols into the global scope. If they are of another major version, torch's
 `cudaGetDeviceProperties` binds to them, misreads the struct (1 multiprocessor instead of 132), and the process dies of
 SIGFPE in torch's first matrix product (measured: TensorFlow for CUDA 12, torch for CUDA 13). There are two cures. Both
 were measured to work, including training and torch's own exceptions:
 
-- TensorFlow not loaded yet: load torch's own `libcudart` with RTLD_GLOBAL, so that it is found first.
-- TensorFlow loaded, torch not: load torch's CUDA libraries with RTLD_DEEPBIND, so that they find their own.
+- TensorFlow not loaded yet: load torch's own `libcudart` with RTLD_GLOBAL, so that the loader finds it first.
+- TensorFlow loaded, torch not: load torch's CUDA libraries with RTLD_DEEPBIND, so that they bind to their own symbols.
 
 A loaded library cannot be unloaded, so the cure is permanent. It is verified when torch initialises CUDA.
 """
@@ -31,9 +31,9 @@ def cure_installed() -> str | None:
 
 
 def cure(cuda_version: str) -> str | None:
-    """Apply the cure for what is loaded so far. `cuda_version` is torch's (`'13.0'`).
+    """Apply the cure for the libraries loaded so far. `cuda_version` is torch's (`'13.0'`).
 
-    Returns what was done, as a sentence; None if nothing is needed because torch is loaded already.
+    Returns a sentence on the change; None if torch is loaded already and needs none.
     """
     if "torch" in sys.modules:
         return None
@@ -56,7 +56,7 @@ def _bind_deeply(cuda_version: str) -> list[str]:
     ctypes.CDLL(str(_runtime(cuda_version)))
     folder = _torch_folder() / "lib"
     first = folder / "libtorch_global_deps.so"
-    if first.exists():  # as `import torch` does: it loads what the others need
+    if first.exists():  # as `import torch` does: the others depend on it
         ctypes.CDLL(str(first), mode=ctypes.RTLD_GLOBAL)
     names = ["libc10_cuda.so", "libtorch_cuda.so"]
     for name in names:
@@ -72,7 +72,7 @@ def _torch_folder() -> Path:
 
 
 def _runtime(cuda_version: str) -> Path:
-    """The `libcudart` that torch itself loads: from its wheel, the NVIDIA wheels beside it, or the library path."""
+    """The `libcudart` that torch itself loads: from its wheel, the adjacent NVIDIA wheels, or the library path."""
     major = cuda_version.partition(".")[0]
     for folder in _folders():
         for found in sorted(folder.glob(f"libcudart.so.{major}*")) + sorted(folder.glob(f"libcudart-*.so.{major}*")):

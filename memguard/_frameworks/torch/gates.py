@@ -1,7 +1,7 @@
-"""Which of PyTorch's functions wait while the process is off its GPUs.
+"""The functions of PyTorch that wait while the process is off its GPUs.
 
-The names were read in PyTorch's Python sources (2.13). What they end in and who holds the GIL was not read in its C++
-sources nor measured. The entries of `torch._C` are optional: only builds with CUDA have them.
+The names were read in PyTorch's Python sources (2.13). Their driver functions and whether they release the GIL were
+neither read in its C++ sources nor measured. The entries of `torch._C` are optional: only CUDA builds have them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from memguard._frameworks.gated import Gates, entries, kinds
 
 
 def of_cuda(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """A method of a tensor on a GPU."""
+    """Whether the method's tensor is on a GPU."""
     return bool(args[0].is_cuda)
 
 
 def to_cuda(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """An argument is on a GPU, or names one; or page-locked memory is asked for."""
+    """Whether an argument is on a GPU or names one, or requests page-locked memory."""
     return bool(kwargs.get("pin_memory")) or any(_cuda(one) for one in (*args, *kwargs.values()))
 
 
@@ -30,7 +30,7 @@ def _cuda(one: Any) -> bool:
 
 
 def freed_on_gpu(tensor: Any) -> bool:
-    """Its memory is the GPU's, or page-locked: freeing that may record an event."""
+    """Whether the tensor's memory is on a GPU or page-locked: freeing it may record an event."""
     return bool(tensor.is_cuda or tensor.is_pinned())
 
 
@@ -40,13 +40,13 @@ _ASKS_NO_GPU = frozenset(
         "data_ptr", "get_device", "is_contiguous", "is_floating_point", "is_complex", "is_pinned",
     )
 )  # fmt: skip
-"""What a tensor on a GPU answers by itself; `__get__` is of its attributes, such as `shape`."""
+"""Names that a tensor on a GPU serves without the GPU; `__get__` reads its attributes, such as `shape`."""
 
 
 def refusing(enter: Callable[[str], None]) -> AbstractContextManager[object]:
     """A block in which every function and operator with a tensor on a GPU calls `enter` first, on this thread.
 
-    A `TorchFunctionMode`: it sees what Python calls. What C++ runs by itself (a backward pass) begins with such a call.
+    A `TorchFunctionMode` observes Python calls. Work that C++ runs by itself (a backward pass) begins with such a call.
     """
     from torch.overrides import TorchFunctionMode
 

@@ -1,4 +1,4 @@
-"""What a process that has imported PyTorch can tell of it."""
+"""Facts of a process that has imported PyTorch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ _PROFILE = "torch.autograd.profiler"
 
 
 def _shares(modules: Modules, _: Objects) -> Iterator[str]:
-    """Its cache has (handle, offset) for what it opened, and the handle for what it gave out; files for host memory."""
+    """Memory shared with other processes, from PyTorch's cache.
+
+    The cache's key is (handle, offset) for opened memory, the handle for exported memory, and a file name for host
+    memory.
+    """
     reductions = modules.get("torch.multiprocessing.reductions")
     if reductions is None:
         return
@@ -29,7 +33,7 @@ def _shares(modules: Modules, _: Objects) -> Iterator[str]:
 
 
 def _groups(modules: Modules, _: Objects) -> Iterator[str]:
-    """Each group of NCCL's has a thread that asks CUDA for events, whether or not it was used."""
+    """The NCCL process groups: each has a thread that polls CUDA events, used or not."""
     distributed = modules.get("torch.distributed.distributed_c10d")
     if distributed is None:
         return
@@ -57,7 +61,7 @@ def _capturing(modules: Modules) -> bool:
 
 
 def _profilers(modules: Modules, objects: Objects) -> Iterator[str]:
-    """While it records, and while it warms up, when CUPTI works already."""
+    """The profilers that record or warm up, as CUPTI is active in both."""
     profiler, monitor = modules.get(_PROFILE), modules.get("torch.profiler._cupti_monitor")
     warming = any(one.enabled and one.entered and one.kineto_results is None for one in objects.get(_PROFILE, ()))
     if warming or (profiler is not None and profiler._is_profiler_enabled):
@@ -67,9 +71,9 @@ def _profilers(modules: Modules, objects: Objects) -> Iterator[str]:
 
 
 def _let_go(modules: Modules) -> None:
-    """Its workspaces for cuBLAS, as PyTorch's own tests do before they look for leaks.
+    """Free PyTorch's cuBLAS workspaces, as its own tests do before they search for leaks.
 
-    Not where a CUDA graph has memory of its own: a graph may go on using a workspace from before its capture.
+    Not with a CUDA graph's private pool: a graph may still use a workspace from before its capture.
     """
     torch = modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():

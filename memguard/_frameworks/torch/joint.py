@@ -1,7 +1,7 @@
-"""PyTorch in the pool that several frameworks share: its `cudaMallocAsync` backend, which takes from the current pool.
+"""PyTorch in the shared pool: its `cudaMallocAsync` backend, which allocates from the current pool.
 
-The backend is fixed when torch is loaded, so the environment asks for it before (measured with torch 2.11). What torch
-has in use there is a remainder: its own statistics are of the device's default pool, whoever uses that.
+The backend is fixed when torch is loaded, so the environment selects it before (measured with torch 2.11). Torch's
+in-use bytes there are the remainder: its own statistics are of the device's default pool, including other users.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ASK = f"backend:{_BACKEND}"
 _UNIT = 512
 _NEW, _OLD = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 _FIRST_WITH_NEW = (2, 10)
-"""The first torch that is asked by the new variable alone: before, the old one is read in any case."""
+"""The first torch configured by the new variable alone: older ones read the old variable in any case."""
 
 
 class JointTorch(Torch):
@@ -39,7 +39,7 @@ class JointTorch(Torch):
         self._joint = joint
 
     def prepare(self, undo: Undo) -> None:
-        """Ask for the backend by the variable that the user has set, or by the one that this torch reads."""
+        """Select the backend by the variable that the user has set, or by the one that this torch reads."""
         names = [name for name in (_NEW, _OLD) if os.environ.get(name)]
         for name in names:
             chosen = re.search(r"backend\s*:\s*([^\s,]+)", os.environ[name])
@@ -56,7 +56,7 @@ class JointTorch(Torch):
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
         torch: Any = sys.modules["torch"]
-        asked = getattr(torch._C, "_cuda_getAllocatorBackend", None)  # a build without CUDA has none, nor a cap
+        asked = getattr(torch._C, "_cuda_getAllocatorBackend", None)  # missing in a build without CUDA
         if asked is not None and not torch.version.hip and (backend := str(asked())) != _BACKEND:
             raise self._other(
                 f"the {backend} backend of a torch that is imported",
@@ -72,7 +72,7 @@ class JointTorch(Torch):
         return applied._replace(enforcement=Enforcement.WATCHED, notes=(*applied.notes, note))
 
     def usage(self, device: Device) -> Usage | None:
-        """The remainder: what is in use in the pool and no other framework counts. None while torch is not live."""
+        """The remainder: bytes in use in the pool that no other framework counts. None while torch is not live."""
         torch = sys.modules.get("torch")
         live = getattr(getattr(torch, "cuda", None), "is_initialized", None)  # as `_live`
         if live is None or not live() or device.uuid not in self._pools:
@@ -81,7 +81,7 @@ class JointTorch(Torch):
         return Usage(in_use, in_use, 0)
 
     def footprint(self, size: int) -> int:
-        """What it takes of the pool, which may have room for it in a piece that it holds."""
+        """The bytes that it takes from the pool, which may serve them from a piece it already holds."""
         return round_up(size, _UNIT)
 
     def drift(self) -> list[str]:
@@ -101,7 +101,7 @@ class JointTorch(Torch):
         self._pools[uuid] = pool
 
     def _restore(self) -> None:
-        self._pools = {}  # the guard takes the pool back
+        self._pools = {}  # the guard undoes the pool
         super()._restore()
 
     def _other(self, setting: str, fix: str) -> ConflictingSetting:
@@ -110,7 +110,7 @@ class JointTorch(Torch):
 
 
 def _put_back(name: str, ours: str, before: str | None) -> None:
-    """Undo, unless somebody has set the variable since."""
+    """Restore the variable, unless other code has set it since."""
     if os.environ.get(name) != ours:
         return
     if before is None:

@@ -1,4 +1,4 @@
-"""PyTorch."""
+"""The doctor's probe of PyTorch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 def probe(report: ProbeReport) -> None:
-    """A CPU build ends after the import."""
+    """Import PyTorch, list its devices and compute. With a CPU build, it ends after the import."""
     with report.stage("import"):
         import torch
 
@@ -20,7 +20,7 @@ def probe(report: ProbeReport) -> None:
         return
     with report.stage("devices"):
         report.put(gpus=torch.cuda.device_count(), architectures=torch.cuda.get_arch_list(), **_cudnn(torch))
-        torch.cuda.init()  # raises if there is no GPU, and says why
+        torch.cuda.init()  # raises the reason if there is no GPU
         count = torch.cuda.device_count()
         each = [torch.cuda.get_device_properties(i).multi_processor_count for i in range(count)]
         report.put(gpus=count, multiprocessors=each)
@@ -32,7 +32,7 @@ def probe(report: ProbeReport) -> None:
 
 
 def _cudnn(torch: object) -> dict[str, str]:
-    """The cuDNN it was built for and the one it found, asked below `torch.backends.cudnn.version()`, which raises."""
+    """The cuDNN of the build and the one loaded, read below `torch.backends.cudnn.version()`, which raises."""
     found = {}
     module = getattr(getattr(torch, "_C", None), "_cudnn", None)
     for name, call in (("cudnn", "getCompileVersion"), ("cudnn_loaded", "getRuntimeVersion")):

@@ -1,4 +1,4 @@
-"""The settings of torch's allocator: from torch, its environment and its installation. Never imports torch."""
+"""The settings of torch's allocator, read from torch, its environment and its installation; never imports torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from memguard.errors import ConflictingSetting
 
 
 def refuse(devices: Sequence[Device], caps: Mapping[str, int]) -> None:
-    """Raise ConflictingSetting if the environment switches off caching, and so the cap, or sets a looser fraction."""
+    """Raise ConflictingSetting if the environment disables caching, and so the cap, or sets a looser fraction."""
     if "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ:
         raise ConflictingSetting(
             "torch",
@@ -27,7 +27,7 @@ def refuse(devices: Sequence[Device], caps: Mapping[str, int]) -> None:
     name, text = configured()
     match = re.search(r"per_process_memory_fraction\s*:\s*([^\s,]+)", text)
     fraction = 0.0
-    with contextlib.suppress(ValueError):  # torch reports that itself
+    with contextlib.suppress(ValueError):  # torch itself reports an invalid value
         fraction = float(match[1]) if match is not None else 0.0
     for device in devices if 0 < fraction <= 1 else ():
         allowed = int(fraction * device.usable)
@@ -44,7 +44,7 @@ def configured() -> tuple[str, str]:
 
 
 def expandable(torch: Any) -> bool:
-    """Whether the allocator of a live torch uses expandable segments; from the environment if torch does not say."""
+    """Whether a live torch's allocator uses expandable segments; from the environment if torch does not report it."""
     try:
         return bool(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
     except (AttributeError, KeyError, RuntimeError):
@@ -52,9 +52,9 @@ def expandable(torch: Any) -> bool:
 
 
 def idle_in_private_pools(torch: Any, ordinal: int) -> int:
-    """Bytes that idle in private pools on this GPU. 0 if torch does not tell, or only together with a long history.
+    """Idle bytes of private pools on this GPU. 0 if torch does not report them, or only together with a long history.
 
-    It lists all blocks, without a call of CUDA: for a refused request, not for a poll.
+    It lists all blocks, without a CUDA call: for a refused request, not for polling.
     """
     try:
         if torch._C._cuda_isHistoryEnabled():
@@ -78,7 +78,8 @@ def stat(stats: Mapping[str, Any], name: str, kind: str) -> int | None:
 
 
 def never_held(stats: Mapping[str, Any]) -> bool:
-    """Whether torch never held memory there. The sum of all allocations counts too: it survives a reset of the peak."""
+    """Whether torch never held memory there. Also tests the sum of all allocations, which survives a reset of the
+    peak."""
     known = [stat(stats, "reserved_bytes", kind) for kind in ("current", "peak", "allocated")]
     return known[:2] == [0, 0] and not known[2]
 
@@ -99,7 +100,7 @@ def cuda_version() -> str | None:
 
 
 def version() -> tuple[int, int] | None:
-    """torch's own, read in the same way; None if it is not told."""
+    """torch's own version, read in the same way; None if unknown."""
     match = re.search(r"^__version__\s*(?::[^=]*)?=\s*'(\d+)\.(\d+)", _about(), re.MULTILINE)
     return (int(match[1]), int(match[2])) if match else None
 

@@ -1,4 +1,4 @@
-"""PyTorch's row: what memguard knows of it, as data."""
+"""PyTorch's row: memguard's facts about it, as data."""
 
 from memguard._base.framework_spec import ErrorPattern, Examined, Exchanged, FrameworkSpec, Option
 from memguard._base.units import MIB
@@ -21,7 +21,7 @@ SPEC = FrameworkSpec(
     # for cuFFT, as with CuPy.
     modules=368 * MIB,
     workspace=384 * MIB,
-    # A backward pass runs on a thread of its own, with a handle of cuBLAS of its own.
+    # A backward pass runs on a thread of its own, with its own cuBLAS handle.
     first_uses=(
         ("cublas", 66 * MIB),
         ("cublas", 64 * MIB),
@@ -38,7 +38,7 @@ SPEC = FrameworkSpec(
             name="nccl",
             kind="count",
             default=0,
-            most=64,  # more are a typing mistake: 64 communicators would take 31 GiB
+            most=64,  # a typing mistake beyond this: 64 communicators would take 31 GiB
             description="How many NCCL communicators torch.distributed keeps at once on each GPU: one for each "
             "process group that communicates. They lie outside torch's cap; reserve: auto keeps room for them.",
             elsewhere="it counts the communicators of torch.distributed",
@@ -77,7 +77,7 @@ SPEC = FrameworkSpec(
             "torch asks NVML for figures only after a request was refused",
             "NVML_SUCCESS == .*INTERNAL ASSERT FAILED.*CUDACachingAllocator",
         ),
-        # Page-locked memory gives CUDA's error 2 too.
+        # Page-locked memory can raise CUDA's error 2 too.
         ErrorPattern("gpu", False, "error 2 of an early torch", r"cuda runtime error \(2\)"),
     ),
     figures=(
