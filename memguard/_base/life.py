@@ -1,6 +1,7 @@
 """memguard's fork and exit hooks: one list of each, run in the order of `Rank`.
 
-Only this module calls `os.register_at_fork` and `atexit.register`. It is in the lowest room because every room has
+Only this module calls `os.register_at_fork` and `atexit.register`, except `_memguard_environment`, which runs before
+memguard can be imported. It is in the lowest room because every room has
 hooks to add. Each module adds its hook once it has state to renew or to end.
 
 `atexit` runs functions last first, frameworks' functions among them. So each addition registers `_exit` again: it runs

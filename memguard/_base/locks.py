@@ -29,14 +29,15 @@ class Rank(IntEnum):
     """The lock order, outermost first: a thread that holds one of these locks may wait only for locks of later ranks.
 
     It may not wait for a lock that it holds. A non-blocking attempt may be made in any order, and so may a call that
-    interrupted another one on its thread: `InterruptSafeLock` bounds its wait.
+    interrupted another one on its thread: `InterruptSafeLock` bounds its wait. Locks without a rank (NVML's, the shared
+    pool's, those of the leases) are innermost: their holders wait for no other lock of memguard.
     """
 
     SUSPENSION = 1
     """`_node.suspend.own`: one suspension or resumption of this process at a time. Its holder waits for the worker
     thread of the suspension, which takes the other locks."""
     RUNTIME = 2
-    """`api`: `init` and `shutdown`."""
+    """`Runtime.lock`: `init` and `shutdown`."""
     GUARD = 3
     """`CapTable.lock`: cap changes and trims."""
     READER = 4

@@ -1,6 +1,7 @@
 """A budget document as plain values (mappings, lists, text, whole numbers, true, false, null), and their positions.
 
-Positions are computed when an error needs them: a valid budget needs none.
+`yaml._places` finds the positions, and `problems` looks up that of a wrong value. They are computed when an error needs
+them: a valid budget needs none.
 """
 
 from __future__ import annotations
