@@ -30,7 +30,7 @@ class Rank(IntEnum):
 
     It may not wait for a lock that it holds. A non-blocking attempt may be made in any order, and so may a call that
     interrupted another one on its thread: `InterruptSafeLock` bounds its wait. Locks without a rank (NVML's, the shared
-    pool's, those of the leases) are innermost: their holders wait for no other lock of memguard.
+    pool's, those of the leases) are leaf locks: code that holds one must not wait for another lock of memguard.
     """
 
     SUSPENSION = 1

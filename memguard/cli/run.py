@@ -6,6 +6,7 @@ Python activate the budget: see `memguard/_tools/activation`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -189,9 +190,12 @@ def _with_idle(environ: Mapping[str, str], when_idle: str | None) -> Mapping[str
 
 
 def _exec(command: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
-    for stream in (sys.stdout, sys.stderr):
+    # `sys.stdout` is memguard's stream here, which flushes only if it was written to. What a `sitecustomize` printed is
+    # in the buffer of the stream below it, and `exec` would drop it.
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
         if stream is not None:  # None if it was closed when we started
-            stream.flush()
+            with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, or it was closed since
+                stream.flush()
     # Python ignores these, and an ignored signal would stay ignored in the command.
     names = [getattr(signal, name) for name in ("SIGPIPE", "SIGXFSZ") if hasattr(signal, name)]  # not on Windows
     before = {number: signal.signal(number, signal.SIG_DFL) for number in names}
