@@ -97,8 +97,13 @@ def test_each_module_says_in_its_first_line_what_it_is() -> None:
 
 
 def test_the_page_of_all_modules_is_up_to_date() -> None:
-    written = (structure.HOME / "docs" / "modules.md").read_text(encoding="utf-8")
-    assert written == structure.page(PACKAGE.parent), "python tests/support/structure.py --page > docs/modules.md"
+    lines = (structure.HOME / "docs" / "modules.md").read_text(encoding="utf-8").splitlines(keepends=True)
+    start = f"{OUTSIDE}/_memguard_start.py"
+    if not (PACKAGE / start).exists():  # a wheel installs it at the top of site-packages
+        lines = [line for line in lines if f"`{start}`" not in line]
+    assert "".join(lines) == structure.page(PACKAGE.parent), (
+        "python tests/support/structure.py --page > docs/modules.md"
+    )
 
 
 def test_what_happens_when_names_what_is_there() -> None:
