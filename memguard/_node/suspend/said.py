@@ -99,7 +99,6 @@ _STATES = {
     State.CHECKPOINTED: "it was off its GPUs when the driver was asked last",
     State.FAILED: "the driver says that it failed",
 }
-_WAIT = Remedy("wait for that program to end")
 _KNOWN: dict[tuple[Do, int | None], tuple[str, Remedy]] = {
     (Do.ASK, driver.NOT_INITIALIZED): ("it has not used CUDA", Remedy("nothing is to be done: it has no GPU memory")),
     (Do.ASK, driver.OPERATING_SYSTEM): (
