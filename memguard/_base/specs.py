@@ -10,6 +10,7 @@ no framework.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 from collections.abc import Iterator, Mapping
@@ -21,15 +22,16 @@ from memguard._base.framework_spec import FrameworkName, FrameworkSpec
 _HOME = "memguard._frameworks"
 
 
-def files(module: str) -> dict[str, str]:
+@functools.cache  # the retry, a suspension and the leak check of each test look up the same modules again
+def files(module: str) -> Mapping[str, str]:
     """The path of the module `module` in each framework's folder that has it. Imports nothing."""
-    found = {}
+    found: dict[str, str] = {}
     for path in importlib.import_module(_HOME).__path__:
         for folder in os.listdir(path):
             file = os.path.join(path, folder, f"{module}.py")
             if os.path.isfile(file):
                 found[folder] = file
-    return found
+    return MappingProxyType(found)
 
 
 def modules(name: str) -> Iterator[Any]:
