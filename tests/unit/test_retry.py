@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 import memguard
 from memguard._base.types import Room
 from memguard._base.units import GIB
-from memguard._runtime.retry import room, sizes
-from memguard._runtime.retry.recognised import first_sentences
+from memguard._runtime.retry import room
+from memguard._runtime.retry.failure import first_sentences
+from memguard._runtime.retry.run import halved, lowest, steps
 from memguard.types import Event
 
 
@@ -264,12 +265,12 @@ def test_a_loop_without_its_block() -> None:
 @given(st.integers(1, 10**6), st.integers(1, 2000), st.integers(1, 300))
 def test_sizes_shrink_to_the_floor_and_no_further(size: int, floor: int, multiple: int) -> None:
     found = [size]
-    while (one := sizes.smaller(found[-1], floor, multiple)) is not None:
+    while (one := halved(found[-1], floor, multiple)) is not None:
         assert one < found[-1] and one >= floor and one % multiple == 0
-        assert one <= found[-1] // 2 or one == sizes.lowest(floor, multiple)
+        assert one <= found[-1] // 2 or one == lowest(floor, multiple)
         found.append(one)
-    assert sizes.steps(size, floor, multiple) == len(found) - 1
-    least = sizes.lowest(floor, multiple)
+    assert steps(size, floor, multiple) == len(found) - 1
+    least = lowest(floor, multiple)
     assert found[-1] == least or (len(found) == 1 and size < least)
 
 

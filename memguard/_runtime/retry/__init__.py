@@ -1,7 +1,7 @@
 """Retries a function or block after a GPU out-of-memory error: clears the failed run's frames, makes room, logs it.
 
-`recognised` classifies errors, `frames` clears the failed run's frames, `room` makes room through the budget, `ranks`
-detects distributed jobs, `sizes` computes smaller sizes, `words` formats log line and notes; `run` controls one call.
+`attempts` runs functions and blocks, and `run` controls one call. `failure` classifies errors and clears the failed
+run's frames, `room` makes room through the budget, `ranks` detects distributed jobs.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
-from memguard._runtime.retry.blocks import Attempts
-from memguard._runtime.retry.function import again
+from memguard._runtime.retry.attempts import Attempts, again
 from memguard._runtime.retry.run import Policy, Ranks
 
 P = ParamSpec("P")

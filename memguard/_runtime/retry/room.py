@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from memguard._base import specs
 from memguard._base.logs import log as _log
@@ -18,7 +18,7 @@ from memguard._base.types import Event, Room, Sample
 from memguard._budget.joint import POOL
 from memguard._devices import suspension
 from memguard._oom.causes import WORKSPACE, device_of
-from memguard._runtime.retry.types import Done, Failure
+from memguard._runtime.retry.failure import Failure
 from memguard._runtime.runtime import this
 
 _ASKED = 4
@@ -28,6 +28,23 @@ if TYPE_CHECKING:
     from memguard._base.framework_spec import CacheName, FrameworkName
     from memguard._base.types import Device
     from memguard._guard.guard import Guard
+
+
+class Done(NamedTuple):
+    """The room made before a retry, in bytes.
+
+    freed     the decrease of memory in use since the failed run's frames were cleared; None without a budget
+    returned  the bytes that each framework gave back, by NVML
+    cap       the requester's cap before and after; None if it did not move
+    live      the bytes that siblings hold in live arrays above their min, or above a fixed cap
+    uuid      the GPU; None if unknown
+    """
+
+    freed: int | None = None
+    returned: Mapping[str, int] = {}
+    cap: tuple[int, int] | None = None
+    live: Mapping[str, int] = {}
+    uuid: str | None = None
 
 
 def active() -> Guard | None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from memguard._base.logs import log as _log
 from memguard._base.logs import text_of
 from memguard._base.text import visible
+from memguard._base.units import format_size
 from memguard._oom import hooks
-from memguard._runtime.retry import frames, ranks, room, sizes, words
-from memguard._runtime.retry.recognised import recognised
-from memguard._runtime.retry.types import Done, Failure
+from memguard._runtime.retry import ranks, room
+from memguard._runtime.retry.failure import Failure, clear_frames, recognised
+from memguard._runtime.retry.room import Done
 
 Ranks = Literal["refuse", "independent"]
 
@@ -53,7 +55,7 @@ class Run:
         self._runs: list[str] = []
         self._failure: Failure | None = None
         self._outer: int | None = None
-        once = 1 if size is None else sizes.steps(size, policy.floor, policy.multiple)
+        once = 1 if size is None else steps(size, policy.floor, policy.multiple)
         self.most = once if policy.times is None else policy.times if size is None else min(policy.times, once)
 
     def begin(self) -> None:
@@ -73,18 +75,18 @@ class Run:
         failure = recognised(error, self._outer)
         if failure is None:
             if self._runs:
-                self._note(error, words.history(self._runs, "It failed in another way."))
+                self._note(error, _history(self._runs, "It failed in another way."))
             return False
         why = self._forbidden()
         if why is not None:
-            text = words.not_again(why)
-            self._note(error, words.history(self._runs, text) if self._runs else text)
+            text = _not_retried(why)
+            self._note(error, _history(self._runs, text) if self._runs else text)
             return False
         if len(self._runs) >= self.most:
             self._note(error, self._over())
             return False
         self._failure = room.with_figures(failure)
-        frames.clear(error, self._outer)
+        clear_frames(error, self._outer)
         return True
 
     def prepare(self) -> None:
@@ -101,10 +103,10 @@ class Run:
         smaller = ""
         before = "" if self.size is None else f"{self.name}={self.size}: "
         if self.size is not None:
-            self.size = sizes.smaller(self.size, self.policy.floor, self.policy.multiple)
+            self.size = halved(self.size, self.policy.floor, self.policy.multiple)
             smaller = f"{self.name}={self.size}"
-        text = words.line(failure, done, len(self._runs) + 1, self.most, smaller)
-        self._runs.append(f"{before}{failure.words}\n    then {words.done(done, failure.who)}")
+        text = _log_line(failure, done, len(self._runs) + 1, self.most, smaller)
+        self._runs.append(f"{before}{failure.words}\n    then {_room_made(done, failure.who)}")
         _log.warning("%s", text)
         try:
             room.announce(failure, done, text)
@@ -113,19 +115,86 @@ class Run:
 
     def _forbidden(self) -> str | None:
         if room.capturing():
-            return words.CAPTURING
+            return _CAPTURING
         why = ranks.several(ranks.signs()) if self.policy.ranks == "refuse" else None
-        return None if why is None else words.several(why)
+        return None if why is None else _several_ranks(why)
 
     def _over(self) -> str:
         """The note on the last out-of-memory error, after which there is no retry."""
         if self.size is None:
-            return words.history(self._runs, "Each time a GPU ran out of memory.")
-        if sizes.smaller(self.size, self.policy.floor, self.policy.multiple) is not None:
-            return words.history(self._runs, f"The last one had {self.name}={self.size}.")
-        least = sizes.lowest(self.policy.floor, self.policy.multiple)
+            return _history(self._runs, "Each time a GPU ran out of memory.")
+        if halved(self.size, self.policy.floor, self.policy.multiple) is not None:
+            return _history(self._runs, f"The last one had {self.name}={self.size}.")
+        least = lowest(self.policy.floor, self.policy.multiple)
         end = f"{self.name}={self.size} is as small as it may get (the floor is {least})"
-        return words.history(self._runs, f"{end}.") if self._runs else words.not_again(end)
+        return _history(self._runs, f"{end}.") if self._runs else _not_retried(end)
 
     def _note(self, error: BaseException, text: str) -> None:
         hooks.add_note(error, visible(text))
+
+
+def lowest(floor: int, multiple: int) -> int:
+    """The smallest possible size: the floor, rounded up to the multiple."""
+    return -(-floor // multiple) * multiple
+
+
+def halved(size: int, floor: int = 1, multiple: int = 1) -> int | None:
+    """Half the size, rounded down to the multiple, but not below the floor. None if that is not smaller."""
+    half = max(size // 2 // multiple * multiple, lowest(floor, multiple))
+    return half if half < size else None
+
+
+def steps(size: int, floor: int = 1, multiple: int = 1) -> int:
+    """The number of times that the size can shrink."""
+    count, now = 0, halved(size, floor, multiple)
+    while now is not None:
+        count, now = count + 1, halved(now, floor, multiple)
+    return count
+
+
+_CAPTURING = "this thread captures a CUDA graph, which another run would spoil\n  fix: put the retry around the capture"
+
+
+def _several_ranks(why: str) -> str:
+    return (
+        f"{why}: the healthy ones wait in a collective, and a rank that repeats one misaligns the others\n"
+        "  fix: let all ranks stop or skip the step together; of a function that holds no collective say so: "
+        "memguard.retry(ranks='independent')"
+    )
+
+
+def _not_retried(why: str) -> str:
+    """The note on an error without any retry."""
+    return f"memguard did not run it again: {why}"
+
+
+def _room_made(what: Done, who: str | None) -> str:
+    """The room made, as a sentence without a full stop. `who`: the requester, which can return only its own cache."""
+    parts = []
+    if what.freed:
+        parts.append(f"the failed run let go of {format_size(what.freed)}")
+    for name, size in what.returned.items():
+        idle = "its own cache, " if name == who else ""
+        parts.append(f"{name} gave back {idle}{format_size(size)} by NVML")
+    if what.cap is not None:
+        before, after = what.cap
+        parts.append(f"{who}'s cap went from {format_size(before)} to {format_size(after)}")
+    if what.freed is None:
+        parts.append("the failed run was let go of; no budget is active, so no framework was asked for its cache")
+    elif not parts:
+        parts.append("nothing idle came back")
+    parts += [f"{name} holds {format_size(size)} more in live arrays than its min" for name, size in what.live.items()]
+    return "; ".join(parts)
+
+
+def _log_line(failure: Failure, what: Done, number: int, most: int, size: str) -> str:
+    """The log line of retry `number` of at most `most`. `size`: for example `batch_size=32`, or empty."""
+    smaller = f" with {size}" if size else ""
+    return f"{failure.title}: {_room_made(what, failure.who)}; running again{smaller} ({number} of {most})"
+
+
+def _history(runs: Sequence[str], end: str) -> str:
+    """The note on the final error, with a line for each run. `end`: the reason why there is no further run."""
+    lines = [f"memguard ran it {len(runs) + 1} times. {end}"]
+    lines += [f"  run {number}: {text}" for number, text in enumerate(runs, 1)]
+    return "\n".join([*lines, f"  run {len(runs) + 1}: this error"])

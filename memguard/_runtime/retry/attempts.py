@@ -1,4 +1,4 @@
-"""Wraps functions for `memguard.retry`, and reads and replaces the shrinking argument of a call."""
+"""Runs functions and blocks with retries, and replaces the shrinking argument of a call."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar, cast
+from types import TracebackType
+from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 from memguard._runtime.retry.run import Policy, Run
-from memguard._runtime.retry.sizes import Fitted
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -44,6 +44,25 @@ def _code(function: Callable[..., Any]) -> Any:
     """The function that a call runs: for an object, its class's `__call__`."""
     plain = inspect.isroutine(function) or isinstance(function, (type, functools.partial))
     return function if plain else type(function).__call__
+
+
+class Fitted:
+    """The last size that succeeded after shrinking, shared by all calls of one function."""
+
+    def __init__(self) -> None:
+        self.size: int | None = None
+
+    def first(self, given: int) -> int:
+        """The size of the first run: the remembered size, but at most the caller's argument."""
+        size = self.size
+        return given if size is None else min(given, size)
+
+    def learn(self, given: int, size: int) -> None:
+        if size < given:
+            self.size = size
+
+    def forget(self) -> None:
+        self.size = None
 
 
 class Sized:
@@ -164,3 +183,54 @@ def _awaited(function: Callable[..., Any], policy: Policy, sized: Sized | None) 
 
 def _name(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__qualname__", None) or repr(function))
+
+
+class Attempt:
+    """One run of the block. `number` counts from 1; `size` is None without the argument `size` of `attempts`."""
+
+    def __init__(self, run: Run, number: int) -> None:
+        self._run, self.number, self.size = run, number, run.size
+        self.state: Literal["new", "begun", "over", "failed"] = "new"
+
+    def __enter__(self) -> Attempt:
+        if self.state != "new":
+            raise RuntimeError("this attempt has begun already\n    fix: one `with attempt:` for each turn of the loop")
+        self.state = "begun"
+        self._run.begin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        """Suppress the error (True) if the block should run again. The loop prepares the run when the error is gone."""
+        self.state = "over"
+        if error is None or not issubclass(type(error), Exception) or not self._run.again(error):
+            return False
+        self.state = "failed"
+        return True
+
+
+class Attempts:
+    """The attempts of one block. Iteration ends after the first success."""
+
+    def __init__(self, policy: Policy, size: int | None) -> None:
+        self._run = Run(policy, size)
+        self._last: Attempt | None = None
+
+    def __iter__(self) -> Attempts:
+        return self
+
+    def __next__(self) -> Attempt:
+        last, number = self._last, 1
+        if last is not None:
+            if last.state == "over":
+                raise StopIteration
+            if last.state != "failed":
+                raise RuntimeError(
+                    "this attempt had no block\n"
+                    "    fix: for attempt in memguard.retry.attempts():\n        with attempt: ..."
+                )
+            self._run.prepare()
+            number = last.number + 1
+        self._last = Attempt(self._run, number)
+        return self._last

@@ -1,0 +1,144 @@
+"""Which errors are retried, as plain data, and clearing the frames of a failed run.
+
+A traceback's frames keep their local variables, tensors included, alive. The data hold no exception or array.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+import re
+import sys
+from collections.abc import Mapping
+from types import FrameType, TracebackType
+from typing import Any, NamedTuple
+
+from memguard._base.types import RefusedRequest
+from memguard._base.units import format_size
+from memguard._oom import hooks
+from memguard._oom.classify import ErrorFacts, Verdict, classify
+
+_WALKED = 100
+"""The most exceptions of one chain that are examined, and whose frames are cleared."""
+_TEXT, _MOST = 240, 1000
+"""Characters of an error's text in the note on a later error. Whole sentences are kept up to the first number; the
+first sentence is kept up to the second number."""
+_SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[^\sa-z])|\s*\n\s*")
+_SUSPENDS = (
+    inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR | inspect.CO_ITERABLE_COROUTINE
+)  # fmt: skip
+_TRACEBACK: Any = vars(BaseException)["__traceback__"]
+"""Python's descriptor, even if an exception class overrides the attribute."""
+
+
+class Failure(NamedTuple):
+    """One failed run. Sizes are bytes; None if unknown.
+
+    who      the framework or library that requested memory
+    request  the record of the refused request, if the allocator reported it
+    words    type and text of the error, in one line
+    in_use   the live arrays of each framework when the error was caught, by UUID and name
+    held     the memory that each framework had taken from the driver then, by UUID and name
+    """
+
+    who: str | None
+    asked: int | None
+    certain: bool
+    request: RefusedRequest | None
+    facts: ErrorFacts
+    verdict: Verdict
+    words: str
+    in_use: Mapping[str, Mapping[str, int]] = {}
+    held: Mapping[str, Mapping[str, int]] = {}
+
+    @property
+    def title(self) -> str:
+        size = "" if self.asked is None else f" ({format_size(self.asked)} asked for)"
+        possibly = "" if self.certain else "possibly "
+        return f"{self.who or 'an unknown requester'} {possibly}ran out of GPU memory{size}"
+
+
+def recognised(error: BaseException, outer: int | None = None) -> Failure | None:
+    """The facts of an error that is, or was caused by, a GPU out-of-memory error; else None.
+
+    An error whose type and text leave the cause open counts too: a retry may help, and a second failure reaches the
+    program. A group counts only if all its members do, because a retry would discard the other errors. `outer` is the
+    `id` of an exception that was being handled when the run began. It does not belong to the run.
+    """
+    found = _look(error, outer, set())
+    if found is None:
+        return None
+    facts, verdict = found
+    request = hooks.request_of(facts, verdict)
+    asked = request.requested if request is not None and request.requested is not None else verdict.requested
+    return Failure(verdict.requester, asked, verdict.certain, request, facts, verdict, _words(hooks.facts_of(error)))
+
+
+def _words(facts: ErrorFacts) -> str:
+    """The error's type and text in one line."""
+    return f"{facts.type.rpartition('.')[2]}: {first_sentences(facts.text)}"
+
+
+def first_sentences(text: str) -> str:
+    """The first sentences of the text, in one line: requested size and holders, without the advice after them."""
+    found = ""
+    sentences = [" ".join(one.split()) for one in _SENTENCE.split(text.strip())]
+    for one in sentences:
+        if found and len(found) + len(one) >= _TEXT:
+            return f"{found} …"
+        found = f"{found} {one}".strip()
+        if len(found) > _MOST:
+            return f"{found[:_MOST].rpartition(' ')[0] or found[:_MOST]} …"
+    return found
+
+
+def _look(error: BaseException, outer: int | None, known: set[int]) -> tuple[ErrorFacts, Verdict] | None:
+    if id(error) == outer or id(error) in known or len(known) >= _WALKED or not issubclass(type(error), Exception):
+        return None
+    known.add(id(error))
+    cause, context, members = hooks.kin(error)
+    if members:
+        found = [_look(member, outer, known) for member in members]
+        return found[0] if all(found) else None
+    facts = hooks.facts_of(error)
+    verdict = classify(facts)
+    if verdict.memory != "none":
+        return (facts, verdict) if verdict.memory == "gpu" else None
+    for one in (cause, None if hooks.suppressed(error) else context):
+        if one is not None and (deeper := _look(one, outer, known)) is not None:
+            return deeper
+    return None
+
+
+def clear_frames(error: BaseException, outer: int | None = None) -> None:
+    """Clear the finished frames of the error, its causes, its contexts and the members of groups.
+
+    `outer` is the `id` of an exception that the caller was already handling. Its frames and its chain are not cleared.
+    """
+    known: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting and len(known) < _WALKED:
+        one = waiting.pop()
+        if one is None or id(one) == outer or id(one) in known:
+            continue
+        known.add(id(one))
+        _clear_trace(_TRACEBACK.__get__(one))
+        cause, context, members = hooks.kin(one)
+        waiting += [context, cause, *members]
+
+
+def _clear_trace(trace: TracebackType | None) -> None:
+    while trace is not None:
+        if _is_over(trace.tb_frame):
+            with contextlib.suppress(RuntimeError):  # the frame runs, or (Python 3.13 on) is suspended
+                trace.tb_frame.clear()
+        trace = trace.tb_next
+
+
+def _is_over(frame: FrameType) -> bool:
+    """False for the frame of a resumable generator or coroutine, which `clear` would end up to Python 3.12."""
+    if not frame.f_code.co_flags & _SUSPENDS or sys.version_info >= (3, 13):
+        return True
+    # A frame owns its code and variables only after its generator has finished.
+    return any(one is frame.f_code for one in gc.get_referents(frame))
