@@ -26,9 +26,8 @@ from memguard._base.units import format_size, round_up
 from memguard._ledger.types import EXCHANGE
 from memguard._timeline import Oom
 from memguard._timeline.format import PEAK
-from memguard._timeline.refusals import Refusal, is_counted, times_of
-from memguard._timeline.smallest import Smallest, with_headroom
-from memguard._timeline.unmet import Unmet
+from memguard._timeline.refusals import Refusal, RefusalCollector, is_counted, times_of
+from memguard._timeline.smallest_budget import Smallest, with_headroom
 
 _WIDTH = 80
 
@@ -187,7 +186,7 @@ def replay_timeline(
     *,
     recorded: bool = False,
     simulated: bool = False,
-    unmet: Unmet | None = None,
+    unmet: RefusalCollector | None = None,
 ) -> TimelineOutcome:
     """Compare each sample of a timeline's `records` with the caps of `plan`, in constant memory.
 
@@ -207,9 +206,9 @@ def replay_timeline(
     return run.outcome(simulated, recorded)
 
 
-def unmet_under(plan: Plan) -> Unmet:
+def unmet_under(plan: Plan) -> RefusalCollector:
     """A counter of the refused requests of a timeline that was recorded under this plan."""
-    return Unmet(plan, _pinned)
+    return RefusalCollector(plan, _pinned)
 
 
 def _pinned(name: str, usage: FrameworkSample) -> int:
@@ -357,7 +356,7 @@ class _Gpu:
 
 
 class _Run:
-    def __init__(self, plan: Plan, unmet: Unmet) -> None:
+    def __init__(self, plan: Plan, unmet: RefusalCollector) -> None:
         self.unmet = unmet
         self.gpus = {part.device.uuid: _Gpu(index, part) for index, part in enumerate(plan.devices)}
         self.samples, self.ooms = 0, 0

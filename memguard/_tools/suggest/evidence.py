@@ -20,9 +20,8 @@ from memguard._base.types import Device, Event, Plan, Sample
 from memguard._base.units import GRANULE, is_whole
 from memguard._budget import FRAMEWORKS
 from memguard._timeline.format import PEAK
-from memguard._timeline.refusals import Refusal
+from memguard._timeline.refusals import MOST, REGIONS, Refusal, pooled
 from memguard._timeline.replay import TimelineOutcome, replay_timeline, unmet_under
-from memguard._timeline.unmet import MOST, REGIONS, pooled
 
 NO_PEAK = frozenset(row.name for row in SPECS.values() if not row.tells_peak)
 """Frameworks whose allocators do not say their own peak. Their pools grow only when no idle block fits."""

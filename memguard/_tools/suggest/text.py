@@ -17,7 +17,7 @@ from memguard._base.text import visible
 from memguard._base.units import GRANULE, MIB, format_duration, format_size, parse_percent
 from memguard._budget.values import CRITICAL, WARN, percent_text
 from memguard._timeline.refusals import Refusal
-from memguard._timeline.smallest import entry, with_headroom
+from memguard._timeline.smallest_budget import entry, with_headroom
 from memguard._tools.suggest.decide import Figure, Reserve, Suggestion
 from memguard._tools.suggest.evidence import Run
 
