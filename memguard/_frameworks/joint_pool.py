@@ -23,8 +23,7 @@ from memguard._frameworks.driver_pools import PIECE, returned_by_trim
 from memguard.errors import CapNotApplied, DeviceError
 
 if TYPE_CHECKING:
-    from memguard._devices.pool_blocks import PoolBlocks
-    from memguard._devices.pool_cap import PoolCap
+    from memguard._devices.pool_blocks import PoolBlocks, PoolCap
     from memguard._devices.pools import CappedPool, DefaultPool
 
 
@@ -74,7 +73,7 @@ class JointPool:
 
     def _make(self, uuid: str, ordinal: int) -> CappedPool | DefaultPool:
         from memguard._devices import pools
-        from memguard._devices.pool_cap import PoolCap
+        from memguard._devices.pool_blocks import PoolCap
 
         pool = pools.CappedPool(ordinal, self.caps[uuid]) if self.capped else pools.DefaultPool(ordinal)
         if not self.capped:

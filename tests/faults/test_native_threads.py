@@ -138,16 +138,16 @@ def test_what_others_put_there_stays(folder: Path) -> None:
     run(
         folder,
         """
-        from memguard._devices import libcuda, pointers
+        from memguard._devices import c_functions, libcuda
         library.begin(5)
         asks()
         maps = open("/proc/self/maps").read()
-        (place,) = native.slots(table().natives[0], pointers.regions(maps, "native_thread.so"))
+        (place,) = native.slots(table().natives[0], c_functions.regions(maps, "native_thread.so"))
         closed = gate.close(given=[table()])
         other = libcuda.of_c("pthread_mutexattr_destroy")
-        pointers.write(place, other)
+        c_functions.write_pointer(place, other)
         closed.open()
-        assert pointers.read(place) == other and asks() == 0
+        assert c_functions.read_pointer(place) == other and asks() == 0
         """,
     )
 

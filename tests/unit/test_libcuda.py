@@ -90,7 +90,7 @@ def test_only_the_named_places_load_the_library_or_initialise_cuda() -> None:
                 found[node.attr].add(path.name)
             if isinstance(node, ast.ImportFrom) and node.module == "memguard._devices.libcuda":
                 assert "load" not in {alias.name for alias in node.names}
-    places = {"checkpoint.py", "cuda_order.py", "placeholder.py", "survey.py", "shared_memory.py"}
+    places = {"checkpoint.py", "cuda_order.py", "survey.py", "shared_memory.py"}
     assert found == {"load": places, "cuInit": places}
 
 

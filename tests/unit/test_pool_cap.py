@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from memguard._devices import pool_cap
-from memguard._devices.pool_cap import PoolCap
+from memguard._devices import pool_blocks
+from memguard._devices.pool_blocks import PoolCap
 
 
 class Pool:
@@ -63,7 +63,7 @@ def test_of_two_that_look_before_either_allocates_one_gets_it() -> None:
 
 
 def test_one_that_is_not_short_waits_for_nobody_and_two_that_fit_both_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_cap, "_PATIENCE", 60.0)
+    monkeypatch.setattr(pool_blocks, "_PATIENCE", 60.0)
     pool = Pool()
     cap = PoolCap(pool.used, 100)
     first = cap.take(40)  # another request is under way
@@ -91,7 +91,7 @@ def test_what_another_thread_gives_up_serves_the_one_that_waited_for_it() -> Non
 
 
 def test_a_finalizer_within_a_request_of_its_own_thread_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_cap, "_PATIENCE", 60.0)
+    monkeypatch.setattr(pool_blocks, "_PATIENCE", 60.0)
     pool = Pool()
     cap = PoolCap(pool.used, 100)
     inner: list[bool] = []
@@ -102,7 +102,7 @@ def test_a_finalizer_within_a_request_of_its_own_thread_is_refused_at_once(monke
 
 
 def test_one_that_never_ends_holds_nobody_up_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_cap, "_PATIENCE", 0.05)
+    monkeypatch.setattr(pool_blocks, "_PATIENCE", 0.05)
     pool = Pool()
     cap = PoolCap(pool.used, 100)
     hangs: list[Any] = []
@@ -124,7 +124,7 @@ def test_a_ctrl_c_at_any_line_leaves_no_claim() -> None:
 
         def trace(frame: Any, event: str, _: Any) -> Any:
             nonlocal left
-            if frame.f_code.co_filename != pool_cap.__file__:
+            if frame.f_code.co_filename != pool_blocks.__file__:
                 return None
             if event == "line" and frame.f_code.co_name != "__del__":  # Python drops what is raised there
                 left -= 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memguard._devices.pointers import Region, regions
+from memguard._devices.c_functions import Region, regions
 
 MAPS = """\
 7f03ab3f8000-7f03b16b3000 r--p 00000000 fe:00 19051    /site/jax_plugins/xla_cuda13/xla_cuda_plugin.so

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from memguard._base.units import GIB, GRANULE, MIB
 from memguard._devices import libcuda
-from memguard._devices.placeholder import MARGIN, Holder, pieces
+from memguard._devices.checkpoint import MARGIN, Holder, pieces
 from memguard._devices.processes import who
 from memguard._node.identity import folder, this_process
 from memguard._node.suspend import room

@@ -226,7 +226,7 @@ class Helper:
     def _room(self) -> Any:
         with self._opening:
             if self._holder is None:
-                from memguard._devices.placeholder import Holder
+                from memguard._devices.checkpoint import Holder
 
                 self._holder = Holder()
             return self._holder

@@ -18,8 +18,8 @@ from functools import partial
 
 from memguard._base.logs import log as _log
 from memguard._base.undo import Undo
-from memguard._devices import libcuda, pointers
-from memguard._devices.pointers import Region, regions
+from memguard._devices import c_functions, libcuda
+from memguard._devices.c_functions import Region, regions
 from memguard._devices.processes import proc
 from memguard._frameworks.gated import Gates, Native
 
@@ -74,7 +74,7 @@ def slots(native: Native, found: Iterable[Region]) -> list[int]:
     """Where in its memory the library keeps the address of the driver's function."""
     cuda = libcuda.opened(libcuda.NAME)
     address = None if cuda is None else libcuda.address(cuda, native.asks)
-    return pointers.places(found, address) if address else []
+    return c_functions.pointers_to(found, address) if address else []
 
 
 def has_thread(native: Native, found: Iterable[Region]) -> bool:
@@ -114,14 +114,14 @@ def _answer(place: int, name: str, undo: Undo) -> None:
     answer = libcuda.of_c(_DONE)
     if answer is None:  # then `unheld` has said so
         return
-    undo.add(f"{name} of a framework's own thread", partial(_give_back, place, answer, pointers.read(place)))
-    pointers.write(place, answer)
+    undo.add(f"{name} of a framework's own thread", partial(_give_back, place, answer, c_functions.read_pointer(place)))
+    c_functions.write_pointer(place, answer)
     _log.debug("suspend: %s at %#x is answered without the driver", name, place)
 
 
 def _give_back(place: int, answer: int, before: int | None) -> None:
-    if pointers.read(place) == answer:
-        pointers.write(place, before)
+    if c_functions.read_pointer(place) == answer:
+        c_functions.write_pointer(place, before)
 
 
 def _loaded(tables: Iterable[Gates]) -> Iterator[tuple[str, Native, list[Region]]]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from memguard._base.advice import Advice
 from memguard._base.units import format_size
-from memguard._devices.placeholder import MARGIN
+from memguard._devices.checkpoint import MARGIN
 from memguard._devices.processes import who
 from memguard._node.identity import Process, anonymous_bytes, stopped
 from memguard._node.suspend.door import Card, Door

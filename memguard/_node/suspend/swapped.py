@@ -11,10 +11,10 @@ from types import ModuleType
 from typing import Any
 
 from memguard._base.undo import Undo
-from memguard._devices import c_types
+from memguard._devices import c_functions
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
-_ABSENT = c_types.ABSENT
+_ABSENT = c_functions.ABSENT
 
 
 def holders(name: str, but: tuple[str, ...] = ()) -> list[tuple[Any, str, str]]:
@@ -52,7 +52,7 @@ def swap(owner: Any, name: str, wrap: Wrap, undo: Undo, what: str) -> bool:
         if vars(owner).get(name, _ABSENT) is call:
             _put(owner, name, here)
         elif isinstance(owner, type):
-            c_types.modified(owner)  # an interruption may have come between the two halves of `c_types.put`
+            c_functions.clear_method_cache(owner)  # an interruption may have come within `put_method`
 
     undo.add(what, back)
     if not _put(owner, name, call):
@@ -80,7 +80,7 @@ def _put(owner: Any, name: str, value: Any) -> bool:
         else:
             setattr(owner, name, value)
     except (AttributeError, TypeError):
-        return isinstance(owner, type) and c_types.put(owner, name, value)
+        return isinstance(owner, type) and c_functions.put_method(owner, name, value)
     return bool(vars(owner).get(name, _ABSENT) is value)
 
 

@@ -1,14 +1,49 @@
-"""Find, read and write the pointers to C functions in a loaded library's memory."""
+"""Replace C functions: methods of types written in C, and pointers to functions in a loaded library's memory.
+
+Types written in C reject `setattr`, so `put_method` changes the type's own dict. CPython looks a method up in the dicts
+of the type and its bases, and caches the result by the type's version. Each change of the dict therefore calls
+`PyType_Modified`. This works for methods that CPython looks up by name. CPython calls a special method such as
+`__len__` through a slot of the type, which the dict does not change: `put_method` rejects those.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import re
 import struct
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (....) ([0-9a-f]+) \S+ \d+ *(.*)")
+ABSENT = object()
+"""Argument of `put_method`: remove the type's own entry."""
+
+
+def put_method(cls: type, name: str, value: object) -> bool:
+    """Set the type's own entry `name` to `value`, or remove it (`ABSENT`). False if CPython does not allow it."""
+    if name.startswith("__") and name.endswith("__"):
+        return False
+    entries = _own_dict(cls)
+    if entries is None:
+        return False
+    if value is ABSENT:
+        entries.pop(name, None)
+    else:
+        entries[name] = value
+    clear_method_cache(cls)
+    return bool(vars(cls).get(name, ABSENT) is value)
+
+
+def _own_dict(cls: type) -> dict[str, Any] | None:
+    """The dict behind `cls.__dict__`, a read-only view. None if this Python exposes the dict in another way."""
+    found = [one for one in gc.get_referents(cls.__dict__) if type(one) is dict]
+    return found[0] if len(found) == 1 and found[0].keys() == vars(cls).keys() else None
+
+
+def clear_method_cache(cls: type) -> None:
+    """Invalidate CPython's cached methods of the type and its subclasses."""
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(cls))
 
 
 class Region(NamedTuple):
@@ -38,7 +73,7 @@ def regions(maps: str, name: str) -> list[Region]:
     return found
 
 
-def places(found: Iterable[Region], address: int) -> list[int]:
+def pointers_to(found: Iterable[Region], address: int) -> list[int]:
     """The places in writable parts that hold this address. Of this process only."""
     pointer, at = struct.pack("P", address), list[int]()
     for region in found:
@@ -53,11 +88,11 @@ def places(found: Iterable[Region], address: int) -> list[int]:
     return at
 
 
-def read(place: int) -> int | None:
+def read_pointer(place: int) -> int | None:
     """The address stored at `place`; None for 0."""
     return ctypes.c_void_p.from_address(place).value
 
 
-def write(place: int, address: int | None) -> None:
+def write_pointer(place: int, address: int | None) -> None:
     """Store an address. Atomic: an aligned word, so a concurrent caller uses the old or the new address."""
     ctypes.c_void_p.from_address(place).value = address
