@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from memguard._ledger.types import DeviceLedger, Ledger, Row
     from memguard._node.suspend.types import Suspension, Wait
     from memguard._oom.report import Report
-    from memguard._runtime.retry.attempts import Attempt, Attempts
+    from memguard._runtime.retry import Attempt, Attempts
     from memguard._runtime.watches import Watch
     from memguard._timeline.reader import Timeline
     from memguard._tools.doctor import DoctorReport
@@ -46,7 +46,7 @@ _HOMES = {
         "memguard._runtime.watches": ("Watch",),
         "memguard._oom.report": ("Report",),
         "memguard._guard.figures": ("DeviceReclaimable", "FrameworkReclaimable", "Reclaimable"),
-        "memguard._runtime.retry.attempts": ("Attempt", "Attempts"),
+        "memguard._runtime.retry": ("Attempt", "Attempts"),
         "memguard._base.framework_spec": ("FrameworkName",),
         "memguard._base.specs": ("framework_name",),
         "memguard._node.suspend.types": ("Suspension", "Wait"),
