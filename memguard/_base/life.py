@@ -5,18 +5,25 @@ memguard can be imported. It is in the lowest room because every room has
 hooks to add. Each module adds its hook once it has state to renew or to end.
 
 `atexit` runs functions last first, frameworks' functions among them. So each addition registers `_exit` again: it runs
-before the exit functions of every framework that is imported by then.
+before the exit functions of every framework that is imported by then. The exit function of a framework that is imported
+later runs before memguard's, and shuts down the framework's backend. Functions of `at_main_thread_end` run before all
+`atexit` functions, and also in `multiprocessing` workers, which run none. Other threads may still run then.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from enum import IntEnum
 from operator import attrgetter
 from typing import NamedTuple
+
+from memguard._base.logs import log as _log
+from memguard._base.logs import text_of
 
 Call = Callable[[], object]
 
@@ -64,6 +71,7 @@ class _Last(NamedTuple):
 forks: list[_Hook] = []
 exits: list[_Last] = []
 """Exit hooks in the order of their addition, because `atexit` does not list its own."""
+main_thread_ends: list[Call] = []
 
 
 def at_fork(rank: Rank, *, before: Call | None = None, parent: Call | None = None, child: Call | None = None) -> None:
@@ -86,6 +94,37 @@ def not_at_exit(call: Call) -> None:
     for one in [*exits]:
         if one.call == call:
             exits.remove(one)
+
+
+def at_main_thread_end(call: Call) -> None:
+    """Run `call` at the end of the main thread. It must be harmless in a forked child."""
+    main_thread_ends.append(call)
+    _register(os.getpid())
+
+
+def not_at_main_thread_end(call: Call) -> None:
+    while call in main_thread_ends:
+        main_thread_ends.remove(call)
+
+
+@functools.cache
+def _register(pid: int) -> None:
+    """Register `_main_thread_end` once per process. Python's hook is private: without it, only `atexit` hooks run."""
+    register: Callable[[Call], None] | None = getattr(threading, "_register_atexit", None)
+    if register is None:
+        return
+    try:
+        register(_main_thread_end)
+    except RuntimeError:  # the main thread has already ended
+        return
+
+
+def _main_thread_end() -> None:
+    for call in list(main_thread_ends):
+        try:
+            call()
+        except Exception as error:
+            _log.debug("at the program's end: %s", text_of(error))
 
 
 class _Exit:

@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from memguard._base import life
 from memguard._base.logs import log as _log
 from memguard._base.logs import text_of
 from memguard._base.types import Event, Sample, WorkloadReport
 from memguard._base.units import format_size
 from memguard._budget.ranks import rank_of
-from memguard._runtime import ending
 from memguard._runtime.extensions import Extension
 from memguard._timeline import Writer
 from memguard._timeline.format import PEAK
@@ -194,8 +194,8 @@ class Beside:
         self._peaks, self._spans = Peaks(), Spans()
         self._pid, self._taken = os.getpid(), False  # whether the final sample was taken at the end of the main thread
         undo.add("last sample", self.last)
-        undo.add("last sample", lambda: ending.forget(self._before_exit))
-        ending.call_before(self._before_exit)
+        undo.add("last sample", lambda: life.not_at_main_thread_end(self._before_exit))
+        life.at_main_thread_end(self._before_exit)
 
     def sampled(self) -> None:
         """Called after each sample, on the monitor's thread."""

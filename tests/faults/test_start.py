@@ -41,7 +41,7 @@ FILE = {"_budget.yaml"}
 MONITOR = {"_runtime.pressure", "_runtime.sampler"}
 TIMELINE = {
     "_budget.ranks",
-    *("_runtime.beside", "_runtime.ending"),
+    "_runtime.beside",
     *("_timeline", "_timeline.files", "_timeline.format", "_timeline.writer"),
 }
 REAL = {"_devices.cuda_order", "_devices.machine_memory", "_devices.nvml", "_devices.real"}

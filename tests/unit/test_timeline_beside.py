@@ -17,13 +17,13 @@ from waiting import until
 
 import memguard
 from memguard import api
+from memguard._base import life
 from memguard._base.types import Event, RefusedRequest
 from memguard._base.units import GIB, MIB
 from memguard._devices import suspension
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import SimulatedFramework
 from memguard._oom.refusal import RefusalEvents
-from memguard._runtime import ending
 from memguard._runtime.beside import MOST, OTHERS, PEAK, PEAKS_EVERY, Peaks, Spans, Timeline, _Row
 
 HOME = Path(memguard.__file__).parents[1]
@@ -34,7 +34,7 @@ BUDGET: dict[str, Any] = {"version": 1, "frameworks": {"torch": {"limit": "10GiB
 def nothing_left() -> Iterator[None]:
     yield
     memguard.shutdown()
-    assert not ending._calls
+    assert not life.main_thread_ends
 
 
 def begin(folder: Path, interval: str = "1h") -> SimulatedFramework:
@@ -78,7 +78,7 @@ def test_a_peak_that_no_sample_saw_is_there(tmp_path: Path) -> None:
 def test_a_peak_that_has_grown_by_little_is_there_at_the_end(tmp_path: Path) -> None:
     torch = begin(tmp_path)
     torch.free(torch.allocate(3 * GIB))
-    ending._end()
+    life._main_thread_end()
     torch.free(torch.allocate(3 * GIB + 2 * MIB))
     memguard.shutdown()
     assert peaks(tmp_path) == [("torch", 3 * GIB), ("torch", 3 * GIB + 2 * MIB)]
@@ -119,7 +119,7 @@ def test_no_sample_is_taken_where_the_monitors_own_hangs(tmp_path: Path) -> None
     running._ticking, thread = True, running._thread
     running._thread = threading_stand_in()
     try:
-        ending._end()
+        life._main_thread_end()
     finally:
         running._ticking, running._thread = False, thread
     assert len(held(tmp_path)) == 1
@@ -144,10 +144,10 @@ def test_nothing_is_asked_while_the_process_is_off_its_gpus(tmp_path: Path, monk
     with monkeypatch.context() as patched:
         patched.setattr(SimulatedHost, "memory", lambda *args: asked.append(args) or memory(*args))
         patched.setattr(suspension, "now", suspension.Off({}, 0.0))
-        ending._end()
+        life._main_thread_end()
         assert not asked and len(held(tmp_path)) == 1
         patched.setattr(suspension, "now", None)
-        ending._end()
+        life._main_thread_end()
         assert asked and len(held(tmp_path)) == 2
 
 
@@ -163,7 +163,7 @@ def test_a_forked_child_writes_nothing_at_its_end(tmp_path: Path) -> None:
         status = 1
         signal.alarm(20)
         try:
-            ending._end()
+            life._main_thread_end()
             beside.at_exit()
             running._at_exit()
             status = 0 if running.guard.last_sample() is None else 2
@@ -188,7 +188,7 @@ def test_a_reading_that_fails_at_the_end_fails_nothing_else(tmp_path: Path, monk
 
     with monkeypatch.context() as patched:
         patched.setattr(SimulatedHost, "memory", lost)
-        ending._end()
+        life._main_thread_end()
         memguard.shutdown()
     assert len(held(tmp_path)) == 1
 
@@ -259,7 +259,7 @@ def test_frameworks_are_not_asked_again_by_an_exit_function(tmp_path: Path) -> N
     running._at_exit()
     assert len(held(tmp_path)) == 2, "where nothing was asked before, as in a Python without that"
     torch.allocate(GIB)
-    ending._end()
+    life._main_thread_end()
     running._at_exit()
     assert held(tmp_path) == [None, None, GIB]
 
@@ -274,12 +274,12 @@ def test_what_is_called_at_the_end_does_not_stop_the_rest(caplog: pytest.LogCapt
         seen.append("works")
 
     for call in (fails, works):
-        ending.call_before(call)
+        life.at_main_thread_end(call)
     try:
-        ending._end()
+        life._main_thread_end()
     finally:
         for call in (fails, works):
-            ending.forget(call)
+            life.not_at_main_thread_end(call)
     assert seen == ["works"]
 
 

@@ -135,14 +135,12 @@ class Recorder:
         """What is imported to have one that counts nothing without a budget; the recording says when that is."""
 
     def start(self) -> None:
-        from memguard._runtime import ending
-
         self._writer.begin()
         life.at_fork(life.Rank.RECORDER, child=self._forked)
         with contextlib.suppress(Exception):  # the first sample imports much; the monitor would wait long after it
             self.record(self.take(), [])
         self._monitor.start()
-        ending.call_before(self._last)
+        life.at_main_thread_end(self._last)
         life.at_exit(life.Rank.RECORDER, self.stop)
 
     def stop(self) -> None:
