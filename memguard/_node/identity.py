@@ -8,7 +8,7 @@ import stat
 import tempfile
 from typing import NamedTuple
 
-from memguard._devices.processes import proc
+from memguard._devices import proc
 from memguard.errors import MemguardError
 
 

@@ -80,7 +80,7 @@ def _asks() -> bool:
 
 
 def _confirmed(pid: int, tree: bool) -> bool:
-    from memguard._devices.processes import who
+    from memguard._devices import proc
 
     below = " and all that it has started" if tree else ""
-    return click.confirm(f"Suspend {who.name(pid)}{below} all the same?", err=True)
+    return click.confirm(f"Suspend {proc.described(pid)}{below} all the same?", err=True)

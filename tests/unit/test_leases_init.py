@@ -230,7 +230,7 @@ def test_without_a_lease_nothing_of_it_is_loaded() -> None:
         "import sys, memguard\n"
         "memguard.init({'version': 1, 'frameworks': {'torch': {'share': '50%'}}}, simulate='h200')\n"
         "assert not [n for n in sys.modules if n.startswith(("
-        "'memguard._node.leases', 'memguard._devices.processes', 'sqlite3'))]"
+        "'memguard._node.leases', 'memguard._devices.proc', 'sqlite3'))]"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

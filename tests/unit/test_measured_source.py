@@ -15,7 +15,7 @@ APART = (
     "memguard._tools.doctor",
     "memguard._node.leases",
     "memguard._node.metrics",
-    "memguard._devices.processes",
+    "memguard._devices.proc",
     "memguard._tools.report",
     "memguard._tools.suggest",
     "memguard._node.suspend",

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memguard._base.units import GIB, MIB
-from memguard._devices.processes import proc
+from memguard._devices import proc
 from memguard._node.identity import Process
 from memguard._node.suspend import cgroups, facts, refusals
 from memguard._node.suspend.facts import Child, Facts

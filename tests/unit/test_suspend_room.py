@@ -20,9 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memguard._base.units import GIB, GRANULE, MIB
-from memguard._devices import libcuda
+from memguard._devices import libcuda, proc
 from memguard._devices.checkpoint import MARGIN, Holder, pieces
-from memguard._devices.processes import who
 from memguard._node.identity import folder, this_process
 from memguard._node.suspend import room
 from memguard._node.suspend.door import Card
@@ -346,11 +345,11 @@ def test_nobody_knows_what_it_needs(tmp_path: Any) -> None:
 
 
 def test_who_holds_the_memory() -> None:
-    lines = who.holders({os.getpid(): GIB, 4_000_000: 3 * GIB}, used=6 * GIB)
+    lines = proc.holders({os.getpid(): GIB, 4_000_000: 3 * GIB}, used=6 * GIB)
     assert lines[0] == "3.00 GiB  a process (PID 4000000)"
     assert lines[1].startswith("1.00 GiB  ") and f"(PID {os.getpid()}, " in lines[1]
     assert lines[2].startswith("2.00 GiB  processes that are not listed")
-    assert len(who.holders({1: None}, used=6 * GIB)) == 1
+    assert len(proc.holders({1: None}, used=6 * GIB)) == 1
 
 
 def test_a_command_line_is_short_and_printable() -> None:
@@ -359,10 +358,10 @@ def test_a_command_line_is_short_and_printable() -> None:
     )
     try:
         for _ in range(200):
-            line = who.command(child.pid)
+            line = proc.command(child.pid)
             if "import sys" in line:
                 break
         assert len(line) <= 60 and line.isprintable()
     finally:
         child.communicate()
-    assert who.command(2**30) == ""
+    assert proc.command(2**30) == ""

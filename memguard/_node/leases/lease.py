@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from memguard._base.logs import log as _log
 from memguard._base.logs import text_of
-from memguard._devices.processes import who
+from memguard._devices import proc
 from memguard._node.identity import machine, this_process
 from memguard._node.leases import decide, locks, said, store
 from memguard._node.leases.decide import Want
@@ -62,7 +62,7 @@ class Claimer(NamedTuple):
 
 def claimer(budget: str, leaves: float | None = None) -> Claimer:
     process = this_process()
-    command = who.command(process.pid)[:_LONGEST]
+    command = proc.command(process.pid)[:_LONGEST]
     return Claimer(process.pid, process.start, machine(), command, budget[:_LONGEST], leaves)
 
 

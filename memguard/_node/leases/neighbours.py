@@ -17,7 +17,7 @@ from memguard._base.logs import log as _log
 from memguard._base.logs import text_of
 from memguard._base.types import Event
 from memguard._base.units import MIB, format_size
-from memguard._devices.processes import who
+from memguard._devices import proc
 from memguard._node.identity import machine
 from memguard._node.leases import said
 from memguard._node.leases.lease import Lease
@@ -86,7 +86,7 @@ def sentence(one: Neighbour, part: Part, claims: Sequence[Claim], here: str) -> 
     if claim is not None:
         name = said.who(claim, here)
     elif one.pid is not None:
-        name = f"process {one.pid} ({who.command(one.pid) or 'unknown'})"
+        name = f"process {one.pid} ({proc.command(one.pid) or 'unknown'})"
     else:
         name = "processes that cannot be told apart from here (another container)"
     uses = "uses" if one.pid is not None else "use"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memguard._base.text import visible
-from memguard._devices.processes import who
+from memguard._devices import proc
 from memguard._node.identity import Process, lives, machine
 from memguard._node.leases.locks import File
 from memguard._node.leases.store import Store, byte_of, forget, process_row
@@ -41,7 +41,7 @@ def enter(found: Budgeted, folder: str) -> None:
 
     def change(connection: Connection, file: File) -> None:
         process = found.process
-        row = process_row(connection, machine(), process, who.command(process.pid)[:_LONGEST], found.budget[:_LONGEST])
+        row = process_row(connection, machine(), process, proc.command(process.pid)[:_LONGEST], found.budget[:_LONGEST])
         connection.execute(
             "UPDATE processes SET by_others = ?, simulated = ?, listed = 1 WHERE id = ?",
             (found.by_others, found.simulated, row),

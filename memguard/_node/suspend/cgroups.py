@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from memguard._base.units import MAX_SIZE
-from memguard._devices.processes import proc
+from memguard._devices import proc
 
 _OCTAL = re.compile(r"\\([0-7]{3})")
 

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, ParamSpec, TypeVar
 
 from memguard._base.text import visible
-from memguard._devices import libcuda, machine_memory, survey
+from memguard._devices import libcuda, machine_memory, proc, survey
 from memguard._devices.nvml import Nvml
-from memguard._devices.processes import proc
 from memguard._node.identity import Process
 from memguard._node.suspend import cgroups, native, tables
 from memguard._node.suspend import inside as within

@@ -18,9 +18,8 @@ from functools import partial
 
 from memguard._base.logs import log as _log
 from memguard._base.undo import Undo
-from memguard._devices import c_functions, libcuda
+from memguard._devices import c_functions, libcuda, proc
 from memguard._devices.c_functions import Region, regions
-from memguard._devices.processes import proc
 from memguard._frameworks.gated import Gates, Native
 
 _DONE = "pthread_condattr_destroy"

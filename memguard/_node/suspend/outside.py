@@ -16,8 +16,8 @@ from typing import Any
 from memguard._base.advice import Advice
 from memguard._base.logs import log as _log
 from memguard._base.units import GIB, format_size
+from memguard._devices import proc
 from memguard._devices.checkpoint import State
-from memguard._devices.processes import proc, who
 from memguard._node.identity import Process, process_of
 from memguard._node.suspend import facts, flow, listener, processes, records, refusals, room, steps
 from memguard._node.suspend.door import Door
@@ -102,9 +102,9 @@ def found(pid: int) -> Process:
     process = process_of(pid)
     if process is None:
         raise NotThereError(f"there is no process {pid} here", fix="`memguard ps` lists those with GPU memory")
-    user = who.user_of(pid)
+    user = proc.user_of(pid)
     if user is not None and user != os.geteuid():
-        name = who.owner(pid)
+        name = proc.owner(pid)
         raise NotAllowedError(
             f"process {pid} is {name}'s: only its own user can suspend or resume it",
             fix=f"as that user: sudo -u {name} memguard ...",
@@ -120,7 +120,7 @@ def family(process: Process, listed: Listing, wanted: Callable[[processes.Row], 
     chosen = []
     for pid, stat in (proc.family("/", process.pid) or {}).items():
         row = listed.of(pid)
-        own = who.user_of(pid) == os.geteuid() and not processes.is_helper(pid)
+        own = proc.user_of(pid) == os.geteuid() and not processes.is_helper(pid)
         if row is not None and own and wanted(row):
             chosen.append(Process(pid, stat.start))
     first = listed.of(process.pid)

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from memguard._base.units import format_size
+from memguard._devices import proc
 from memguard._devices.checkpoint import State
 from memguard._devices.nvml import Nvml
-from memguard._devices.processes import proc, who
 from memguard._node import identity
 from memguard._node.identity import Process
 from memguard._node.leases.registry import Budgeted
@@ -216,8 +216,8 @@ def _busy(pid: int, gpus: Iterable[Gpu]) -> int | None:
 
 
 def _unlisted(gpus: Iterable[Gpu]) -> tuple[str, ...]:
-    sizes = [(gpu.index, who.unlisted(gpu.processes, gpu.used)) for gpu in gpus]
-    return tuple(f"GPU {index}: {format_size(size)} belong to {who.UNLISTED}" for index, size in sizes if size)
+    sizes = [(gpu.index, proc.unlisted(gpu.processes, gpu.used)) for gpu in gpus]
+    return tuple(f"GPU {index}: {format_size(size)} belong to {proc.UNLISTED}" for index, size in sizes if size)
 
 
 # Reading.
@@ -284,8 +284,8 @@ def gpus_of(nvml: Nvml, busy: bool = True) -> tuple[Gpu, ...]:
 
 
 def person(pid: int) -> Person:
-    command = "memguard (room for a restore)" if is_helper(pid) else who.command(pid)
-    return Person(identity.start_of(pid), who.owner(pid), command)
+    command = "memguard (room for a restore)" if is_helper(pid) else proc.command(pid)
+    return Person(identity.start_of(pid), proc.owner(pid), command)
 
 
 def is_helper(pid: int, root: str = "/") -> bool:

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 from memguard._base.advice import Advice
 from memguard._base.units import format_size
+from memguard._devices import proc
 from memguard._devices.checkpoint import MARGIN
-from memguard._devices.processes import who
 from memguard._node.identity import Process, anonymous_bytes, stopped
 from memguard._node.suspend.door import Card, Door
 from memguard._node.suspend.turn import Turn
@@ -126,7 +126,7 @@ def _waits(
     found = []
     for uuid, size in needs.items():
         card = cards[uuid]
-        holders = who.holders(card.processes, card.used)
+        holders = proc.holders(card.processes, card.used)
         found.append(Wait(uuid, size + MARGIN, card.free, len(ahead.get(uuid, ())), holders, seconds))
     return found
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from memguard._devices.processes import proc
+from memguard._devices import proc
 
 LONGEST = 2.0
 """Seconds that are waited at most: a thread that computes may never sleep, and gets no processor here."""

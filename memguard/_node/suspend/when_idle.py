@@ -13,9 +13,8 @@ from memguard._base import life
 from memguard._base.logs import is_heard
 from memguard._base.logs import log as _log
 from memguard._base.specs import SPECS
-from memguard._devices import suspension
+from memguard._devices import proc, suspension
 from memguard._devices.nvml import Nvml
-from memguard._devices.processes import proc
 from memguard._frameworks import real_imports
 from memguard._frameworks.import_hook import ImportHook
 from memguard._node.suspend import cells

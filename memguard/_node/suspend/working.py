@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from memguard._base.advice import Advice
 from memguard._base.logs import log as _log
-from memguard._devices.processes import who
+from memguard._devices import proc
 from memguard._node.identity import Process
 from memguard._node.suspend import claims, records
 from memguard._node.suspend.records import Record
@@ -88,7 +88,7 @@ class Work:
             self.found = self._now = None
         if self._now is None:
             sizes = (self._sizes() or None) if self._sizes is not None else None
-            command = who.command(self._process.pid)
+            command = proc.command(self._process.pid)
             self._now = Record(self._process, step, sizes, time.time(), self._why, command, self._budget)
         self._keep(replace(self._now, step=step), must=step == "lock")
 

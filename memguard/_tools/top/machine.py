@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from memguard._base.logs import text_of
+from memguard._devices import proc
 from memguard._devices.nvml import Nvml
-from memguard._devices.processes import who
 from memguard._node import identity
 from memguard._node.identity import Process
 from memguard._node.suspend import processes, sockets
@@ -177,7 +177,7 @@ class Machine:
         if before is None and state == "ended":
             return
         key = f"{process.pid}-{process.start}"
-        target, gpus = before or (Target(key, who.command(process.pid) or "a process", process.pid, "silent"), ())
+        target, gpus = before or (Target(key, proc.command(process.pid) or "a process", process.pid, "silent"), ())
         since = target.since if target.state == state else now
         notes = (note,) if note else ()
         self._targets[process] = replace(target, state=state, since=since, notes=notes), gpus  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Reads one process's entries in /proc: its state, descendants, memory mappings and access rights.
+"""Reads processes' entries in /proc: state, descendants, memory mappings, access rights, and the holders of a GPU.
 
 Every reader takes the root of the file system, `/` except in tests. A file that cannot be read gives None: another
 user's, an ended process's, or a /proc that is not mounted.
@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
+
+from memguard._base.text import visible
+from memguard._base.units import GIB, format_size
 
 _UVM = "/dev/nvidia-uvm"
 _GPU = re.compile(r"/dev/nvidia\d+$|/dev/nvidiactl$|/dev/nvidia-uvm$")
@@ -29,6 +32,11 @@ TOOLS = {
     "libcudadebugger.so": "a debugger of CUDA (cuda-gdb)",
 }
 """Libraries that a profiler or debugger loads into the process it observes, by the beginning of the file's name."""
+_LONGEST = 60
+"""Characters of a command line: its beginning identifies the program."""
+UNLISTED = "processes that are not listed here (another container, the driver)"
+_DRIVER_USES = GIB
+"""Bytes. The driver itself uses some hundred MiB of each GPU: unlisted bytes below this belong to no process."""
 
 
 class Stat(NamedTuple):
@@ -197,3 +205,63 @@ def injected(root: str, pid: int) -> bool | None:
 
 def _number(field: str) -> int | None:
     return int(field) if field.isascii() and field.isdecimal() and len(field) < 20 else None
+
+
+def holders(processes: Mapping[int, int | None], used: int | None) -> tuple[str, ...]:
+    """One line for each process, the largest first; `used` are the GPU's used bytes.
+
+    Bytes of no listed process get their own line: NVML omits the processes of other containers.
+    """
+    sizes = sorted(processes.items(), key=lambda entry: (-(entry[1] or 0), entry[0]))
+    lines = [f"{format_size(size)}  {described(pid)}" for pid, size in sizes]
+    rest = unlisted(processes, used)
+    return (*lines, f"{format_size(rest)}  {UNLISTED}") if rest else tuple(lines)
+
+
+def unlisted(processes: Mapping[int, int | None], used: int | None) -> int:
+    """Bytes of no listed process; 0 if the driver itself may use them, or NVML gives no bytes by process."""
+    if used is None or None in processes.values():
+        return 0
+    rest = used - sum(size or 0 for size in processes.values())
+    return rest if rest >= _DRIVER_USES else 0
+
+
+def described(pid: int) -> str:
+    """`python train.py (PID 41, alice)`; parts that cannot be read are omitted."""
+    user = owner(pid)
+    return f"{command(pid) or 'a process'} (PID {pid}{', ' + user if user else ''})"
+
+
+def command(pid: int) -> str:
+    """The process's command line, shortened and printable; empty if it cannot be read."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            words = [os.fsdecode(word) for word in file.read(4096).split(b"\0") if word]
+    except OSError:
+        return ""
+    if not words:
+        return ""
+    line = visible(" ".join([os.path.basename(words[0]), *words[1:]])).replace("\n", " ")
+    return line if len(line) <= _LONGEST else line[: _LONGEST - 1] + "…"
+
+
+def user_of(pid: int, root: str = "/") -> int | None:
+    """The ID of the process's effective user; None if there is no such process, or it cannot be read."""
+    found = status(root, pid)
+    return None if found is None else found.user
+
+
+def owner(pid: int) -> str:
+    """The name of the process's user, or the user's ID without a name; empty if there is no such process."""
+    user = user_of(pid)
+    if user is None:
+        try:
+            user = os.stat(f"/proc/{pid}").st_uid
+        except OSError:
+            return ""
+    import pwd
+
+    try:
+        return pwd.getpwuid(user).pw_name
+    except KeyError:
+        return str(user)
