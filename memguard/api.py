@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from memguard._base.framework_spec import CacheName, FrameworkName
     from memguard._guard.figures import Reclaimable
     from memguard._ledger.types import Ledger
-    from memguard._runtime.watches import Watch
+    from memguard._runtime.callbacks import Watch
 
 EXTENSIONS = {
     "device.lease": "memguard._node.leases.extension:Leases",
@@ -164,7 +164,7 @@ def on_event(callback: Callable[[Event], object]) -> Watch:
     """
     if not callable(callback):
         raise TypeError(f"memguard.on_event takes a function, found {callback!r}")
-    from memguard._runtime.watches import Watch
+    from memguard._runtime.callbacks import Watch
 
     callbacks.append(watch := Watch(callback, callbacks))
     return watch
@@ -180,7 +180,7 @@ def on_sample(callback: Callable[[Sample], object]) -> Watch:
     """
     if not callable(callback):
         raise TypeError(f"memguard.on_sample takes a function, found {callback!r}")
-    from memguard._runtime.watches import Watch
+    from memguard._runtime.callbacks import Watch
 
     watches.append(watch := Watch(callback, watches))
     if (found := this.session) is not None and found.active and found.guard.budget.monitor is None:

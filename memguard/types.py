@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from memguard._ledger.types import DeviceLedger, Ledger, Row
     from memguard._node.suspend.types import Suspension, Wait
     from memguard._oom.report import Report
+    from memguard._runtime.callbacks import Watch
     from memguard._runtime.retry import Attempt, Attempts
-    from memguard._runtime.watches import Watch
     from memguard._timeline.reader import Timeline
     from memguard._tools.doctor import DoctorReport
     from memguard._tools.doctor.finding import Finding, Severity
@@ -43,7 +43,7 @@ _HOMES = {
         "memguard._tools.doctor": ("DoctorReport",),
         "memguard._tools.doctor.finding": ("Finding", "Severity"),
         "memguard._ledger.types": ("DeviceLedger", "Ledger", "Row"),
-        "memguard._runtime.watches": ("Watch",),
+        "memguard._runtime.callbacks": ("Watch",),
         "memguard._oom.report": ("Report",),
         "memguard._guard.figures": ("DeviceReclaimable", "FrameworkReclaimable", "Reclaimable"),
         "memguard._runtime.retry": ("Attempt", "Attempts"),

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from memguard._guard.guard import Guard
     from memguard._oom.report import Report
     from memguard._runtime import pressure
+    from memguard._runtime.callbacks import Watch
     from memguard._runtime.extensions import Claimed, Extension, Look, Say
     from memguard._runtime.sampler import Monitor
-    from memguard._runtime.watches import Watch
     from memguard._timeline import Writer
 
 
@@ -336,7 +336,7 @@ class Session:
         for extension in self.extensions:
             extension.tick(sample)
         if watches and sample.devices:  # without devices: a reading that failed
-            from memguard._runtime.watches import give
+            from memguard._runtime.callbacks import give
 
             give(watches, sample, lambda: self.active)
 

@@ -138,13 +138,13 @@ def test_what_was_entered_is_seen_on_a_real_process(run: Run) -> None:
     found = run(
         QUIET
         + """
-from memguard._devices import loaded
+from memguard._devices import loaded_libraries
 def entered(name, work):
-    before = dict(loaded.doors.entries())
+    before = dict(loaded_libraries.doors.entries())
     kept.append(work())
     torch.cuda.synchronize()
-    loaded.doors.libraries()
-    after = dict(loaded.doors.entries())
+    loaded_libraries.doors.libraries()
+    after = dict(loaded_libraries.doors.entries())
     result[name] = sorted(door for door, count in after.items() if count > before.get(door, 0))
 a = torch.ones((512, 512), device="cuda")
 entered("nothing", lambda: None)
@@ -160,7 +160,7 @@ entered("cupy matmul", lambda: b @ b)
 entered("kernels", lambda: a.cumsum(0))
 entered("raw again", lambda: raw(64 * MIB))
 begun = time.perf_counter()
-for _ in range(1000): loaded.doors.entries()
+for _ in range(1000): loaded_libraries.doors.entries()
 result["seconds"] = time.perf_counter() - begun
 """
     )
@@ -210,14 +210,14 @@ def test_the_loaded_libraries_of_a_real_process_are_found(run: Run) -> None:
     found = run(
         QUIET
         + """
-from memguard._devices import loaded
-result["before"] = sorted(loaded.libraries())
+from memguard._devices import loaded_libraries
+result["before"] = sorted(loaded_libraries.libraries())
 """
         + WORK
         + """
-result["after"] = sorted(loaded.libraries())
+result["after"] = sorted(loaded_libraries.libraries())
 begun = time.perf_counter()
-for _ in range(20): loaded.libraries()
+for _ in range(20): loaded_libraries.libraries()
 result["seconds"] = time.perf_counter() - begun
 """
     )

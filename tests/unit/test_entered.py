@@ -20,7 +20,7 @@ from memguard import api
 from memguard._base.framework_spec import DOORS, KERNELS, LAZY, LIBRARIES
 from memguard._base.specs import SPECS
 from memguard._base.units import MIB
-from memguard._devices import loaded
+from memguard._devices import loaded_libraries
 from memguard._devices.real import RealHost
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import SimulatedFramework
@@ -499,7 +499,7 @@ def test_libraries_that_are_loaded_one_after_the_other_are_found_at_once_and_a_l
 
 DOOR = """
 import ctypes, mmap, os, random, threading, time
-from memguard._devices import libcuda, loaded
+from memguard._devices import libcuda, loaded_libraries
 maths = ctypes.CDLL("libm.so.6")
 path = next(file for line in open("/proc/self/maps") if "/libm" in (file := line.split()[-1]))
 def function(name):
@@ -510,7 +510,7 @@ door, other = function("tgamma"), function("cbrt")
 page = libcuda.address(maths, "tgamma") // mmap.PAGESIZE * mmap.PAGESIZE
 assert page != libcuda.address(maths, "cbrt") // mmap.PAGESIZE * mmap.PAGESIZE
 door(2.5), other(2.5)
-doors = loaded.Doors()
+doors = loaded_libraries.Doors()
 def counts(mark=True): return dict(doors.entries(mark))
 """
 
@@ -582,9 +582,9 @@ def test_threads_run_a_function_whose_page_is_taken_again_and_again() -> None:
         ctypes.memmove(page, ctypes.string_at(page, 1), 1)
         assert libc.mprotect(at, ctypes.c_size_t(mmap.PAGESIZE), 5) == 0""",
         ),
-        ("no page map", "doors = loaded.Doors('/proc/self/none')"),
-        ("a page map that says nothing", "doors = loaded.Doors('/dev/null')"),
-        ("a page map of zeros", "doors = loaded.Doors('/dev/zero')"),
+        ("no page map", "doors = loaded_libraries.Doors('/proc/self/none')"),
+        ("a page map that says nothing", "doors = loaded_libraries.Doors('/dev/null')"),
+        ("a page map of zeros", "doors = loaded_libraries.Doors('/dev/zero')"),
         ("no such function", "NAMES = ('tgamma2',)"),
         ("no such library", "path = '/usr/lib/libnothing.so'"),
     ],
@@ -620,12 +620,12 @@ def test_a_second_library_of_a_name_of_which_nothing_is_told_makes_the_first_sil
 
 def test_a_part_of_a_library_that_has_no_such_function_makes_it_no_silent_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """cuDNN has its functions in one file of several."""
-    doors = loaded.Doors()
-    monkeypatch.setattr(loaded, "files", lambda: frozenset({("cudnn", "/nvidia/libcudnn_ops.so.9")}))
+    doors = loaded_libraries.Doors()
+    monkeypatch.setattr(loaded_libraries, "files", lambda: frozenset({("cudnn", "/nvidia/libcudnn_ops.so.9")}))
     assert doors.libraries() == {"cudnn"} and not doors._silent
-    monkeypatch.setattr(loaded, "files", lambda: frozenset({("cudnn", "/nvidia/libcudnn_graph.so.9")}))
+    monkeypatch.setattr(loaded_libraries, "files", lambda: frozenset({("cudnn", "/nvidia/libcudnn_graph.so.9")}))
     assert doors.libraries() == {"cudnn"} and doors._silent == {"cudnn"}
-    monkeypatch.setattr(loaded, "files", lambda: None)
+    monkeypatch.setattr(loaded_libraries, "files", lambda: None)
     assert doors.libraries() == set(LIBRARIES)
 
 
@@ -638,11 +638,11 @@ def test_the_list_of_files_names_each_with_its_path(tmp_path: Path) -> None:
         "7f0000400000-7f0000500000 r-xp 00000000 08:01 15  /home/me/libcufft.so.d/data.bin\n"
         "7f0000500000-7f0000600000 r-xp 00000000 08:01 16  /usr/lib/libcuda.so.580.159.04\n"
     )
-    assert loaded.files(str(maps)) == {
+    assert loaded_libraries.files(str(maps)) == {
         ("cublas", "/venv/nvidia/cu13/lib/libcublas.so.13"),
         ("cublas", "/usr/lib/with space/libcublas.so.12.1 (deleted)"),
         (KERNELS, "/usr/lib/libcuda.so.580.159.04"),
     }
-    assert loaded.libraries(str(maps)) == {"cublas"}
-    assert loaded.files(str(tmp_path / "none")) is None
-    assert RealHost.entries(object.__new__(RealHost)) == loaded.doors.entries()
+    assert loaded_libraries.libraries(str(maps)) == {"cublas"}
+    assert loaded_libraries.files(str(tmp_path / "none")) is None
+    assert RealHost.entries(object.__new__(RealHost)) == loaded_libraries.doors.entries()

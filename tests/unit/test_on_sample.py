@@ -20,7 +20,7 @@ from memguard import api
 from memguard._base.types import DeviceSample, Sample
 from memguard._base.units import GIB
 from memguard._devices import suspension
-from memguard._runtime import session, watches
+from memguard._runtime import callbacks, session
 
 BUDGET: dict[str, Any] = {"version": 1, "frameworks": {"torch": {"limit": "4GiB"}}}
 WATCHED = {**BUDGET, "monitor": {"interval": "50ms"}}
@@ -73,9 +73,9 @@ def test_each_sample_is_given_on_the_monitors_thread_until_it_is_removed() -> No
 @pytest.mark.parametrize(
     ("register", "registered"), [(memguard.on_sample, session.watches), (memguard.on_event, session.callbacks)]
 )
-def test_what_is_returned_is_a_block_too(register: Any, registered: list[watches.Watch]) -> None:
+def test_what_is_returned_is_a_block_too(register: Any, registered: list[callbacks.Watch]) -> None:
     with register(print) as watch:
-        assert type(watch) is watches.Watch and registered == [watch]
+        assert type(watch) is callbacks.Watch and registered == [watch]
         again = register(print)
         assert registered == [watch, again], "registered twice, given twice"
     assert registered == [again]
@@ -152,7 +152,7 @@ def test_nothing_while_suspended_and_nothing_of_a_reading_that_failed(monkeypatc
     assert seen == []
     running._record(of(), [])
     assert seen == [of()]
-    session.watches.insert(0, watches.Watch(suspend, session.watches))  # what comes after it in the same turn, too
+    session.watches.insert(0, callbacks.Watch(suspend, session.watches))  # what comes after it in the same turn, too
     running._record(of(2), [])
     running._record(of(3), [])
     assert seen == [of()]
@@ -180,11 +180,11 @@ def test_a_forked_child_gives_no_samples() -> None:
 def test_a_function_that_forks_calls_no_other_in_the_child() -> None:
     code = (
         "import os, sys, time, memguard\n"
-        "from memguard._runtime import session, watches\n"
+        "from memguard._runtime import callbacks, session\n"
         "parent = os.getpid()\n"
         "memguard.on_sample(lambda sample: os.fork())\n"
         "memguard.on_sample(lambda sample: print('child' if os.getpid() != parent else 'parent'))\n"
-        "watches.give(session.watches, None, lambda: True)\n"
+        "callbacks.give(session.watches, None, lambda: True)\n"
         "if os.getpid() == parent: os.wait()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -206,7 +206,7 @@ def test_without_one_nothing_is_loaded_and_nothing_is_called() -> None:
     code = (
         "import sys, time, memguard\n"
         f"memguard.init({WATCHED!r}, simulate='h200'); time.sleep(0.2); memguard.shutdown()\n"
-        "assert 'memguard._runtime.watches' not in sys.modules\n"
+        "assert 'memguard._runtime.callbacks' not in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -18,7 +18,7 @@ from memguard._base.framework_spec import LAZY, LIBRARIES
 from memguard._base.specs import SPECS
 from memguard._base.types import Device, DeviceSample, Event, FrameworkSample, Sample
 from memguard._base.units import GIB, MIB
-from memguard._devices import loaded
+from memguard._devices import loaded_libraries
 from memguard._devices.real import RealHost
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import SimulatedFramework
@@ -315,17 +315,17 @@ def test_the_loaded_libraries_are_those_that_the_kernel_maps(tmp_path: Path) -> 
         "7f0000a00000-7f0000b00000 r-xp 00000000 08:01 15  /home/me/libcufft.so.d/data.bin",
     ]
     maps.write_text("\n".join(lines[:2]) + "\n")
-    assert loaded.libraries(str(maps)) == {"cublas"}
+    assert loaded_libraries.libraries(str(maps)) == {"cublas"}
     maps.write_text("\n".join(lines) + "\n")
-    found = loaded.libraries(str(maps))
+    found = loaded_libraries.libraries(str(maps))
     assert {"cublas", "cusolver"} <= found and "cudnn" not in found, "cuDNN comes with an import, and is used later"
     maps.write_text("7f00-7f01 r-xp 0 08:01 1 /x/libcudnn_graph.so.9\n7f00-7f01 r-xp 0 08:01 1 /x/libcufft.so.12\n")
-    assert loaded.libraries(str(maps)) == {"cudnn", "cufft"}
+    assert loaded_libraries.libraries(str(maps)) == {"cudnn", "cufft"}
     maps.write_bytes(b"\xff\xfe /x/libcu\xff\n")
-    assert loaded.libraries(str(maps)) == frozenset()
-    assert loaded.libraries(str(tmp_path / "nothing")) == frozenset(LIBRARIES), "each of them may be"
-    assert loaded.libraries() <= set(LIBRARIES)
-    assert RealHost.libraries(object.__new__(RealHost)) == loaded.libraries()
+    assert loaded_libraries.libraries(str(maps)) == frozenset()
+    assert loaded_libraries.libraries(str(tmp_path / "nothing")) == frozenset(LIBRARIES), "each of them may be"
+    assert loaded_libraries.libraries() <= set(LIBRARIES)
+    assert RealHost.libraries(object.__new__(RealHost)) == loaded_libraries.libraries()
 
 
 class Listing(SimulatedHost):

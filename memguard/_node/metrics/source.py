@@ -15,8 +15,8 @@ from memguard._budget.ranks import rank_of
 from memguard._budget.values import JOB, MAX_JOB
 from memguard._devices import suspension
 from memguard._node.metrics.figures import KINDS, Scene
+from memguard._runtime.callbacks import Watch
 from memguard._runtime.session import callbacks
-from memguard._runtime.watches import Watch
 
 if TYPE_CHECKING:
     from memguard._runtime.extensions import Context

@@ -34,9 +34,9 @@ from memguard._node.suspend import sockets
 from memguard._node.top.requests import Requests
 from memguard._node.top.snapshot import Gpu, Part, Share, Target
 from memguard._node.top.state import Story
+from memguard._runtime.callbacks import Watch
 from memguard._runtime.extensions import Extension
 from memguard._runtime.session import callbacks, on_monitor
-from memguard._runtime.watches import Watch
 from memguard.errors import MemguardError
 from memguard.exchange.ipc import wire
 
