@@ -1,4 +1,4 @@
-"""Reads processes' entries in /proc: state, descendants, memory mappings, access rights, and the holders of a GPU.
+"""Reads /proc: processes' state, descendants, mappings, access rights and names, and the machine's memory. Detects WSL.
 
 Every reader takes the root of the file system, `/` except in tests. A file that cannot be read gives None: another
 user's, an ended process's, or a /proc that is not mounted.
@@ -265,3 +265,37 @@ def owner(pid: int) -> str:
         return pwd.getpwuid(user).pw_name
     except KeyError:
         return str(user)
+
+
+def available_memory(root: str = "/") -> int | None:
+    """Bytes that the kernel can allocate without swapping, its reclaimable file cache included; None if unknown.
+
+    `MemAvailable` of /proc/meminfo. It is host-wide, in a container too.
+    """
+    return parse_meminfo(text(os.path.join(root, "proc/meminfo")) or "")
+
+
+def grantable_memory(root: str = "/") -> int | None:
+    """Bytes that the kernel still commits to processes where it forbids overcommit (`vm.overcommit_memory` is 2).
+
+    None where it allows overcommit (0 or 1, as usual), and if unknown.
+    """
+    if (text(os.path.join(root, "proc/sys/vm/overcommit_memory")) or "").strip() != "2":
+        return None
+    found = text(os.path.join(root, "proc/meminfo")) or ""
+    limit, granted = parse_meminfo(found, "CommitLimit:"), parse_meminfo(found, "Committed_AS:")
+    return None if limit is None or granted is None else max(limit - granted, 0)
+
+
+def parse_meminfo(said: str, field: str = "MemAvailable:") -> int | None:
+    """A field in bytes from the text of /proc/meminfo; None if it is missing or no number."""
+    for line in said.splitlines():
+        name, *rest = line.split()[:3] or [""]
+        if name == field and len(rest) == 2 and rest[0].isascii() and rest[0].isdecimal() and rest[1] == "kB":
+            return int(rest[0]) << 10
+    return None
+
+
+def is_wsl(kernel: str, root: str = "/") -> bool:
+    """Whether this Linux runs in WSL, judged by the kernel's release or version, or by the device of its GPU driver."""
+    return "microsoft" in kernel.lower() or os.path.exists(os.path.join(root, "dev/dxg"))

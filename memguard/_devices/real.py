@@ -11,7 +11,7 @@ from dataclasses import replace
 from memguard._base.advice import Advice
 from memguard._base.logs import log as _log
 from memguard._base.types import Device, MemoryInfo
-from memguard._devices import contexts, cuda_order, machine_memory
+from memguard._devices import contexts, cuda_order, proc
 from memguard._devices.nvml import Nvml, divided
 from memguard.errors import DeviceError
 
@@ -43,7 +43,7 @@ class RealHost:
             )
         self._nvml = Nvml()
         self._lock = threading.RLock()  # re-entrant: a signal handler or a finalizer may interrupt a call
-        self.spills = machine_memory.wsl(os.uname().release)
+        self.spills = proc.is_wsl(os.uname().release)
         self._cuda: tuple[contexts.VisibleDevice, ...] | None = None
 
     @property
@@ -98,7 +98,7 @@ class RealHost:
         if not device.unified:
             return self._nvml.memory(device.uuid)
         by_cuda = None if device.ordinal is None else contexts.free_memory(device.ordinal)
-        known = [size for size in (machine_memory.available(), by_cuda) if size is not None]
+        known = [size for size in (proc.available_memory(), by_cuda) if size is not None]
         if not known:
             raise DeviceError(
                 f"{device.name} uses the machine's memory, and /proc/meminfo does not say how much is available",

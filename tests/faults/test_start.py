@@ -44,7 +44,7 @@ TIMELINE = {
     "_runtime.beside",
     *("_timeline", "_timeline.files", "_timeline.format", "_timeline.writer"),
 }
-REAL = {"_devices.cuda_order", "_devices.machine_memory", "_devices.nvml", "_devices.real"}
+REAL = {"_devices.cuda_order", "_devices.proc", "_devices.nvml", "_devices.real"}
 SIMULATED = {
     "_devices.catalog", "_devices.simulated", "_frameworks.simulated", "_frameworks.simulated.adapter",
     "_frameworks.simulated.allocators", "_frameworks.simulated.arena", "_frameworks.simulated.driver_allocators",

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 from stub_gpus import GIB, MIB, ONE, TWO, UUIDS, Run
 
-from memguard._devices import machine_memory
+from memguard._devices import proc
 
 TOTAL = 124_610
 BUDGET = """
 import ctypes
 from memguard import api
-from memguard._devices import contexts, libcuda, machine_memory
+from memguard._devices import contexts, libcuda, proc
 BUDGET = {"version": 1, "device": {"limit": "40GiB"}, "frameworks": {"pycuda": {"share": "50%"}}}
 def meminfo(size):
-    machine_memory.available = lambda root="/": size
+    proc.available_memory = lambda root="/": size
 def framework():
     # what a framework does: it initialises CUDA and makes the primary context
     ctypes.CDLL("libcuda.so.1").cuInit(0)
@@ -227,14 +227,14 @@ memguard.shutdown()
     ],
 )  # fmt: skip
 def test_what_the_machine_has_available(text: str, size: int | None, tmp_path: Path) -> None:
-    assert machine_memory.parse(text) == size
+    assert proc.parse_meminfo(text) == size
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc" / "meminfo").write_text(text, encoding="utf-8")
-    assert machine_memory.available(str(tmp_path)) == size
+    assert proc.available_memory(str(tmp_path)) == size
 
 
 def test_a_machine_without_proc(tmp_path: Path) -> None:
-    assert machine_memory.available(str(tmp_path)) is None
+    assert proc.available_memory(str(tmp_path)) is None
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_what_is_wsl(kernel: str, device: bool, wsl: bool, tmp_path: Path) -> No
     (tmp_path / "dev").mkdir()
     if device:
         (tmp_path / "dev" / "dxg").write_text("")
-    assert machine_memory.wsl(kernel, str(tmp_path)) is wsl
+    assert proc.is_wsl(kernel, str(tmp_path)) is wsl
 
 
 @pytest.mark.parametrize("wsl", [True, False])
@@ -256,8 +256,8 @@ def test_init_says_that_wsl_may_spill(run: Run, build: Callable[..., Path], wsl:
     found = run(
         f"""
 import logging
-from memguard._devices import machine_memory
-machine_memory.wsl = lambda kernel, root="/": {wsl}
+from memguard._devices import proc
+proc.is_wsl = lambda kernel, root="/": {wsl}
 logging.basicConfig()
 budget = {{"version": 1, "frameworks": {{"pycuda": {{"share": "50%"}}}}}}
 memguard.init(budget)

@@ -171,12 +171,12 @@ def child() -> Iterator[None]:
 @contextlib.contextmanager
 def host_memory() -> Iterator[None]:
     """Replaced by a stand-in: the machine reports 64 MiB of available memory."""
-    from memguard._devices import machine_memory
+    from memguard._devices import proc
 
-    available = machine_memory.available
-    machine_memory.available = lambda *_: 64 * MIB  # type: ignore[assignment]
+    available = proc.available_memory
+    proc.available_memory = lambda *_: 64 * MIB  # type: ignore[assignment]
     yield
-    machine_memory.available = available
+    proc.available_memory = available
 
 
 PROVOKED: dict[str, tuple[Callable[[], Any], str, str]] = {

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, ParamSpec, TypeVar
 
 from memguard._base.text import visible
-from memguard._devices import libcuda, machine_memory, proc, survey
+from memguard._devices import libcuda, proc, survey
 from memguard._devices.nvml import Nvml
 from memguard._node.identity import Process
 from memguard._node.suspend import cgroups, native, tables
@@ -128,10 +128,10 @@ def collect(
         machine=system.machine,
         driver=survey.module(root) or nvml.driver,
         calls=libcuda.exports(*libcuda.CHECKPOINT),
-        wsl=machine_memory.wsl(system.release, root),
+        wsl=proc.is_wsl(system.release, root),
         gpus=nvml.gpus,
-        available=machine_memory.available(root),
-        grantable=machine_memory.grantable(root),
+        available=proc.available_memory(root),
+        grantable=proc.grantable_memory(root),
         limits=cgroups.limits(root, pid),
         running=_running(root, process, stat),
         state=stat.state if stat is not None else None,

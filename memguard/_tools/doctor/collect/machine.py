@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from memguard._devices import machine_memory
+from memguard._devices import proc
 from memguard._tools.doctor.bounds import printable
 from memguard._tools.doctor.facts import System
 from memguard.errors import FactsError
@@ -97,7 +97,7 @@ def system(environ: Mapping[str, str], python: str, executable: str, root: str =
         python=python,
         executable=executable,
         root=hasattr(os, "geteuid") and os.geteuid() == 0,
-        wsl=machine_memory.wsl(kernel, root),
+        wsl=proc.is_wsl(kernel, root),
         container=container(environ, root),
     )
 
