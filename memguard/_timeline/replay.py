@@ -23,6 +23,7 @@ from typing import Any
 from memguard._base.specs import NEVER_GIVE_BACK, SPECS
 from memguard._base.types import DevicePlan, DeviceSample, Event, FrameworkSample, Plan, Sample
 from memguard._base.units import format_size, round_up
+from memguard._budget import FRAMEWORKS
 from memguard._ledger.types import EXCHANGE
 from memguard._timeline import Oom
 from memguard._timeline.format import PEAK
@@ -219,20 +220,18 @@ def _pinned(name: str, usage: FrameworkSample) -> int:
 class _Count:
     """Counts excesses of one bound during a replay."""
 
-    __slots__ = ("first", "most", "now", "samples", "times")
-
     def __init__(self) -> None:
         self.first: float | None = None
         self.now, self.times, self.samples, self.most = False, 0, 0, 0
 
     def see(self, time: float, by: int) -> None:
-        self.samples += 1
-        if not self.now:
-            self.now = True
-            self.times += 1
-            if self.first is None:
-                self.first = time
-        self.most = max(self.most, by)
+        """Count one sample, `by` bytes above the bound; 0 or less: it is within the bound."""
+        if by > 0:
+            self.samples += 1
+            self.times += not self.now
+            self.first = time if self.first is None else self.first
+            self.most = max(self.most, by)
+        self.now = by > 0
 
     def at_least(self, time: float, by: int) -> None:
         """Count one excess by the time `time`, unless a sample has already shown as large a one."""
@@ -246,20 +245,6 @@ class _Count:
 
 class _Cell:
     """One framework on one GPU, during a replay."""
-
-    __slots__ = (
-        "cache",
-        "cap",
-        "fragments",
-        "held",
-        "in_use",
-        "needs",
-        "peak",
-        "pool",
-        "refused",
-        "requests",
-        "silent",
-    )
 
     def __init__(self, name: str, cap: int | None) -> None:
         # The size of a pool that never shrinks is no measure of the need under a smaller cap.
@@ -290,20 +275,10 @@ class _Cell:
                 pinned = max(held - reclaimable, in_use)
         if pinned > self.needs:
             self.needs = pinned
-        cap = self.cap
-        if cap is None:
-            return pinned
-        if live > cap:
+        if (cap := self.cap) is not None:  # live <= pinned: a sample counts once, for the worst
             self.refused.see(time, live - cap)
-            self.fragments.now = self.cache.now = False
-        elif pinned > cap:
-            self.fragments.see(time, pinned - cap)
-            self.refused.now = self.cache.now = False
-        elif held is not None and held > cap:
-            self.cache.see(time, held - cap)
-            self.refused.now = self.fragments.now = False
-        else:
-            self.refused.now = self.fragments.now = self.cache.now = False
+            self.fragments.see(time, pinned - cap if live <= cap else 0)
+            self.cache.see(time, held - cap if held is not None and pinned <= cap else 0)
         return pinned
 
 
@@ -336,14 +311,8 @@ class _Gpu:
         if known and device.unaccounted is not None and device.unaccounted > 0:
             outside += device.unaccounted  # otherwise it may contain memory of a framework that does not report held
         self.outside = max(self.outside, outside)
-        if more > self.spare:
-            self.together.see(time, more - self.spare)
-        else:
-            self.together.now = False
-        if overhead > self.part.reserve:
-            self.above.see(time, overhead - self.part.reserve)
-        else:
-            self.above.now = False
+        self.together.see(time, more - self.spare)
+        self.above.see(time, overhead - self.part.reserve)
 
     def cell(self, name: str) -> _Cell:
         if name not in self.cells:
@@ -402,7 +371,7 @@ class _Run:
                 self.others.add(device.uuid)
 
     def outcome(self, simulated: bool, recorded: bool) -> TimelineOutcome:
-        for (uuid, name), _ in (refused := self.unmet.found()).items():
+        for uuid, name in (refused := self.unmet.found()):
             if (gpu := self.gpus.get(uuid)) is not None:
                 gpu.cell(name)
         rows = [
@@ -468,8 +437,6 @@ class _Run:
 
 
 def _smallest(rows: Sequence[TimelineFramework], gpus: Sequence[_Gpu]) -> Smallest | None:
-    from memguard._budget import FRAMEWORKS
-
     needs: dict[str, int] = {}
     for row in rows:
         if row.framework in FRAMEWORKS and (row.peak_held or row.peak_in_use or row.least):

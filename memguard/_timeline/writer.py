@@ -187,10 +187,6 @@ class Writer:
         self.close()
 
     @property
-    def _fd(self) -> int | None:
-        return self._opened[-1] if self._opened else None
-
-    @property
     def _longest(self) -> int:
         """The most bytes of one line: it must fit in one file together with a header."""
         return min(MAX_LINE, self._most // 2)
@@ -298,7 +294,8 @@ class Writer:
             elif not self._in_place(about) and not self._follow(about):
                 self._replace_moved(room)
             elif not room:
-                self._set_aside(size)
+                self._rename(size, mine=True)  # before the close: if it fails, a closed file would block the path
+                self._shut()
         if not self._opened:
             self._begin()
         _write(self._opened[-1], line, self._size)
@@ -313,8 +310,11 @@ class Writer:
         if not os.path.lexists(self.path):
             return
         self._refuse_others(None)
-        size = os.lstat(self.path).st_size
-        if size:
+        self._keep_earlier()
+
+    def _keep_earlier(self) -> None:
+        """Make the existing file a part of an earlier run, or remove it if it is empty."""
+        if size := os.lstat(self.path).st_size:
             self._rename(size, mine=False)
         else:
             files.remove(self.path)
@@ -357,11 +357,7 @@ class Writer:
     def _begin(self) -> None:
         self._make_room()
         if files.is_ours(self.path) and not files.in_use(self.path):
-            # Left by an attempt that could not write its header; or an earlier file was restored.
-            if size := os.lstat(self.path).st_size:
-                self._rename(size, mine=False)
-            else:
-                files.remove(self.path)
+            self._keep_earlier()  # left by an attempt that could not write its header; or an earlier file was restored
         handle = files.create(self.path, self._opened)
         self._head = self._head._replace(part=self._number)
         line, self._size = self._header(self._number), 0
@@ -392,7 +388,7 @@ class Writer:
         if os.path.isdir(os.path.dirname(self.path)):
             return False
         try:
-            where = os.readlink(f"/proc/self/fd/{self._require()}")
+            where = os.readlink(f"/proc/self/fd/{self._opened[-1]}")
             renamed = os.path.basename(where) != os.path.basename(self.path)  # moved alone, without its parts
             if renamed or not os.path.samestat(os.lstat(where), about):
                 return False
@@ -420,11 +416,6 @@ class Writer:
             return
         files.close(self._moved)
         self._news = f"the timeline {self.path} was moved: it is begun anew"
-
-    def _set_aside(self, size: int) -> None:
-        """Rename the full file to a part, then close it: if the rename fails, a closed file would block the path."""
-        self._rename(size, mine=True)
-        self._shut()
 
     def _rename(self, size: int, mine: bool) -> None:
         while os.path.lexists(target := files.rotated(self.path, self._number)):
@@ -492,10 +483,6 @@ class Writer:
             raise
         finally:
             files.close(opened)
-
-    def _require(self) -> int:
-        assert self._fd is not None
-        return self._fd
 
     def _shut(self) -> None:
         files.close(self._opened)
