@@ -302,7 +302,8 @@ def _quietly(what: str, call: Callable[..., Any], *arguments: Any) -> Any:
 def _log_failure(what: str, failure: BaseException) -> None:
     """Log the failure, without the exception's text if that raises: nothing here raises."""
     with contextlib.suppress(Exception):
-        _log.debug("%s: %s: %s", what, *((facts := facts_of(failure)).type, facts.text))
+        facts = facts_of(failure)
+        _log.debug("%s: %s: %s", what, facts.type, facts.text)
 
 
 class _Showing:
@@ -456,10 +457,6 @@ def _plain(error: BaseException, name: str) -> int | str | None:
     return value if type(value) is str and len(value) <= 100 else None
 
 
-def _nothing() -> None:
-    pass
-
-
 def without_note(error: BaseException, prints: bool) -> Callable[[], None]:
     """Remove the notes of reports printed in full from the errors while their traceback is printed.
 
@@ -504,9 +501,12 @@ class _Hook:
     def __call__(self, *args: Any) -> None:
         """`sys` passes type, value and traceback; `threading` passes one object that contains them."""
         error = args[1] if len(args) > 1 else getattr(args[0], "exc_value", None)
-        report, fresh = _examine(error) if self._live and isinstance(error, BaseException) else (None, None)
+        if not isinstance(error, BaseException):
+            self._pass_on(args)
+            return
+        report, fresh = _examine(error) if self._live else (None, None)
         showing = _Showing(report, fresh) if report is not None and fresh is not None else None
-        put_back = without_note(error, self._prints) if isinstance(error, BaseException) else _nothing
+        put_back = without_note(error, self._prints)
         del error
         try:
             self._pass_on(args)
