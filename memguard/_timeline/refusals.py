@@ -13,10 +13,11 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from operator import attrgetter
 from typing import Any
 
 from memguard._base.specs import NEVER_GIVE_BACK, SPECS
-from memguard._base.types import DevicePlan, DeviceSample, Event, FrameworkSample, Plan, Sample
+from memguard._base.types import DeviceSample, Event, FrameworkSample, Plan, Sample
 from memguard._base.units import GRANULE, is_whole
 from memguard._budget import FRAMEWORKS
 from memguard._timeline.format import Oom
@@ -121,11 +122,11 @@ def counting_event(events: Sequence[Refusal], left: Sequence[int], report: Repor
     event of several requests has the time of the last.
     """
     if report.event is not None:
-        at = bisect_left(events, report.event, key=_when)
+        at = bisect_left(events, report.event, key=attrgetter("time"))
         return at if at < len(events) and events[at].time == report.event and left[at] else None
     when, by = (report.refusal.time, _REPORT) if report.moment is None else (report.moment, _MOMENT)
     asked, counted = report.refusal.asked, not report.refusal.times
-    first = bisect_left(events, when - by, key=_when)
+    first = bisect_left(events, when - by, key=attrgetter("time"))
     for at in range(first, len(events)):
         event = events[at]
         if event.time > when + by and not (at == first and event.times > 1 and counted):
@@ -133,10 +134,6 @@ def counting_event(events: Sequence[Refusal], left: Sequence[int], report: Repor
         if left[at] and (asked is None or event.asked is None or asked == event.asked):
             return at
     return None
-
-
-def _when(event: Refusal) -> float:
-    return event.time
 
 
 def _merged(event: Refusal, report: Reported) -> Refusal:
@@ -256,7 +253,10 @@ class RefusalCollector:
         grown = held is not None and cap is not None and held < cap - GRANULE
         if key[1] in REGIONS and key[0] not in self._pooled and grown:
             return held
-        return _pinned_of(key[1], held, in_use, reclaimable)
+        pinned = in_use if in_use is not None else held
+        if held is not None and reclaimable is not None and key[1] not in NEVER_GIVE_BACK:
+            pinned = max(held - reclaimable, pinned or 0)
+        return pinned
 
     def _before(self, key: Key) -> tuple[int | None, int | None, int | None]:
         """By the last sample: the framework's unreclaimable bytes, its cap, and the GPU's free memory."""
@@ -271,23 +271,15 @@ class RefusalCollector:
 
 
 def pooled(plan: Plan) -> set[str]:
-    """The UUIDs of the GPUs on which frameworks share a joint cap."""
-    return {part.device.uuid for part in plan.devices if _one_pool(part)}
+    """The UUIDs of the GPUs on which frameworks share a joint cap.
 
-
-def _one_pool(part: DevicePlan) -> bool:
-    """Detect a joint cap, which counts once in the sum, as older timelines do not name its frameworks."""
-    return bool(part.joined) or sum(part.caps.values()) + part.unallocated + part.reserve > part.limit
-
-
-def _pinned_of(name: str, held: int | None, in_use: int | None, reclaimable: int | None) -> int | None:
-    """The framework's unreclaimable bytes at the refusal; None if neither figure is known."""
-    if held is None and in_use is None:
-        return None
-    pinned = in_use if in_use is not None else held
-    if held is not None and reclaimable is not None and name not in NEVER_GIVE_BACK:
-        pinned = max(held - reclaimable, pinned or 0)
-    return pinned
+    Older timelines do not name its frameworks: there the sum shows it, in which a joint cap counts once.
+    """
+    return {
+        part.device.uuid
+        for part in plan.devices
+        if part.joined or sum(part.caps.values()) + part.unallocated + part.reserve > part.limit
+    }
 
 
 def _whole(value: object) -> int | None:

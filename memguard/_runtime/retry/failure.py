@@ -72,12 +72,9 @@ def recognised(error: BaseException, outer: int | None = None) -> Failure | None
     facts, verdict = found
     request = hooks.request_of(facts, verdict)
     asked = request.requested if request is not None and request.requested is not None else verdict.requested
-    return Failure(verdict.requester, asked, verdict.certain, request, facts, verdict, _words(hooks.facts_of(error)))
-
-
-def _words(facts: ErrorFacts) -> str:
-    """The error's type and text in one line."""
-    return f"{facts.type.rpartition('.')[2]}: {first_sentences(facts.text)}"
+    own = hooks.facts_of(error)
+    words = f"{own.type.rpartition('.')[2]}: {first_sentences(own.text)}"
+    return Failure(verdict.requester, asked, verdict.certain, request, facts, verdict, words)
 
 
 def first_sentences(text: str) -> str:

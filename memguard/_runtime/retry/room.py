@@ -84,7 +84,11 @@ def make(failure: Failure) -> Done:
     if guard is None or now is None:
         return Done()
     live = _of(now, "in_use")
-    freed = sum(_less(failure.in_use[uuid], live.get(uuid, {})) for uuid in failure.in_use)
+    freed = sum(
+        max(size - live.get(uuid, {}).get(name, 0), 0)
+        for uuid, sizes in failure.in_use.items()
+        for name, size in sizes.items()
+    )
     returned: dict[str, int] = {}
     pool = [POOL] if any(part.joined for part in guard.plan.devices) else []
     for name in (*pool, *guard.frameworks):
@@ -160,7 +164,3 @@ def _of(sample: Sample, field: str) -> dict[str, dict[str, int]]:
         }
         for device in sample.devices
     }
-
-
-def _less(then: Mapping[str, int], now: Mapping[str, int]) -> int:
-    return sum(max(size - now.get(name, 0), 0) for name, size in then.items())

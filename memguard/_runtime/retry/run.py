@@ -100,13 +100,14 @@ class Run:
             done = room.make(failure)
         except Exception as problem:
             _log.debug("no room was made for another run: %s", text_of(problem))
-        smaller = ""
-        before = "" if self.size is None else f"{self.name}={self.size}: "
+        made = _room_made(done, failure.who)
+        before = smaller = ""
         if self.size is not None:
+            before = f"{self.name}={self.size}: "
             self.size = halved(self.size, self.policy.floor, self.policy.multiple)
-            smaller = f"{self.name}={self.size}"
-        text = _log_line(failure, done, len(self._runs) + 1, self.most, smaller)
-        self._runs.append(f"{before}{failure.words}\n    then {_room_made(done, failure.who)}")
+            smaller = f" with {self.name}={self.size}"
+        text = f"{failure.title}: {made}; running again{smaller} ({len(self._runs) + 1} of {self.most})"
+        self._runs.append(f"{before}{failure.words}\n    then {made}")
         _log.warning("%s", text)
         try:
             room.announce(failure, done, text)
@@ -185,12 +186,6 @@ def _room_made(what: Done, who: str | None) -> str:
         parts.append("nothing idle came back")
     parts += [f"{name} holds {format_size(size)} more in live arrays than its min" for name, size in what.live.items()]
     return "; ".join(parts)
-
-
-def _log_line(failure: Failure, what: Done, number: int, most: int, size: str) -> str:
-    """The log line of retry `number` of at most `most`. `size`: for example `batch_size=32`, or empty."""
-    smaller = f" with {size}" if size else ""
-    return f"{failure.title}: {_room_made(what, failure.who)}; running again{smaller} ({number} of {most})"
 
 
 def _history(runs: Sequence[str], end: str) -> str:
