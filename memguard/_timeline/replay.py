@@ -15,20 +15,20 @@ than the need refuses them again.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from fractions import Fraction
 from typing import Any
 
 from memguard._base.specs import NEVER_GIVE_BACK, SPECS
 from memguard._base.types import DevicePlan, DeviceSample, Event, FrameworkSample, Plan, Sample
-from memguard._base.units import format_size, round_up
+from memguard._base.units import GRANULE, MIB, format_size, round_up
 from memguard._budget import FRAMEWORKS
 from memguard._ledger.types import EXCHANGE
 from memguard._timeline import Oom
 from memguard._timeline.format import PEAK
 from memguard._timeline.refusals import Refusal, RefusalCollector, is_counted, times_of
-from memguard._timeline.smallest_budget import Smallest, with_headroom
 
 _WIDTH = 80
 
@@ -103,6 +103,28 @@ class TimelineDevice:
 
 
 @dataclass(frozen=True)
+class SmallestBudget:
+    """The smallest budget that fits, in bytes, multiples of 2 MiB. `reserve` is None if none was measured."""
+
+    limits: Mapping[str, int]
+    reserve: int | None
+    problem: str | None = None
+    """Why no budget can be written: its figures come from different GPUs, and a budget has one figure for all."""
+
+    def yaml(self) -> str:
+        """A budget file that `memguard check` accepts."""
+        lines = ["# the smallest budget that fits what was recorded; leave room for what was not", "version: 1"]
+        if self.reserve is None:
+            lines.append("device: {reserve: auto} # none was measured")
+        else:
+            limit = self.reserve + sum(self.limits.values())
+            lines.append(f"device: {{limit: {limit // MIB}MiB, reserve: {self.reserve // MIB}MiB}}")
+        lines.append("frameworks:")
+        lines += [f"  {name}: {budget_entry(size, {})}" for name, size in self.limits.items()]
+        return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True)
 class TimelineOutcome:
     """The result of a replay. `recorded` is True if the caps are the timeline's own."""
 
@@ -113,7 +135,7 @@ class TimelineOutcome:
     recorded: bool
     devices: tuple[TimelineDevice, ...]
     frameworks: tuple[TimelineFramework, ...]
-    smallest: Smallest | None
+    smallest: SmallestBudget | None
     notes: tuple[str, ...]
 
     @property
@@ -436,7 +458,7 @@ class _Run:
             yield f"GPUs that are not in the budget's plan are left out: {', '.join(sorted(self.others))}"
 
 
-def _smallest(rows: Sequence[TimelineFramework], gpus: Sequence[_Gpu]) -> Smallest | None:
+def _smallest(rows: Sequence[TimelineFramework], gpus: Sequence[_Gpu]) -> SmallestBudget | None:
     needs: dict[str, int] = {}
     for row in rows:
         if row.framework in FRAMEWORKS and (row.peak_held or row.peak_in_use or row.least):
@@ -456,7 +478,18 @@ def _smallest(rows: Sequence[TimelineFramework], gpus: Sequence[_Gpu]) -> Smalle
                 else f"it does not fit GPU {gpu.index}: {format_size(limit)} of {format_size(gpu.part.device.usable)}"
             )
             break
-    return Smallest(dict(sorted(needs.items(), key=lambda item: -item[1])), reserve, problem)
+    return SmallestBudget(dict(sorted(needs.items(), key=lambda item: -item[1])), reserve, problem)
+
+
+def with_headroom(need: int, headroom: Fraction = Fraction(0)) -> int:
+    """The limit for a need: a whole number of 2 MiB, and at least one."""
+    return max(round_up(-(-need * (1 + headroom) // 1)), GRANULE)
+
+
+def budget_entry(limit: int, options: Mapping[str, Any]) -> str:
+    """A framework's entry in the file: `{limit: 512MiB, growth: false}`."""
+    more = "".join(f", {key}: {str(value).lower()}" for key, value in options.items())
+    return f"{{limit: {limit // MIB}MiB{more}}}"
 
 
 def _span(seconds: float) -> str:

@@ -28,8 +28,7 @@ from memguard._base.units import GIB, GRANULE, MIB
 from memguard._budget import policy
 from memguard._devices.simulated import SimulatedHost
 from memguard._timeline import Oom, Writer
-from memguard._timeline.replay import replay_timeline, unmet_under
-from memguard._timeline.smallest_budget import with_headroom
+from memguard._timeline.replay import replay_timeline, unmet_under, with_headroom
 from memguard._tools.suggest import decide, text
 from memguard._tools.suggest.evidence import PEAK, Run, observe
 

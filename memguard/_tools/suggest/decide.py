@@ -16,7 +16,7 @@ from memguard._base.specs import SPECS
 from memguard._base.types import Device
 from memguard._base.units import format_size, round_up
 from memguard._budget import policy
-from memguard._timeline.smallest_budget import with_headroom
+from memguard._timeline.replay import with_headroom
 from memguard._tools.suggest.evidence import Need, Run
 
 HEADROOM = Fraction(15, 100)

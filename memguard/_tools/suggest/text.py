@@ -17,7 +17,7 @@ from memguard._base.text import visible
 from memguard._base.units import GRANULE, MIB, format_duration, format_size, parse_percent
 from memguard._budget.values import CRITICAL, WARN, percent_text
 from memguard._timeline.refusals import Refusal
-from memguard._timeline.smallest_budget import entry, with_headroom
+from memguard._timeline.replay import budget_entry, with_headroom
 from memguard._tools.suggest.decide import Figure, Reserve, Suggestion
 from memguard._tools.suggest.evidence import Run
 
@@ -51,7 +51,7 @@ def as_yaml(found: Suggestion) -> str:
     for figure in found.figures:
         for text in _evidence(figure, len(found.runs)):
             lines += comment(text, "  ")
-        lines.append(f"  {figure.framework}: {entry(figure.limit, figure.options)}")
+        lines.append(f"  {figure.framework}: {budget_entry(figure.limit, figure.options)}")
     lines += comment("To record the next run as well, with warnings only above what was recorded:")
     lines.append(f"# monitor: {{timeline: run.jsonl{_warn(found)}}}")
     return "\n".join(lines) + "\n"
