@@ -37,7 +37,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Literal
 
@@ -47,6 +47,7 @@ from memguard._base.types import (
     RECORD,
     Applied,
     Device,
+    Drift,
     Enforcement,
     RefusedRequest,
     Shortage,
@@ -164,8 +165,8 @@ class Framework(ABC):
         """The most bytes that one more allocation of `size` bytes would make the framework take from the driver."""
         return size
 
-    def drift(self) -> list[str]:
-        """Changes since `apply` that broke the cap, as sentences; mostly none."""
+    def drift(self) -> Sequence[Drift]:
+        """Changes since `apply` that broke the cap; mostly none."""
         return []
 
     def unseen(self) -> str | None:

@@ -26,12 +26,12 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 from memguard._base.locks import Rank, ranked
-from memguard._base.types import Applied, Device, Enforcement, Shortage, Usage, usage_of
+from memguard._base.types import Applied, Device, Drift, Enforcement, Shortage, Usage, usage_of
 from memguard._base.units import GRANULE, round_up
 from memguard._devices import contexts
 from memguard._frameworks.base import with_size
@@ -66,7 +66,7 @@ class CuPy(Limits):
         self._shares: dict[int, int] = {}  # cache of `whole_share` by size
         self._plain: dict[Callable[[int], Any], Callable[[int], Any]] = {}  # the user's allocator by the capped one
         self._raw_set: Callable[..., None] | None = None
-        self._drifted: list[str] = []
+        self._drifted: list[Drift] = []
         self._rmm: resource.Limit | None = None
         self._watched = False
 
@@ -248,7 +248,7 @@ class CuPy(Limits):
             return "its async pool tells nobody of a refused request"
         return resource.UNSEEN if self._rmm is not None else None
 
-    def drift(self) -> list[str]:
+    def drift(self) -> Sequence[Drift]:
         cupy = _imported()
         if cupy is None:
             return []
@@ -259,11 +259,11 @@ class CuPy(Limits):
         self._drifted = self._drift(cupy)
         return self._drifted
 
-    def _drift(self, cupy: Any) -> list[str]:
+    def _drift(self, cupy: Any) -> list[Drift]:
         if cupy.cuda.get_allocator() is not self._allocate and (swapped := self._swapped_for(cupy)) is not None:
-            return [f"cupy: its allocator was replaced after memguard.init ({swapped}): its cap does not hold"]
+            return [_replaced(swapped)]
         if self._rmm is not None:
-            return self._rmm.drift(self.name)
+            return self._rmm.drift()
         pool = self._pool
         here = contexts.current() if self._limited else None
         for ordinal, (_, limit) in list(self._limited.items()) if pool is not None else ():
@@ -634,6 +634,10 @@ def _imported() -> Any:
     """CuPy if its import is complete, else None."""
     cupy = sys.modules.get("cupy")
     return None if getattr(getattr(cupy, "__spec__", None), "_initializing", False) else cupy
+
+
+def _replaced(allocator: str) -> Drift:
+    return Drift(f"its allocator was replaced after memguard.init ({allocator})", "its cap does not hold")
 
 
 def _named(allocator: Any) -> str:

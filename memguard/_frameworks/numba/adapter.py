@@ -18,13 +18,13 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from memguard._base.locks import Rank, ranked
 from memguard._base.logs import log as _log
-from memguard._base.types import Applied, Device, Enforcement, State, Usage, usage_of
+from memguard._base.types import Applied, Device, Drift, Enforcement, State, Usage, usage_of
 from memguard._base.units import round_up
 from memguard._devices import contexts
 from memguard._frameworks.base import Framework
@@ -212,9 +212,9 @@ class Numba(Framework):
             return None
         return "copies of host arrays given to numba's kernels; cuda.to_device counts them"
 
-    def drift(self) -> list[str]:
+    def drift(self) -> Sequence[Drift]:
         if self._rmm is not None:
-            return self._rmm.drift(self.name)
+            return self._rmm.drift()
         driver: Any = sys.modules.get(DRIVER)
         if self._manager is None or driver is None:
             return []
@@ -222,7 +222,7 @@ class Numba(Framework):
         if driver._memory_manager is self._manager and not others:
             return []
         name = type(others[0]).__name__ if others else getattr(driver._memory_manager, "__name__", "another")
-        return [f"numba: its memory manager was replaced after memguard.init ({name}): the cap does not hold"]
+        return [Drift(f"its memory manager was replaced after memguard.init ({name})", "the cap does not hold")]
 
     def forked(self) -> None:
         self.caps = {}

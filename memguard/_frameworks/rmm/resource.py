@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from memguard._base.types import Applied, Enforcement, Usage
+from memguard._base.types import Applied, Drift, Enforcement, Usage
 from memguard._base.undo import Undo
 from memguard._devices.host import Host
 from memguard.errors import CapNotApplied
@@ -26,8 +26,10 @@ _limits: dict[int, tuple[str, Any]] = {}
 class Limit:
     """RMM's limit for one framework: the adaptors around the devices' resources, by UUID."""
 
-    def __init__(self, adaptors: Mapping[str, Any], ordinals: Mapping[str, int]) -> None:
+    def __init__(self, adaptors: Mapping[str, Any], ordinals: Mapping[str, int], uncapped: str | None = None) -> None:
         self._adaptors = dict(adaptors)
+        self.uncapped = uncapped
+        """Why RMM is only watched; None if it is limited."""
         self.standing = {ordinals[uuid]: adaptor for uuid, adaptor in adaptors.items()}
         """The adaptors by ordinal, until the limit is undone; empty if RMM is only watched."""
 
@@ -39,13 +41,15 @@ class Limit:
         size = int(adaptor.get_allocated_bytes())
         return Usage(size, size, 0)
 
-    def drift(self, framework: str) -> list[str]:
-        """A sentence for each GPU whose resource no longer goes through the limit (`rmm.reinitialize`)."""
+    def drift(self) -> list[Drift]:
+        """The GPUs whose resource no longer goes through the limit (`rmm.reinitialize`)."""
         rmm: Any = sys.modules.get("rmm")
         now = {n: rmm.mr.get_per_device_resource(n) for n in list(self.standing)} if rmm is not None else {}
         return [
-            f"{framework}: RMM's resource on cuda:{ordinal} was replaced after memguard.init "
-            f"({type(resource).__name__}): its cap does not hold"
+            Drift(
+                f"RMM's resource on cuda:{ordinal} was replaced after memguard.init ({type(resource).__name__})",
+                "its cap does not hold",
+            )
             for ordinal, resource in now.items()
             if not _goes_through(resource, self.standing.get(ordinal))
         ]
@@ -90,8 +94,8 @@ def apply(framework: str, caps: Mapping[str, int], ordinals: Mapping[str, int], 
             why = f"it allocates through RMM's {type(base).__name__}, which may hold more than is in use"
         else:
             continue
-        note = f"{framework}: watched: it has no cap of its own: {why}"
-        return Limit({}, {}), Applied(Enforcement.WATCHED, lambda: None, notes=(note,))
+        uncapped = f"watched: it has no cap of its own: {why}"
+        return Limit({}, {}, uncapped), Applied(Enforcement.WATCHED, lambda: None, notes=(f"{framework}: {uncapped}",))
     capped = {ordinal: uuid for uuid, ordinal in ordinals.items() if uuid in caps}
     before = {ordinal: rmm.mr.get_per_device_resource(ordinal) for ordinal in capped}
     adaptors = {

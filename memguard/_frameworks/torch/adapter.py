@@ -21,13 +21,13 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from memguard._base.logs import log as _log
-from memguard._base.types import Applied, Device, Enforcement, State, TraceEvent, Usage, usage_of
+from memguard._base.types import Applied, Device, Drift, Enforcement, State, TraceEvent, Usage, usage_of
 from memguard._base.units import GRANULE, MIB, format_size, round_up
 from memguard._frameworks.base import Framework
 from memguard._frameworks.driver_pools import PIECE, returned_by_trim
@@ -72,7 +72,7 @@ class Torch(Framework):
         self._set: dict[int, float] = {}  # as torch reads them back
         self._expandable: bool | None = None  # its value when the caps were set
         self._rmm: resource.Limit | None = None
-        self._lost: list[str] = []
+        self._lost: list[Drift] = []
         self._most: dict[int, tuple[float, float]] = {}  # the cap as a fraction: as set, and as torch reads it back
         self._replaced = Replacements()
         self._raw_set: Callable[[float, int], None] | None = None
@@ -228,27 +228,25 @@ class Torch(Framework):
             expandable = torch is not None and self._live(torch) and settings.expandable(torch)
         return max(segment, size) + SEGMENT if expandable else segment
 
-    def drift(self) -> list[str]:
+    def drift(self) -> Sequence[Drift]:
         torch = sys.modules.get("torch")
         if self._rmm is not None:
-            return [*self._lost, *self._rmm.drift(self.name)]
+            return [*self._lost, *self._rmm.drift()]
         live = getattr(getattr(torch, "cuda", None), "is_initialized", None)  # as `_live`
         if torch is None or not self._set or live is None or not live():
             return self._lost
         if torch.cuda.get_allocator_backend() == "pluggable":
-            return ["torch: its allocator was replaced after memguard.init: the cap no longer holds"]
+            return [Drift("its allocator was replaced after memguard.init", "the cap no longer holds")]
         read = getattr(torch._C, "_cuda_getMemoryFraction", None)
         lost = []
         if self._uncached:
-            lost.append("torch: caching_allocator_enable(False) was called: past its cache no cap holds")
+            lost.append(Drift("caching_allocator_enable(False) was called: past its cache no cap holds"))
         if read is None:
             return lost
         for ordinal, (_, most) in self._most.items():
             if (now := read(ordinal)) > most:
-                lost.append(
-                    f"torch: its fraction on cuda:{ordinal} was raised from {most:.4g} to {now:.4g} after "
-                    "memguard.init: the cap no longer holds"
-                )
+                change = f"its fraction on cuda:{ordinal} was raised from {most:.4g} to {now:.4g} after memguard.init"
+                lost.append(Drift(change, "the cap no longer holds"))
         return lost
 
     def unseen(self) -> str | None:
@@ -399,7 +397,8 @@ class Torch(Framework):
                 settings.refuse((), {})  # the cache may have been disabled since
                 if torch.cuda.get_allocator_backend() == "pluggable":  # replaced since memguard.init
                     applied = self._apply_pluggable(self._caps)
-                    self._lost = [] if applied.enforcement is Enforcement.ENFORCED else list(applied.notes)
+                    why = None if self._rmm is None else self._rmm.uncapped
+                    self._lost = [] if why is None else [Drift(why)]
                     self.notes += [] if self._lost else applied.notes
                     swapped.extend([applied.undo] if applied.undo is not None else [])
                 else:
