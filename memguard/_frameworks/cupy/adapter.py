@@ -52,7 +52,7 @@ _TRIES = 2
 _CAPTURE_IMPLICIT = 906  # cudaErrorStreamCaptureImplicit: the null stream cannot be queried during a capture
 
 
-class CuPy(Limits):
+class CuPy(Limits, resource.RmmClient):
     """CuPy's default memory pool, or the pool that was its allocator when the cap was applied."""
 
     spec = SPEC
@@ -66,8 +66,7 @@ class CuPy(Limits):
         self._shares: dict[int, int] = {}  # cache of `whole_share` by size
         self._plain: dict[Callable[[int], Any], Callable[[int], Any]] = {}  # the user's allocator by the capped one
         self._raw_set: Callable[..., None] | None = None
-        self._drifted: list[Drift] = []
-        self._rmm: resource.Limit | None = None
+        self._drifted: Sequence[Drift] = []
         self._watched = False
 
     def _live(self, module: ModuleType) -> bool:
@@ -85,10 +84,8 @@ class CuPy(Limits):
             note = "cupy: watched, not capped: the limit of its async pool is a threshold of a pool that all share"
             return Applied(Enforcement.WATCHED, lambda: None, notes=(note,))
         if resource.is_cupys(allocator):
-            initialised = contexts.initialised()  # if not, a CuPy call would initialise CUDA
-            ordinals = self._by_uuid() if initialised else resource.ordinals(self.name, self.host)
-            self._rmm, applied = resource.apply(self.name, caps, ordinals, self.changes)
-            return self._told_at_once(cupy, applied)
+            known = self._by_uuid() if contexts.initialised() else None  # else a CuPy call would initialise CUDA
+            return self._told_at_once(cupy, self._limit_rmm(caps, known))
         if not isinstance(pool, cupy.cuda.MemoryPool):
             raise ConflictingSetting(
                 self.name,
@@ -214,9 +211,8 @@ class CuPy(Limits):
                 self._on(ordinal, lambda pool: pool.free_all_blocks(), pool)
             self._on(ordinal, lambda pool: self._make_room(ordinal))
 
+    @resource.unless_rmm
     def resize(self, caps: Mapping[str, int]) -> None:
-        if self._rmm is not None:
-            return super().resize(caps)
         with self._lock:
             for ordinal in list(self._limited):  # small requests do not compare the limit
                 self._on(ordinal, functools.partial(self._hold, ordinal))
@@ -238,15 +234,13 @@ class CuPy(Limits):
                     with contextlib.suppress(Exception):
                         self._on(ordinal, functools.partial(limit_to, limited_before[ordinal][1]))
                 raise
-        return None
 
     def footprint(self, size: int) -> int:
         return whole_share(size)
 
+    @resource.unless_rmm
     def unseen(self) -> str | None:
-        if self._watched:
-            return "its async pool tells nobody of a refused request"
-        return resource.UNSEEN if self._rmm is not None else None
+        return "its async pool tells nobody of a refused request" if self._watched else None
 
     def drift(self) -> Sequence[Drift]:
         cupy = _imported()
@@ -259,11 +253,11 @@ class CuPy(Limits):
         self._drifted = self._drift(cupy)
         return self._drifted
 
-    def _drift(self, cupy: Any) -> list[Drift]:
+    def _drift(self, cupy: Any) -> Sequence[Drift]:
         if cupy.cuda.get_allocator() is not self._allocate and (swapped := self._swapped_for(cupy)) is not None:
             return [_replaced(swapped)]
         if self._rmm is not None:
-            return self._rmm.drift()
+            return super().drift()
         pool = self._pool
         here = contexts.current() if self._limited else None
         for ordinal, (_, limit) in list(self._limited.items()) if pool is not None else ():

@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any
 from memguard._base.logs import log as _log
 from memguard._base.types import Applied, Device, Drift, Enforcement, State, TraceEvent, Usage, usage_of
 from memguard._base.units import GRANULE, MIB, format_size, round_up
-from memguard._frameworks.base import Framework
 from memguard._frameworks.driver_pools import PIECE, returned_by_trim
 from memguard._frameworks.replacements import Replacements
 from memguard._frameworks.rmm import resource
@@ -58,7 +57,7 @@ _FIGURES = (
 """The torch statistics of a reading."""
 
 
-class Torch(Framework):
+class Torch(resource.RmmClient):
     """PyTorch's CUDA caching allocator: native, expandable segments, cudaMallocAsync."""
 
     spec = SPEC
@@ -71,8 +70,6 @@ class Torch(Framework):
         self._uuids: dict[str, int] | None = None
         self._set: dict[int, float] = {}  # as torch reads them back
         self._expandable: bool | None = None  # its value when the caps were set
-        self._rmm: resource.Limit | None = None
-        self._lost: list[Drift] = []
         self._most: dict[int, tuple[float, float]] = {}  # the cap as a fraction: as set, and as torch reads it back
         self._replaced = Replacements()
         self._raw_set: Callable[[float, int], None] | None = None
@@ -184,6 +181,7 @@ class Torch(Framework):
             torch.cuda.synchronize(self._ordinals(torch)[device.uuid])  # completes the work behind queued frees
             pool.trim(max(pool.reserved() - round_up(needed, PIECE), 0))  # the pool keeps at least so many bytes
 
+    @resource.unless_rmm
     def resize(self, caps: Mapping[str, int]) -> None:
         """Change the fractions, on any thread, also while others allocate.
 
@@ -191,8 +189,6 @@ class Torch(Framework):
         request that needs a segment reads it. Some versions clear it first; an allocation at that moment on a thread
         without the GIL (autograd's) has no cap. Torch's own public call has the same gap.
         """
-        if self._rmm is not None:
-            return super().resize(caps)
         if self._pools:
             raise CapNotApplied(
                 self.name,
@@ -202,14 +198,13 @@ class Torch(Framework):
         before, self._caps = self._caps, dict(caps)
         torch = sys.modules.get("torch")
         if torch is None or not self._live(torch):
-            return None
+            return
         try:
             self._set_now(torch)
         except BaseException:
             self._caps = before
             self._set_now(torch)  # the previous caps remain in effect
             raise
-        return None
 
     def fixed(self) -> bool:
         """The native allocator's caps can change; the async backend's pool and RMM's limit cannot."""
@@ -228,13 +223,12 @@ class Torch(Framework):
             expandable = torch is not None and self._live(torch) and settings.expandable(torch)
         return max(segment, size) + SEGMENT if expandable else segment
 
+    @resource.unless_rmm
     def drift(self) -> Sequence[Drift]:
         torch = sys.modules.get("torch")
-        if self._rmm is not None:
-            return [*self._lost, *self._rmm.drift()]
         live = getattr(getattr(torch, "cuda", None), "is_initialized", None)  # as `_live`
         if torch is None or not self._set or live is None or not live():
-            return self._lost
+            return []
         if torch.cuda.get_allocator_backend() == "pluggable":
             return [Drift("its allocator was replaced after memguard.init", "the cap no longer holds")]
         read = getattr(torch._C, "_cuda_getMemoryFraction", None)
@@ -249,9 +243,8 @@ class Torch(Framework):
                 lost.append(Drift(change, "the cap no longer holds"))
         return lost
 
+    @resource.unless_rmm
     def unseen(self) -> str | None:
-        if self._rmm is not None:
-            return resource.UNSEEN
         return self._unseen
 
     def capturing(self) -> bool:
@@ -397,9 +390,10 @@ class Torch(Framework):
                 settings.refuse((), {})  # the cache may have been disabled since
                 if torch.cuda.get_allocator_backend() == "pluggable":  # replaced since memguard.init
                     applied = self._apply_pluggable(self._caps)
-                    why = None if self._rmm is None else self._rmm.uncapped
-                    self._lost = [] if why is None else [Drift(why)]
-                    self.notes += [] if self._lost else applied.notes
+                    if self._rmm is not None and self._rmm.uncapped is not None:
+                        self._rmm.lost = [Drift(self._rmm.uncapped)]
+                    else:
+                        self.notes += applied.notes
                     swapped.extend([applied.undo] if applied.undo is not None else [])
                 else:
                     self._set_now(torch)
@@ -510,9 +504,7 @@ class Torch(Framework):
         """Cap a replaced allocator (`change_current_allocator`): RMM's can be limited, others cannot."""
         if not resource.is_loaded_for("torch"):
             raise self._unlimited()
-        ordinals = resource.ordinals(self.name, self.host)  # reading torch's numbering would initialise it
-        self._rmm, applied = resource.apply(self.name, caps, ordinals, self.changes)
-        return applied
+        return self._limit_rmm(caps)  # without torch's numbering: reading it would initialise torch
 
     def _put_pool_under(self, uuid: str, ordinal: int, allowed: int) -> None:
         if uuid in self._pools:
