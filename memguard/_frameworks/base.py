@@ -108,9 +108,11 @@ class Framework(ABC):
     def state(self) -> State:
         """How far the framework is loaded in this process. Imports and initialises nothing."""
         loaded = self._loaded()
-        if loaded is not None:
-            return State.LIVE if self._live(loaded) else State.IMPORTED
-        return State.ABSENT if self.why_absent() else State.IMPORTABLE
+        if loaded is not None and self._live(loaded):
+            return State.LIVE
+        if self.why_absent():
+            return State.ABSENT
+        return State.IMPORTABLE if loaded is None else State.IMPORTED
 
     def why_absent(self) -> str | None:
         """Why the framework cannot hold GPU memory here (not installed, a CPU build); None if it can."""

@@ -459,7 +459,7 @@ class CuPy(Limits, resource.RmmClient):
         It cannot help if no cap is set here, if the user's own limit is stricter, or for a former pool. The pool has
         already freed its unsplit blocks.
         """
-        uuid = next((uuid for uuid, number in self._ordinals.items() if number == ordinal), "")
+        uuid = self._uuid(ordinal)
         own, limit = self._limited.get(ordinal, (0, 0))
         if uuid not in self._caps or not limit or pool is not self._pool:
             return None
@@ -471,7 +471,7 @@ class CuPy(Limits, resource.RmmClient):
 
     def _tell(self, error: BaseException, ordinal: int, size: int) -> None:
         """Report a request that the pool refused. The pool has freed its unsplit blocks: nothing is reclaimable."""
-        uuid = next((uuid for uuid, number in self._ordinals.items() if number == ordinal), None)
+        uuid = self._uuid(ordinal)
         if uuid in self._caps:
             _, limit = self._limited.get(ordinal, (0, 0))
             own = limit if 0 < limit < self._caps[uuid] else None  # the pool's own stricter limit

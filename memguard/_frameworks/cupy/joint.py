@@ -172,9 +172,6 @@ class JointCuPy(JointCapped, CuPy):
 
         return allocate
 
-    def _uuid(self, ordinal: int) -> str:
-        return next((uuid for uuid, number in self._by_uuid().items() if number == ordinal), "")
-
     def _begin(self, cupy: Any, ordinal: int) -> dict[int, int]:
         """Make the pool current before the first allocation on a GPU. Returns the GPU's live sizes."""
         uuid = self._uuid(ordinal)

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from memguard._base.types import Applied, Device, Drift, Enforcement, State, Usage, usage_of
+from memguard._base.types import Applied, Device, Drift, Enforcement, Usage, usage_of
 from memguard._base.units import MIB, format_size, round_up
 from memguard._frameworks.base import Framework, accept_standing, weakly
 from memguard._frameworks.jax.spec import SPEC
@@ -69,10 +69,6 @@ class JAX(Framework):
         if not _has_plugin():
             return "this jax has no CUDA plugin; fix: pip install 'jax[cuda13]' or 'jax[cuda12]'"
         return None
-
-    def state(self) -> State:
-        found = super().state()
-        return State.ABSENT if found is State.IMPORTED and self.why_absent() else found
 
     def _live(self, module: ModuleType) -> bool:
         return live_client() is not None

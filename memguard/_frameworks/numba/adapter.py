@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from memguard._base.locks import Rank, ranked
 from memguard._base.logs import log as _log
-from memguard._base.types import Applied, Device, Drift, Enforcement, State, Usage, usage_of
+from memguard._base.types import Applied, Device, Drift, Enforcement, Usage, usage_of
 from memguard._base.units import round_up
 from memguard._devices import contexts
 from memguard._frameworks.numba.places import ARRAYS, DRIVER, managers_on, numba_contexts, uuid_of
@@ -58,10 +58,6 @@ class Numba(resource.RmmClient):
             if os.environ.get(name, "0").strip() not in ("", "0"):
                 return f"{name}={os.environ[name]} keeps numba off the GPU"
         return None
-
-    def state(self) -> State:
-        found = super().state()
-        return State.ABSENT if found is State.IMPORTED and self.why_absent() else found
 
     def _live(self, module: ModuleType) -> bool:
         return bool(numba_contexts())

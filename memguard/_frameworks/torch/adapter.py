@@ -27,7 +27,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from memguard._base.logs import log as _log
-from memguard._base.types import Applied, Device, Drift, Enforcement, State, TraceEvent, Usage, usage_of
+from memguard._base.types import Applied, Device, Drift, Enforcement, TraceEvent, Usage, usage_of
 from memguard._base.units import GRANULE, MIB, format_size, round_up
 from memguard._frameworks.driver_pools import PIECE, returned_by_trim
 from memguard._frameworks.replacements import Replacements
@@ -91,10 +91,6 @@ class Torch(resource.RmmClient):
             getattr(module, "cuda", None), "is_initialized", None
         )  # missing while another thread imports torch
         return asked is not None and bool(asked())
-
-    def state(self) -> State:
-        found = super().state()
-        return State.ABSENT if found is State.IMPORTED and self.why_absent() else found
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
         torch = self._torch()
