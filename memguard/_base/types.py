@@ -164,6 +164,16 @@ class WhyNoHelp(NamedTuple):
     text: str
 
 
+class Drift(NamedTuple):
+    """A change by other code that breaks a cap, and its effect on the cap ("" where `change` implies it)."""
+
+    change: str
+    effect: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.change}: {self.effect}" if self.effect else self.change
+
+
 RECORD = "memguard_refusal"
 """The exception attribute that holds the id of its refusal's record, `RefusedRequest.id`."""
 

@@ -37,7 +37,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Literal
 
@@ -47,6 +47,7 @@ from memguard._base.types import (
     RECORD,
     Applied,
     Device,
+    Drift,
     Enforcement,
     RefusedRequest,
     Shortage,
@@ -107,9 +108,11 @@ class Framework(ABC):
     def state(self) -> State:
         """How far the framework is loaded in this process. Imports and initialises nothing."""
         loaded = self._loaded()
-        if loaded is not None:
-            return State.LIVE if self._live(loaded) else State.IMPORTED
-        return State.ABSENT if self.why_absent() else State.IMPORTABLE
+        if loaded is not None and self._live(loaded):
+            return State.LIVE
+        if self.why_absent():
+            return State.ABSENT
+        return State.IMPORTABLE if loaded is None else State.IMPORTED
 
     def why_absent(self) -> str | None:
         """Why the framework cannot hold GPU memory here (not installed, a CPU build); None if it can."""
@@ -164,8 +167,8 @@ class Framework(ABC):
         """The most bytes that one more allocation of `size` bytes would make the framework take from the driver."""
         return size
 
-    def drift(self) -> list[str]:
-        """Changes since `apply` that broke the cap, as sentences; mostly none."""
+    def drift(self) -> Sequence[Drift]:
+        """Changes since `apply` that broke the cap; mostly none."""
         return []
 
     def unseen(self) -> str | None:

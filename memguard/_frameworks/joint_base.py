@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from memguard._base.types import Applied, Device, Enforcement, Shortage, Usage
+from memguard._base.types import Applied, Device, Drift, Enforcement, Shortage, Usage
 from memguard._base.units import round_up
 from memguard._frameworks.base import Framework, with_size
 from memguard._frameworks.driver_pools import PIECE
@@ -68,7 +68,7 @@ class JointWatched(_Pooled):
         self._joint.begin(self.name, device.uuid)
         return Usage(found.in_use, found.in_use, None if found.in_use is None else 0, peak=found.peak)
 
-    def drift(self) -> list[str]:
+    def drift(self) -> Sequence[Drift]:
         return []  # watched: there is no cap to break
 
     def _watched(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from memguard._base.logs import log as _log
-from memguard._base.types import Device, Usage
+from memguard._base.types import Device, Drift, Usage
 from memguard._base.units import format_size, round_up
 from memguard._budget import joint
 from memguard._devices import contexts
@@ -172,11 +172,11 @@ class JointPool:
         pool.trim(max(before - round_up(needed, PIECE), 0))  # the pool keeps at least so many bytes
         return before - pool.reserved()
 
-    def drift(self, framework: str) -> list[str]:
-        """Why the joint cap no longer holds for a framework that uses the current pool; mostly empty."""
+    def drift(self) -> list[Drift]:
+        """Why the joint cap no longer holds for the frameworks that use the current pool; mostly empty."""
+        change = "another memory pool was made current on cuda:{} after memguard.init"
         return [
-            f"{framework}: another memory pool was made current on cuda:{self._ordinals[uuid]} after memguard.init: "
-            "its cap does not hold"
+            Drift(change.format(self._ordinals[uuid]), "its cap does not hold")
             for uuid, pool in list(self._pools.items())
             if not pool.current()
         ]

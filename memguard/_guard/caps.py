@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +14,17 @@ from typing import TYPE_CHECKING
 
 from memguard._base.locks import InterruptSafeLock, Rank, Turn, ranked
 from memguard._base.logs import log as _log
-from memguard._base.types import Device, DevicePlan, Enforcement, Event, Plan, RefusedRequest, Usage, WorkloadReport
+from memguard._base.types import (
+    Device,
+    DevicePlan,
+    Drift,
+    Enforcement,
+    Event,
+    Plan,
+    RefusedRequest,
+    Usage,
+    WorkloadReport,
+)
 from memguard._base.undo import Undo
 from memguard._base.units import parse_size
 from memguard._budget import joint, policy
@@ -60,12 +69,17 @@ class CappedFramework:
     def __init__(self, framework: Framework) -> None:
         self.framework = framework
         self.enforcement = Enforcement.PENDING
-        self.drift: tuple[str, ...] = ()
+        self.drift: tuple[Drift, ...] = ()
 
     @property
     def drift_reason(self) -> str:
-        """The drift in one sentence, without the framework's name as prefix."""
-        return "; ".join(sentence.removeprefix(f"{self.framework.name}: ") for sentence in self.drift)
+        """The drift in one sentence, without the framework's name."""
+        return "; ".join(map(str, self.drift))
+
+    @property
+    def drift_notes(self) -> list[str]:
+        """The drift as sentences that begin with the framework's name."""
+        return [f"{self.framework.name}: {one}" for one in self.drift]
 
 
 class CapTable:
@@ -239,7 +253,7 @@ class CapTable:
         entries, resized = self.entries, self._resized
         if self.over or self.pid != os.getpid() or self.off is not None:
             return
-        answers: dict[str, tuple[str, ...]] = {}
+        answers: dict[str, tuple[Drift, ...]] = {}
         chosen = None if only is None else entries.get(only)
         for name, entry in entries.items() if only is None else () if chosen is None else ((only, chosen),):
             if entry.enforcement is not _ENFORCED and not entry.drift:
@@ -264,7 +278,7 @@ class CapTable:
         for event in events:
             self.announce(event)
 
-    def drift_of(self, name: str, entry: CappedFramework) -> tuple[str, ...]:
+    def drift_of(self, name: str, entry: CappedFramework) -> tuple[Drift, ...]:
         """The changes since the cap was set. If the check fails, the drift recorded before."""
         if entry.enforcement is not Enforcement.ENFORCED and not entry.drift:
             return ()  # no cap was set
@@ -286,15 +300,16 @@ class CapTable:
     def _unchecked(self, name: str, error: Exception) -> None:
         self._warn_once(f"{name}: whether its cap still holds cannot be checked: {type(error).__name__}: {error}")
 
-    def _drifted(self, name: str, entry: CappedFramework, found: tuple[str, ...]) -> Event | None:
+    def _drifted(self, name: str, entry: CappedFramework, found: tuple[Drift, ...]) -> Event | None:
         """Record the drift of one framework. Returns an event if the drift has changed."""
         if found == entry.drift:
             return None
         entry.drift = found
         entry.enforcement = Enforcement.WATCHED if found else Enforcement.ENFORCED
-        for sentence in found:
+        for sentence in entry.drift_notes:
             self._warn_once(sentence)
-        text = f"its cap no longer holds: {_cause(entry.drift_reason)}" if found else "its cap holds again"
+        changes = "; ".join(one.change for one in found)
+        text = f"its cap no longer holds: {changes}" if found else "its cap holds again"
         return Event(time.time(), "note", f"{name}: {text}", framework=name)
 
     # notes
@@ -314,7 +329,7 @@ class CapTable:
         notes = [*self.notes]
         for entry in self.entries.values():
             notes += entry.framework.notes
-            notes += entry.drift
+            notes += entry.drift_notes
         return notes if self.off is None else [*notes, *self.off.notes()]
 
     def _warn_once(self, sentence: str) -> None:
@@ -342,8 +357,3 @@ def size_of(size: int | str) -> int:
         return parse_size(size)
     except ValueError as error:
         raise MemguardError(str(error)) from None
-
-
-def _cause(reason: str) -> str:
-    """The drift sentence without its clause that the cap does not hold, which the event repeats."""
-    return re.sub(r": (?:the|its) cap (?:no longer holds|does not hold(?: there)?|will not hold)(?=;|$)", "", reason)

@@ -308,7 +308,7 @@ class Guard:
             if framework.unseen() is None:
                 told.append(name)
             if framework.notes or entry.drift:
-                notes += [*framework.notes, *entry.drift]
+                notes += [*framework.notes, *entry.drift_notes]
         ledgers = []
         for part, reading in zip(plan.devices, readings, strict=True):
             usages = reading.usages

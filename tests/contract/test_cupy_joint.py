@@ -10,6 +10,7 @@ import threading
 from typing import Any
 
 import pytest
+from support.drifts import drifts
 from test_cupy_model import Setting, model
 
 from memguard import _budget
@@ -207,7 +208,7 @@ def test_an_allocator_that_is_set_later_is_told_and_an_async_pool_is_the_same(jo
     setting.cp.cuda.set_allocator(theirs)
     assert setting.cp.cuda.get_allocator() is ours and joint.framework.drift() == []
     changed: list[list[str]] = []
-    joint.framework.on_change = lambda: changed.append(joint.framework.drift())
+    joint.framework.on_change = lambda: changed.append(drifts(joint.framework))
     setting.cp.cuda.set_allocator(setting.pool.malloc)
     assert "its allocator was replaced after memguard.init (MemoryPool.malloc)" in changed[0][0]
     setting.cp.cuda.set_allocator(theirs)
@@ -262,7 +263,7 @@ def test_another_current_pool_is_a_drift(joint: Joint) -> None:
     setting.apply(256 * MIB)
     live = setting.alloc(MIB)
     joint.gpu.ours = False
-    (said,) = joint.framework.drift()
+    (said,) = drifts(joint.framework)
     assert "another memory pool was made current on cuda:0" in said and live.ptr
 
 

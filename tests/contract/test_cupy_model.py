@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.drifts import drifts
 
 from memguard import _budget
 from memguard._base.types import Applied, Device, Enforcement, State, Usage
@@ -563,10 +564,10 @@ def test_an_allocator_of_one_thread_is_no_drift(model: Model) -> None:
     with cuda.using_allocator(cuda.MemoryPool().malloc):
         assert setting.framework.drift() == []
     cuda.set_allocator(None)
-    found = setting.framework.drift()
+    found = drifts(setting.framework)
     assert len(found) == 1
     with cuda.using_allocator(setting.framework._allocate):
-        assert setting.framework.drift() == found
+        assert drifts(setting.framework) == found
 
 
 def test_within_using_allocator_it_cannot_be_capped_and_nothing_stays(model: Model) -> None:
@@ -592,15 +593,15 @@ def test_another_allocator_later_is_seen(model: Model) -> None:
     setting.apply()
     array = setting.alloc(MIB)
     told: list[list[str]] = []
-    setting.framework.on_change = lambda: told.append(setting.framework.drift())
+    setting.framework.on_change = lambda: told.append(drifts(setting.framework))
     assert setting.framework.drift() == []
     setting.cp.cuda.set_allocator(setting.cp.cuda.malloc_managed)
-    assert told == [setting.framework.drift()], "at once"
+    assert told == [drifts(setting.framework)], "at once"
     assert "its allocator was replaced after memguard.init (malloc_managed)" in told[0][0]
     setting.cp.cuda.set_allocator(setting.framework._allocate)
     assert told[1] == []
     setting.cp.cuda.set_allocator(None)
-    assert "_malloc" in setting.framework.drift()[0]
+    assert "_malloc" in drifts(setting.framework)[0]
     other = setting.alloc(500 * MIB)
     assert setting.usage() == Usage(None, None), "what the pool holds is not what CuPy holds any more"
     assert setting.framework.usage(setting.second) is None, "no context there"
@@ -635,7 +636,7 @@ def test_pools_that_become_the_allocator_share_the_cap(model: Model) -> None:
     setting = model()
     applied = setting.apply()
     cuda, told = setting.cp.cuda, list[object]()
-    setting.framework.on_change = lambda: told.extend(setting.framework.drift())
+    setting.framework.on_change = lambda: told.extend(drifts(setting.framework))
     pools = [setting.pool, cuda.MemoryPool(), cuda.MemoryPool()]
     pools[2].set_limit(size=8 * MIB)
     arrays = [setting.alloc(20 * MIB)]

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.drifts import drifts
 
 from memguard._base.types import Applied, Device, Enforcement, State, Usage
 from memguard._base.units import GIB, MIB
@@ -529,7 +530,7 @@ def test_rmms_manager_is_limited_in_rmm(model: Model, rmm: Any, monkeypatch: pyt
     array = setting.cuda.device_array(1)
     assert setting.usage() == Usage(5, 5, 0) and setting.framework.drift() == []
     limited, rmm.resources[1] = rmm.resources[1], rmm.mr.CudaMemoryResource()
-    (said,) = setting.framework.drift()
+    (said,) = drifts(setting.framework)
     assert "numba: RMM's resource on cuda:1 was replaced" in said
     rmm.resources[1] = limited
     with pytest.raises(CapNotApplied):
@@ -568,7 +569,7 @@ def test_a_manager_set_later_is_told(model: Model, live: bool) -> None:
     array = setting.cuda.device_array(1) if live else None
     assert setting.framework.drift() == []
     setting.cuda.set_memory_manager(type("Own", (setting.driver.NumbaCUDAMemoryManager,), {}))
-    (said,) = setting.framework.drift()
+    (said,) = drifts(setting.framework)
     assert "replaced after memguard.init (Own)" in said
     del array
 
@@ -584,7 +585,7 @@ def test_a_context_with_another_manager_is_told_and_trimmed_only_where_that_can(
     setting.cuda.set_memory_manager(Foreign)
     setting.cuda.current_context()
     setting.driver._memory_manager = ours
-    (said,) = setting.framework.drift()
+    (said,) = drifts(setting.framework)
     assert "(Foreign)" in said and setting.usage() == Usage(None, None), "live, and nobody counts"
     setting.framework.trim(setting.gpu)
     setting.framework.forked()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.drifts import drifts
 
 from memguard._base.types import Applied, Enforcement, State, Usage
 from memguard._base.undo import Undo
@@ -184,7 +185,7 @@ def test_a_resource_that_is_replaced_is_told(model: Model, ordinal: int) -> None
     limited = setting.resources()
     assert setting.framework.drift() == []
     setting.mr.set_per_device_resource(ordinal, setting.mr.CudaMemoryResource())
-    (said,) = setting.framework.drift()
+    (said,) = drifts(setting.framework)
     assert said == (
         f"cupy: RMM's resource on cuda:{ordinal} was replaced after memguard.init (CudaMemoryResource): "
         "its cap does not hold"
@@ -203,14 +204,14 @@ def test_only_watched_nothing_drifts(model: Model) -> None:
     setting.apply()
     limit, _ = rmm.apply("torch", setting.caps(), setting.ordinals, Undo())
     setting.mr.set_per_device_resource(0, setting.mr.CudaMemoryResource())
-    assert limit.drift("torch") == [] and len(setting.framework.drift()) == 1
+    assert limit.drift() == [] and len(drifts(setting.framework)) == 1
 
 
 def test_an_allocator_that_is_no_longer_rmms_is_told(model: Model) -> None:
     setting = model()
     setting.apply()
     setting.cp.cuda.set_allocator(setting.cp.get_default_memory_pool().malloc)
-    (said,) = setting.framework.drift()
+    (said,) = drifts(setting.framework)
     assert "allocator was replaced after memguard.init (MemoryPool.malloc)" in said
     assert setting.framework.usage(setting.first) == Usage(None, None)
 

@@ -45,7 +45,7 @@ for line in sys.stdin:
 def environment() -> dict[str, str]:
     theirs = ("TF_", "PYTORCH_", "CUDA_", "CUPY_", "JAX_", "XLA_", "NUMBA_", "TORCH_", "NCCL_")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(theirs)}
-    path = os.pathsep.join([str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT), str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
     return {**kept, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
 
 

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from support.drifts import drifts
+
 from memguard._base.types import Device
 from memguard._devices.simulated import SimulatedHost
 from memguard.errors import CapNotApplied, ConflictingSetting
@@ -22,6 +24,7 @@ __all__ = [
     "Host",
     "backend",
     "card",
+    "drifts",
     "gpus",
     "json",
     "numbas",

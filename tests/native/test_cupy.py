@@ -39,7 +39,7 @@ def test_looking_imports_nothing_and_asks_nothing(alone: Run) -> None:
         asked = []
         cupy.cuda.runtime.getDeviceCount = cupy.cuda.runtime.getDevice = lambda: asked.append(1)
         result["late"] = [framework.state().value, framework.usage(gpu), framework.trim(gpu), framework.about()]
-        result["late"] += [framework.drift(), framework.capturing(), framework.record()]
+        result["late"] += [drifts(framework), framework.capturing(), framework.record()]
         result["asked"] = asked
         """
     )
@@ -79,9 +79,9 @@ def test_an_undo_leaves_the_very_same_allocator(with_cupy: Run) -> None:
         + """
 applied = framework.apply({uuid: GIB}, {})
 ours = cupy.cuda.get_allocator()
-result["set"] = [ours is not default, framework.drift(), framework.state().value]
+result["set"] = [ours is not default, drifts(framework), framework.state().value]
 applied.undo()
-result["same"], result["drift"] = cupy.cuda.get_allocator() is default, framework.drift()
+result["same"], result["drift"] = cupy.cuda.get_allocator() is default, drifts(framework)
 framework.apply({uuid: 2 * GIB}, {}).undo()
 result["again"] = cupy.cuda.get_allocator() is default
 """
@@ -96,7 +96,7 @@ def test_an_undo_leaves_an_allocator_that_was_set_since(with_cupy: Run) -> None:
 applied = framework.apply({uuid: GIB}, {})
 own, raw = cupy.cuda.MemoryPool().malloc, cupy.cuda.memory._malloc
 changed = []
-framework.on_change = lambda: changed.append(framework.drift())
+framework.on_change = lambda: changed.append(drifts(framework))
 cupy.cuda.set_allocator(own)
 result["pool"] = [framework._pool is own.__self__, cupy.cuda.get_allocator() is framework._allocate]
 cupy.cuda.set_allocator(raw)
@@ -141,7 +141,7 @@ cupy.cuda.set_allocator(malloc)
 applied = framework.apply({uuid: GIB}, {})
 result["kind"], result["notes"] = applied.enforcement.value, applied.notes
 applied.undo()
-result["same"], result["drift"] = cupy.cuda.get_allocator() is malloc, framework.drift()
+result["same"], result["drift"] = cupy.cuda.get_allocator() is malloc, drifts(framework)
 """
     )
     assert found["kind"] == "watched" and "async pool" in found["notes"][0]
@@ -186,7 +186,7 @@ def test_within_using_allocator_nothing_is_set(with_cupy: Run) -> None:
         + """
 with cupy.cuda.using_allocator(cupy.cuda.MemoryPool().malloc):
     result["text"] = raised(lambda: framework.apply({uuid: GIB}, {}))
-result["same"], result["drift"] = cupy.cuda.get_allocator() is default, framework.drift()
+result["same"], result["drift"] = cupy.cuda.get_allocator() is default, drifts(framework)
 """
     )
     assert "leave cupy.cuda.using_allocator first" in found["text"] and found["same"] and found["drift"] == []

@@ -261,7 +261,7 @@ def raise_cap(shortage):
 short(raise_cap)
 arrays = [alloc(48 * MIB), alloc(30 * MIB), alloc(700_000), alloc(900_000)]
 result.update(caps=caps, asked=[entry[2:] for entry in asked], told=told, held=taken() // MIB)
-result["drift"] = framework.drift()
+result["drift"] = drifts(framework)
 """
     )
     assert found["caps"] == [78, 80] and found["told"] == [] and found["drift"] == []
@@ -429,7 +429,7 @@ def serve(shortage):
     return True
 short(serve)
 memory = alloc({size} * MIB)
-result.update(free=not framework._lock._is_owned(), drift=framework.drift(), told=told)
+result.update(free=not framework._lock._is_owned(), drift=drifts(framework), told=told)
 applied.undo()
 result["undone"] = [pool.get_limit(), cupy.cuda.get_allocator() == pool.malloc]
 """
@@ -470,7 +470,7 @@ for thread in threads: thread.join()
 result.update(over=over, errors=[text for text in errors if "Out of memory" not in text], refused=len(errors))
 result.update(told=len(told), asked=len(asked))
 framework.trim(gpu)
-result.update(left=taken(), drift=framework.drift())
+result.update(left=taken(), drift=drifts(framework))
 """
     )
     assert found["over"] == [] and found["errors"] == [] and found["left"] == 0 and found["drift"] == []
@@ -489,7 +489,7 @@ result["cache"] = taken() // MIB
 result["refused"] = refused(2 * MIB)
 limit(256)
 memory = alloc(2 * MIB)
-result["after"] = [taken() // MIB, framework.drift()]
+result["after"] = [taken() // MIB, drifts(framework)]
 """
     )
     assert found["held"] == found["cache"] == 150

@@ -77,7 +77,7 @@ def test_imported_without_a_plugin_it_is_absent_and_looking_starts_nothing(with_
         + """
 result["state"] = framework.state().value
 result["nothing"] = [framework.usage(gpu), framework.trim(gpu), framework.record(), framework.about()]
-result["drift"], result["oom"] = framework.drift(), issubclass(jax.errors.JaxRuntimeError, RuntimeError)
+result["drift"], result["oom"] = drifts(framework), issubclass(jax.errors.JaxRuntimeError, RuntimeError)
 result["started"] = started()
 """
     )
@@ -92,7 +92,7 @@ def test_capping_starts_no_backend_and_the_cpu_is_not_live(with_jax: Run) -> Non
         + """
 result["states"] = [framework.state().value]
 framework.apply({uuid: GIB}, {})
-result["nothing"] = [framework.usage(gpu), framework.trim(gpu), framework.about(), framework.drift()]
+result["nothing"] = [framework.usage(gpu), framework.trim(gpu), framework.about(), drifts(framework)]
 result["started"] = [started()]
 os.environ["JAX_PLATFORMS"] = "cpu"
 jax.config.update("jax_platforms", "cpu")
@@ -168,9 +168,9 @@ before = options()
 applied = framework.apply({{uuid: 4 * GIB}}, {{}})
 result["kind"] = [applied.enforcement.value, applied.permanent, applied.notes]
 result["exact"], result["options"] = exact(), {{k: v for k, v in options().items() if k != "memory_fraction"}}
-result["drift"], result["notes"] = framework.drift(), framework.notes
+result["drift"], result["notes"] = drifts(framework), framework.notes
 applied.undo()
-result["undone"], result["drift after"] = options() == before and type(options()) is type(before), framework.drift()
+result["undone"], result["drift after"] = options() == before and type(options()) is type(before), drifts(framework)
 framework.apply({{uuid: 2 * GIB}}, {{}})
 result["again"] = exact()
 """
@@ -343,7 +343,7 @@ def test_a_stricter_fraction_stays(with_jax: Run, name: str) -> None:
         + f"""
 {OWN[name].format("0.01")}
 framework.apply({{uuid: 4 * GIB}}, {{}})
-result["fraction"], result["notes"], result["drift"] = options()["memory_fraction"], framework.notes, framework.drift()
+result["fraction"], result["notes"], result["drift"] = options()["memory_fraction"], framework.notes, drifts(framework)
 """
     )
     assert found["fraction"] == 0.01 and found["drift"] == []
@@ -466,7 +466,7 @@ applied = framework.apply({{uuid: 4 * GIB}}, {{}})
 cap, asked = options()["memory_fraction"], {change}
 for _ in range(2): taken_before.update(OPTIONS, asked)
 result["cap"] = options()["memory_fraction"] == cap
-result["options"], result["drift"], result["notes"] = options(), framework.drift(), framework.notes
+result["options"], result["drift"], result["notes"] = options(), drifts(framework), framework.notes
 result["same"] = inspect.signature(jax.config.update) == signature and type(jax.config).update.__doc__ == update.__doc__
 jax.config.update("jax_enable_x64", True)
 result["x64"] = jax.config.jax_enable_x64
@@ -523,7 +523,7 @@ def test_options_that_were_changed_past_the_setter_are_seen(with_jax: Run, chang
         + f"""
 framework.apply({{uuid: 4 * GIB}}, {{}})
 jax.config._value_holders[OPTIONS]._set({change})
-result["drift"] = framework.drift()
+result["drift"] = drifts(framework)
 """
     )
     said = ["jax: its jax_pjrt_client_create_options were changed after memguard.init: the cap will not hold"]
@@ -537,12 +537,12 @@ def test_a_backend_that_started_otherwise_is_seen(with_jax: Run) -> None:
 framework.apply(dict.fromkeys(host.uuids, 4 * GIB), {})
 for name, limits in {"right": (4 * GIB, 4 * GIB - 100), "wrong": (4 * GIB, 100 * GIB), "none": (None, GIB)}.items():
     backend(*limits)
-    result[name] = framework.drift()
+    result[name] = drifts(framework)
 framework = JAX(host)
 sys.modules["jax._src.xla_bridge"]._backends.clear()
 framework.apply({host.uuids[0]: 4 * GIB}, {})
 backend(4 * GIB, 100 * GIB)
-result["not in the budget"] = framework.drift()
+result["not in the budget"] = drifts(framework)
 """
     )
     assert found["right"] == found["not in the budget"] == []
@@ -556,7 +556,7 @@ def test_live_before_it_is_too_late(with_jax: Run) -> None:
         + """
 backend(100 * GIB)
 result["state"], result["text"] = framework.state().value, raised(lambda: framework.apply({uuid: GIB}, {}))
-result["options"], result["drift"] = options(), framework.drift()
+result["options"], result["drift"] = options(), drifts(framework)
 """
     )
     assert found["state"] == "live" and found["options"] is None and found["drift"] == []
@@ -640,9 +640,9 @@ def test_once_live_its_limit_stays_and_the_same_budget_is_accepted(with_jax: Run
         + """
 again = framework.apply({uuid: 4 * GIB}, {})
 result["again"] = [again.enforcement.value, again.undo, again.permanent, framework.usage(gpu).held]
-result["drift"] = framework.drift()
+result["drift"] = drifts(framework)
 backend(100 * GIB)
-result["later"] = framework.drift()
+result["later"] = drifts(framework)
 """
     )
     assert "its backend has started; its limit stays" in found["stays"]

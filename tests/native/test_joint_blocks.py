@@ -17,7 +17,7 @@ Run = Callable[..., dict[str, Any]]
 
 COMMON = """
 import ctypes, gc, json, signal, sys, threading
-from stand_ins import Host, GIB, MIB
+from stand_ins import Host, GIB, MIB, drifts
 from memguard._devices import contexts, streams
 from memguard._frameworks.joint_pool import JointPool
 stub = ctypes.CDLL("libcuda.so.1")
@@ -107,7 +107,7 @@ def test_pycudas_arrays_are_blocks_of_the_pool_and_undone_they_are_its_own(pycud
             result["twice"] = str(error)
         del third
         result["left"] = framework._counted_on(uuid)
-        result["drift"] = framework.drift()
+        result["drift"] = drifts(framework)
         applied.undo(); applied.undo()
         result["undone"] = drv.mem_alloc is raw
         del second  # after the undo
@@ -315,7 +315,7 @@ del small
 result["pending"] = framework._counted_on(uuid)
 framework.trim(gpu)
 result["trimmed"] = [framework._counted_on(uuid), *joint.figures(uuid)]
-result["drift"], result["unseen"] = framework.drift(), framework.unseen()
+result["drift"], result["unseen"] = drifts(framework), framework.unseen()
 kept = bytes_of(MIB)
 applied.undo(); applied.undo()
 plain = bytes_of(MIB)

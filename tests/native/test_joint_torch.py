@@ -50,9 +50,9 @@ result["empty"] = framework.usage(gpu)[:3]
 pool.held, pool.busy = 3 * GIB, 2 * GIB
 joint.count("cupy", lambda uuid: GIB)
 result["usage"], result["about"] = framework.usage(gpu)[:3], framework.about()
-result["drift"] = framework.drift()
+result["drift"] = drifts(framework)
 pool.ours = False
-result["drifted"] = framework.drift()
+result["drifted"] = drifts(framework)
 pool.ours = True
 framework.trim(gpu) if False else pool.trim()
 result["trimmed"] = joint.figures(uuid)

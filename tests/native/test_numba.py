@@ -100,7 +100,7 @@ applied = framework.apply({uuid: GIB}, {})
 manager = module._memory_manager
 plain = manager(context=None)
 result["manager"] = [manager.__name__, issubclass(manager, module.NumbaCUDAMemoryManager), plain.interface_version]
-result["nothing"] = [framework.state().value, framework.usage(gpu), framework.trim(gpu), framework.drift()]
+result["nothing"] = [framework.state().value, framework.usage(gpu), framework.trim(gpu), drifts(framework)]
 applied.undo()
 result["undone"] = [before, module._memory_manager]
 """
@@ -280,10 +280,10 @@ result["text"] = raised(lambda: framework.apply({uuid: GIB}, {}))
 module._memory_manager = None
 framework.apply({uuid: GIB}, {})
 cuda.set_memory_manager(Pool)
-result["drift"] = framework.drift()
+result["drift"] = drifts(framework)
 found.start()
 usage = framework.usage(gpu)
-result["live"] = [framework.drift(), [usage.held, usage.in_use]]
+result["live"] = [drifts(framework), [usage.held, usage.in_use]]
 """
     )
     assert "set_memory_manager(" in found["text"] and "past any cap" in found["text"]
@@ -353,7 +353,7 @@ setters = [cuda.set_memory_manager, module.set_memory_manager]
 signature, told = inspect.signature(cuda.set_memory_manager), []
 before = module._memory_manager
 applied = framework.apply({uuid: 64 * MIB}, {})
-framework.on_change = lambda: told.append(framework.drift())
+framework.on_change = lambda: told.append(drifts(framework))
 result["same"] = inspect.signature(cuda.set_memory_manager) == signature
 for manager in (module.NumbaCUDAMemoryManager, module._memory_manager):
     cuda.set_memory_manager(manager)

@@ -127,7 +127,7 @@ def test_a_stricter_limit_of_the_users_own_stays_and_a_looser_one_is_refused(
         + f"""
 own(gpu, *{mib!r})
 result["setting"] = setting(lambda: framework.apply({{uuid: 4 * GIB}}, {{}}))
-result["drift"] = framework.drift()
+result["drift"] = drifts(framework)
 result["text"] = raised(lambda: framework.apply({{uuid: 4 * GIB}}, {{}}))
 result["limits"], result["growth"] = limits(gpu), os.environ.get(GROWTH)
 """
@@ -263,12 +263,12 @@ def test_a_limit_that_is_taken_away_before_it_is_live_is_told_then_and_later(
 def table(): return __import__("tensorflow.python.eager.context", fromlist="x").context()._virtual_device_map
 applied = framework.apply({{uuid: GIB}}, {{}})
 {change}
-result["drift"] = framework.drift()
+result["drift"] = drifts(framework)
 framework._live = lambda module: True  # as after the first operation, which would need the GPU
-result["live"] = framework.drift()
+result["live"] = drifts(framework)
 framework._live = lambda module: False
 applied.undo()
-result["undone"] = framework.drift()
+result["undone"] = drifts(framework)
 """
     )
     said = ["tensorflow: the limit of /physical_device:GPU:0 was removed or raised after memguard.init"] if lost else []
@@ -280,11 +280,11 @@ def test_a_limit_that_is_taken_away_is_told_of_its_gpu(with_tensorflow: Run) -> 
         TWO
         + """
 framework.apply({host.uuids[0]: GIB, host.uuids[1]: 2 * GIB}, {})
-result["before"] = framework.drift()
+result["before"] = drifts(framework)
 table = __import__("tensorflow.python.eager.context", fromlist="x").context()._virtual_device_map
 table[second] = [tf.config.LogicalDeviceConfiguration(memory_limit=2049)]
 own(first, 1024)
-result["second"] = framework.drift()
+result["second"] = drifts(framework)
 """
     )
     assert found["before"] == [] and len(found["second"]) == 1 and "GPU:1" in found["second"][0]
@@ -576,7 +576,7 @@ applied = framework.apply({{uuid: GIB}}, {{}})
 wanted = [tf.config.LogicalDeviceConfiguration(memory_limit=m) for m in {asked!r}]
 for _ in range(3):
     kept(gpu, wanted)
-result["limits"], result["drift"], result["heard"] = limits(gpu), framework.drift(), heard
+result["limits"], result["drift"], result["heard"] = limits(gpu), drifts(framework), heard
 result["same"] = kept is {setter} and inspect.signature({setter}) == signature
 result["notes"] = framework.notes
 applied.undo()
@@ -624,7 +624,7 @@ applied = framework.apply({u: GIB for u in host.uuids}, {})
 for gpu in tf.config.list_physical_devices("GPU"):
     tf.config.experimental.set_memory_growth(gpu, True)
 result["growth"] = [tf.config.experimental.get_memory_growth(gpu) for gpu in (first, second)]
-result["limits"], result["drift"] = [limits(first), limits(second)], framework.drift()
+result["limits"], result["drift"] = [limits(first), limits(second)], drifts(framework)
 result["env"] = os.environ[GROWTH]
 tf.config.experimental.set_memory_growth(first, False)
 result["env"] += os.environ[GROWTH]

@@ -181,7 +181,7 @@ found = card(host)
 torch.cuda.init()
 torch._C._cuda_getMemoryFraction = lambda ordinal: 1.0
 result["text"] = raised(lambda: framework.apply({uuid: 4 * GIB}, {}))
-result["restored"], result["drift"] = found.fractions[0], framework.drift()
+result["restored"], result["drift"] = found.fractions[0], drifts(framework)
 """
     )
     assert "set 4294967296 bytes, read back" in found["text"] and found["restored"] == 1.0 and found["drift"] == []
@@ -802,7 +802,7 @@ found.fractions[0] = 0.01  # set_per_process_memory_fraction, or what the enviro
 if {live}: torch.cuda.init()
 applied = framework.apply({{uuid: 4 * GIB}}, {{}})
 torch.cuda.init()
-result["fraction"], result["notes"], result["drift"] = found.fractions[0], framework.notes, framework.drift()
+result["fraction"], result["notes"], result["drift"] = found.fractions[0], framework.notes, drifts(framework)
 framework.resize({{uuid: GIB}})
 result["lower"] = exact(found)
 framework.resize({{uuid: 4 * GIB}})
@@ -829,7 +829,7 @@ found.fractions[1] = 0.5
 caps = dict.fromkeys(host.uuids, 4 * GIB)
 result["text"] = raised(lambda: framework.apply(caps, {}))
 result["setting"] = setting(lambda: framework.apply(caps, {}))
-result["left"], result["drift"] = [found.fractions.get(n, 1.0) for n in (0, 1)], framework.drift()
+result["left"], result["drift"] = [found.fractions.get(n, 1.0) for n in (0, 1)], drifts(framework)
 found.fractions[1] = 1.0
 result["applied"] = framework.apply(caps, {}).enforcement.value
 """
@@ -882,19 +882,19 @@ def test_a_fraction_raised_later_is_told_and_a_lowered_one_is_not(with_torch: Ru
         + """
 found = card(host)
 applied = framework.apply({uuid: 4 * GIB}, {})
-result["not live"] = framework.drift()
+result["not live"] = drifts(framework)
 torch.cuda.init()
-result["set"] = framework.drift()
+result["set"] = drifts(framework)
 before = found.fractions[0]
 found.fractions[0] = 0.9
-result["looser"] = framework.drift()
+result["looser"] = drifts(framework)
 found.fractions[0] = 0.001
-result["lowered"] = framework.drift()
+result["lowered"] = drifts(framework)
 found.fractions[0] = 0.9
 del torch._C._cuda_getMemoryFraction
-result["older"] = framework.drift()
+result["older"] = drifts(framework)
 applied.undo()
-result["undone"] = framework.drift()
+result["undone"] = drifts(framework)
 """
     )
     assert found["not live"] == found["set"] == found["lowered"] == found["undone"] == found["older"] == []
@@ -944,7 +944,7 @@ applied = framework.apply({{uuid: GIB}}, {{}})
 result["applied"] = [applied.enforcement.value, "RMM" in applied.notes[0], resources[0].limit]
 result["live"] = torch.cuda.is_initialized()
 torch.cuda.init()
-result["usage"], result["drift"] = framework.usage(gpu).held, framework.drift()
+result["usage"], result["drift"] = framework.usage(gpu).held, drifts(framework)
 result["resize"] = raised(lambda: framework.resize({{uuid: 2 * GIB}})) is not None
 applied.undo()
 result["undone"], result["fractions"] = type(resources[0]).__name__, found.fractions
@@ -988,7 +988,7 @@ rmm()
 if {pool}: resources[0] = Resource()
 torch._C._cuda_getAllocatorBackend = lambda: "pluggable"
 torch.cuda.init()
-result["limit"], result["drift"], result["notes"] = resources[0].limit, framework.drift(), framework.notes
+result["limit"], result["drift"], result["notes"] = resources[0].limit, drifts(framework), framework.notes
 applied.undo()
 result["undone"], result["fractions"] = type(resources[0]).__name__, found.fractions
 """
@@ -1009,7 +1009,7 @@ found = card(host)
 framework.apply({uuid: GIB}, {})
 torch.cuda.init()
 torch._C._cuda_getAllocatorBackend = lambda: "pluggable"
-result["drift"] = framework.drift()
+result["drift"] = drifts(framework)
 def stats(ordinal): raise RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats")
 torch._C._cuda_memoryStats = stats
 result["usage"] = framework.usage(gpu)._asdict()
@@ -1175,7 +1175,7 @@ logging.getLogger("memguard").addHandler(Handler())
 found = card(host)
 torch.cuda.current_device = lambda: 0
 changed = []
-framework.on_change = lambda: changed.append(framework.drift())
+framework.on_change = lambda: changed.append(drifts(framework))
 """
 )
 
@@ -1194,7 +1194,7 @@ if {live}: torch.cuda.init()
 applied = framework.apply({{uuid: 4 * GIB}}, {{}})
 for setter in (*named, taken_before, torch._C._cuda_setMemoryFraction):
     setter({asked}, 0)
-result["exact"], result["drift"], result["heard"] = exact(found), framework.drift(), heard
+result["exact"], result["drift"], result["heard"] = exact(found), drifts(framework), heard
 result["same"] = named[0] is torch.cuda.set_per_process_memory_fraction is named[1] is taken_before
 framework.resize({{uuid: 8 * GIB}})
 result["resized"] = exact(found)
@@ -1223,9 +1223,9 @@ steps = []
 for fraction in (0.01, 0.02, 0.9, 0.001, 1.0):
     torch.cuda.set_per_process_memory_fraction(fraction)
     steps.append(exact(found))
-result["steps"], result["drift"], result["heard"] = steps, framework.drift(), len(heard)
+result["steps"], result["drift"], result["heard"] = steps, drifts(framework), len(heard)
 found.fractions[0] = 0.5  # past all calls
-result["poked"] = framework.drift()
+result["poked"] = drifts(framework)
 """
     )
     total = 143_156 << 20
@@ -1273,7 +1273,7 @@ if {live}: torch.cuda.init()
 warnings.simplefilter("ignore")
 torch.cuda.memory._set_allocator_settings({text!r})
 torch.cuda.init()
-result["exact"], result["drift"], result["heard"] = exact(found), framework.drift(), len(heard)
+result["exact"], result["drift"], result["heard"] = exact(found), drifts(framework), len(heard)
 applied.undo()
 result["undone"], result["back"] = found.fractions[0], torch._C._accelerator_setAllocatorSettings is configure
 """

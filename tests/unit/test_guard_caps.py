@@ -14,7 +14,7 @@ from guards import BUDGET, TORCH, cap_of, host_of, imported, replaced, simulated
 
 import memguard
 from memguard import api
-from memguard._base.types import Device, Event
+from memguard._base.types import Device, Drift, Event
 from memguard._base.units import GIB, MIB
 from memguard._devices import contexts
 from memguard._devices.simulated import SimulatedHost
@@ -224,12 +224,13 @@ def test_trim_counts_every_gpu() -> None:
 class Drifting(SimulatedFramework):
     """Its cap no longer holds because of what `lost` says."""
 
-    lost: tuple[str, ...] = ()
+    lost: tuple[Drift, ...] = ()
 
-    def drift(self) -> list[str]:
+    def drift(self) -> list[Drift]:
         return list(self.lost)
 
 
+RAISE = Drift("its fraction was raised")
 RAISED = "torch: its fraction was raised"
 
 
@@ -260,7 +261,7 @@ def test_what_was_changed_after_init_is_in_the_ledger_and_logged_once(
     torch, pycuda = drifting["torch"], drifting["pycuda"]
     for framework in (torch, pycuda):
         framework.allocate(MIB)
-    torch.lost = (RAISED,)
+    torch.lost = (RAISE,)
     with caplog.at_level(logging.WARNING, "memguard"):
         for _ in range(3):
             assert enforcements() == {"torch": "watched", "tensorflow": "pending", "pycuda": "enforced"}
@@ -268,10 +269,10 @@ def test_what_was_changed_after_init_is_in_the_ledger_and_logged_once(
             assert ledger.notes.count(RAISED) == 1
             assert ledger.devices[0].row("torch").cap == 4 * GIB, "what the budget gives it"
     assert caplog.text.count("its fraction was raised") == 1
-    pycuda.lost = ("pycuda: mem_alloc was replaced", "pycuda: and more")
+    pycuda.lost = (Drift("mem_alloc was replaced"), Drift("and more"))
     with caplog.at_level(logging.WARNING, "memguard"):
         ledger = memguard.ledger()
-    assert {RAISED, *pycuda.lost} <= set(ledger.notes)
+    assert {RAISED, "pycuda: mem_alloc was replaced", "pycuda: and more"} <= set(ledger.notes)
     assert caplog.text.count("mem_alloc was replaced") == caplog.text.count("and more") == 1
     torch.lost = ()
     assert enforcements()["torch"] == "enforced", "set back: it holds again"
@@ -280,7 +281,7 @@ def test_what_was_changed_after_init_is_in_the_ledger_and_logged_once(
 
 def test_nothing_can_drift_that_was_never_set(drifting: dict[str, Drifting]) -> None:
     start(TORCH)
-    drifting["torch"].lost = ("torch: changed",)
+    drifting["torch"].lost = (Drift("changed"),)
     assert enforcements() == {"torch": "pending"} and "torch: changed" not in memguard.ledger().notes
 
 
@@ -300,7 +301,7 @@ def test_every_view_finds_drift_by_itself(drifting: dict[str, Drifting], caplog:
         guard, events = start(TORCH), list[Event]()
         guard.callbacks.event = events.append
         drifting["torch"].allocate(MIB)
-        drifting["torch"].lost = (RAISED,)
+        drifting["torch"].lost = (RAISE,)
         caplog.clear()
         with caplog.at_level(logging.WARNING, "memguard"):
             view()
@@ -327,7 +328,7 @@ def test_a_check_that_hangs_on_the_monitors_thread_blocks_no_other(
 ) -> None:
     hangs, go = threading.Event(), threading.Event()
 
-    def drift(self: Drifting) -> list[str]:
+    def drift(self: Drifting) -> list[Drift]:
         if threading.current_thread() is not threading.main_thread():
             hangs.set()
             go.wait(60)
@@ -356,13 +357,13 @@ def test_a_check_during_a_resize_is_not_taken_for_drift(
     torch.allocate(MIB)
     asked, resize, threads = threading.Event(), Drifting.resize, []
 
-    def drift(self: Drifting) -> list[str]:
+    def drift(self: Drifting) -> list[Drift]:
         found = list(self.lost)
         asked.set()
         return found
 
     def halfway(self: Drifting, caps: Any) -> None:
-        self.lost = (RAISED,)
+        self.lost = (RAISE,)
         asked.clear()
         threads.append(threading.Thread(target=guard.ledger))
         threads[0].start()
@@ -382,7 +383,7 @@ def test_a_check_during_a_resize_is_not_taken_for_drift(
 def test_a_cap_that_no_longer_holds_cannot_be_resized(drifting: dict[str, Drifting]) -> None:
     guard = start(TORCH)
     drifting["torch"].allocate(MIB)
-    drifting["torch"].lost = (RAISED,)
+    drifting["torch"].lost = (RAISE,)
     with pytest.raises(CapNotApplied, match="its fraction was raised\n    fix: undo that change") as error:
         memguard.resize("torch", "2GiB")
     assert error.value.framework == "torch" and guard.plan.devices[0].caps["torch"] == 4 * GIB
@@ -395,7 +396,7 @@ def test_a_note_about_a_cap_that_no_longer_holds_promises_nothing(drifting: dict
     guard = start(TORCH)
     torch = drifting["torch"]
     torch.allocate(MIB)
-    torch.lost = (RAISED,)
+    torch.lost = (RAISE,)
     torch.resize(dict.fromkeys(guard.plan.caps("torch"), 8 * GIB))  # past the guard
     torch.allocate(5 * GIB)
     (note,) = [note for note in memguard.ledger().notes if "above its cap" in note]
@@ -408,7 +409,7 @@ def test_the_timeline_and_an_out_of_memory_report_agree_about_drift(
     start({**TORCH, "monitor": {"interval": "1h", "timeline": str(tmp_path / "run.jsonl")}})
     torch = drifting["torch"]
     torch.allocate(MIB)
-    torch.lost = (RAISED,)
+    torch.lost = (RAISE,)
     with pytest.raises(FrameworkOutOfMemory), memguard.workload("train", framework="torch"):
         torch.allocate(200 * GIB)
     torch.lost = ()
@@ -432,30 +433,30 @@ def test_the_monitor_finds_drift_and_tells_the_callbacks(drifting: dict[str, Dri
     try:
         guard = start({**TORCH, "monitor": {"interval": "50ms"}})
         drifting["torch"].allocate(MIB)
-        drifting["torch"].lost = (RAISED,)
+        drifting["torch"].lost = (RAISE,)
         assert found.wait(60) and "watched" in str(guard)
     finally:
         watch.remove()
 
 
 @pytest.mark.parametrize(
-    "tail",
+    "effect",
     [
         "",
-        ": the cap no longer holds",
-        ": its cap does not hold",
-        ": the cap does not hold there",
-        ": the cap will not hold",
+        "the cap no longer holds",
+        "its cap does not hold",
+        "the cap does not hold there",
+        "the cap will not hold",
     ],
 )
-def test_the_event_says_once_that_the_cap_no_longer_holds(drifting: dict[str, Drifting], tail: str) -> None:
+def test_the_event_says_once_that_the_cap_no_longer_holds(drifting: dict[str, Drifting], effect: str) -> None:
     events: list[str] = []
     watch = memguard.on_event(lambda event: events.append(event.text))
     try:
         start(TORCH)
         drifting["torch"].allocate(MIB)
-        drifting["torch"].lost = (f"{RAISED}{tail}",)
-        assert f"{RAISED}{tail}" in memguard.ledger().notes
+        drifting["torch"].lost = (RAISE._replace(effect=effect),)
+        assert (f"{RAISED}: {effect}" if effect else RAISED) in memguard.ledger().notes
     finally:
         watch.remove()
     assert events == ["torch: its cap no longer holds: its fraction was raised"]
@@ -468,7 +469,7 @@ def test_what_a_later_call_lifts_is_told_at_the_call(
     guard.callbacks.event = events.append
     torch = drifting["torch"]
     torch.allocate(MIB)
-    torch.lost = (RAISED,)
+    torch.lost = (RAISE,)
     with caplog.at_level(logging.WARNING, "memguard"):
         for _ in range(3):
             torch._changed()
@@ -478,7 +479,7 @@ def test_what_a_later_call_lifts_is_told_at_the_call(
     torch._changed()
     assert [event.text for event in events][1:] == ["torch: its cap holds again"]
     memguard.shutdown()
-    torch.lost = (RAISED,)
+    torch.lost = (RAISE,)
     torch._changed()
     assert len(events) == 2
 
@@ -497,7 +498,7 @@ def test_it_is_told_at_the_call_while_another_thread_has_the_lock(
     thread = threading.Thread(target=hold)
     thread.start()
     held.wait(10)
-    drifting["torch"].lost = (RAISED,)
+    drifting["torch"].lost = (RAISE,)
     try:
         with caplog.at_level(logging.WARNING, "memguard"):
             drifting["torch"]._changed()

@@ -26,12 +26,12 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 from memguard._base.locks import Rank, ranked
-from memguard._base.types import Applied, Device, Enforcement, Shortage, Usage, usage_of
+from memguard._base.types import Applied, Device, Drift, Enforcement, Shortage, Usage, usage_of
 from memguard._base.units import GRANULE, round_up
 from memguard._devices import contexts
 from memguard._frameworks.base import with_size
@@ -52,7 +52,7 @@ _TRIES = 2
 _CAPTURE_IMPLICIT = 906  # cudaErrorStreamCaptureImplicit: the null stream cannot be queried during a capture
 
 
-class CuPy(Limits):
+class CuPy(Limits, resource.RmmClient):
     """CuPy's default memory pool, or the pool that was its allocator when the cap was applied."""
 
     spec = SPEC
@@ -66,8 +66,7 @@ class CuPy(Limits):
         self._shares: dict[int, int] = {}  # cache of `whole_share` by size
         self._plain: dict[Callable[[int], Any], Callable[[int], Any]] = {}  # the user's allocator by the capped one
         self._raw_set: Callable[..., None] | None = None
-        self._drifted: list[str] = []
-        self._rmm: resource.Limit | None = None
+        self._drifted: Sequence[Drift] = []
         self._watched = False
 
     def _live(self, module: ModuleType) -> bool:
@@ -85,10 +84,8 @@ class CuPy(Limits):
             note = "cupy: watched, not capped: the limit of its async pool is a threshold of a pool that all share"
             return Applied(Enforcement.WATCHED, lambda: None, notes=(note,))
         if resource.is_cupys(allocator):
-            initialised = contexts.initialised()  # if not, a CuPy call would initialise CUDA
-            ordinals = self._by_uuid() if initialised else resource.ordinals(self.name, self.host)
-            self._rmm, applied = resource.apply(self.name, caps, ordinals, self.changes)
-            return self._told_at_once(cupy, applied)
+            known = self._by_uuid() if contexts.initialised() else None  # else a CuPy call would initialise CUDA
+            return self._told_at_once(cupy, self._limit_rmm(caps, known))
         if not isinstance(pool, cupy.cuda.MemoryPool):
             raise ConflictingSetting(
                 self.name,
@@ -214,9 +211,8 @@ class CuPy(Limits):
                 self._on(ordinal, lambda pool: pool.free_all_blocks(), pool)
             self._on(ordinal, lambda pool: self._make_room(ordinal))
 
+    @resource.unless_rmm
     def resize(self, caps: Mapping[str, int]) -> None:
-        if self._rmm is not None:
-            return super().resize(caps)
         with self._lock:
             for ordinal in list(self._limited):  # small requests do not compare the limit
                 self._on(ordinal, functools.partial(self._hold, ordinal))
@@ -238,17 +234,15 @@ class CuPy(Limits):
                     with contextlib.suppress(Exception):
                         self._on(ordinal, functools.partial(limit_to, limited_before[ordinal][1]))
                 raise
-        return None
 
     def footprint(self, size: int) -> int:
         return whole_share(size)
 
+    @resource.unless_rmm
     def unseen(self) -> str | None:
-        if self._watched:
-            return "its async pool tells nobody of a refused request"
-        return resource.UNSEEN if self._rmm is not None else None
+        return "its async pool tells nobody of a refused request" if self._watched else None
 
-    def drift(self) -> list[str]:
+    def drift(self) -> Sequence[Drift]:
         cupy = _imported()
         if cupy is None:
             return []
@@ -259,11 +253,11 @@ class CuPy(Limits):
         self._drifted = self._drift(cupy)
         return self._drifted
 
-    def _drift(self, cupy: Any) -> list[str]:
+    def _drift(self, cupy: Any) -> Sequence[Drift]:
         if cupy.cuda.get_allocator() is not self._allocate and (swapped := self._swapped_for(cupy)) is not None:
-            return [f"cupy: its allocator was replaced after memguard.init ({swapped}): its cap does not hold"]
+            return [_replaced(swapped)]
         if self._rmm is not None:
-            return self._rmm.drift(self.name)
+            return super().drift()
         pool = self._pool
         here = contexts.current() if self._limited else None
         for ordinal, (_, limit) in list(self._limited.items()) if pool is not None else ():
@@ -465,7 +459,7 @@ class CuPy(Limits):
         It cannot help if no cap is set here, if the user's own limit is stricter, or for a former pool. The pool has
         already freed its unsplit blocks.
         """
-        uuid = next((uuid for uuid, number in self._ordinals.items() if number == ordinal), "")
+        uuid = self._uuid(ordinal)
         own, limit = self._limited.get(ordinal, (0, 0))
         if uuid not in self._caps or not limit or pool is not self._pool:
             return None
@@ -477,7 +471,7 @@ class CuPy(Limits):
 
     def _tell(self, error: BaseException, ordinal: int, size: int) -> None:
         """Report a request that the pool refused. The pool has freed its unsplit blocks: nothing is reclaimable."""
-        uuid = next((uuid for uuid, number in self._ordinals.items() if number == ordinal), None)
+        uuid = self._uuid(ordinal)
         if uuid in self._caps:
             _, limit = self._limited.get(ordinal, (0, 0))
             own = limit if 0 < limit < self._caps[uuid] else None  # the pool's own stricter limit
@@ -634,6 +628,10 @@ def _imported() -> Any:
     """CuPy if its import is complete, else None."""
     cupy = sys.modules.get("cupy")
     return None if getattr(getattr(cupy, "__spec__", None), "_initializing", False) else cupy
+
+
+def _replaced(allocator: str) -> Drift:
+    return Drift(f"its allocator was replaced after memguard.init ({allocator})", "its cap does not hold")
 
 
 def _named(allocator: Any) -> str:

@@ -16,10 +16,10 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from memguard._base.types import Applied, Device, Enforcement, Usage
+from memguard._base.types import Applied, Device, Drift, Enforcement, Usage
 from memguard._base.units import format_size
 from memguard._devices import contexts, suspension
-from memguard._frameworks.cupy.adapter import CuPy, _imported, _named
+from memguard._frameworks.cupy.adapter import CuPy, _imported, _named, _replaced
 from memguard._frameworks.cupy.limits import LIMIT
 from memguard._frameworks.joint_base import MOST_TIMES, UNIT, JointCapped
 from memguard._frameworks.joint_pool import JointPool
@@ -96,12 +96,12 @@ class JointCuPy(JointCapped, CuPy):
                 cupy.cuda.get_current_stream().synchronize()
                 self._joint.trim(device.uuid)
 
-    def _drift(self, cupy: Any) -> list[str]:
+    def _drift(self, cupy: Any) -> list[Drift]:
         if self._allocate is None:
             return []
         if (now := cupy.cuda.get_allocator()) is not self._allocate:
-            return [f"cupy: its allocator was replaced after memguard.init ({_named(now)}): its cap does not hold"]
-        return self._joint.drift(self.name)
+            return [_replaced(_named(now))]
+        return self._joint.drift()
 
     def about(self) -> dict[str, str]:
         return {"allocator": "MemoryAsync", "strategy": "pool"} if self._live_sizes else {}
@@ -171,9 +171,6 @@ class JointCuPy(JointCapped, CuPy):
             return self._again(cupy, ordinal, size, lambda: take(rounded, ordinal, live))
 
         return allocate
-
-    def _uuid(self, ordinal: int) -> str:
-        return next((uuid for uuid, number in self._by_uuid().items() if number == ordinal), "")
 
     def _begin(self, cupy: Any, ordinal: int) -> dict[int, int]:
         """Make the pool current before the first allocation on a GPU. Returns the GPU's live sizes."""

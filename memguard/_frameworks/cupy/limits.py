@@ -40,7 +40,7 @@ class Limits(Framework):
     def _limit_here(self, cupy: Any, ordinal: int, _: Any = None) -> None:
         """Limit the pool on the current device of this thread. The pool's own stricter limit stays."""
         with self._lock:
-            uuid = next((u for u, o in self._by_uuid().items() if o == ordinal), "")
+            uuid = self._uuid(ordinal)
             cap = self._caps.get(uuid)
             if cap is None or ordinal in self._limited:
                 if cap is None and self._caps:
@@ -89,7 +89,7 @@ class Limits(Framework):
             asked = int(self._pool.get_limit())
             if asked == limit:
                 return
-            uuid = next((u for u, o in self._by_uuid().items() if o == ordinal), "")
+            uuid = self._uuid(ordinal)
             cap = max(self._caps.get(uuid, limit) - self._elsewhere(ordinal), 1)
             holds = asked if 0 < asked <= cap else cap
             self._note(ordinal, asked, holds)
@@ -120,7 +120,7 @@ class Limits(Framework):
     def _make_room(self, ordinal: int) -> bool:
         """Raise the pool's limit by the bytes that former pools have released. Whether that raised it."""
         with self._lock:
-            uuid = next((u for u, o in self._by_uuid().items() if o == ordinal), "")
+            uuid = self._uuid(ordinal)
             if not self._former or ordinal not in self._limited or uuid not in self._caps:
                 return False
             self._hold(ordinal)
@@ -174,6 +174,10 @@ class Limits(Framework):
         pool = self._pool or getattr(cupy.cuda.get_allocator(), "__self__", None)
         known = isinstance(pool, (cupy.cuda.MemoryPool, cupy.cuda.MemoryAsyncPool))
         return pool if known else cupy.get_default_memory_pool()
+
+    def _uuid(self, ordinal: int) -> str:
+        """The GPU's UUID; "" if CUDA does not know it."""
+        return next((uuid for uuid, number in self._by_uuid().items() if number == ordinal), "")
 
     def _by_uuid(self) -> dict[str, int]:
         """CUDA's ordinal by UUID. Only once CUDA is initialised."""

@@ -17,12 +17,12 @@ import os
 import struct
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from memguard._base.types import Applied, Device, Enforcement, State, Usage, usage_of
+from memguard._base.types import Applied, Device, Drift, Enforcement, Usage, usage_of
 from memguard._base.units import MIB, format_size, round_up
 from memguard._frameworks.base import Framework, accept_standing, weakly
 from memguard._frameworks.jax.spec import SPEC
@@ -51,7 +51,7 @@ class JAX(Framework):
         self._caps: dict[str, int] = {}
         self._by_ordinal: dict[int, str] | None = None
         self._options: dict[str, Any] = {}
-        self._lost: list[str] = []  # the drift found
+        self._lost: list[Drift] = []  # the drift found
         self._settled: weakref.ref[Any] | None = None  # the started backend whose drift is final
         self._asked: Any = None  # the user's options
         self._places: dict[str, tuple[Callable[[], object], int]] = {}  # by UUID: backend, GPU's position in it
@@ -69,10 +69,6 @@ class JAX(Framework):
         if not _has_plugin():
             return "this jax has no CUDA plugin; fix: pip install 'jax[cuda13]' or 'jax[cuda12]'"
         return None
-
-    def state(self) -> State:
-        found = super().state()
-        return State.ABSENT if found is State.IMPORTED and self.why_absent() else found
 
     def _live(self, module: ModuleType) -> bool:
         return live_client() is not None
@@ -177,18 +173,21 @@ class JAX(Framework):
     def footprint(self, size: int) -> int:
         return round_up(size, 256)
 
-    def drift(self) -> list[str]:
+    def drift(self) -> Sequence[Drift]:
         if not self._caps:
             return []
         client = live_client()
         if client is None:
             now = as_mapping(getattr(getattr(sys.modules.get("jax"), "config", None), _OPTIONS, None))
             lost = any(now.get(key) != self._options.get(key) for key in ("memory_fraction", "allocator"))
-            return [f"jax: its {_OPTIONS} were changed after memguard.init: the cap will not hold"] if lost else []
+            change = f"its {_OPTIONS} were changed after memguard.init"
+            return [Drift(change, "the cap will not hold")] if lost else []
         if self._settled is None or self._settled() is not client:  # a limit never changes after the backend's start
             self._lost = [
-                f"jax: its backend started {f'with a limit of {format_size(limit)}' if limit else 'without a limit'} "
-                f"on cuda:{ordinal}, but its cap is {format_size(cap)}"
+                Drift(
+                    f"its backend started {f'with a limit of {format_size(limit)}' if limit else 'without a limit'} "
+                    f"on cuda:{ordinal}, but its cap is {format_size(cap)}"
+                )
                 for ordinal, (limit, cap) in self._limits().items()
                 if not 0 < limit <= cap
             ]

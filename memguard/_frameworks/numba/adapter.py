@@ -18,16 +18,15 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from memguard._base.locks import Rank, ranked
 from memguard._base.logs import log as _log
-from memguard._base.types import Applied, Device, Enforcement, State, Usage, usage_of
+from memguard._base.types import Applied, Device, Drift, Enforcement, Usage, usage_of
 from memguard._base.units import round_up
 from memguard._devices import contexts
-from memguard._frameworks.base import Framework
 from memguard._frameworks.numba.places import ARRAYS, DRIVER, managers_on, numba_contexts, uuid_of
 from memguard._frameworks.numba.spec import SPEC
 from memguard._frameworks.replacements import Replacements
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from memguard._frameworks.numba.bank import Bank
 
 
-class Numba(Framework):
+class Numba(resource.RmmClient):
     """Numba's device arrays (`cuda.to_device`, `cuda.device_array`, temporaries of kernels)."""
 
     spec = SPEC
@@ -49,7 +48,6 @@ class Numba(Framework):
         self.caps: dict[str, int] = {}
         self._manager: Any = None
         self._asked: Any = None  # the user's memory manager
-        self._rmm: resource.Limit | None = None
 
     def why_absent(self) -> str | None:
         """Not installed, or kept off the GPU by NUMBA_DISABLE_CUDA or NUMBA_ENABLE_CUDASIM."""
@@ -60,10 +58,6 @@ class Numba(Framework):
             if os.environ.get(name, "0").strip() not in ("", "0"):
                 return f"{name}={os.environ[name]} keeps numba off the GPU"
         return None
-
-    def state(self) -> State:
-        found = super().state()
-        return State.ABSENT if found is State.IMPORTED and self.why_absent() else found
 
     def _live(self, module: ModuleType) -> bool:
         return bool(numba_contexts())
@@ -193,28 +187,26 @@ class Numba(Framework):
                 if needed is not None and needed <= 0:
                     return
 
+    @resource.unless_rmm
     def resize(self, caps: Mapping[str, int]) -> None:
         """Set the cap that the next check reads, even that of a request which has just failed. Pooled blocks above a
         lower cap serve no request: they must be released."""
-        if self._rmm is not None:
-            return super().resize(caps)
         self.caps = dict(caps)
-        return None
 
     def footprint(self, size: int) -> int:
         return round_up(size)
 
+    @resource.unless_rmm
     def unseen(self) -> str | None:
-        return resource.UNSEEN if self._rmm is not None else None
+        return None
 
     def uncounted(self) -> str | None:
         if not hasattr(sys.modules.get(ARRAYS), "_to_strided_memory_view"):  # read in numba-cuda 0.30.4
             return None
         return "copies of host arrays given to numba's kernels; cuda.to_device counts them"
 
-    def drift(self) -> list[str]:
-        if self._rmm is not None:
-            return self._rmm.drift(self.name)
+    @resource.unless_rmm
+    def drift(self) -> Sequence[Drift]:
         driver: Any = sys.modules.get(DRIVER)
         if self._manager is None or driver is None:
             return []
@@ -222,7 +214,7 @@ class Numba(Framework):
         if driver._memory_manager is self._manager and not others:
             return []
         name = type(others[0]).__name__ if others else getattr(driver._memory_manager, "__name__", "another")
-        return [f"numba: its memory manager was replaced after memguard.init ({name}): the cap does not hold"]
+        return [Drift(f"its memory manager was replaced after memguard.init ({name})", "the cap does not hold")]
 
     def forked(self) -> None:
         self.caps = {}
@@ -245,12 +237,11 @@ class Numba(Framework):
 
     def _apply_rmm(self, caps: Mapping[str, int]) -> Applied:
         try:
-            self._rmm, applied = resource.apply(self.name, caps, resource.ordinals(self.name, self.host), self.changes)
+            return self._limit_rmm(caps)
         except ImportError as error:
             raise CapNotApplied(
                 self.name, f"it is set to allocate through RMM, but {error}", "unset NUMBA_CUDA_MEMORY_MANAGER"
             ) from error
-        return applied
 
 
 def _give_back(banks: Mapping[str, Bank]) -> None:

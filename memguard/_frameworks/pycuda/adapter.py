@@ -24,7 +24,7 @@ from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
 from memguard._base.locks import Rank, ranked
-from memguard._base.types import Applied, Device, Enforcement, TraceEvent, Usage, usage_of
+from memguard._base.types import Applied, Device, Drift, Enforcement, TraceEvent, Usage, usage_of
 from memguard._base.units import GRANULE, format_size, round_up
 from memguard._devices import contexts
 from memguard._frameworks.base import Framework
@@ -192,11 +192,11 @@ class PyCUDA(Framework):
             pool = next(iter(self._own.values()), None)
             return round_up(pool.bin_size(size) if pool is not None and size > 0 else size + size // 16)
 
-    def drift(self) -> list[str]:
+    def drift(self) -> Sequence[Drift]:
         drv = sys.modules.get("pycuda.driver")
         if drv is None or self._mem_alloc is None or drv.mem_alloc is self._mem_alloc:
             return []
-        return ["pycuda: pycuda.driver.mem_alloc was replaced after memguard.init: the cap does not hold there"]
+        return [Drift("pycuda.driver.mem_alloc was replaced after memguard.init", "the cap does not hold there")]
 
     def contexts(self, device: Device) -> frozenset[int]:
         # A reading calls `usage` before, which removes the pools whose contexts are gone.

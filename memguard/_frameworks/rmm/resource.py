@@ -3,22 +3,24 @@
 `LimitingResourceAdaptor` counts live allocations. Over a resource without a cache (`CudaMemoryResource`) these are the
 held bytes, and the cap holds. Over a pool they are not, so such a framework is `watched`. The adaptor counts requested
 bytes; the driver's pages may be more. At its limit RMM raises the built-in MemoryError (measured). RMM has one resource
-per device for all frameworks: the first framework limits it, and a second one shares that limit.
+per device for all its clients: the first framework limits it, and a second one shares that limit. An `RmmClient` is
+an adapter whose framework may be one.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
-from memguard._base.types import Applied, Enforcement, Usage
+from memguard._base.types import Applied, Drift, Enforcement, Usage
 from memguard._base.undo import Undo
 from memguard._devices.host import Host
+from memguard._frameworks.base import Framework
 from memguard.errors import CapNotApplied
 
-UNSEEN = "RMM tells nobody of a refused request"
-
+_Method = TypeVar("_Method", bound=Callable[..., object])
 _limits: dict[int, tuple[str, Any]] = {}
 """By ordinal: the framework whose cap holds, and the adaptor."""
 
@@ -26,8 +28,12 @@ _limits: dict[int, tuple[str, Any]] = {}
 class Limit:
     """RMM's limit for one framework: the adaptors around the devices' resources, by UUID."""
 
-    def __init__(self, adaptors: Mapping[str, Any], ordinals: Mapping[str, int]) -> None:
+    def __init__(self, adaptors: Mapping[str, Any], ordinals: Mapping[str, int], uncapped: str | None = None) -> None:
         self._adaptors = dict(adaptors)
+        self.uncapped = uncapped
+        """Why RMM is only watched; None if it is limited."""
+        self.lost: list[Drift] = []
+        """Why the cap does not hold, if that was found after it was reported as enforced."""
         self.standing = {ordinals[uuid]: adaptor for uuid, adaptor in adaptors.items()}
         """The adaptors by ordinal, until the limit is undone; empty if RMM is only watched."""
 
@@ -39,16 +45,52 @@ class Limit:
         size = int(adaptor.get_allocated_bytes())
         return Usage(size, size, 0)
 
-    def drift(self, framework: str) -> list[str]:
-        """A sentence for each GPU whose resource no longer goes through the limit (`rmm.reinitialize`)."""
+    def drift(self) -> list[Drift]:
+        """The GPUs whose resource no longer goes through the limit (`rmm.reinitialize`)."""
         rmm: Any = sys.modules.get("rmm")
         now = {n: rmm.mr.get_per_device_resource(n) for n in list(self.standing)} if rmm is not None else {}
-        return [
-            f"{framework}: RMM's resource on cuda:{ordinal} was replaced after memguard.init "
-            f"({type(resource).__name__}): its cap does not hold"
+        return self.lost + [
+            Drift(
+                f"RMM's resource on cuda:{ordinal} was replaced after memguard.init ({type(resource).__name__})",
+                "its cap does not hold",
+            )
             for ordinal, resource in now.items()
             if not _goes_through(resource, self.standing.get(ordinal))
         ]
+
+
+class RmmClient(Framework):
+    """Base of an adapter whose framework may have RMM as its allocator: these methods answer for it then.
+
+    A subclass decorates its own versions with `unless_rmm`. RMM's limit is fixed, as `Framework.resize` says.
+    """
+
+    def __init__(self, host: Host) -> None:
+        super().__init__(host)
+        self._rmm: Limit | None = None
+
+    def unseen(self) -> str | None:
+        return "RMM tells nobody of a refused request"
+
+    def drift(self) -> Sequence[Drift]:
+        return self._rmm.drift() if self._rmm is not None else []
+
+    def _limit_rmm(self, caps: Mapping[str, int], ordinals: Mapping[str, int] | None = None) -> Applied:
+        """Limit RMM, which is the framework's allocator. `ordinals` are CUDA's by UUID, if known."""
+        found = _ordinals(self.name, self.host) if ordinals is None else ordinals
+        self._rmm, applied = apply(self.name, caps, found, self.changes)
+        return applied
+
+
+def unless_rmm(own: _Method) -> _Method:
+    """The adapter's own method, which `RmmClient`'s replaces while RMM is the framework's allocator."""
+    through_rmm = getattr(RmmClient, own.__name__)
+
+    @functools.wraps(own)
+    def method(self: RmmClient, *args: Any) -> Any:
+        return (own if self._rmm is None else through_rmm)(self, *args)
+
+    return cast("_Method", method)
 
 
 def is_cupys(allocator: Any) -> bool:
@@ -61,7 +103,7 @@ def is_loaded_for(framework: str) -> bool:
     return f"rmm.allocators.{framework}" in sys.modules
 
 
-def ordinals(framework: str, host: Host) -> dict[str, int]:
+def _ordinals(framework: str, host: Host) -> dict[str, int]:
     """CUDA's ordinals by UUID, without initialising CUDA. NVML may number the GPUs differently."""
     devices = host.devices(ordinals=True)
     found = {device.uuid: device.ordinal for device in devices if device.ordinal is not None}
@@ -90,8 +132,8 @@ def apply(framework: str, caps: Mapping[str, int], ordinals: Mapping[str, int], 
             why = f"it allocates through RMM's {type(base).__name__}, which may hold more than is in use"
         else:
             continue
-        note = f"{framework}: watched: it has no cap of its own: {why}"
-        return Limit({}, {}), Applied(Enforcement.WATCHED, lambda: None, notes=(note,))
+        uncapped = f"watched: it has no cap of its own: {why}"
+        return Limit({}, {}, uncapped), Applied(Enforcement.WATCHED, lambda: None, notes=(f"{framework}: {uncapped}",))
     capped = {ordinal: uuid for uuid, ordinal in ordinals.items() if uuid in caps}
     before = {ordinal: rmm.mr.get_per_device_resource(ordinal) for ordinal in capped}
     adaptors = {

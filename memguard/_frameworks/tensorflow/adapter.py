@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from memguard._base.logs import log as _log
-from memguard._base.types import Applied, Device, Enforcement, Usage, usage_of
+from memguard._base.types import Applied, Device, Drift, Enforcement, Usage, usage_of
 from memguard._base.units import MIB, format_size, round_up
 from memguard._frameworks.base import Framework, accept_standing, weakly
 from memguard._frameworks.replacements import Replacements
@@ -53,7 +53,7 @@ class TensorFlow(Framework):
         self._asked: dict[Any, list[Any]] = {}  # the user's later settings, by TensorFlow's device
         self._spans: dict[str, range] = {}  # its device numbers for each GPU, once the user has configured one
         self._undo_allocator: Callable[[], None] = lambda: None
-        self._lost: list[str] = []  # the drift found
+        self._lost: list[Drift] = []  # the drift found
         self._settled: weakref.ref[Any] | None = None  # the live context whose drift is final
         self._session = False  # a TF1 session created the allocators, without the eager context
 
@@ -173,7 +173,7 @@ class TensorFlow(Framework):
     def footprint(self, size: int) -> int:
         return round_up(size, 256)
 
-    def drift(self) -> list[str]:
+    def drift(self) -> Sequence[Drift]:
         """Limits that were removed or raised before TensorFlow went live; afterwards they cannot change."""
         tf: Any = sys.modules.get("tensorflow")
         if tf is None or not self._logical:
@@ -185,7 +185,7 @@ class TensorFlow(Framework):
             return self._lost
         gpus = zip(tf.config.list_physical_devices("GPU"), self._logical, strict=False)  # both in TensorFlow's order
         lost = [gpu.name for gpu, uuid in gpus if not _limited(tf, gpu, self._caps[uuid])]
-        self._lost = [f"tensorflow: the limit of {name} was removed or raised after memguard.init" for name in lost]
+        self._lost = [Drift(f"the limit of {name} was removed or raised after memguard.init") for name in lost]
         self._settled = weakly(context) if context is not None else None
         return self._lost
 

@@ -21,15 +21,14 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from memguard._base.logs import log as _log
-from memguard._base.types import Applied, Device, Enforcement, State, TraceEvent, Usage, usage_of
+from memguard._base.types import Applied, Device, Drift, Enforcement, TraceEvent, Usage, usage_of
 from memguard._base.units import GRANULE, MIB, format_size, round_up
-from memguard._frameworks.base import Framework
 from memguard._frameworks.driver_pools import PIECE, returned_by_trim
 from memguard._frameworks.replacements import Replacements
 from memguard._frameworks.rmm import resource
@@ -58,7 +57,7 @@ _FIGURES = (
 """The torch statistics of a reading."""
 
 
-class Torch(Framework):
+class Torch(resource.RmmClient):
     """PyTorch's CUDA caching allocator: native, expandable segments, cudaMallocAsync."""
 
     spec = SPEC
@@ -71,8 +70,6 @@ class Torch(Framework):
         self._uuids: dict[str, int] | None = None
         self._set: dict[int, float] = {}  # as torch reads them back
         self._expandable: bool | None = None  # its value when the caps were set
-        self._rmm: resource.Limit | None = None
-        self._lost: list[str] = []
         self._most: dict[int, tuple[float, float]] = {}  # the cap as a fraction: as set, and as torch reads it back
         self._replaced = Replacements()
         self._raw_set: Callable[[float, int], None] | None = None
@@ -94,10 +91,6 @@ class Torch(Framework):
             getattr(module, "cuda", None), "is_initialized", None
         )  # missing while another thread imports torch
         return asked is not None and bool(asked())
-
-    def state(self) -> State:
-        found = super().state()
-        return State.ABSENT if found is State.IMPORTED and self.why_absent() else found
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
         torch = self._torch()
@@ -184,6 +177,7 @@ class Torch(Framework):
             torch.cuda.synchronize(self._ordinals(torch)[device.uuid])  # completes the work behind queued frees
             pool.trim(max(pool.reserved() - round_up(needed, PIECE), 0))  # the pool keeps at least so many bytes
 
+    @resource.unless_rmm
     def resize(self, caps: Mapping[str, int]) -> None:
         """Change the fractions, on any thread, also while others allocate.
 
@@ -191,8 +185,6 @@ class Torch(Framework):
         request that needs a segment reads it. Some versions clear it first; an allocation at that moment on a thread
         without the GIL (autograd's) has no cap. Torch's own public call has the same gap.
         """
-        if self._rmm is not None:
-            return super().resize(caps)
         if self._pools:
             raise CapNotApplied(
                 self.name,
@@ -202,14 +194,13 @@ class Torch(Framework):
         before, self._caps = self._caps, dict(caps)
         torch = sys.modules.get("torch")
         if torch is None or not self._live(torch):
-            return None
+            return
         try:
             self._set_now(torch)
         except BaseException:
             self._caps = before
             self._set_now(torch)  # the previous caps remain in effect
             raise
-        return None
 
     def fixed(self) -> bool:
         """The native allocator's caps can change; the async backend's pool and RMM's limit cannot."""
@@ -228,32 +219,28 @@ class Torch(Framework):
             expandable = torch is not None and self._live(torch) and settings.expandable(torch)
         return max(segment, size) + SEGMENT if expandable else segment
 
-    def drift(self) -> list[str]:
+    @resource.unless_rmm
+    def drift(self) -> Sequence[Drift]:
         torch = sys.modules.get("torch")
-        if self._rmm is not None:
-            return [*self._lost, *self._rmm.drift(self.name)]
         live = getattr(getattr(torch, "cuda", None), "is_initialized", None)  # as `_live`
         if torch is None or not self._set or live is None or not live():
-            return self._lost
+            return []
         if torch.cuda.get_allocator_backend() == "pluggable":
-            return ["torch: its allocator was replaced after memguard.init: the cap no longer holds"]
+            return [Drift("its allocator was replaced after memguard.init", "the cap no longer holds")]
         read = getattr(torch._C, "_cuda_getMemoryFraction", None)
         lost = []
         if self._uncached:
-            lost.append("torch: caching_allocator_enable(False) was called: past its cache no cap holds")
+            lost.append(Drift("caching_allocator_enable(False) was called: past its cache no cap holds"))
         if read is None:
             return lost
         for ordinal, (_, most) in self._most.items():
             if (now := read(ordinal)) > most:
-                lost.append(
-                    f"torch: its fraction on cuda:{ordinal} was raised from {most:.4g} to {now:.4g} after "
-                    "memguard.init: the cap no longer holds"
-                )
+                change = f"its fraction on cuda:{ordinal} was raised from {most:.4g} to {now:.4g} after memguard.init"
+                lost.append(Drift(change, "the cap no longer holds"))
         return lost
 
+    @resource.unless_rmm
     def unseen(self) -> str | None:
-        if self._rmm is not None:
-            return resource.UNSEEN
         return self._unseen
 
     def capturing(self) -> bool:
@@ -399,8 +386,10 @@ class Torch(Framework):
                 settings.refuse((), {})  # the cache may have been disabled since
                 if torch.cuda.get_allocator_backend() == "pluggable":  # replaced since memguard.init
                     applied = self._apply_pluggable(self._caps)
-                    self._lost = [] if applied.enforcement is Enforcement.ENFORCED else list(applied.notes)
-                    self.notes += [] if self._lost else applied.notes
+                    if self._rmm is not None and self._rmm.uncapped is not None:
+                        self._rmm.lost = [Drift(self._rmm.uncapped)]
+                    else:
+                        self.notes += applied.notes
                     swapped.extend([applied.undo] if applied.undo is not None else [])
                 else:
                     self._set_now(torch)
@@ -511,9 +500,7 @@ class Torch(Framework):
         """Cap a replaced allocator (`change_current_allocator`): RMM's can be limited, others cannot."""
         if not resource.is_loaded_for("torch"):
             raise self._unlimited()
-        ordinals = resource.ordinals(self.name, self.host)  # reading torch's numbering would initialise it
-        self._rmm, applied = resource.apply(self.name, caps, ordinals, self.changes)
-        return applied
+        return self._limit_rmm(caps)  # without torch's numbering: reading it would initialise torch
 
     def _put_pool_under(self, uuid: str, ordinal: int, allowed: int) -> None:
         if uuid in self._pools:

@@ -10,10 +10,10 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from memguard._base.types import Applied, Device, Enforcement, Usage
+from memguard._base.types import Applied, Device, Drift, Enforcement, Usage
 from memguard._base.undo import Undo
 from memguard._base.units import round_up
 from memguard._frameworks.joint_pool import JointPool
@@ -84,8 +84,8 @@ class JointTorch(Torch):
         """The bytes that it takes from the pool, which may serve them from a piece it already holds."""
         return round_up(size, _UNIT)
 
-    def drift(self) -> list[str]:
-        return [*super().drift(), *(self._joint.drift(self.name) if self._set else ())]
+    def drift(self) -> Sequence[Drift]:
+        return [*super().drift(), *(self._joint.drift() if self._set else ())]
 
     def about(self) -> dict[str, str]:
         found = super().about()
