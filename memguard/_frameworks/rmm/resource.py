@@ -69,6 +69,10 @@ class RmmClient(Framework):
         super().__init__(host)
         self._rmm: Limit | None = None
 
+    def fixed(self) -> bool:
+        """RMM's limit cannot change."""
+        return self._rmm is not None or super().fixed()
+
     def unseen(self) -> str | None:
         return "RMM tells nobody of a refused request"
 
