@@ -650,13 +650,14 @@ def admit(
     if short <= 0:
         return Admission(max(room, stuck))
     trim, found = [], 0
-    siblings = {n: size for n, u in usages.items() if n != allocator and u is not None and (size := cached(u))}
-    # First frameworks whose reclaimable bytes are known.
-    for name in sorted(siblings, key=lambda n: (_unsure(usages[n]), -siblings[n])):
+    siblings = {n: u for n, u in usages.items() if n != allocator and u is not None and cached(u)}
+    for name, usage in sorted(
+        siblings.items(), key=lambda one: trim_order(cached(one[1]), one[1].reclaimable is not None)
+    ):
         if found >= short:
             break
         trim.append(name)
-        found += siblings[name]
+        found += cached(usage)
     if found >= short:
         return Admission(room, tuple(trim))
     return Admission(
@@ -678,5 +679,6 @@ def cached(usage: Usage) -> int:
     return max((usage.held or 0) - (usage.in_use or 0), 0) if known else 0  # clamped: two readings, at two moments
 
 
-def _unsure(usage: Usage | None) -> bool:
-    return usage is not None and usage.reclaimable is None
+def trim_order(idle: int, sure: bool) -> tuple[bool, int]:
+    """The sort key of caches to trim: first those whose reclaimable bytes are known, of these the largest."""
+    return not sure, -idle
