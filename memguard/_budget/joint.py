@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from memguard._base.specs import SPECS
 from memguard._base.types import DevicePlan, FrameworkSample, Usage
@@ -18,7 +18,7 @@ from memguard._base.units import format_size
 if TYPE_CHECKING:
     from memguard._budget import Budget
 
-POOL = "shared pool"
+POOL: Final = "shared pool"
 """The ledger's row of the pool's bytes beyond the frameworks' arrays: one cache for all."""
 REMAINDER = (
     "≈ a remainder: what is in use in the shared pool and counted by no other framework, as torch's own figures cover "
@@ -57,9 +57,28 @@ def joined(part: DevicePlan, names: tuple[str, ...]) -> DevicePlan:
     return replace(part, caps={**part.caps, **dict.fromkeys(names, size)}, joined=names)
 
 
-def distinct(part: DevicePlan) -> int:
-    """The sum of a device's caps in bytes, with the joint cap counted once."""
-    return sum(cap for name, cap in part.caps.items() if name not in part.joined[1:])
+def allocator_of(part: DevicePlan | None, framework: str) -> str:
+    """The name of the allocator that serves the framework: its own name, or that of the shared pool."""
+    return POOL if part is not None and framework in part.joined else framework
+
+
+def clients(part: DevicePlan, allocator: str) -> tuple[str, ...]:
+    """The frameworks that an allocator serves."""
+    return part.joined if allocator == POOL else (allocator,)
+
+
+def caps_of(part: DevicePlan) -> dict[str, int]:
+    """The cap of each allocator, in bytes: one cap that several frameworks share counts once."""
+    return {allocator_of(part, name): cap for name, cap in part.caps.items()}
+
+
+def usages_by_allocator(part: DevicePlan, rows: Mapping[str, Usage]) -> dict[str, Usage | None]:
+    """The usage of each allocator, from the ledger's rows: the pool is its clients' live bytes and its cache."""
+    found: dict[str, Usage | None] = {n: u for n, u in rows.items() if allocator_of(part, n) != POOL}
+    if (cache := rows.get(POOL)) is not None:
+        live = [one.in_use or 0 for name, one in rows.items() if name in part.joined]
+        found[POOL] = Usage((cache.held or 0) + sum(live), (cache.in_use or 0) + sum(live), cache.reclaimable)
+    return found
 
 
 def shared_notes(part: DevicePlan | None) -> dict[str, str]:
@@ -72,21 +91,13 @@ def shared_notes(part: DevicePlan | None) -> dict[str, str]:
     return {**notes, **{name: REMAINDER for name in names if SPECS[name].remainder}}
 
 
-def as_if_alone(own: Usage | None, cap: int, reserved: int, used: int) -> tuple[int, Usage]:
-    """The cap and the usage for the admission of a framework that uses the shared pool: the cap less the others' use,
-    and the usage with all of the pool's cache. `reserved` and `used` are the pool's, in bytes."""
-    in_use = 0 if own is None or own.in_use is None else own.in_use
-    others = max(used - in_use, 0)
-    return max(cap - others, 0), Usage(in_use + max(reserved - used, 0), in_use)
-
-
-def shared_cap(framework: str, part: DevicePlan, left: int) -> str:
-    """A refusal's note that other frameworks use part of the joint cap; empty for a framework with its own cap."""
-    if framework not in part.joined:
+def note_on(part: DevicePlan, framework: str, others: int) -> str:
+    """A refusal's note that others use `others` bytes of the framework's allocator; empty if it is its own."""
+    names = clients(part, allocator_of(part, framework))
+    if names == (framework,):
         return ""
-    whole = part.caps[framework]
-    shared = f"; {' and '.join(part.joined)} share one pool of {format_size(whole)}"
-    return f"{shared}, of which others have {format_size(whole - left)} in use"
+    whole = format_size(part.caps[framework])
+    return f"; {' and '.join(names)} share one pool of {whole}, of which others have {format_size(others)} in use"
 
 
 def left_to(part: DevicePlan, figures: Mapping[str, FrameworkSample]) -> dict[str, FrameworkSample]:

@@ -18,7 +18,7 @@ from memguard._base.framework_spec import CONTEXT, OVERHEADS, SECOND_CONTEXT, SL
 from memguard._base.specs import NEVER_GIVE_BACK, SPECS
 from memguard._base.types import Device, DevicePlan, MemoryInfo, Plan, Room, Usage
 from memguard._base.units import GRANULE, MIB, format_size, round_down
-from memguard._budget.joint import joined, members
+from memguard._budget.joint import allocator_of, caps_of, clients, joined, members
 from memguard.errors import PlanError, Problem
 
 if TYPE_CHECKING:
@@ -360,12 +360,10 @@ def room_left(room: int, others: Iterable[tuple[int, int]]) -> int:
 
 
 def left_beside(part: DevicePlan, framework: str, held: Mapping[str, int] = {}) -> int:
-    """The highest possible cap of `framework`: the room that the others leave. `held` is by framework."""
-    pool, rest = part.joined, [name for name in part.caps if name not in part.joined]
-    one_each = [(part.caps[name], held.get(name, 0)) for name in rest if name != framework]
-    if pool and framework not in pool:  # they share one joint cap
-        one_each.append((part.caps[pool[0]], sum(held.get(name, 0) for name in pool)))
-    return room_left(part.limit - part.reserve, one_each)
+    """The highest possible cap of `framework`: the room that the other allocators leave. `held` is by allocator."""
+    own = allocator_of(part, framework)
+    others = [(cap, held.get(name, 0)) for name, cap in caps_of(part).items() if name != own]
+    return room_left(part.limit - part.reserve, others)
 
 
 def known_held(usage: Usage | None) -> int:
@@ -384,12 +382,14 @@ def resized(
 ) -> Plan:
     """The plan with the framework's cap changed to `size` bytes on every device. PlanError if it does not fit.
 
-    `held` is by UUID and framework, in bytes. Before, the guard takes back elastic caps above their min and
+    `held` is by UUID and allocator, in bytes. Before, the guard takes back elastic caps above their min and
     others' caches above their caps; `short` gives by UUID the bytes that this does not recover.
     """
-    if shared := next((part.joined for part in current.devices if framework in part.joined), ()):
-        message = f"{framework} draws from the pool of {' and '.join(shared)}, whose size is fixed"
-        raise PlanError([Problem(message, "change the budget file and restart the process")], "resize")
+    for part in current.devices:
+        if (allocator := allocator_of(part, framework)) != framework:
+            names = " and ".join(clients(part, allocator))
+            message = f"{framework} draws from the pool of {names}, whose size is fixed"
+            raise PlanError([Problem(message, "change the budget file and restart the process")], "resize")
     cap = round_down(size)
     frees: dict[str, int] = {}
     over: dict[str, dict[str, int]] = {}
@@ -443,8 +443,9 @@ def with_cap(current: Plan, uuid: str, framework: str, cap: int) -> Plan:
 
 
 def beside_minima(part: DevicePlan, framework: str) -> int:
-    """The room less the minima of elastic frameworks and the caps of the other frameworks, in bytes."""
-    others = (part.elastic.get(name, (cap, cap))[0] for name, cap in part.caps.items() if name != framework)
+    """The room less the minima of elastic frameworks and the caps of the other allocators, in bytes."""
+    own = allocator_of(part, framework)
+    others = (part.elastic.get(name, (cap, cap))[0] for name, cap in caps_of(part).items() if name != own)
     return part.limit - part.reserve - sum(others)
 
 
@@ -482,9 +483,9 @@ def _bounds(part: DevicePlan, framework: str, mib: int, live: bool) -> str:
 
 
 def _above(part: DevicePlan, framework: str, held: Mapping[str, int]) -> dict[str, int]:
-    """The bytes that each framework other than `framework` holds above its cap."""
-    alone = {name: cap for name, cap in part.caps.items() if name != framework and name not in part.joined}
-    return {name: held[name] - cap for name, cap in alone.items() if held.get(name, 0) > cap}
+    """The bytes that each allocator other than `framework`'s holds above its cap."""
+    others = {name: cap for name, cap in caps_of(part).items() if name != allocator_of(part, framework)}
+    return {name: held[name] - cap for name, cap in others.items() if held.get(name, 0) > cap}
 
 
 def _who(lent: Mapping[str, int], over: Mapping[str, int]) -> str:
@@ -528,7 +529,7 @@ def _who_holds(memory: MemoryInfo) -> str:
 
 @dataclass(frozen=True)
 class OverCap:
-    """A refusal by the cap; bytes. `pool` describes the joint cap if several frameworks share one."""
+    """A refusal by the cap; bytes. `pool` describes the shared pool if the framework uses it."""
 
     framework: str
     needed: int
@@ -537,6 +538,12 @@ class OverCap:
     cap: int
     own: Usage
     pool: str = ""
+
+    def beside(self, others: int, pool: str) -> OverCap:
+        """The figures of the framework alone, if others use `others` bytes of its allocator; `pool` says so."""
+        held, in_use = ((None if size is None else size - others) for size in self.own[:2])
+        own = self.own._replace(held=held, in_use=in_use)
+        return replace(self, cap=max(self.cap - others, 0), own=own, pool=pool)
 
     @property
     def wanted(self) -> int:
@@ -567,6 +574,10 @@ class NoneFree:
     memory: MemoryInfo
     idle: int
     pool: str = ""
+
+    def beside(self, others: int, pool: str) -> NoneFree:
+        """As for `OverCap`."""
+        return replace(self, pool=pool)
 
     def advice(self) -> Advice:
         return Advice(
@@ -607,15 +618,23 @@ class Admission(NamedTuple):
 
 
 def admit(
-    framework: str, needed: int, footprint: int, cap: int, usages: Mapping[str, Usage | None], memory: MemoryInfo
+    framework: str,
+    needed: int,
+    footprint: int,
+    cap: int,
+    usages: Mapping[str, Usage | None],
+    memory: MemoryInfo,
+    allocator: str = "",
 ) -> Admission:
     """Whether `framework` can get `needed` bytes more on one device, within its cap and the GPU's free memory.
 
-    `footprint` is what its allocator would take from the driver for them, in bytes. `admit` refuses only a request that
-    is certain to fail. So the framework's own cache counts as room: its allocator returns the reclaimable part by
-    itself, and the rest may serve the request. If held is unknown (TensorFlow with growth), live arrays count instead.
+    `usages` are by allocator; `allocator` serves the framework, if not its own. `footprint` is what that would take
+    from the driver for them, in bytes. `admit` refuses only a request that is certain to fail. So the allocator's own
+    cache counts as room: it returns the reclaimable part by itself, and the rest may serve the request. If held is
+    unknown (TensorFlow with growth), live arrays count instead.
     """
-    own = usages.get(framework) or Usage(held=0, in_use=0)
+    allocator = allocator or framework
+    own = usages.get(allocator) or Usage(held=0, in_use=0)
     idle = cached(own)
     if own.held is None:
         taken, stuck = own.in_use or 0, max((own.held_at_least or 0) - (own.in_use or 0), 0)
@@ -631,13 +650,14 @@ def admit(
     if short <= 0:
         return Admission(max(room, stuck))
     trim, found = [], 0
-    siblings = {n: size for n, u in usages.items() if n != framework and u is not None and (size := cached(u))}
-    # First frameworks whose reclaimable bytes are known.
-    for name in sorted(siblings, key=lambda n: (_unsure(usages[n]), -siblings[n])):
+    siblings = {n: u for n, u in usages.items() if n != allocator and u is not None and cached(u)}
+    for name, usage in sorted(
+        siblings.items(), key=lambda one: trim_order(cached(one[1]), one[1].reclaimable is not None)
+    ):
         if found >= short:
             break
         trim.append(name)
-        found += siblings[name]
+        found += cached(usage)
     if found >= short:
         return Admission(room, tuple(trim))
     return Admission(
@@ -659,5 +679,6 @@ def cached(usage: Usage) -> int:
     return max((usage.held or 0) - (usage.in_use or 0), 0) if known else 0  # clamped: two readings, at two moments
 
 
-def _unsure(usage: Usage | None) -> bool:
-    return usage is not None and usage.reclaimable is None
+def trim_order(idle: int, sure: bool) -> tuple[bool, int]:
+    """The sort key of caches to trim: first those whose reclaimable bytes are known, of these the largest."""
+    return not sure, -idle

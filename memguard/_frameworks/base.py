@@ -61,8 +61,41 @@ from memguard._devices.host import Host
 from memguard.errors import CapNotApplied
 
 
-class Framework(ABC):
-    """One framework in this process. Caps are bytes by device UUID, one for each device of the plan."""
+class Allocator(ABC):
+    """What one cap limits: the allocator of one framework, or a pool that several frameworks share."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The framework's name, or "shared pool"."""
+
+    @property
+    @abstractmethod
+    def asks(self) -> bool:
+        """Whether it requests room before it refuses a request: true for memguard's own allocators."""
+
+    @abstractmethod
+    def usage(self, device: Device) -> Usage | None:
+        """Its memory on the device; None if it is not live there."""
+
+    @abstractmethod
+    def trim(self, device: Device) -> None:
+        """Release all releasable memory to the driver now, on this thread. Does nothing if there is none."""
+
+    def give_back(self, device: Device, needed: int) -> None:
+        """As `trim`, but only about `needed` bytes where the allocator can release a part; others release all."""
+        self.trim(device)
+
+    @abstractmethod
+    def fixed(self) -> bool:
+        """Whether its cap cannot change once applied, in this process's configuration."""
+
+
+class Framework(Allocator):
+    """One framework in this process. Caps are bytes by device UUID, one for each device of the plan.
+
+    It is the allocator of its cap, unless it is `pooled`.
+    """
 
     spec: FrameworkSpec
     """The framework's row."""
@@ -97,7 +130,7 @@ class Framework(ABC):
 
     @property
     def asks(self) -> bool:
-        """Whether its allocator calls `_short` before it refuses a request: true for memguard's own allocators."""
+        """Whether its allocator calls `_short` before it refuses a request."""
         return self.spec.asks
 
     @property
@@ -126,7 +159,7 @@ class Framework(ABC):
     def _live(self, module: ModuleType) -> bool:
         """Whether the imported framework has initialised CUDA (holds or can hold GPU memory)."""
 
-    def prepare(self, undo: Undo) -> None:  # noqa: B027 (few have anything)
+    def prepare(self, undo: Undo) -> None:
         """Set the variables that the framework reads during its import. Called before the import.
 
         Adds the undo step to `undo` before each change. A setting of the user stays, or raises ConflictingSetting.
@@ -139,18 +172,6 @@ class Framework(ABC):
         `options` are the framework's settings in the budget, by name: the `applied` options of its row.
         """
 
-    @abstractmethod
-    def usage(self, device: Device) -> Usage | None:
-        """The framework's memory on the device; None if it is not live there."""
-
-    @abstractmethod
-    def trim(self, device: Device) -> None:
-        """Release all releasable memory to the driver now, on this thread. Does nothing if there is none."""
-
-    def give_back(self, device: Device, needed: int) -> None:
-        """As `trim`, but only about `needed` bytes where the allocator can release a part; others release all."""
-        self.trim(device)
-
     def resize(self, caps: Mapping[str, int]) -> None:
         """Change applied caps at run time. Lowering a cap evicts nothing by itself: the guard trims and reports."""
         raise CapNotApplied(
@@ -160,7 +181,6 @@ class Framework(ABC):
         )
 
     def fixed(self) -> bool:
-        """Whether its cap cannot change once applied, in this process's configuration."""
         return not self.resizable
 
     def footprint(self, size: int) -> int:
@@ -267,7 +287,7 @@ class Framework(ABC):
         """The framework's entries in a trace's header besides its version, such as its allocator."""
         return {}
 
-    def forked(self) -> None:  # noqa: B027 (most have nothing to release)
+    def forked(self) -> None:
         """In a forked child: stop capping, without taking a lock of the parent and without touching CUDA."""
 
     def _loaded(self) -> ModuleType | None:

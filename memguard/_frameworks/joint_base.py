@@ -9,7 +9,7 @@ from memguard._base.types import Applied, Device, Drift, Enforcement, Shortage, 
 from memguard._base.units import round_up
 from memguard._frameworks.base import Framework, with_size
 from memguard._frameworks.driver_pools import PIECE
-from memguard._frameworks.joint_pool import JointPool
+from memguard._frameworks.joint_pool import SharedPool
 from memguard.errors import CapNotApplied
 
 UNIT = 512
@@ -21,7 +21,7 @@ MOST_TIMES = 3
 class _Pooled(Framework):
     pooled = True
 
-    def __init__(self, host: Any, joint: JointPool) -> None:
+    def __init__(self, host: Any, joint: SharedPool) -> None:
         super().__init__(host)
         self._joint = joint
 

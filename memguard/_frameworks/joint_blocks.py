@@ -10,13 +10,13 @@ from memguard._base.units import format_size
 from memguard._devices import contexts
 from memguard._devices.pool_blocks import Held, PoolBlocks
 from memguard._frameworks.joint_base import MOST_TIMES, JointCapped
-from memguard._frameworks.joint_pool import JointPool
+from memguard._frameworks.joint_pool import SharedPool
 
 
 class JointBlocks(JointCapped):
     """Base of an adapter whose allocations memguard makes in the shared pool."""
 
-    def __init__(self, host: Any, joint: JointPool) -> None:
+    def __init__(self, host: Any, joint: SharedPool) -> None:
         super().__init__(host, joint)
         self._joint_caps: dict[str, int] = {}
 
@@ -33,7 +33,7 @@ class JointBlocks(JointCapped):
         blocks = self._joint.blocks_on(self.name, device.uuid)
         if blocks is not None and contexts.initialised():
             blocks.wait()
-            self._joint.trim(device.uuid)
+            self._joint.release(device.uuid)
 
     def about(self) -> dict[str, str]:
         return {"strategy": "pool"} if self._joint_caps else {}

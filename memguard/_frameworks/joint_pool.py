@@ -11,7 +11,7 @@ The frameworks do not know each other: each registers its own count here, under 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from memguard._base.logs import log as _log
@@ -19,6 +19,7 @@ from memguard._base.types import Device, Drift, Usage
 from memguard._base.units import format_size, round_up
 from memguard._budget import joint
 from memguard._devices import contexts
+from memguard._frameworks.base import Allocator, Framework
 from memguard._frameworks.driver_pools import PIECE, returned_by_trim
 from memguard.errors import CapNotApplied, DeviceError
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from memguard._devices.pools import CappedPool, DefaultPool
 
 
-class JointPool:
+class SharedPool(Allocator):
     """One pool for each GPU. `caps` is its size in bytes by UUID; `warn` is called with changes by other code.
 
     `capped`: the driver refuses requests above that size. Else it is the device's default pool, the only one that
@@ -35,8 +36,12 @@ class JointPool:
     watched.
     """
 
-    def __init__(self, caps: Mapping[str, int], warn: Callable[[str], None], capped: bool = True) -> None:
-        self.caps, self.capped = dict(caps), capped
+    name, asks = joint.POOL, True
+
+    def __init__(self, caps: Mapping[str, int], warn: Callable[[str], None], clients: Sequence[str] = ()) -> None:
+        self.caps, self.clients, self.capped = dict(caps), tuple(clients), joint.capped(clients)
+        self.adapters: dict[str, Framework] = {}
+        """The clients' adapters by name. `registry` adds them."""
         self._warn = warn
         self._pools: dict[str, CappedPool | DefaultPool] = {}
         self._limits: dict[str, PoolCap] = {}  # caps of pools that the driver does not cap
@@ -142,8 +147,38 @@ class JointPool:
         found = self.figures(uuid)
         return 0 if found is None else joint.counted(found[1], self._counted(uuid))
 
-    def usage(self, device: Device, counted: int, remainder: bool) -> Usage | None:
-        """The pool's memory beyond the bytes `counted` by frameworks: the common cache. None if there is no pool.
+    def usage(self, device: Device) -> Usage | None:
+        """The whole pool; None before it exists. `reclaimable` is None while a block is live: idle memory serves each
+        request of a client, but a trim returns whole pieces only."""
+        found = self.figures(device.uuid)
+        if found is None:
+            return None
+        self._keep(device)
+        reserved, used = found
+        return Usage(reserved, used, None if used else reserved)
+
+    def trim(self, device: Device) -> None:
+        """Release all idle memory, after the frees of the pool's clients have run."""
+        for framework in self.adapters.values():
+            if framework.usage(device) is not None:
+                framework.trim(device)
+        self.release(device.uuid)  # TensorFlow and JAX have no function to synchronise
+
+    def give_back(self, device: Device, needed: int) -> None:
+        """Release at least `needed` idle bytes in whole pieces: first the memory that is idle now, without waiting.
+
+        To the driver, memory is in use while its free is queued behind work. So if too little is idle, each client
+        synchronises as before its own trim.
+        """
+        if self._shrink(device.uuid, needed) < needed:
+            self.trim(device)
+
+    def fixed(self) -> bool:
+        return True
+
+    def cache(self, device: Device, counted: int, remainder: bool) -> Usage | None:
+        """The ledger's row: the pool's memory beyond the bytes `counted` by frameworks, the common cache. None if there
+        is no pool.
 
         `remainder`: the uncounted bytes belong to a framework. Else they belong to other code that uses the current
         pool, and are in use here. Sets the release threshold again if other code changed it.
@@ -156,13 +191,13 @@ class JointPool:
         unseen = 0 if remainder else max(used - counted, 0)
         return Usage(max(reserved - counted, 0), unseen, returned_by_trim(reserved, used))
 
-    def trim(self, uuid: str) -> None:
+    def release(self, uuid: str) -> None:
         """Release the pool's unused memory to the driver."""
         pool = self._pools.get(uuid)
         if pool is not None:
             pool.trim()
 
-    def give_back(self, uuid: str, needed: int) -> int:
+    def _shrink(self, uuid: str, needed: int) -> int:
         """Release whole pieces of idle memory to the driver, at least `needed` bytes if so many are idle. Returns the
         bytes by which the pool shrank."""
         pool = self._pools.get(uuid)

@@ -11,7 +11,7 @@ from memguard._devices.host import Host
 from memguard._frameworks.base import Framework
 
 if TYPE_CHECKING:
-    from memguard._frameworks.joint_pool import JointPool
+    from memguard._frameworks.joint_pool import SharedPool
 
 
 def create(name: str, host: Host) -> Framework:
@@ -26,9 +26,10 @@ def create(name: str, host: Host) -> Framework:
     return framework
 
 
-def joined(name: str, host: Host, joint: JointPool) -> Framework:
-    """The framework's adapter for the shared pool. Its row must support the pool."""
+def joined(name: str, host: Host, joint: SharedPool) -> Framework:
+    """The framework's adapter for the shared pool, which becomes its client. Its row must support the pool."""
     framework: Framework = specs.load(name, "joint", SPECS[name].joint)(host, joint)
+    joint.adapters[name] = framework
     return framework
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from memguard._base.advice import Advice
@@ -113,8 +112,6 @@ class Admission:
             _log.info("%s: nothing is trimmed", why.text)
             return Room({}, None, 0, {})
         footprint = caps.framework(framework).footprint(needed)
-        if framework in look.part.joined:  # the pool has the cap; frameworks outside it may have caches
-            return elastic.reclaimer.make_room(device, framework, footprint, capped=False)
         if again(cap=refusals.most(look.part, framework)).verdict.refusal is not None:
             return Room({}, None, 0, {})  # too little even at the highest cap
         room = elastic.reclaimer.make_room(device, framework, footprint + look.verdict.beside)
@@ -372,14 +369,11 @@ class Admission:
             asked = asked._replace(before=reservations.ahead(book, number, mine), keeps=True)
         frameworks = self._caps.frameworks
         first = frameworks if everyone else reservations.named(book, asked)
-        usages = {name: frameworks[name].usage(device) for name in first if name in frameworks}
-        if everyone:
-            usages.update(self._elastic.reclaimer.beside(device, framework))
+        usages = self._usages(first, part)
         memory = self._caps.host.memory(device)  # after the usages: bytes allocated in between count twice
         verdict = self._admit(book, asked, part, usages, memory)
         if verdict.refusal is not None and not everyone:
-            usages = {name: one.usage(device) for name, one in frameworks.items()}
-            usages.update(self._elastic.reclaimer.beside(device, framework))
+            usages = self._usages(frameworks, part)
             memory = self._caps.host.memory(device)
             verdict = self._admit(book, asked, part, usages, memory)
         in_use = {name: policy.in_use(usage) for name, usage in usages.items()}
@@ -392,30 +386,37 @@ class Admission:
     def _admit(
         self, book: Reservations, asked: Asked, part: DevicePlan, usages: Mapping[str, Usage | None], memory: MemoryInfo
     ) -> Verdict:
-        """The verdict. The cap of a framework in the shared pool is the part of the pool that the use and reservations
-        of the others leave."""
-        name = asked.framework
-        if asked.before and self._within_min(asked, part, usages.get(name)):
-            asked = asked._replace(before=tuple(one for one in asked.before if one.framework == name))
-        if name not in part.joined:
-            return reservations.admit(book, asked, usages, memory)
-        usages = {**usages, name: usages.get(name)}
-        left = self._caps.alone(name, part, usages)
-        others = sum(self.not_taken_now(other, part.device.uuid) for other in part.joined if other != name)
-        verdict = reservations.admit(book, asked._replace(cap=max(left - others, 0)), usages, memory)
+        """The verdict. A refusal has the figures of the framework, not of an allocator that others use too."""
+        name, allocator = asked.framework, joint.allocator_of(part, asked.framework)
+        if asked.before and self._within_min(asked, part, usages.get(allocator)):
+            sharers = joint.clients(part, allocator)
+            asked = asked._replace(before=tuple(one for one in asked.before if one.framework in sharers))
+        verdict = reservations.admit(book, asked, usages, memory)
         if not isinstance(verdict.refusal, (policy.OverCap, policy.NoneFree)):
             return verdict
-        return verdict._replace(refusal=replace(verdict.refusal, pool=joint.shared_cap(name, part, left)))
+        in_use = policy.in_use(usages.get(name)) or 0
+        others = max((policy.in_use(usages.get(allocator)) or 0) - in_use, 0)
+        return verdict._replace(refusal=verdict.refusal.beside(others, joint.note_on(part, name, others)))
 
     def _within_min(self, asked: Asked, part: DevicePlan, own: Usage | None) -> bool:
-        """Whether the request stays within the framework's min, or its cap if fixed: guaranteed against siblings."""
+        """Whether the request stays within the allocator's min, or its cap if fixed: guaranteed against siblings."""
         least = part.elastic.get(asked.framework, (part.caps[asked.framework], 0))[0]
-        taken = policy.in_use(own) or 0
-        return taken + self.not_taken_now(asked.framework, asked.uuid) + asked.footprint <= least
+        sharers = joint.clients(part, joint.allocator_of(part, asked.framework))
+        taken = (policy.in_use(own) or 0) + sum(self.not_taken_now(name, asked.uuid) for name in sharers)
+        return taken + asked.footprint <= least
+
+    def _usages(self, names: Iterable[str], part: DevicePlan) -> dict[str, Usage | None]:
+        """The usages of these frameworks, and of the allocators that serve them."""
+        frameworks, allocators = self._caps.frameworks, self._caps.allocators
+        found = {name: frameworks[name].usage(part.device) for name in names if name in frameworks}
+        for name in {joint.allocator_of(part, name) for name in found} - {*found}:
+            found[name] = allocators[name].usage(part.device)
+        return found
 
     def _question(self, framework: str, needed: int, part: DevicePlan, mine: frozenset[int]) -> Asked:
         footprint = self._caps.framework(framework).footprint(needed)
-        return Asked(framework, part.device.uuid, needed, footprint, part.caps[framework], mine)
+        shared = {name: other for name in part.caps if (other := joint.allocator_of(part, name)) != name}
+        return Asked(framework, part.device.uuid, needed, footprint, part.caps[framework], mine, shared=shared)
 
     def _usages_of(self, framework: str) -> list[Usage | None]:
         one = self._caps.frameworks.get(framework) or self._caps.framework(framework)

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from memguard._budget import Budget
     from memguard._budget.ranks import Sharing
     from memguard._devices.host import Host
-    from memguard._frameworks.joint_pool import JointPool
+    from memguard._frameworks.base import Allocator
+    from memguard._frameworks.joint_pool import SharedPool
     from memguard._guard.suspended import OffGpu
 
 _ENFORCED = Enforcement.ENFORCED
@@ -105,12 +106,14 @@ class CapTable:
         self.entries: dict[str, CappedFramework] = {}
         self.frameworks: Mapping[str, Framework] = {}
         """The adapters of `entries`. The mapping is replaced, never changed: the reader compares its identity."""
+        self.allocators: Mapping[str, Allocator] = {}
+        """What the caps of the plan limit, by name: each framework's own allocator, or the pool that several share."""
         self.over = False
         """Set when the guard stops. From then on nothing may report that a cap holds."""
         self.pid = os.getpid()
         self._warned: set[str] = set()
         self._resized = 0
-        self.joint = self._joint_pool()
+        self.shared_pool = self._shared_pool()
 
     @property
     def active(self) -> bool:
@@ -135,8 +138,8 @@ class CapTable:
         self._make_locks()
         for entry in self.entries.values():
             entry.framework.forked()
-        if self.joint is not None:
-            self.joint.forked()
+        if self.shared_pool is not None:
+            self.shared_pool.forked()
 
     # the plan
 
@@ -197,22 +200,32 @@ class CapTable:
             if name in part.elastic:
                 self.plan = policy.with_cap(self.plan, part.device.uuid, name, part.elastic[name][0])
 
-    def alone(self, framework: str, part: DevicePlan, usages: dict[str, Usage | None]) -> int:
-        """The cap for admission. For a framework of the shared pool it is the part of the pool that the others leave,
-        and `usages` gets the matching usage."""
-        cap = part.caps[framework]
-        if self.joint is None or framework not in part.joined:
-            return cap
-        reserved, used = self.joint.figures(part.device.uuid) or (0, 0)
-        cap, usages[framework] = joint.as_if_alone(usages[framework], cap, reserved, used)
-        return cap
-
     # the frameworks
+
+    def install(self, entries: dict[str, CappedFramework]) -> None:
+        """Replace the frameworks and their allocators. Other threads may iterate over the old ones."""
+        self.frameworks = {name: entry.framework for name, entry in entries.items()}
+        pool = () if self.shared_pool is None or not entries else (self.shared_pool,)
+        alone = [one for one in self.frameworks.values() if not one.pooled]
+        self.allocators = {one.name: one for one in (*alone, *pool)}
+        self.entries = entries
+
+    def serving(self, framework: str, part: DevicePlan) -> Allocator:
+        """The allocator that serves the framework. Raises MemguardError if the budget does not name it."""
+        return self.allocators.get(joint.allocator_of(part, framework)) or self.framework(framework)
+
+    def allocator(self, name: str) -> Allocator:
+        """The allocator or framework of that name, for a trim."""
+        return self.allocators.get(name) or self.frameworks[name]
+
+    def usages(self, device: Device) -> dict[str, Usage | None]:
+        """The usage of each allocator on one GPU."""
+        return {name: one.usage(device) for name, one in self.allocators.items()}
 
     def create(self, name: str) -> Framework:
         """The framework's adapter. The caller applies the cap."""
-        if self.joint is not None and name in self.plan.devices[0].joined:
-            return registry.joined(name, self.host, self.joint)
+        if self.shared_pool is not None and name in self.shared_pool.clients:
+            return registry.joined(name, self.host, self.shared_pool)
         return registry.create(name, self.host)
 
     def entry(self, framework: str) -> CappedFramework:
@@ -337,18 +350,19 @@ class CapTable:
             self._warned.add(sentence)
             _log.warning("%s", sentence)
 
-    def _joint_pool(self) -> JointPool | None:
+    def _shared_pool(self) -> SharedPool | None:
         """The shared pool, not yet created on the GPU; None without one. Raises PlanError on simulated GPUs."""
-        joined = {part.device.uuid: part.caps[part.joined[0]] for part in self.plan.devices if part.joined}
-        if joined and self.host.simulated:
+        found = {part.device.uuid: joint.caps_of(part).get(joint.POOL) for part in self.plan.devices}
+        caps = {uuid: cap for uuid, cap in found.items() if cap is not None}
+        if caps and self.host.simulated:
             fix = "write 'strategy: caps' for the simulation, or leave out simulate="
             problem = self.budget.problem(("strategy",), "simulated GPUs have no driver pool to share", fix)
             raise PlanError([problem], self.budget.source or "init")
-        if not joined:
+        if not caps:
             return None
-        from memguard._frameworks.joint_pool import JointPool
+        from memguard._frameworks.joint_pool import SharedPool
 
-        return JointPool(joined, self.warn, joint.capped(self.plan.devices[0].joined))
+        return SharedPool(caps, self.warn, clients=joint.clients(self.plan.devices[0], joint.POOL))
 
 
 def size_of(size: int | str) -> int:

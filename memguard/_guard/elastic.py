@@ -24,17 +24,18 @@ from memguard._base.types import (
     WhyNoHelp,
 )
 from memguard._base.units import format_size, round_down
-from memguard._budget import joint, policy
+from memguard._budget import policy
+from memguard._budget.joint import allocator_of
 from memguard._devices import contexts
 from memguard._guard import lending
 from memguard._guard.caps import CappedFramework, CapTable, size_of
-from memguard._guard.reclaim import Reclaimer, Reserved, Sibling
+from memguard._guard.reclaim import Reclaimer, Reserved
 from memguard._ledger.reader import LedgerReader
 from memguard.errors import CapNotApplied
 
 if TYPE_CHECKING:
     from memguard._base.framework_spec import CacheName, FrameworkName
-    from memguard._frameworks.base import Framework
+    from memguard._frameworks.base import Allocator, Framework
 
 own_thread = threading.local()
 """`mine` is True on threads that memguard started. Callbacks of the program on these threads are background work."""
@@ -50,12 +51,7 @@ class ElasticCaps:
     def __init__(self, caps: CapTable, reader: LedgerReader, reserved: Reserved) -> None:
         self._caps, self._reader, self._reserved = caps, reader, reserved
         self._elastic = any(part.elastic for part in caps.plan.devices)
-        shared: Sibling | None = None
-        if caps.joint is not None:
-            from memguard._frameworks.joint_cache import SharedCache
-
-            shared = SharedCache(caps.joint, lambda: caps.frameworks)
-        self.reclaimer = Reclaimer(caps, reserved, shared)
+        self.reclaimer = Reclaimer(caps, reserved)
         self.trims: Counter[tuple[str, str]] = Counter()
         """Number of trims by framework and GPU (UUID). Guarded by the guard's lock."""
         self._unserved = threading.local()
@@ -190,7 +186,7 @@ class ElasticCaps:
         wants = [
             part
             for part in self._caps.plan.devices
-            if framework not in part.joined and sets and not entry.drift
+            if allocator_of(part, framework) == framework and sets and not entry.drift
             if round_down(size) > max(part.caps[framework], policy.left_beside(part, framework, self._held(part)))
         ]
         for last in (False, True):  # dry run first: no GPU changes if the cap does not fit on another
@@ -203,23 +199,21 @@ class ElasticCaps:
         return policy.resized(self._caps.plan, framework, size, held, short)
 
     def _held(self, part: DevicePlan) -> dict[str, int]:
-        """The bytes that each framework of the budget holds on one GPU."""
-        return {name: policy.known_held(one.usage(part.device)) for name, one in self._caps.frameworks.items()}
+        """The bytes that each allocator of the budget holds on one GPU."""
+        return {name: policy.known_held(usage) for name, usage in self._caps.usages(part.device).items()}
 
     def trim(self, framework: CacheName | None = None) -> int:
         """Implements `Guard.trim`."""
         caps = self._caps
         with caps.lock:
             caps.check_active()
-            shared = [] if self.reclaimer.shared is None else [joint.POOL]
-            if framework is not None and framework not in shared:
+            if framework is not None and framework not in caps.allocators:
                 caps.entry(framework)
-            alone = [name for name, entry in caps.entries.items() if not (shared and entry.framework.pooled)]
-            chosen = [*alone, *shared] if framework is None else [framework]
+            chosen = [*caps.allocators] if framework is None else [framework]
             before = [self.reclaimer.available(part.device) for part in caps.plan.devices]
             for part in caps.plan.devices:  # PyTorch trims all devices at once: `before` and `after` enclose them all
                 # `usage`, because `state` would wait for a running import.
-                self.trim_idle([n for n in chosen if self._sibling(n).usage(part.device)], part.device)
+                self.trim_idle([n for n in chosen if self._allocator(n).usage(part.device)], part.device)
             after = [self.reclaimer.available(part.device) for part in caps.plan.devices]
             self._reserved.wake()
             return sum(max(b - a, 0) for a, b in zip(before, after, strict=True))
@@ -248,14 +242,14 @@ class ElasticCaps:
             return
         with contexts.beside_captures():
             for name in names:
-                self._sibling(name).trim(device)
+                self._allocator(name).trim(device)
                 self.trims[name, device.uuid] += 1
 
-    def _sibling(self, name: str) -> Sibling:
-        """The framework or shared pool of that name. NotActive if a signal handler or finalizer ended the budget."""
+    def _allocator(self, name: str) -> Allocator:
+        """The allocator or framework of that name. NotActive if a signal handler or finalizer ended the budget."""
         self._caps.check_active()
         try:
-            return self.reclaimer.sibling(name)
+            return self._caps.allocator(name)
         except KeyError:  # the budget ended after the check
             self._caps.check_active()
             raise
@@ -300,8 +294,8 @@ def _why_not_asked(framework: Framework | None) -> WhyNoHelp | None:
 
 
 def _with_caps(sample: Sample, plan: Plan) -> Sample:
-    """The sample with its caps replaced by those of the plan."""
-    devices, caps = [], {part.device.uuid: part.caps for part in plan.devices}
+    """The sample with its elastic caps replaced by those of the plan."""
+    devices, caps = [], {part.device.uuid: {n: part.caps[n] for n in part.elastic} for part in plan.devices}
     for one in sample.devices:
         now = caps.get(one.uuid, {})
         named = {name: read._replace(cap=now.get(name, read.cap)) for name, read in one.frameworks.items()}

@@ -33,6 +33,7 @@ from memguard._base.types import (
 )
 from memguard._base.undo import Undo
 from memguard._budget import policy
+from memguard._budget.joint import allocator_of
 from memguard._devices import suspension
 from memguard._frameworks import registry
 from memguard._frameworks.base import Framework
@@ -208,11 +209,11 @@ class Guard:
                 if caps.over:
                     raise NotActive("this budget was shut down while it was being applied")
                 self.undo.add("import hooks", self._hook.clear)
-                caps.entries, caps.frameworks = entries, {name: one.framework for name, one in entries.items()}
+                caps.install(entries)
                 self._cure(states)
-                if caps.joint is not None:
-                    self.undo.add("the shared pool", caps.joint.restore)
-                    self.reader.joint = caps.joint
+                if (pool := caps.shared_pool) is not None:
+                    self.undo.add(pool.name, pool.restore)
+                    self.reader.shared_pool = pool
                 for name, entry in entries.items():
                     self._start_framework(name, entry, states[name])
             for name, entry in entries.items():
@@ -240,7 +241,7 @@ class Guard:
                 finally:
                     for entry in caps.entries.values():
                         entry.framework.on_refusal = entry.framework.on_shortage = None
-                    caps.entries, caps.frameworks = {}, {}  # new dicts: other threads may iterate over the old ones
+                    caps.install({})
                     self.reader.clear()
                     caps.host.close()
                     self.admission.wake()
@@ -426,11 +427,9 @@ class Guard:
         if not self.admission.idle:
             return self.admission.get().fits(framework, needed, part.device)
         caps = self.caps
-        requester = caps.entry(framework).framework
-        footprint, usages = requester.footprint(needed), {framework: requester.usage(part.device)}
-        memory = caps.host.memory(part.device)
-        cap = part.caps[framework] if caps.joint is None else caps.alone(framework, part, usages)
-        return policy.admit(framework, needed, footprint, cap, usages, memory).refusal is None
+        footprint, name = caps.entry(framework).framework.footprint(needed), allocator_of(part, framework)
+        usages, memory = {name: caps.serving(framework, part).usage(part.device)}, caps.host.memory(part.device)
+        return policy.admit(framework, needed, footprint, part.caps[framework], usages, memory, name).refusal is None
 
     def make_room(self, framework: FrameworkName, needed: int, device: Device | None = None) -> Room:
         """Trim siblings and raise the cap so that `framework` can take `needed` bytes from the driver.

@@ -28,7 +28,7 @@ from typing import NamedTuple
 from memguard._base.specs import NEVER_GIVE_BACK
 from memguard._base.types import Usage
 from memguard._base.units import GRANULE, MIB, round_down, round_up
-from memguard._budget.policy import room_left
+from memguard._budget.policy import room_left, trim_order
 
 _STEP = 16
 """A raised cap rises further by 1/`_STEP` of its span (max − min), or by the bytes it has borrowed if that is more, as
@@ -205,7 +205,7 @@ def pick_donor(found: Iterable[ReclaimableCache], short: int) -> ReclaimableCach
 
     None if all caches together are too small: a request that fails anyway must not cost a sibling its cache.
     """
-    ordered = sorted(found, key=lambda one: (not one.sure, -one.idle))
+    ordered = sorted(found, key=lambda one: trim_order(one.idle, one.sure))
     return ordered[0] if ordered and sum(one.most for one in ordered) >= short else None
 
 

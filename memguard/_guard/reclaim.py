@@ -17,8 +17,7 @@ from memguard._base.logs import words_of
 from memguard._base.specs import NEVER_GIVE_BACK
 from memguard._base.types import Device, DevicePlan, DeviceSample, Event, Room, Usage
 from memguard._base.units import GRANULE, format_size
-from memguard._budget import policy
-from memguard._budget.joint import POOL
+from memguard._budget import joint, policy
 from memguard._devices import contexts
 from memguard._guard import lending
 from memguard._guard.caps import CapTable
@@ -38,22 +37,11 @@ class Reserved(Protocol):
         """Make all waiting workloads try again."""
 
 
-class Sibling(Protocol):
-    """A source of idle memory: a framework, or the pool that several frameworks share."""
-
-    def usage(self, device: Device) -> Usage | None: ...
-    def give_back(self, device: Device, needed: int) -> None: ...
-    def trim(self, device: Device) -> None: ...
-
-
 class Reclaimer:
-    """Carries out what `lending` decides. Callers hold the guard's lock, except for `headroom`.
+    """Carries out what `lending` decides. Callers hold the guard's lock, except for `headroom`."""
 
-    `shared` is the cache of the shared pool, under `strategy: pool`.
-    """
-
-    def __init__(self, caps: CapTable, reserved: Reserved, shared: Sibling | None = None) -> None:
-        self._caps, self._reserved, self.shared = caps, reserved, shared
+    def __init__(self, caps: CapTable, reserved: Reserved) -> None:
+        self._caps, self._reserved = caps, reserved
         self._fixed: set[str] = set()
         """Elastic frameworks whose caps could not be changed."""
         self.events: deque[Event] = deque(maxlen=_KEPT)
@@ -63,25 +51,16 @@ class Reclaimer:
         self.lends: Counter[tuple[str, str]] = Counter()
         """Number of raises of an elastic cap, by framework and GPU (UUID)."""
 
-    def make_room(
-        self,
-        device: Device,
-        who: str,
-        needed: int,
-        *,
-        full: bool = False,
-        asked: bool = False,
-        capped: bool = True,
-    ) -> Room:
+    def make_room(self, device: Device, who: str, needed: int, *, full: bool = False, asked: bool = False) -> Room:
         """Make room for `who` to take `needed` more bytes from the driver.
 
         `asked`: its allocator could not serve a request, and has already returned its own cache. `full`: the driver
-        refused the request, not the cap. Not `capped`: leave the cap as it is, because the shared pool has it.
+        refused the request, not the cap.
         """
         uuid = device.uuid
         returned: dict[str, int] = {}
         before = self._caps.part(uuid).caps.get(who)
-        missing, live = (0, {}) if full or not capped else self._raise_cap(device, who, needed, asked, returned)
+        missing, live = (0, {}) if full else self._raise_cap(device, who, needed, asked, returned)
         if not missing:
             missing = self._empty(device, who, needed, full, asked, returned)
         after = self._caps.part(uuid).caps.get(who)
@@ -97,9 +76,9 @@ class Reclaimer:
         spent: set[str] = set()
         returned: dict[str, int] = {}
         missing, live = cap, dict[str, int]()
-        for _ in range(2 * len(self._caps.frameworks) + 2):
+        for _ in range(2 * len(self._caps.allocators) + 2):
             part = self._caps.part(device.uuid)
-            parts = self._parts(part, self._usages(device), spent)
+            parts = self._parts(part, self._caps.usages(device), spent)
             parts[who] = parts[who]._replace(most=max(cap, parts[who].cap))
             change = lending.plan_raise(parts, part.limit - part.reserve, who, cap)
             missing, live = change.missing, dict(change.live)
@@ -119,9 +98,11 @@ class Reclaimer:
         No caps if any has moved since the sample. Takes no lock and reads no framework.
         """
         part, read = self._caps.part(sample.uuid), sample.frameworks
-        if any(one.cap != part.caps[name] for name, one in read.items() if name in part.caps):
+        caps = joint.caps_of(part)
+        if any(one.cap not in (None, caps[name]) for name, one in read.items() if name in caps):
             return part, {}
-        usages = {name: Usage(one.held, one.in_use, one.reclaimable) for name, one in read.items()}
+        rows = {name: Usage(one.held, one.in_use, one.reclaimable) for name, one in read.items()}
+        usages = joint.usages_by_allocator(part, rows)
         return part, lending.rebalance(self._parts(part, usages), part.limit - part.reserve)
 
     def call_back_unused(self, device: Device) -> None:
@@ -129,7 +110,7 @@ class Reclaimer:
         room."""
         part = self._caps.part(device.uuid)
         if part.elastic:
-            parts = self._parts(part, self._usages(device))
+            parts = self._parts(part, self._caps.usages(device))
             self._set(device, lending.called_back(parts, part.limit - part.reserve))
 
     def rebalance(self, before: DevicePlan, caps: Mapping[str, int]) -> None:
@@ -145,16 +126,15 @@ class Reclaimer:
     ) -> tuple[int, Mapping[str, int]]:
         """Raise the cap for `needed` bytes. Returns `missing` and `live` as in `lending.CapChange`."""
         spent: set[str] = set()
-        for _ in range(2 * len(self._caps.frameworks) + 2):
-            usages = self._usages(device)
-            own = usages.get(who) or Usage(0, 0)
+        for _ in range(2 * len(self._caps.allocators) + 2):
+            part = self._caps.part(device.uuid)
+            usages, allocator = self._caps.usages(device), joint.allocator_of(part, who)
+            own = usages.get(allocator) or Usage(0, 0)
             if own.held is None:  # TensorFlow with growth, whose cap is fixed
                 return 0, {}
-            part = self._caps.part(device.uuid)
             parts = self._parts(part, usages, spent)
-            wanted = own.held + needed - (0 if asked else own.reclaimable or 0)
-            capped = part.joined[0] if who in part.joined else who
-            change = lending.plan_raise(parts, part.limit - part.reserve, capped, wanted)
+            wanted = own.held + needed - (0 if asked else policy.cached(own))
+            change = lending.plan_raise(parts, part.limit - part.reserve, allocator, wanted)
             if change.missing:
                 return change.missing, change.live
             if not change.calls:
@@ -171,16 +151,17 @@ class Reclaimer:
     def _empty(self, device: Device, who: str, needed: int, full: bool, asked: bool, returned: dict[str, int]) -> int:
         """Trim siblings until the GPU has enough free memory. Returns the bytes still missing."""
         spent: set[str] = set()
+        allocator = joint.allocator_of(self._caps.part(device.uuid), who)
         while True:
-            usages = {**self._usages(device), **self.beside(device, who)}
-            own = usages.get(who) or Usage(0, 0)
-            free = self._caps.host.memory(device).free + (0 if asked else own.reclaimable or 0)
+            usages = self._caps.usages(device)
+            own = usages.get(allocator) or Usage(0, 0)
+            free = self._caps.host.memory(device).free + (0 if asked else policy.cached(own))
             short, wished = needed - free, self._wish(who, device.uuid, own, needed) - free
             if full and not returned:
                 wished = max(wished, GRANULE)  # the driver refused, even if enough is free by now
             if wished <= 0:
                 return 0
-            found = [one for one in lending.reclaimable_caches(usages, who) if one.name not in spent]
+            found = [one for one in lending.reclaimable_caches(usages, allocator) if one.name not in spent]
             donor = lending.pick_donor(found, max(short, 1))
             if donor is None:
                 return max(short, GRANULE if full and not returned else 0)
@@ -206,7 +187,7 @@ class Reclaimer:
         before = self.available(device)
         try:
             with contexts.beside_captures():
-                self.sibling(name).give_back(device, size)
+                self._caps.allocators[name].give_back(device, size)
         except Exception as error:  # a sibling's error must not replace the requester's
             _log.debug("%s: nothing was given back: %s", name, str(error))
         got = max(self.available(device) - before, 0)
@@ -222,35 +203,16 @@ class Reclaimer:
         own = host.processes(device).get(host.pid)
         return host.memory(device).free if own is None else device.total - own
 
-    def sibling(self, name: str) -> Sibling:
-        """The framework or shared pool of that name in `_usages` and `beside`."""
-        return self.shared if name == POOL and self.shared is not None else self._caps.frameworks[name]
-
-    def beside(self, device: Device, who: str) -> dict[str, Usage | None]:
-        """The usage of the shared pool, unless `who` belongs to it: then the pool's cache is its own."""
-        if self.shared is None or who in self._caps.part(device.uuid).joined:
-            return {}
-        return {POOL: self.shared.usage(device)}
-
-    def _usages(self, device: Device) -> dict[str, Usage | None]:
-        return {name: framework.usage(device) for name, framework in self._caps.frameworks.items()}
-
     def _parts(
         self, plan: DevicePlan, usages: Mapping[str, Usage | None], spent: set[str] | frozenset[str] = frozenset()
     ) -> dict[str, lending.Part]:
-        """The figures for `lending`, one for each cap. The first framework of the shared pool represents the pool.
-        `spent`: frameworks whose trim returned nothing."""
+        """The figures for `lending`, by allocator as `usages`. `spent`: allocators whose trim returned nothing."""
         parts: dict[str, lending.Part] = {}
-        frameworks = self._caps.frameworks
         offers = {one.name: one.most for one in lending.reclaimable_caches(usages, "")}
-        for name, cap in plan.caps.items():
-            if name in plan.joined:
-                held = sum(policy.known_held(usages.get(one)) for one in plan.joined)
-                parts.setdefault(plan.joined[0], lending.Part(cap, cap, cap, held, asks=frameworks[name].asks))
-                continue
-            framework, usage = frameworks[name], usages.get(name)
+        for name, cap in joint.caps_of(plan).items():
+            allocator, usage = self._caps.allocators[name], usages.get(name)
             least, most = plan.elastic.get(name, (cap, cap))
-            if name in self._fixed or framework.fixed() or not self._caps.movable(name):
+            if name in self._fixed or allocator.fixed() or not self._caps.movable(name):
                 least = most = cap
             held, promised = policy.known_held(usage), 0
             if usage is not None and usage.held is None:
@@ -258,7 +220,7 @@ class Reclaimer:
             else:
                 promised = self._reserved.not_taken(name, plan.device.uuid, policy.in_use(usage))
             idle = 0 if name in spent else offers.get(name, 0)
-            parts[name] = lending.Part(least, most, cap, held + promised, idle, framework.asks, promised)
+            parts[name] = lending.Part(least, most, cap, held + promised, idle, allocator.asks, promised)
         return parts
 
     def _set(self, device: Device, caps: Mapping[str, int]) -> bool:
@@ -276,7 +238,7 @@ class Reclaimer:
                 self._fixed.add(name)
                 done = False
                 continue
-            usage = self._caps.frameworks[name].usage(device) if cap < now else None
+            usage = self._caps.allocators[name].usage(device) if cap < now else None
             held = (usage.held or 0) if usage is not None else 0
             if cap < now and held + self._reserved.not_taken(name, uuid, policy.in_use(usage)) > cap:
                 self._caps.set_cap(name, uuid, now)  # it has allocated or reserved memory meanwhile

@@ -9,7 +9,7 @@ from memguard._base.advice import Advice
 from memguard._base.types import DevicePlan, MemoryInfo, Room
 from memguard._base.units import format_size
 from memguard._budget import policy
-from memguard._budget.joint import POOL
+from memguard._budget.joint import clients
 from memguard._guard import reservations
 from memguard._guard.reservations import Reservations, Verdict
 from memguard.errors import BudgetExceeded
@@ -65,7 +65,7 @@ def refused(
 def stuck(framework: str, needed: int, look: Look) -> BudgetExceeded:
     """The error if a trim returned less memory than needed."""
     names, memory = " and ".join(look.verdict.trim), look.memory
-    who = " and ".join(name for name in look.verdict.trim if name != POOL) or " and ".join(look.part.joined)
+    who = " and ".join(client for name in look.verdict.trim for client in clients(look.part, name))
     return BudgetExceeded(
         framework,
         needed,

@@ -176,7 +176,8 @@ class Asked(NamedTuple):
     """A request for bytes of one framework on one GPU. `footprint` as for `Framework.footprint`; `cap` in bytes.
 
     `mine`: the reservations of the enclosing workloads. `before`: the waiting reservations that are served first.
-    `keeps`: a workload requests the bytes to reserve them, in addition to `mine` or covered by `mine`.
+    `keeps`: a workload requests the bytes to reserve them, in addition to `mine` or covered by `mine`. `shared`: the
+    name of the allocator of each framework that shares one.
     """
 
     framework: str
@@ -187,10 +188,15 @@ class Asked(NamedTuple):
     mine: frozenset[int] = frozenset()
     before: tuple[Reservation, ...] = ()
     keeps: bool = False
+    shared: Mapping[str, str] = MappingProxyType({})
+
+    def allocator_of(self, framework: str) -> str:
+        """The name of the allocator that serves the framework."""
+        return self.shared.get(framework, framework)
 
 
 def named(book: Reservations, asked: Asked) -> set[str]:
-    """The frameworks whose usage `admit` needs to admit the request without a trim."""
+    """The frameworks whose usage `admit` needs to admit the request without a trim, besides their allocators'."""
     return {asked.framework, *(one.framework for one in book.active), *(one.framework for one in asked.before)}
 
 
@@ -198,7 +204,7 @@ class Verdict(NamedTuple):
     """The result of `admit`. `trim` and `refusal` as in `_budget.policy.Admission`.
 
     `reserved`: only the reservations of others cause the refusal. `covered`: the reservation of an outer workload
-    covers the request. `beside`: the reserved bytes of the same framework, which must fit under its cap too.
+    covers the request. `beside`: the reserved bytes of the same allocator, which must fit under its cap too.
     """
 
     available: int
@@ -212,12 +218,12 @@ class Verdict(NamedTuple):
 def admit(book: Reservations, asked: Asked, usages: Mapping[str, Usage | None], memory: MemoryInfo) -> Verdict:
     """Decide whether the bytes are available in addition to all reservations. Read `memory` after `usages`.
 
-    The cap must hold the request and the open reservations of the same framework. The GPU's free and trimmable memory
-    must hold these and the open reservations of all other frameworks.
+    The cap must hold the request and the open reservations of the same allocator. The GPU's free and trimmable memory
+    must hold these and the open reservations of all other allocators. `usages` are by framework, and by allocator.
     """
-    framework, uuid = asked.framework, asked.uuid
+    framework, uuid, allocator = asked.framework, asked.uuid, asked.allocator_of(asked.framework)
     in_use = {name: policy.in_use(usage) for name, usage in usages.items()}
-    plain = policy.admit(framework, asked.needed, asked.footprint, asked.cap, usages, memory)
+    plain = policy.admit(framework, asked.needed, asked.footprint, asked.cap, usages, memory, allocator)
     own_part = may_have_left(book, framework, uuid, in_use.get(framework), asked.mine)
     if own_part >= asked.needed:
         return Verdict(plain.available, plain.trim, plain.refusal, covered=True)
@@ -226,10 +232,10 @@ def admit(book: Reservations, asked: Asked, usages: Mapping[str, Usage | None], 
     for name in {one.framework for one in (*book.active, *asked.before)}:
         size = reserved_not_taken(book, name, uuid, in_use.get(name), without) + _sizes(asked.before, name, uuid)
         if size:
-            reserved[name] = size
+            reserved[asked.allocator_of(name)] = reserved.get(asked.allocator_of(name), 0) + size
     if not reserved or plain.refusal is not None:
-        return Verdict(plain.available, plain.trim, plain.refusal, beside=reserved.get(framework, 0))
-    own = reserved.pop(framework, 0)
+        return Verdict(plain.available, plain.trim, plain.refusal, beside=reserved.get(allocator, 0))
+    own = reserved.pop(allocator, 0)
     beside, free = dict(usages), memory.free
     for name, size in reserved.items():
         usage = usages.get(name) or Usage(0, 0)
@@ -240,7 +246,7 @@ def admit(book: Reservations, asked: Asked, usages: Mapping[str, Usage | None], 
         elif cached:
             beside[name] = usage._replace(in_use=(usage.in_use or 0) + min(cached, size))
     needed, footprint = asked.needed + own, asked.footprint + own
-    found = policy.admit(framework, needed, footprint, asked.cap, beside, memory._replace(free=free))
+    found = policy.admit(framework, needed, footprint, asked.cap, beside, memory._replace(free=free), allocator)
     available = max(found.available - own, 0)
     if found.refusal is None:
         return Verdict(available, found.trim, beside=own)

@@ -39,7 +39,7 @@ from memguard._ledger.types import EXCHANGE, DeviceLedger, Lent
 from memguard.errors import DeviceError, MemguardError
 
 if TYPE_CHECKING:
-    from memguard._frameworks.joint_pool import JointPool
+    from memguard._frameworks.joint_pool import SharedPool
 
 _Read = TypeVar("_Read")
 _ATTEMPTS = 3
@@ -68,7 +68,7 @@ class LedgerReader:
 
     def __init__(self, host: Host, unnamed: Sequence[str], warn: Callable[[str], None]) -> None:
         self.host, self._unnamed, self._warn = host, unnamed, warn
-        self.joint: JointPool | None = None
+        self.shared_pool: SharedPool | None = None
         self._turn = Turn(rank=Rank.READER)
         self._created: dict[str, Framework] = {}
         self._overhead: dict[str, Overhead] = {}
@@ -149,7 +149,7 @@ class LedgerReader:
                 usages[name] = one.usage(device)
             except Exception:  # unknown
                 usages[name] = Usage(None, None)
-        if self.joint is not None:
+        if self.shared_pool is not None:
             usages.update(self._shared(device, frameworks, usages))
         memory, processes = self.host.memory(device), self.host.processes(device)
         own = own_bytes(processes, self.host.pid, True)
@@ -245,7 +245,7 @@ class LedgerReader:
         state = self._overhead.get(uuid, _NOTHING)
         state = replace(state, slabs=slabs) if slabs != state.slabs else state
         lent: Mapping[str, Lent] = _NO_LOANS
-        if self.joint is not None:
+        if self.shared_pool is not None:
             shared = self._shared(device, frameworks, usages)
             usages.update(shared)
             known += sum([_known(usage) for usage in shared.values()])
@@ -295,7 +295,7 @@ class LedgerReader:
         if earlier is not None and held(earlier) == now:
             return True
         again = {name: one.usage(device) for name, one in {**frameworks, **self._created}.items()}
-        if self.joint is not None:
+        if self.shared_pool is not None:
             again.update(self._shared(device, frameworks, again))
         return held(again) == now
 
@@ -320,7 +320,7 @@ class LedgerReader:
             for name, usage in self._kept(device).items():
                 known += usage.held or 0
                 figures[name] = framework_sample_of((*usage[:3], caps.get(name)))
-        if self.joint is not None:
+        if self.shared_pool is not None:
             for name, usage in self._shared(device, frameworks, figures).items():
                 usages[name] = usage
                 known += usage.held or 0
@@ -340,7 +340,7 @@ class LedgerReader:
             figures = {name: framework_sample_of((*usage[:3], caps.get(name))) for name, usage in found.items()}
         elif charge and time.monotonic() - self._looked >= _SECOND_LOOK:
             self._look()
-        if self.joint is not None:
+        if self.shared_pool is not None:
             figures = left_to(part, figures)
         return device_sample_of((uuid, device.total, used, free, own, part.limit, charged + slabs, rest, figures))
 
@@ -422,11 +422,11 @@ class LedgerReader:
     ) -> dict[str, Usage]:
         """The row of the shared pool, given its frameworks' rows in `read`; empty before the pool exists. Together the
         rows equal the pool's size, to the byte."""
-        if self.joint is None:
+        if self.shared_pool is None:
             return {}
         members = [(one, usage) for name, one in frameworks.items() if one.pooled and (usage := read.get(name))]
         counted = sum([usage.held or 0 for _, usage in members])
-        found = self.joint.usage(device, counted, any(one.spec.remainder for one, _ in members))
+        found = self.shared_pool.cache(device, counted, any(one.spec.remainder for one, _ in members))
         return {} if found is None else {POOL: found}
 
     def _lent(self, device: Device) -> dict[str, Lent]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from memguard._base.specs import NEVER_GIVE_BACK, SPECS
 from memguard._base.types import DevicePlan, Enforcement, Plan, RefusedRequest
 from memguard._base.units import MIB, format_size
-from memguard._budget.joint import POOL
+from memguard._budget.joint import allocator_of
 from memguard._ledger.types import DeviceLedger, Ledger, Row
 from memguard._oom.classify import Verdict
 
@@ -90,13 +90,21 @@ class Case:
         return max(self.row.bytes - (self.row.reclaimable or 0), 0)
 
     @cached_property
+    def allocator(self) -> str | None:
+        """The name of the allocator that serves the requester; None for a library."""
+        return None if self.row is None else allocator_of(self.planned, self.row.name)
+
+    @cached_property
+    def sharers(self) -> tuple[Row, ...]:
+        """The rows of the requester's allocator other than its own."""
+        rows = (row for row in self.frameworks if allocator_of(self.planned, row.name) == self.allocator)
+        return tuple(row for row in rows if row is not self.row)
+
+    @cached_property
     def beside(self) -> int | None:
-        """The bytes that others use in the requester's shared pool; None if it does not use the pool."""
-        joined = self.planned.joined if self.planned is not None else ()
-        if self.row is None or self.row.name not in joined:
-            return None
-        others = {POOL, *joined} - {self.row.name}
-        return sum(row.in_use or 0 for row in self.frameworks if row.name in others)
+        """The bytes that others use of the requester's allocator; None if it is the requester's own."""
+        own = self.row is None or self.allocator == self.row.name
+        return None if own else sum(row.in_use or 0 for row in self.sharers)
 
     @cached_property
     def room(self) -> int | None:
@@ -150,7 +158,7 @@ class Case:
     def _own(self) -> int:
         """The memory that the requester trims by itself before it fails, or that idles in its pool."""
         if self.beside is not None:
-            return next((row.cached or 0 for row in self.frameworks if row.name == POOL), 0)
+            return sum(row.cached or 0 for row in self.sharers)
         return (self.row.reclaimable or 0) if self.row is not None else 0
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -11,7 +12,7 @@ from memguard._base.specs import CONTEXT_MAKER, NEVER_GIVE_BACK, SPECS
 from memguard._base.types import DevicePlan, NoHelp, Plan
 from memguard._base.units import GRANULE, MIB, format_size, round_down, round_up
 from memguard._budget import policy
-from memguard._budget.joint import POOL
+from memguard._budget.joint import allocator_of, caps_of, clients
 from memguard._oom.causes import WORKSPACE, Case
 from memguard._oom.classify import Verdict
 from memguard.errors import MemguardError
@@ -81,9 +82,9 @@ def _trims(case: Case) -> Iterator[Remedy]:
     sizes = {}
     for row in case.frameworks:
         size = row.reclaimable if row.reclaimable is not None else row.cached
-        if row.name == POOL and case.beside is not None:  # this cache already serves the request
+        if allocator_of(case.planned, row.name) == case.allocator:  # this cache already serves the request
             continue
-        if row is not case.row and row.name not in NEVER_GIVE_BACK and size is not None and size >= _WORTH:
+        if row.name not in NEVER_GIVE_BACK and size is not None and size >= _WORTH:
             sizes[row.name] = row, size
     for name, (row, size) in sorted(sizes.items(), key=lambda item: -item[1][1]):
         # `memguard.trim` knows only the frameworks of the budget.
@@ -138,11 +139,10 @@ def _higher_cap(case: Case) -> Iterator[Remedy]:
     if row is None or part is None or plan is None or row.name not in part.caps:
         return
     name, cap = row.name, part.caps[row.name]
-    if name in part.joined:
-        size = format_size(cap)
+    if (allocator := allocator_of(part, name)) != name:
+        names, size = " and ".join(clients(part, allocator)), format_size(cap)
         yield Remedy(
-            f"{' and '.join(part.joined)} share one pool of {size}: raise the part of any of them and restart, as its "
-            "size is fixed"
+            f"{names} share one pool of {size}: raise the part of any of them and restart, as its size is fixed"
         )
         return
     if row.cap is not None and row.cap < cap:
@@ -165,7 +165,9 @@ def _higher_cap(case: Case) -> Iterator[Remedy]:
     if wanted <= min(spare.values()):
         later = " and restart: its pool is fixed"
         if name not in NEVER_GIVE_BACK:
-            held = {r.name: r.bytes or 0 for r in case.frameworks}
+            held = Counter[str]()
+            for r in case.frameworks:
+                held[allocator_of(part, r.name)] += r.bytes or 0
             # Exclude memory lent to elastic frameworks, and memory that others hold above their caps.
             now = wanted <= min(policy.left_beside(p, name, held if p is part else {}) for p in plan.devices)
             later = f", or memguard.resize({name!r}, '{wanted // MIB}MiB')" if now else ""
@@ -178,12 +180,7 @@ def _higher_cap(case: Case) -> Iterator[Remedy]:
     idle = {
         r.name: (_guaranteed(part, r.name) - r.bytes, r)
         for r in case.frameworks
-        if r is not row
-        and r.cap
-        and r.bytes is not None
-        and r.at_least is None
-        and r.name in part.caps
-        and r.name not in part.joined
+        if r is not row and r.cap and r.bytes is not None and r.at_least is None and r.name in caps_of(part)
     }
     other = max(idle, key=lambda key: idle[key][0], default=None)
     size = f"{least}{format_size(wanted)}"
@@ -203,13 +200,13 @@ def _higher_cap(case: Case) -> Iterator[Remedy]:
 
 
 def _guaranteed(part: DevicePlan, name: str) -> int:
-    """A framework's guaranteed bytes on one GPU: its min if it is elastic, else its cap."""
-    return part.elastic.get(name, (part.caps[name], 0))[0]
+    """An allocator's guaranteed bytes on one GPU: its min if it is elastic, else its cap."""
+    return part.elastic.get(name, (caps_of(part)[name], 0))[0]
 
 
 def _reach(part: DevicePlan, name: str) -> int:
     """The highest cap of a framework that leaves the others their guaranteed bytes."""
-    return part.limit - part.reserve - sum(_guaranteed(part, other) for other in part.caps if other != name)
+    return part.limit - part.reserve - sum(_guaranteed(part, other) for other in caps_of(part) if other != name)
 
 
 def _key(part: DevicePlan, name: str, bound: str) -> str:

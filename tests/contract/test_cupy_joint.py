@@ -19,7 +19,7 @@ from memguard._base.units import MIB
 from memguard._budget.joint import POOL
 from memguard._devices import pools
 from memguard._frameworks.cupy.joint import JointCuPy
-from memguard._frameworks.joint_pool import JointPool
+from memguard._frameworks.joint_pool import SharedPool
 from memguard._guard.guard import Guard
 from memguard.errors import CapNotApplied, ConflictingSetting, DeviceError
 
@@ -68,7 +68,7 @@ class Joint:
     def __init__(self, setting: Setting, size: int) -> None:
         self.warned: list[str] = []
         self.uuid = setting.first.uuid
-        self.pool = JointPool({self.uuid: size}, self.warned.append)
+        self.pool = SharedPool({self.uuid: size}, self.warned.append)
         self.setting = setting
         self.framework = setting.framework = JointCuPy(setting.host, self.pool)
 
@@ -252,7 +252,7 @@ def test_the_threshold_that_others_set_is_set_again_and_told_once(joint: Joint) 
     live = setting.alloc(MIB)
     for threshold in (0, 0, 5 * MIB):
         joint.gpu.threshold = threshold
-        joint.pool.usage(setting.first, MIB, False)
+        joint.pool.cache(setting.first, MIB, False)
         assert joint.gpu.threshold == 2**64 - 1
     assert len(set(joint.warned)) == 2 and "release threshold on cuda:0 was set to 0 B" in joint.warned[0]
     assert live.ptr
@@ -304,7 +304,7 @@ def test_where_the_driver_cannot_cap_the_pool_memguard_refuses(model: Any, monke
     """The device's default pool, of which others take too."""
     monkeypatch.setattr(pools, "DefaultPool", lambda ordinal: FakePool(ordinal, 1 << 50))
     joint = Joint(model(), 256 * MIB)
-    joint.pool = JointPool({joint.uuid: 256 * MIB}, joint.warned.append, capped=False)
+    joint.pool = SharedPool({joint.uuid: 256 * MIB}, joint.warned.append, clients=["jax"])
     joint.framework._joint = joint.pool
     setting = joint.setting
     setting.apply(256 * MIB)
@@ -321,7 +321,7 @@ def test_two_threads_do_not_pass_that_cap_together(model: Any, monkeypatch: pyte
     """Both look at what is in use before either has allocated."""
     monkeypatch.setattr(pools, "DefaultPool", lambda ordinal: FakePool(ordinal, 1 << 50))
     joint = Joint(model(), 256 * MIB)
-    joint.pool = JointPool({joint.uuid: 256 * MIB}, joint.warned.append, capped=False)
+    joint.pool = SharedPool({joint.uuid: 256 * MIB}, joint.warned.append, clients=["jax"])
     joint.framework._joint = joint.pool
     setting, both, waits = joint.setting, threading.Barrier(2, timeout=10), list[int]()
     looked = FakePool.used

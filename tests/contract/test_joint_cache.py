@@ -9,7 +9,7 @@ from test_cupy_joint import FakePool, Joint
 from test_cupy_model import model
 
 from memguard import _budget
-from memguard._base.types import MemoryInfo
+from memguard._base.types import DeviceSample, Enforcement, FrameworkSample, MemoryInfo, Sample
 from memguard._base.units import MIB
 from memguard._budget.joint import POOL
 from memguard._devices import pools
@@ -31,9 +31,10 @@ def gpus() -> int:
 class Scene:
     """CuPy in the pool, PyCUDA outside it, on a card where little else is free."""
 
-    def __init__(self, joint: Joint, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, joint: Joint, monkeypatch: pytest.MonkeyPatch, **pycuda: str) -> None:
         self.joint, host = joint, joint.setting.host
-        frameworks = {"cupy": {"limit": "256MiB"}, "pycuda": {"limit": "256MiB", "context": "own"}}
+        beside = {**(pycuda or {"limit": "256MiB"}), "context": "own"}
+        frameworks = {"cupy": {"limit": "256MiB"}, "pycuda": beside}
         text = {"version": 1, "strategy": "pool", "frameworks": frameworks}
         self.device = host.devices()[0]
 
@@ -47,6 +48,29 @@ class Scene:
     @property
     def held(self) -> int:
         return int(self.joint.gpu.pool_held)
+
+
+def test_a_tick_calls_back_what_is_lent_beside_a_pool_that_holds_too_much(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sample has the room in the pool as its frameworks' caps, which move with its use and not with the plan's."""
+    guard = Scene(Joint(model(), 256 * MIB), monkeypatch, min="128MiB", max="256MiB").guard
+    guard.start()
+    try:
+        (part,) = guard.plan.devices
+        guard.caps.entry("pycuda").enforcement = Enforcement.PENDING  # it is not installed here
+        guard.caps.set_cap("pycuda", part.device.uuid, 256 * MIB)
+        rows = {
+            "cupy": FrameworkSample(MIB, MIB, 0, 255 * MIB),
+            POOL: FrameworkSample(part.limit, 0, None, None),
+            "pycuda": FrameworkSample(0, 0, 0, 256 * MIB),
+        }
+        device = DeviceSample(part.device.uuid, part.device.total, 0, 0, 0, part.limit, 0, 0, rows)
+        after = guard.rebalance(Sample(0, (device,))).devices[0].frameworks
+        assert (guard.plan.devices[0].caps["pycuda"], after["pycuda"].cap) == (128 * MIB, 128 * MIB)
+        assert after["cupy"].cap == 255 * MIB
+    finally:
+        guard.stop()
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ import ctypes
 stub = ctypes.CDLL("libcuda.so.1")  # in this stub CUDA is initialised as soon as it is loaded
 stub.stub_pool_max.restype = stub.stub_pool_threshold.restype = ctypes.c_ulonglong
 from memguard._devices.simulated import SimulatedHost
-from memguard._frameworks.joint_pool import JointPool
+from memguard._frameworks.joint_pool import SharedPool
 from memguard.errors import CapNotApplied
 gpu = SimulatedHost(["h200"]).devices()[0]
 warned = []
-joint = JointPool({gpu.uuid: 4 * GIB}, warned.append)
+joint = SharedPool({gpu.uuid: 4 * GIB}, warned.append)
 def use(reserved, used):
     stub.stub_pool_use(1, ctypes.c_ulonglong(reserved), ctypes.c_ulonglong(used))
 def state():
@@ -36,7 +36,7 @@ def shared(run: Run, cuda: Path) -> Run:
 
 def test_the_first_framework_makes_it_and_the_others_find_it(shared: Run) -> None:
     found = shared("""
-result["before"] = [joint.figures(gpu.uuid), joint.usage(gpu, 0, False), joint.remainder(gpu.uuid), state()]
+result["before"] = [joint.figures(gpu.uuid), joint.cache(gpu, 0, False), joint.remainder(gpu.uuid), state()]
 first = joint.use("torch", gpu.uuid, 0)
 result["same"] = joint.use("cupy", gpu.uuid, 0) is first
 result["made"], result["max"] = state(), stub.stub_pool_max(1)
@@ -59,12 +59,12 @@ joint.count("numba", lambda uuid: 30 * MIB)
 use(512 * MIB, 300 * MIB)
 torch = joint.remainder(gpu.uuid)
 result["torch"] = torch
-result["with"] = joint.usage(gpu, 130 * MIB + torch, True)[:3]
-result["without"] = joint.usage(gpu, 130 * MIB, False)[:3]
+result["with"] = joint.cache(gpu, 130 * MIB + torch, True)[:3]
+result["without"] = joint.cache(gpu, 130 * MIB, False)[:3]
 joint.forget("numba")
 result["fewer"] = joint.remainder(gpu.uuid)
 use(64 * MIB, 0)
-result["idle"] = joint.usage(gpu, 0, True)[:3]
+result["idle"] = joint.cache(gpu, 0, True)[:3]
 """)
     mib = 1 << 20
     assert found["torch"] == 170 * mib and found["with"] == [212 * mib, 0, None]
@@ -77,9 +77,9 @@ def test_a_threshold_that_another_library_sets_is_set_again(shared: Run) -> None
 pool = joint.use("torch", gpu.uuid, 0)
 for threshold in (0, 7 * MIB):
     stub.cuMemPoolSetAttribute(ctypes.c_void_p(pool._pool), 4, ctypes.byref(ctypes.c_ulonglong(threshold)))
-    joint.usage(gpu, 0, False)
+    joint.cache(gpu, 0, False)
     result.setdefault("again", []).append(stub.stub_pool_threshold(1) == NEVER)
-joint.usage(gpu, 0, False)
+joint.cache(gpu, 0, False)
 result["warned"] = warned
 """)
     assert found["again"] == [True, True]
@@ -188,18 +188,18 @@ def test_the_default_pool_keeps_what_is_freed_and_gets_its_threshold_back(shared
 def threshold(value):
     stub.cuMemPoolSetAttribute(ctypes.c_void_p(0x7f0000b00000), 4, ctypes.byref(ctypes.c_ulonglong(value)))
 threshold(3 * MIB)
-joint = JointPool({gpu.uuid: 100 * MIB}, warned.append, capped=False)
+joint = SharedPool({gpu.uuid: 100 * MIB}, warned.append, clients=["jax"])
 joint.use("jax", gpu.uuid, 0)
 result["made"], result["kept"] = state(), stub.stub_pool_threshold(0) == NEVER
 stub.stub_pool_use(0, ctypes.c_ulonglong(96 * MIB), ctypes.c_ulonglong(60 * MIB))
 result["fits"] = [joint.limit(gpu.uuid).take(size) is not None for size in (40 * MIB, 40 * MIB + 1)]
-result["row"] = joint.usage(gpu, 60 * MIB, True)[:3]
+result["row"] = joint.cache(gpu, 60 * MIB, True)[:3]
 joint.restore()
 result["first"] = stub.stub_pool_threshold(0)
-joint = JointPool({gpu.uuid: 100 * MIB}, warned.append, capped=False)
+joint = SharedPool({gpu.uuid: 100 * MIB}, warned.append, clients=["jax"])
 joint.use("jax", gpu.uuid, 0)
 threshold(0)
-joint.usage(gpu, 0, True)
+joint.cache(gpu, 0, True)
 result["again"], result["warned"] = stub.stub_pool_threshold(0) == NEVER, len(warned)
 joint.restore()
 joint.restore()
@@ -215,7 +215,7 @@ def test_another_current_pool_gives_way_to_the_default_one_and_comes_back(shared
     found = shared("""
 from memguard._devices.pools import CappedPool
 theirs = CappedPool(0, GIB)
-joint = JointPool({gpu.uuid: GIB}, warned.append, capped=False)
+joint = SharedPool({gpu.uuid: GIB}, warned.append, clients=["jax"])
 joint.use("jax", gpu.uuid, 0)
 result["now"] = state()
 joint.restore()

@@ -19,7 +19,7 @@ COMMON = """
 import ctypes, gc, json, signal, sys, threading
 from stand_ins import Host, GIB, MIB, drifts
 from memguard._devices import contexts, streams
-from memguard._frameworks.joint_pool import JointPool
+from memguard._frameworks.joint_pool import SharedPool
 stub = ctypes.CDLL("libcuda.so.1")
 stub.stub_asked.restype = ctypes.c_char_p
 stub.stub_taken.restype = ctypes.c_size_t
@@ -41,7 +41,7 @@ context = drv.Device(0).retain_primary_context()
 context.push()
 uuid = list(contexts.ordinals())[0]
 gpu = next(iter(host.gpus)).__class__(uuid, "stub", 0, GIB, 0, "hopper")
-joint = JointPool({uuid: 64 * MIB}, print)
+joint = SharedPool({uuid: 64 * MIB}, print)
 framework = JointPyCUDA(host, joint)
 result = {}
 """
@@ -55,7 +55,7 @@ from memguard._frameworks.numba.joint import JointNumba
 module.driver.ensure_initialized()
 uuid = list(contexts.ordinals())[0]
 gpu = host.gpus[0].__class__(uuid, "stub", 0, GIB, 0, "hopper")
-joint = JointPool({uuid: 64 * MIB}, print)
+joint = SharedPool({uuid: 64 * MIB}, print)
 framework = JointNumba(host, joint)
 def bytes_of(size): return cuda.device_array(size, "u1")
 """
@@ -245,7 +245,7 @@ def test_another_context_of_pycudas_lies_outside_and_that_is_said(pycuda: Run) -
 def test_where_the_driver_cannot_cap_the_pool_memguard_refuses(pycuda: Run) -> None:
     found = pycuda(
         """
-        joint = JointPool({uuid: 64 * MIB}, print, capped=False)
+        joint = SharedPool({uuid: 64 * MIB}, print, clients=["jax"])
         framework = JointPyCUDA(host, joint)
         framework.apply({uuid: 64 * MIB}, {})
         first = drv.mem_alloc(40 * MIB)
@@ -265,7 +265,7 @@ def test_two_threads_do_not_pass_that_cap_together(pycuda: Run) -> None:
     """Both look at what is in use before either has allocated."""
     found = pycuda(
         """
-        joint = JointPool({uuid: 64 * MIB}, print, capped=False)
+        joint = SharedPool({uuid: 64 * MIB}, print, clients=["jax"])
         framework = JointPyCUDA(host, joint)
         framework.apply({uuid: 64 * MIB}, {})
         both, waits = threading.Barrier(2, timeout=10), []
@@ -389,7 +389,7 @@ applied = framework.apply({uuid: 64 * MIB}, {})
 first = bytes_of(3 * MIB)
 applied.undo()
 joint.restore()
-again = JointPool({uuid: 64 * MIB}, print)
+again = SharedPool({uuid: 64 * MIB}, print)
 second = JointNumba(host, again)
 second.apply({uuid: 64 * MIB}, {})
 array = bytes_of(2 * MIB)

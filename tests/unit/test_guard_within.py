@@ -116,12 +116,12 @@ def test_a_trim_whose_budget_a_finalizer_ends_says_so(monkeypatch: pytest.Monkey
 
 def test_one_that_ends_it_just_before_a_framework_is_looked_up_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     guard = memguard.init({**BUDGET, "frameworks": {"torch": {"limit": "4GiB"}}}, simulate="h200")
-    looked_up = guard.elastic.reclaimer.sibling
+    looked_up = guard.caps.allocator
 
     def ending(name: str) -> Any:
         memguard.shutdown()
         return looked_up(name)
 
-    monkeypatch.setattr(guard.elastic.reclaimer, "sibling", ending)
+    monkeypatch.setattr(guard.caps, "allocator", ending)
     with pytest.raises(NotActive, match="it was shut down"):
         memguard.trim()

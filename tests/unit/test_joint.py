@@ -40,7 +40,7 @@ def test_what_can_draw_from_the_pool_shares_one_cap_and_the_rest_keep_theirs() -
     assert part.caps["torch"] == part.caps["cupy"] == apart.caps["torch"] + apart.caps["cupy"]
     assert part.caps["pycuda"] == apart.caps["pycuda"] == 2 * GIB
     assert part.unallocated == apart.unallocated
-    assert part.limit == part.reserve + joint.distinct(part) + part.unallocated
+    assert part.limit == part.reserve + sum(joint.caps_of(part).values()) + part.unallocated
 
 
 def test_a_joint_cap_cannot_be_resized_and_one_beside_it_can() -> None:
@@ -50,6 +50,13 @@ def test_a_joint_cap_cannot_be_resized_and_one_beside_it_can() -> None:
     with pytest.raises(PlanError, match="cupy draws from the pool"):
         policy.resized(found, "cupy", GIB)
     assert policy.resized(found, "pycuda", GIB).devices[0].caps == {**found.devices[0].caps, "pycuda": GIB}
+
+
+def test_the_minima_beside_an_elastic_share_count_the_pool_once() -> None:
+    pycuda = {"min": "1GiB", "max": "8GiB", "context": "own"}
+    frameworks = {"torch": {"limit": "40GiB"}, "cupy": {"limit": "40GiB"}, "pycuda": pycuda}
+    (part,) = plan(frameworks).devices
+    assert policy.beside_minima(part, "pycuda") == part.limit - part.reserve - 80 * GIB
 
 
 @pytest.mark.parametrize(
@@ -120,8 +127,8 @@ def test_admission_is_that_of_one_owner_of_the_whole_pool(live: list[int], cache
     cap, used = sum(live) + cache + spare, sum(live)
     memory = MemoryInfo(141 * GIB, 0, 0, 141 * GIB)
     for own in live:
-        view, usage = joint.as_if_alone(Usage(own, own, 0), cap, used + cache, used)
-        admission = policy.admit("torch", asked, asked, view, {"torch": usage}, memory)
+        usages = {"torch": Usage(own, own, 0), joint.POOL: Usage(used + cache, used)}
+        admission = policy.admit("torch", asked, asked, cap, usages, memory, joint.POOL)
         assert (admission.refusal is None) == (used + asked <= cap)
         if admission.refusal is None:
             assert admission.trim == ()
@@ -150,11 +157,13 @@ def test_pressure_is_that_of_what_the_others_leave() -> None:
 
 def test_a_refusal_says_what_the_pool_is_and_what_others_have_of_it() -> None:
     (part,) = plan({"torch": {"limit": "6GiB"}, "cupy": {"limit": "2GiB"}, "pycuda": BESIDE}).devices
-    said = policy.OverCap("torch", 5, 5, 0, GIB, Usage(0, 0, 0), joint.shared_cap("torch", part, 3 * GIB)).advice()
+    whole = policy.OverCap("torch", 5, 5, 0, 8 * GIB, Usage(7 * GIB, 6 * GIB))
+    said = whole.beside(5 * GIB, joint.note_on(part, "torch", 5 * GIB)).advice()
+    assert "its cap is 3.00 GiB and it holds 2.00 GiB, of which 1.00 GiB in use" in said.reason
     assert said.reason.endswith(
         " in use; torch and cupy share one pool of 8.00 GiB, of which others have 5.00 GiB in use"
     )
-    assert joint.shared_cap("pycuda", part, GIB) == ""
+    assert joint.note_on(part, "pycuda", 0) == ""
 
 
 def test_the_notes_name_the_remainder_and_the_cache() -> None:

@@ -221,6 +221,19 @@ def test_a_sibling_s_cache_is_left_for_what_its_own_workload_may_still_take() ->
     assert admit(book, asked._replace(needed=6, footprint=6), free=6, cupy=Usage(2, 0, 2)).reserved
 
 
+def test_what_another_client_of_the_allocator_has_reserved_must_fit_under_its_cap_too() -> None:
+    book = begun(EMPTY, entry(1, "cupy", 4), 0)
+    shared = {"torch": "pool", "cupy": "pool"}
+    asked, pool = Asked("torch", GPU, 4, 4, 12, shared=shared), Usage(6, 3)
+    fits = admit(book, asked, free=6, cupy=Usage(0, 0, 0), torch=Usage(3, 3, 0), pool=pool)
+    assert fits == reservations.Verdict(5, beside=4), "12 less 3 in use and 4 reserved; 3 idle serve the request"
+    more = asked._replace(needed=6, footprint=6)
+    refused = admit(book, more, free=6, cupy=Usage(0, 0, 0), torch=Usage(3, 3, 0), pool=pool)
+    assert refused.reserved and refused.available == 5
+    outside = admit(book, Asked("numba", GPU, 5, 5, 12, shared=shared), free=6, pool=pool)
+    assert outside == reservations.Verdict(12), "the pool's cache serves what its own client has reserved"
+
+
 def test_within_a_workload_its_own_bytes_are_there() -> None:
     book = begun(EMPTY, entry(1, size=8), 0)
     mine = Asked("torch", GPU, 6, 6, 12, frozenset({1}))

@@ -22,7 +22,7 @@ from memguard._devices import contexts, suspension
 from memguard._frameworks.cupy.adapter import CuPy, _imported, _named, _replaced
 from memguard._frameworks.cupy.limits import LIMIT
 from memguard._frameworks.joint_base import MOST_TIMES, UNIT, JointCapped
-from memguard._frameworks.joint_pool import JointPool
+from memguard._frameworks.joint_pool import SharedPool
 from memguard._frameworks.replacements import Replacements
 from memguard._frameworks.rmm import resource
 from memguard.errors import CapNotApplied, ConflictingSetting
@@ -33,7 +33,7 @@ _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 class JointCuPy(JointCapped, CuPy):
     """CuPy's async allocator over the shared pool."""
 
-    def __init__(self, host: Any, joint: JointPool) -> None:
+    def __init__(self, host: Any, joint: SharedPool) -> None:
         super().__init__(host, joint)
         self._live_sizes: dict[int, dict[int, int]] = {}  # by ordinal: the size of each live allocation, by address
 
@@ -94,7 +94,7 @@ class JointCuPy(JointCapped, CuPy):
         with contexts.pushed(ordinal) as there:
             if there:
                 cupy.cuda.get_current_stream().synchronize()
-                self._joint.trim(device.uuid)
+                self._joint.release(device.uuid)
 
     def _drift(self, cupy: Any) -> list[Drift]:
         if self._allocate is None:

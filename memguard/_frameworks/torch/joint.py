@@ -16,7 +16,7 @@ from typing import Any
 from memguard._base.types import Applied, Device, Drift, Enforcement, Usage
 from memguard._base.undo import Undo
 from memguard._base.units import round_up
-from memguard._frameworks.joint_pool import JointPool
+from memguard._frameworks.joint_pool import SharedPool
 from memguard._frameworks.torch import settings
 from memguard._frameworks.torch.adapter import Torch
 from memguard.errors import CapNotApplied, ConflictingSetting
@@ -34,7 +34,7 @@ class JointTorch(Torch):
 
     pooled = True
 
-    def __init__(self, host: Any, joint: JointPool) -> None:
+    def __init__(self, host: Any, joint: SharedPool) -> None:
         super().__init__(host)
         self._joint = joint
 

@@ -15,7 +15,6 @@ from memguard._base import specs
 from memguard._base.logs import log as _log
 from memguard._base.logs import text_of
 from memguard._base.types import Event, Room, Sample
-from memguard._budget.joint import POOL
 from memguard._devices import suspension
 from memguard._oom.causes import WORKSPACE, device_of
 from memguard._runtime.retry.failure import Failure
@@ -90,8 +89,8 @@ def make(failure: Failure) -> Done:
         for name, size in sizes.items()
     )
     returned: dict[str, int] = {}
-    pool = [POOL] if any(part.joined for part in guard.plan.devices) else []
-    for name in (*pool, *guard.frameworks):
+    shared = guard.caps.allocators.keys() - guard.frameworks.keys()
+    for name in (*shared, *guard.frameworks):
         _add(returned, {name: guard.trim(cast("CacheName", name))})
     device, who = _device(guard, failure), failure.who
     uuid = None if device is None else device.uuid
