@@ -13,11 +13,20 @@ from typing import Any, NamedTuple
 
 from memguard._base.framework_spec import SECOND_CONTEXT
 from memguard._base.specs import CONTEXT_MAKER
-from memguard._base.types import Device, DevicePlan, MemoryInfo, Usage
+from memguard._base.types import (
+    Device,
+    DevicePlan,
+    DeviceSample,
+    FrameworkSample,
+    MemoryInfo,
+    Usage,
+    device_sample_of,
+    framework_sample_of,
+)
 from memguard._base.units import GRANULE, format_size
-from memguard._budget.joint import POOL, shared_notes
+from memguard._budget.joint import POOL, left_to, shared_notes
 from memguard._budget.policy import modules
-from memguard._ledger.overhead import Overhead
+from memguard._ledger.overhead import Overhead, held_by
 from memguard._ledger.types import DeviceLedger, Lent, Row
 
 _UNKNOWN = (None, None)
@@ -48,6 +57,19 @@ class Reading(NamedTuple):
 
 reading_of: Callable[[tuple[Any, ...]], Reading] = functools.partial(tuple.__new__, Reading)
 """Builds a Reading from a tuple of all fields, as `usage_of`."""
+
+
+def sample_of_reading(reading: Reading, part: DevicePlan) -> DeviceSample:
+    """The figures of a reading for the monitor, with the caps of `part`."""
+    (device, (_, _, used, free, _), own, usages, overhead), caps = reading[:5], part.caps
+    total = overhead.charged + overhead.slabs
+    frameworks: Mapping[str, FrameworkSample] = {
+        name: framework_sample_of((*usage[:3], caps.get(name))) for name, usage in usages.items() if usage is not None
+    }
+    if part.joined:
+        frameworks = left_to(part, frameworks)
+    rest = None if own is None else own - held_by(usages).bytes - total
+    return device_sample_of((device.uuid, device.total, used, free, own, part.limit, total, rest, frameworks))
 
 
 def device_ledger(
