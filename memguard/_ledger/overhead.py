@@ -409,8 +409,9 @@ def held_by(usages: Mapping[str, Usage | None]) -> Held:
                 held, exact = bound or 0, False
                 at_least += held
             known += held
-            live.append(name)
-    return Held(known, frozenset(live) - _NO_FRAMEWORKS, exact, at_least)
+            if name not in _NO_FRAMEWORKS:
+                live.append(name)
+    return tuple.__new__(Held, (known, frozenset(live), exact, at_least))  # in half the time, as `usage_of`
 
 
 def same_held(before: Mapping[str, Usage | None], after: Mapping[str, Usage | None], pooled: Collection[str]) -> bool:

@@ -119,7 +119,8 @@ class LedgerReader:
 
     def reading(self, part: DevicePlan, frameworks: Mapping[str, Framework]) -> Reading:
         """The reading behind the rows of `ledger`. Raises the same error."""
-        return self._in_turn(self._read, part, frameworks)
+        read = self._turn.take(self._read, 0, part, frameworks, True)
+        return read[0] if read is not None else self._after_another(self._read, part, frameworks)
 
     def ledger_of(
         self,
@@ -165,24 +166,23 @@ class LedgerReader:
 
         If the unaccounted memory has changed, a complete reading follows, which charges overhead.
         """
-        return self._in_turn(self._sample, part, frameworks)
+        read = self._turn.take(self._sample, 0, part, frameworks, True)
+        return read[0] if read is not None else self._after_another(self._sample, part, frameworks)
 
-    def _in_turn(
+    def _after_another(
         self,
         read: Callable[[DevicePlan, Mapping[str, Framework], bool], _Read],
         part: DevicePlan,
         frameworks: Mapping[str, Framework],
     ) -> _Read:
-        """Return `read(...)`. Readings that charge overhead (argument True) run one after the other.
+        """Return `read(...)`, while another thread reads. Readings that charge overhead (argument True) take turns.
 
         A signal handler may read while another thread reads. That thread may wait for a framework's lock, which this
         thread holds: so the handler does not wait, and its reading charges nothing.
         """
-        found = self._turn.take(read, 0, part, frameworks, True)
-        if found is None and interrupting():
+        if interrupting():
             return read(part, frameworks, False)
-        if found is None:
-            found = self._turn.take(read, _PATIENCE, part, frameworks, True)
+        found = self._turn.take(read, _PATIENCE, part, frameworks, True)
         if found is not None:
             return found[0]
         raise MemguardError(
@@ -258,8 +258,12 @@ class LedgerReader:
         device = part.device
         uuid, usages = device.uuid, self._usages(device, frameworks)
         memory = self.host.memory(device)
-        own = self._own(device, memory.used, usages)
-        sample = sample_of_reading(Reading(device, memory, own, usages, self._state(uuid)), part)
+        used, (before, own, age) = memory.used, self._owned.get(uuid, _NEVER)
+        if used is None or used != before or age >= _TRUSTED:
+            own, age = self._own(device, usages), 0
+        self._owned[uuid] = used, own, age + 1
+        reading = reading_of((device, memory, own, usages, self._state(uuid), False, (), _NO_LOANS, ()))
+        sample = sample_of_reading(reading, part)
         rest = sample.unaccounted
         if rest is not None and (uuid in self._unsettled or abs(rest - self._rest.get(uuid, 0)) >= GRANULE):
             sample = sample_of_reading(self._read(part, frameworks, charge, usages), part)
@@ -277,16 +281,16 @@ class LedgerReader:
         `within_allocation`: create no adapter, and a framework whose reading fails is unknown.
         """
         usages: dict[str, Usage | None] = {}
-        for group in (frameworks, self._created if within_allocation else self.unnamed()):
-            for name, one in group.items():
-                try:
-                    usage = one.usage(device)
-                except Exception:
-                    if not within_allocation:
-                        raise
-                    usage = _UNKNOWN
-                if usage is not None or group is frameworks:
-                    usages[name] = usage
+        others = self._created if within_allocation or not self._unnamed else self.unnamed()
+        for name, one in {**frameworks, **others}.items() if others else frameworks.items():
+            try:
+                usage = one.usage(device)
+            except Exception:
+                if not within_allocation:
+                    raise
+                usage = _UNKNOWN
+            if usage is not None or name in frameworks:
+                usages[name] = usage
         if self.joint is not None:
             usages.update(self._shared(device, frameworks, usages))
         if _LOANS in sys.modules:
@@ -344,19 +348,15 @@ class LedgerReader:
         self._tellers = frameworks, len(self._created), found
         return found
 
-    def _own(self, device: Device, used: int | None, usages: Mapping[str, Usage | None]) -> int | None:
-        """This process's bytes. NVML's process list is the slowest probe: a sample reads it when the card's `used` has
+    def _own(self, device: Device, usages: Mapping[str, Usage | None]) -> int | None:
+        """This process's bytes. NVML's process list is the slowest probe: a sample reads it when the card's figure has
         changed, and every tenth time, in case a page moves to another process. Unified memory has no such figure.
         """
-        before, own, age = self._owned.get(device.uuid, _NEVER)
-        if used is None or used != before or age >= _TRUSTED:
-            processes, pid = self.host.processes(device), self.host.pid
-            live = pid not in processes and (
-                any(usage is not None for usage in usages.values()) or bool(self.host.context_active(device))
-            )
-            own, age = own_bytes(processes, pid, live), 0
-        self._owned[device.uuid] = used, own, age + 1
-        return own
+        processes, pid = self.host.processes(device), self.host.pid
+        live = pid not in processes and (
+            any(usage is not None for usage in usages.values()) or bool(self.host.context_active(device))
+        )
+        return own_bytes(processes, pid, live)
 
     def _ordinal(self, device: Device) -> int | None:
         """CUDA's ordinal of the GPU, which the exchange counts by. It is constant while the process lives."""
@@ -404,7 +404,9 @@ class LedgerReader:
 
         A known context that is not listed now may be on another thread. It was destroyed if its memory was freed.
         """
-        ordinal = self._ordinal(device) if device.ordinal is None else device.ordinal
+        if self.host.simulated:  # the contexts of this process are on no simulated GPU
+            return ()
+        ordinal = self._ordinal(device)
         pools = [handle for _, one in frameworks for handle in one.contexts(device)]
         found = second_contexts.beside(ordinal, pools) if ordinal is not None else {}
         if not found and not self._second.get(device.uuid):

@@ -26,7 +26,7 @@ from memguard._base.types import (
 from memguard._base.units import GRANULE, format_size
 from memguard._budget.joint import POOL, left_to, shared_notes
 from memguard._budget.policy import modules
-from memguard._ledger.overhead import Overhead, held_by
+from memguard._ledger.overhead import Overhead
 from memguard._ledger.types import DeviceLedger, Lent, Row
 
 _UNKNOWN = (None, None)
@@ -61,15 +61,20 @@ reading_of: Callable[[tuple[Any, ...]], Reading] = functools.partial(tuple.__new
 
 def sample_of_reading(reading: Reading, part: DevicePlan) -> DeviceSample:
     """The figures of a reading for the monitor, with the caps of `part`."""
-    (device, (_, _, used, free, _), own, usages, overhead), caps = reading[:5], part.caps
-    total = overhead.charged + overhead.slabs
-    frameworks: Mapping[str, FrameworkSample] = {
-        name: framework_sample_of((*usage[:3], caps.get(name))) for name, usage in usages.items() if usage is not None
-    }
+    device, memory, own, usages, overhead, _, _, _, _ = reading
+    caps, known = part.caps, 0
+    frameworks: dict[str, FrameworkSample] = {}
+    for name, usage in usages.items():
+        if usage is not None:
+            held, in_use, reclaimable, at_least, _, _ = usage
+            known += held if held is not None else at_least or 0
+            frameworks[name] = framework_sample_of((held, in_use, reclaimable, caps.get(name)))
     if part.joined:
         frameworks = left_to(part, frameworks)
-    rest = None if own is None else own - held_by(usages).bytes - total
-    return device_sample_of((device.uuid, device.total, used, free, own, part.limit, total, rest, frameworks))
+    charged = overhead.charged + overhead.slabs
+    rest = None if own is None else own - known - charged
+    _, _, used, free, _ = memory
+    return device_sample_of((device.uuid, device.total, used, free, own, part.limit, charged, rest, frameworks))
 
 
 def device_ledger(
