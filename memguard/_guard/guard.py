@@ -348,13 +348,10 @@ class Guard:
         return sample_of((time.time(), tuple([read(part, frameworks) for part in caps.plan.devices])))
 
     def peaks(self) -> dict[str, dict[str, int]]:
-        """The peak of bytes in use by UUID and framework, for each framework of the budget that reports one."""
-        caps = self.caps
-        found: dict[str, dict[str, int]] = {}
-        for part in caps.plan.devices if caps.off is None else ():
-            usages = {name: one.usage(part.device) for name, one in caps.frameworks.items()}
-            found[part.device.uuid] = {n: u.peak for n, u in usages.items() if u is not None and u.peak is not None}
-        return found
+        """The peak of bytes in use by UUID and framework, as of the last ledger or sample, for each framework of the
+        budget that reports one."""
+        caps, found = self.caps, self.reader.peaks() if self.caps.off is None else {}
+        return {uuid: {n: peak for n, peak in peaks.items() if n in caps.frameworks} for uuid, peaks in found.items()}
 
     def _refused(self, request: RefusedRequest) -> str | None:
         """Record a request that the allocator refused finally. Adapters call it. Returns the id of the record.

@@ -23,15 +23,18 @@ from the unaccounted memory, and has a row of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import NamedTuple
 
 from memguard._base.framework_spec import CONTEXT, KERNELS, LAZY, LIBRARIES, SECOND_CONTEXT, SLACK
 from memguard._base.specs import SPECS
 from memguard._base.types import Usage
 from memguard._base.units import GRANULE
+from memguard._budget.joint import POOL
 from memguard._budget.policy import modules, workspace
+from memguard._ledger.types import EXCHANGE
 
 PAUSE = 2.0
 """Seconds without growth that end a streak."""
@@ -47,6 +50,7 @@ ANY = frozenset(LIBRARIES)
 """Every library: the possible causes where loaded libraries cannot be observed."""
 Use = tuple[str, int]
 """A first use of a library: the framework, and the index in its `first_uses`."""
+_NO_FRAMEWORKS = frozenset({POOL, EXCHANGE})
 Charge = tuple[int, frozenset[Use], int]
 """Bytes, the first uses that they cover, and the part of them for kernels."""
 
@@ -109,6 +113,12 @@ class Overhead:
         """The lasting figures. Only a reading during which no framework's figure changed may change them. Otherwise
         memory that a framework takes after its own reading is mistaken for overhead."""
         return self.charged, self.gap
+
+    def with_slabs(self, slabs: int) -> Overhead:
+        """The state with these slabs' bytes. A copy of the attributes, as `replace` takes ten times as long."""
+        found = object.__new__(Overhead)
+        vars(found).update(vars(self), slabs=slabs)
+        return found
 
     def after(
         self,
@@ -374,15 +384,51 @@ def own_bytes(processes: Mapping[int, int | None], pid: int, active: bool) -> in
     return None if active else 0
 
 
-def gap_of(own: int | None, usages: Iterable[Usage | None], slabs: int = 0) -> int | None:
-    """This process's bytes less its frameworks' known bytes and the gaps in the driver's slabs."""
-    if own is None:
-        return None
-    for usage in usages:
+class Held(NamedTuple):
+    """What all frameworks hold on one GPU together.
+
+    bytes     the known part
+    live      the frameworks that use the GPU
+    exact     whether each reports what it holds
+    at_least  the lower bounds of those that do not, a part of `bytes`
+    """
+
+    bytes: int
+    live: frozenset[str]
+    exact: bool
+    at_least: int
+
+
+def held_by(usages: Mapping[str, Usage | None]) -> Held:
+    """The sums of the usages of one reading."""
+    known, at_least, exact, live = 0, 0, True, []
+    for name, usage in usages.items():
         if usage is not None:
-            held, _, _, at_least, _, _ = usage
-            own -= held if held is not None else at_least or 0
-    return own - slabs
+            held, _, _, bound, _, _ = usage
+            if held is None:
+                held, exact = bound or 0, False
+                at_least += held
+            known += held
+            if name not in _NO_FRAMEWORKS:
+                live.append(name)
+    return tuple.__new__(Held, (known, frozenset(live), exact, at_least))  # in half the time, as `usage_of`
+
+
+def same_held(before: Mapping[str, Usage | None], after: Mapping[str, Usage | None], pooled: Collection[str]) -> bool:
+    """Whether two readings found the same memory held by each framework.
+
+    The `pooled` frameworks and their pool count as one, because the live part of the pool changes all the time.
+    """
+    return _held_apart(before, pooled) == _held_apart(after, pooled)
+
+
+def _held_apart(usages: Mapping[str, Usage | None], pooled: Collection[str]) -> dict[str, int]:
+    found = {}
+    for name, usage in usages.items():
+        if usage is not None:
+            found[name] = usage.held if usage.held is not None else usage.held_at_least or 0
+    found[POOL] = sum([found.pop(name, 0) for name in (*pooled, POOL)])
+    return found
 
 
 def totals(usages: Iterable[Usage | None]) -> tuple[int | None, int | None]:

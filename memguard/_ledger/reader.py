@@ -9,7 +9,6 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
@@ -21,20 +20,17 @@ from memguard._base.types import (
     DevicePlan,
     DeviceSample,
     Enforcement,
-    FrameworkSample,
     Usage,
-    device_sample_of,
-    framework_sample_of,
 )
 from memguard._base.units import GRANULE, MIB, format_size
-from memguard._budget.joint import POOL, left_to
+from memguard._budget.joint import POOL
 from memguard._budget.policy import modules
 from memguard._devices import contexts
 from memguard._devices.host import Host
 from memguard._frameworks import driver_pages, registry, second_contexts
 from memguard._frameworks.base import Framework
-from memguard._ledger.overhead import Overhead, gap_of, own_bytes
-from memguard._ledger.rows import Reading, device_ledger, reading_of
+from memguard._ledger.overhead import Overhead, held_by, own_bytes, same_held
+from memguard._ledger.rows import Reading, device_ledger, reading_of, sample_of_reading
 from memguard._ledger.types import EXCHANGE, DeviceLedger, Lent
 from memguard.errors import DeviceError, MemguardError
 
@@ -47,7 +43,7 @@ _PATIENCE = 5.0
 """Seconds that a reading waits for another thread's."""
 _LOANS = "memguard._frameworks.arrays.lifetimes"
 """The module that records loans of arrays. While it is not loaded, nothing is lent."""
-_CONTEXT, _NOTHING = frozenset({"context"}), Overhead()
+_CONTEXT, _NOTHING, _UNKNOWN = frozenset({"context"}), Overhead(), Usage(None, None)
 _NONE: frozenset[str] = frozenset()
 _NO_LOANS: Mapping[str, Lent] = MappingProxyType({})
 _NEVER: tuple[int | None, int | None, int] = (None, None, 0)
@@ -72,6 +68,7 @@ class LedgerReader:
         self._turn = Turn(rank=Rank.READER)
         self._created: dict[str, Framework] = {}
         self._overhead: dict[str, Overhead] = {}
+        self._latest: dict[str, Mapping[str, Usage | None]] = {}  # the usages of the last reading of each GPU
         self._warned: set[str] = set()
         self._rest: dict[str, int] = {}
         self._unsettled: set[str] = set()  # GPUs whose figures moved during the last reading: nothing was charged
@@ -85,6 +82,7 @@ class LedgerReader:
     def clear(self) -> None:
         """Forget all charges: another budget begins."""
         self._overhead.clear()
+        self._latest.clear()
         self._warned.clear()
         self._rest.clear()
         self._unsettled.clear()
@@ -121,7 +119,8 @@ class LedgerReader:
 
     def reading(self, part: DevicePlan, frameworks: Mapping[str, Framework]) -> Reading:
         """The reading behind the rows of `ledger`. Raises the same error."""
-        return self._in_turn(self._read, part, frameworks)
+        read = self._turn.take(self._read, 0, part, frameworks, True)
+        return read[0] if read is not None else self._after_another(self._read, part, frameworks)
 
     def ledger_of(
         self,
@@ -140,54 +139,50 @@ class LedgerReader:
     ) -> tuple[Reading, Mapping[int, int | None]]:
         """One GPU's figures and processes for a refused request: read once, without a lock and without charges.
 
-        Called within allocations, where another thread may wait for this one. Leaves out contexts and loans.
+        Called within allocations, where another thread may wait for this one. Leaves out contexts and lent memory.
         """
         device = part.device
-        usages: dict[str, Usage | None] = {}
-        for name, one in {**self._created, **frameworks}.items():
-            try:
-                usages[name] = one.usage(device)
-            except Exception:  # unknown
-                usages[name] = Usage(None, None)
-        if self.shared_pool is not None:
-            usages.update(self._shared(device, frameworks, usages))
+        usages = self._usages(device, frameworks, within_allocation=True)
         memory, processes = self.host.memory(device), self.host.processes(device)
         own = own_bytes(processes, self.host.pid, True)
-        slabs = driver_pages.slabs[device.uuid].gaps
-        state = self._overhead.get(device.uuid, Overhead())
-        gap = gap_of(own, usages.values(), slabs)
+        held, state = held_by(usages), self._state(device.uuid)
+        gap = None if own is None else own - held.bytes - state.slabs
         if gap is not None:  # include owners that appeared since the last reading; the next reading charges them
-            live = {name for name, usage in usages.items() if usage is not None}
-            silent = [usage.held_at_least or 0 for usage in usages.values() if usage is not None and usage.held is None]
             entries = self.host.entries(mark=False) if gap > state.last else state.entries
-            appeared = state.appeared.union(live, {"context"})
-            loaded, now, least = state.loaded, time.monotonic(), sum(silent)
-            state = state.after(gap, appeared, not silent, loaded, now, entries, least)
-        return Reading(device, memory, own, usages, replace(state, slabs=slabs)), processes
+            appeared = state.appeared.union(held.live, _CONTEXT)
+            now = time.monotonic()
+            state = state.after(gap, appeared, held.exact, state.loaded, now, entries, held.at_least)
+        return Reading(device, memory, own, usages, state), processes
+
+    def peaks(self) -> dict[str, dict[str, int]]:
+        """The peak of bytes in use by UUID and framework, as of each GPU's last reading. Reads no framework."""
+        return {
+            uuid: {name: usage.peak for name, usage in usages.items() if usage is not None and usage.peak is not None}
+            for uuid, usages in [*self._latest.items()]
+        }
 
     def sample(self, part: DevicePlan, frameworks: Mapping[str, Framework]) -> DeviceSample:
         """One GPU's figures, each read once: cheap enough for several samples a second.
 
         If the unaccounted memory has changed, a complete reading follows, which charges overhead.
         """
-        return self._in_turn(self._sample, part, frameworks)
+        read = self._turn.take(self._sample, 0, part, frameworks, True)
+        return read[0] if read is not None else self._after_another(self._sample, part, frameworks)
 
-    def _in_turn(
+    def _after_another(
         self,
         read: Callable[[DevicePlan, Mapping[str, Framework], bool], _Read],
         part: DevicePlan,
         frameworks: Mapping[str, Framework],
     ) -> _Read:
-        """Return `read(...)`. Readings that charge overhead (argument True) run one after the other.
+        """Return `read(...)`, while another thread reads. Readings that charge overhead (argument True) take turns.
 
         A signal handler may read while another thread reads. That thread may wait for a framework's lock, which this
         thread holds: so the handler does not wait, and its reading charges nothing.
         """
-        found = self._turn.take(read, 0, part, frameworks, True)
-        if found is None and interrupting():
+        if interrupting():
             return read(part, frameworks, False)
-        if found is None:
-            found = self._turn.take(read, _PATIENCE, part, frameworks, True)
+        found = self._turn.take(read, _PATIENCE, part, frameworks, True)
         if found is not None:
             return found[0]
         raise MemguardError(
@@ -209,60 +204,30 @@ class LedgerReader:
         """
         device, host = part.device, self.host
         pid, uuid = host.pid, device.uuid
-        for attempt in range(_ATTEMPTS):
+        for _ in range(_ATTEMPTS):
             memory_before, before = host.memory(device), host.processes(device).get(pid)
-            usages: dict[str, Usage | None] = {}
-            names, known, exact, least = [], 0, True, 0
-            for name, one in frameworks.items():
-                usages[name] = usage = one.usage(device)
-                if usage is not None:
-                    held, _, _, at_least, _, _ = usage
-                    if held is None:
-                        held, exact = at_least or 0, False
-                        least += held
-                    known += held
-                    names.append(name)
+            usages = self._usages(device, frameworks)
             processes = host.processes(device)
-            memory = host.memory(device)
-            now = processes.get(pid)
+            memory, now = host.memory(device), processes.get(pid)
             moved = memory != memory_before or now != before
-            if not moved or attempt == _ATTEMPTS - 1:
+            if not moved:
                 break
-        if self._unnamed and (unnamed := self.unnamed()):
-            others = _usages(unnamed, device)
-            usages.update(others)
-            names += others
-            known += sum([_known(usage) for usage in others.values()])
-            silent = [usage.held_at_least or 0 for usage in others.values() if usage.held is None]
-            exact, least = exact and not silent, least + sum(silent)
-        with_libraries, with_contexts, with_uncounted = self._who_tells(frameworks)
-        live = frozenset(names)
+        held, state = held_by(usages), self._state(uuid)
+        with_libraries, with_contexts, with_uncounted = self._overriding(frameworks)
         active = host.context_active(device)
-        own = own_bytes(processes, pid, bool(active) or bool(live and active is None))
-        found = [libraries for name, one in with_libraries if name in live and (libraries := one.libraries())]
-        appeared = live.union(*found, _CONTEXT if active or own else ())
-        slabs = driver_pages.slabs[uuid].gaps
-        state = self._overhead.get(uuid, _NOTHING)
-        state = replace(state, slabs=slabs) if slabs != state.slabs else state
-        lent: Mapping[str, Lent] = _NO_LOANS
-        if self.shared_pool is not None:
-            shared = self._shared(device, frameworks, usages)
-            usages.update(shared)
-            known += sum([_known(usage) for usage in shared.values()])
-        if _LOANS in sys.modules:
-            kept = self._kept(device)
-            usages.update(kept)
-            known += sum([_known(usage) for usage in kept.values()])
-            lent = self._lent(device)
+        own = own_bytes(processes, pid, bool(active) or bool(held.live and active is None))
+        found = [libraries for name, one in with_libraries if name in held.live and (libraries := one.libraries())]
+        appeared = held.live.union(*found, _CONTEXT if active or own else ())
         # While another thread allocates, no reading is consistent, so nothing is charged.
-        gap = None if own is None or now != before else own - known - slabs
+        gap = None if own is None or now != before else own - held.bytes - state.slabs
         owners = self._contexts(device, with_contexts, 0 if gap is None else state.last - gap)
         if gap is not None:
             if owners:
                 appeared |= {SECOND_CONTEXT + (f" {n}" if n > 1 else "") for n in range(1, len(owners) + 1)}
             loaded, entries = self._loaded(state, gap, appeared, charge)
-            after = state.after(gap, appeared, exact, loaded, time.monotonic(), entries, least)
-            settled = after.lasting == state.lasting or self._still(device, frameworks, usages, earlier)
+            after = state.after(gap, appeared, held.exact, loaded, time.monotonic(), entries, held.at_least)
+            uncharged = after is state or after.lasting == state.lasting
+            settled = uncharged or self._still(device, frameworks, usages, earlier)
             state, moved = (after, moved) if settled else (state, True)
             if charge:
                 self._overhead[uuid] = state
@@ -271,8 +236,9 @@ class LedgerReader:
             self._unsettled.add(uuid)
         if state.charged + state.slabs > part.reserve:
             self._warn_of_overhead(state, part)
-        past = sorted([(name, what) for name, one in with_uncounted if name in live and (what := one.uncounted())])
-        uncounted = tuple([what for _, what in past])
+        lent = self._lent(device) if _LOANS in sys.modules else _NO_LOANS
+        bypasses = [(name, what) for name, one in with_uncounted if name in held.live and (what := one.uncounted())]
+        uncounted = tuple([what for _, what in sorted(bypasses)])
         return reading_of((device, memory, own, usages, state, moved, owners, lent, uncounted))
 
     def _still(
@@ -284,65 +250,59 @@ class LedgerReader:
     ) -> bool:
         """Whether each framework held the same before and after NVML was read: by `earlier`, or by another reading."""
         pooled = [name for name, one in frameworks.items() if one.pooled]
-
-        def held(figures: Mapping[str, Usage | None]) -> dict[str, int]:
-            """Held bytes by framework; pool users count as one, because the live part changes all the time."""
-            found = {n: _known(usage) for n, usage in figures.items() if usage is not None and n != EXCHANGE}
-            shared = sum([found.pop(name, 0) for name in (*pooled, POOL)])
-            return {**found, POOL: shared}
-
-        now = held(usages)
-        if earlier is not None and held(earlier) == now:
+        if earlier is not None and same_held(earlier, usages, pooled):
             return True
-        again = {name: one.usage(device) for name, one in {**frameworks, **self._created}.items()}
-        if self.shared_pool is not None:
-            again.update(self._shared(device, frameworks, again))
-        return held(again) == now
+        return same_held(usages, self._usages(device, frameworks), pooled)
 
     def _sample(self, part: DevicePlan, frameworks: Mapping[str, Framework], charge: bool) -> DeviceSample:
         device = part.device
-        uuid, caps, known, given = device.uuid, part.caps, 0, frameworks
-        figures: dict[str, FrameworkSample] = {}
-        usages: dict[str, Usage | None] = {}
-        if self._unnamed and (unnamed := self.unnamed()):
-            frameworks = {**frameworks, **unnamed}
-        for name, one in frameworks.items():
-            if (usage := one.usage(device)) is not None:
-                held, in_use, reclaimable, at_least, _, _ = usages[name] = usage
-                known += held if held is not None else at_least or 0
-                figures[name] = framework_sample_of((held, in_use, reclaimable, caps.get(name)))
-        _, _, used, free, _ = self.host.memory(device)
-        before, own, age = self._owned.get(uuid, _NEVER)
+        uuid, usages = device.uuid, self._usages(device, frameworks)
+        memory = self.host.memory(device)
+        used, (before, own, age) = memory.used, self._owned.get(uuid, _NEVER)
         if used is None or used != before or age >= _TRUSTED:
-            own, age = self._own(device, bool(figures)), 0
+            own, age = self._own(device, usages), 0
         self._owned[uuid] = used, own, age + 1
-        if _LOANS in sys.modules:
-            for name, usage in self._kept(device).items():
-                known += usage.held or 0
-                figures[name] = framework_sample_of((*usage[:3], caps.get(name)))
-        if self.shared_pool is not None:
-            for name, usage in self._shared(device, frameworks, figures).items():
-                usages[name] = usage
-                known += usage.held or 0
-                figures[name] = framework_sample_of((*usage[:3], None))
-        slabs = driver_pages.slabs[uuid].gaps
-        gap = None if own is None else own - known - slabs
-        charged = self._overhead.get(uuid, _NOTHING).charged
-        rest = None if gap is None else gap - charged
+        reading = reading_of((device, memory, own, usages, self._state(uuid), False, (), _NO_LOANS, ()))
+        sample = sample_of_reading(reading, part)
+        rest = sample.unaccounted
         if rest is not None and (uuid in self._unsettled or abs(rest - self._rest.get(uuid, 0)) >= GRANULE):
-            reading = self._read(part, given, charge, usages)
-            found = {name: usage for name, usage in reading.usages.items() if usage is not None}
-            own, slabs = reading.own, reading.overhead.slabs
-            used, free = reading.memory.used, reading.memory.free
-            gap, charged = gap_of(own, found.values(), slabs), reading.overhead.charged
-            rest = None if gap is None else gap - charged
-            self._rest[uuid] = rest or 0
-            figures = {name: framework_sample_of((*usage[:3], caps.get(name))) for name, usage in found.items()}
+            sample = sample_of_reading(self._read(part, frameworks, charge, usages), part)
+            self._rest[uuid] = sample.unaccounted or 0
         elif charge and time.monotonic() - self._looked >= _SECOND_LOOK:
             self._look()
+        return sample
+
+    def _usages(
+        self, device: Device, frameworks: Mapping[str, Framework], within_allocation: bool = False
+    ) -> dict[str, Usage | None]:
+        """Read everything that has a row of a framework, once each: the budget's frameworks, other imported ones that
+        use the GPU, the shared pool, and the exchange's memory for other processes.
+
+        `within_allocation`: create no adapter, and a framework whose reading fails is unknown.
+        """
+        usages: dict[str, Usage | None] = {}
+        others = self._created if within_allocation or not self._unnamed else self.unnamed()
+        for name, one in {**frameworks, **others}.items() if others else frameworks.items():
+            try:
+                usage = one.usage(device)
+            except Exception:
+                if not within_allocation:
+                    raise
+                usage = _UNKNOWN
+            if usage is not None or name in frameworks:
+                usages[name] = usage
         if self.shared_pool is not None:
-            figures = left_to(part, figures)
-        return device_sample_of((uuid, device.total, used, free, own, part.limit, charged + slabs, rest, figures))
+            usages.update(self._shared(device, frameworks, usages))
+        if _LOANS in sys.modules:
+            usages.update(self._kept(device))
+        if not within_allocation:
+            self._latest[device.uuid] = usages
+        return usages
+
+    def _state(self, uuid: str) -> Overhead:
+        """The charged overhead of a GPU, with the present gaps of the driver's slabs."""
+        state, slabs = self._overhead.get(uuid, _NOTHING), driver_pages.slabs[uuid].gaps
+        return state if slabs == state.slabs else state.with_slabs(slabs)
 
     def _loaded(
         self, state: Overhead, gap: int, appeared: frozenset[str], mark: bool
@@ -376,7 +336,7 @@ class LedgerReader:
             self._overhead[uuid] = state.saw(entries, self._looked, new)
         return entries
 
-    def _who_tells(self, frameworks: Mapping[str, Framework]) -> _Tellers:
+    def _overriding(self, frameworks: Mapping[str, Framework]) -> _Tellers:
         """The frameworks that override `libraries`, `contexts` or `uncounted`; most do not."""
         if self._tellers is not None and self._tellers[0] is frameworks and self._tellers[1] == len(self._created):
             return self._tellers[2]
@@ -388,13 +348,14 @@ class LedgerReader:
         self._tellers = frameworks, len(self._created), found
         return found
 
-    def _own(self, device: Device, live: bool) -> int | None:
+    def _own(self, device: Device, usages: Mapping[str, Usage | None]) -> int | None:
         """This process's bytes. NVML's process list is the slowest probe: a sample reads it when the card's figure has
         changed, and every tenth time, in case a page moves to another process. Unified memory has no such figure.
         """
         processes, pid = self.host.processes(device), self.host.pid
-        if pid not in processes and not live:
-            live = bool(self.host.context_active(device))
+        live = pid not in processes and (
+            any(usage is not None for usage in usages.values()) or bool(self.host.context_active(device))
+        )
         return own_bytes(processes, pid, live)
 
     def _ordinal(self, device: Device) -> int | None:
@@ -418,7 +379,7 @@ class LedgerReader:
         return {EXCHANGE: Usage(size, size, 0)} if size else {}
 
     def _shared(
-        self, device: Device, frameworks: Mapping[str, Framework], read: Mapping[str, Usage | FrameworkSample | None]
+        self, device: Device, frameworks: Mapping[str, Framework], read: Mapping[str, Usage | None]
     ) -> dict[str, Usage]:
         """The row of the shared pool, given its frameworks' rows in `read`; empty before the pool exists. Together the
         rows equal the pool's size, to the byte."""
@@ -443,7 +404,9 @@ class LedgerReader:
 
         A known context that is not listed now may be on another thread. It was destroyed if its memory was freed.
         """
-        ordinal = self._ordinal(device) if device.ordinal is None else device.ordinal
+        if self.host.simulated:  # the contexts of this process are on no simulated GPU
+            return ()
+        ordinal = self._ordinal(device)
         pools = [handle for _, one in frameworks for handle in one.contexts(device)]
         found = second_contexts.beside(ordinal, pools) if ordinal is not None else {}
         if not found and not self._second.get(device.uuid):
@@ -473,13 +436,3 @@ class LedgerReader:
             f"{part.device.name}: overhead is {format_size(state.total)}, more than the reserve of "
             f"{format_size(part.reserve)}; fix: {fix}"
         )
-
-
-def _known(usage: Usage) -> int:
-    """The bytes that a framework certainly holds."""
-    return usage.held if usage.held is not None else usage.held_at_least or 0
-
-
-def _usages(frameworks: Mapping[str, Framework], device: Device) -> dict[str, Usage]:
-    """The usages of frameworks that hold memory on this GPU."""
-    return {name: usage for name, one in frameworks.items() if (usage := one.usage(device)) is not None}

@@ -13,9 +13,18 @@ from typing import Any, NamedTuple
 
 from memguard._base.framework_spec import SECOND_CONTEXT
 from memguard._base.specs import CONTEXT_MAKER
-from memguard._base.types import Device, DevicePlan, MemoryInfo, Usage
+from memguard._base.types import (
+    Device,
+    DevicePlan,
+    DeviceSample,
+    FrameworkSample,
+    MemoryInfo,
+    Usage,
+    device_sample_of,
+    framework_sample_of,
+)
 from memguard._base.units import GRANULE, format_size
-from memguard._budget.joint import POOL, shared_notes
+from memguard._budget.joint import POOL, left_to, shared_notes
 from memguard._budget.policy import modules
 from memguard._ledger.overhead import Overhead
 from memguard._ledger.types import DeviceLedger, Lent, Row
@@ -48,6 +57,24 @@ class Reading(NamedTuple):
 
 reading_of: Callable[[tuple[Any, ...]], Reading] = functools.partial(tuple.__new__, Reading)
 """Builds a Reading from a tuple of all fields, as `usage_of`."""
+
+
+def sample_of_reading(reading: Reading, part: DevicePlan) -> DeviceSample:
+    """The figures of a reading for the monitor, with the caps of `part`."""
+    device, memory, own, usages, overhead, _, _, _, _ = reading
+    caps, known = part.caps, 0
+    frameworks: dict[str, FrameworkSample] = {}
+    for name, usage in usages.items():
+        if usage is not None:
+            held, in_use, reclaimable, at_least, _, _ = usage
+            known += held if held is not None else at_least or 0
+            frameworks[name] = framework_sample_of((held, in_use, reclaimable, caps.get(name)))
+    if part.joined:
+        frameworks = left_to(part, frameworks)
+    charged = overhead.charged + overhead.slabs
+    rest = None if own is None else own - known - charged
+    _, _, used, free, _ = memory
+    return device_sample_of((device.uuid, device.total, used, free, own, part.limit, charged, rest, frameworks))
 
 
 def device_ledger(

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from memguard._runtime.sampler import Monitor
 
 PEAKS_EVERY = 10.0
-"""Seconds between two readings of the peaks, each a call of every framework. Peaks never fall, so few readings do."""
+"""Seconds between two lines with the peaks of the last sample. Peaks never fall, so few lines do."""
 GROWN = 0.01
 """The relative growth of a peak that writes it again. It bounds the number of lines."""
 WORKLOAD = "workload"
@@ -100,7 +100,7 @@ class Peaks:
         self._looked: float | None = None
 
     def due(self) -> bool:
-        """Whether it is time for a reading. True starts the next interval."""
+        """Whether it is time to write peaks. True starts the next interval."""
         now = self._clock()
         if self._looked is not None and 0 <= now - self._looked < self._every:
             return False
@@ -202,12 +202,7 @@ class Beside:
         self._write_spans()
         if not self._peaks.due():
             return
-        try:
-            found = self._guard.peaks()
-        except Exception as error:  # the timeline goes on without peaks
-            _log.debug("peaks were not read: %s", text_of(error))
-            return
-        for event in self._peaks.events(time.time(), found):
+        for event in self._peaks.events(time.time(), self._guard.peaks()):
             self._writer.event(event)
 
     def finished(self, report: WorkloadReport, seconds: float, failed: str | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -431,3 +432,24 @@ def test_communicators_are_kept_for_charged_and_let_go_of(monkeypatch: pytest.Mo
     host_of(guard).give(gpu, (838 + 2 * 486) * MIB)
     beside.clear()
     assert figures() == [612, 0]
+
+
+def test_peaks_come_with_the_last_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A timeline and a report ask for them right after a sample or a ledger, which has read each framework once."""
+    guard, read = start(), Counter[str]()
+    (gpu,), torch = guard.host.devices(), simulated(guard, "torch")
+    torch.free(torch.allocate(2 * GIB))
+    guard.sample()  # charges the context
+    usage = SimulatedFramework.usage
+
+    def counted(self: SimulatedFramework, device: Device) -> Usage | None:
+        read[self.spec.name] += 1
+        return usage(self, device)
+
+    monkeypatch.setattr(SimulatedFramework, "usage", counted)
+    assert guard.sample() and guard.peaks()[gpu.uuid] == {"torch": 2 * GIB}
+    assert read == dict.fromkeys(guard.frameworks, 1)
+    torch.allocate(3 * GIB)
+    read.clear()
+    assert guard.ledger().devices and guard.peaks()[gpu.uuid] == {"torch": 3 * GIB}
+    assert read == dict.fromkeys(guard.frameworks, 1)

@@ -20,10 +20,10 @@ from memguard._base.framework_spec import LAZY, LIBRARIES
 from memguard._base.specs import SPECS
 from memguard._base.types import Device, DevicePlan, MemoryInfo, Usage
 from memguard._base.units import GIB, MIB, TIB
-from memguard._budget import from_mapping, policy
-from memguard._ledger.overhead import ANY, Overhead, expected_overhead, gap_of, own_bytes
-from memguard._ledger.rows import Reading, device_ledger
-from memguard._ledger.types import DeviceLedger, Ledger, Row, html_ledger
+from memguard._budget import from_mapping, joint, policy
+from memguard._ledger.overhead import ANY, Overhead, expected_overhead, held_by, own_bytes, same_held
+from memguard._ledger.rows import Reading, device_ledger, sample_of_reading
+from memguard._ledger.types import EXCHANGE, DeviceLedger, Ledger, Row, html_ledger
 
 H200 = Device("GPU-887439f1-ef81-1c16-9a75-0558dcbf6b53", "NVIDIA H200", 0, 143_771 * MIB, 615 * MIB, "hopper", 0)
 CONTEXT = 518 * MIB
@@ -148,9 +148,9 @@ def test_unaccounted_is_the_gap_less_what_is_charged(
     own: int, usages: Mapping[str, Usage | None], charged: int
 ) -> None:
     memory = MemoryInfo(4 * TIB, 0, 3 * TIB, TIB)
-    row = device_ledger(Reading(H200, memory, own, usages, Overhead(charged))).row("unaccounted")
-    known = gap_of(own, usages.values())
-    assert known is not None and row.bytes == known - charged
+    reading = Reading(H200, memory, own, usages, Overhead(charged))
+    row, sample = device_ledger(reading).row("unaccounted"), sample_of_reading(reading, part_of())
+    assert row.bytes == sample.unaccounted == own - held_by(usages).bytes - charged
 
 
 def test_unaccounted_is_signed() -> None:
@@ -181,11 +181,38 @@ def test_own_bytes() -> None:
     assert own_bytes({7: 0}, 7, False) == 0
 
 
-def test_gap() -> None:
+def test_held() -> None:
     exact, bounded = Usage(GIB, 1), Usage(None, 5, held_at_least=MIB)
-    assert gap_of(3 * GIB, [exact, None, bounded]) == 2 * GIB - MIB
-    assert gap_of(None, [exact]) is None
-    assert gap_of(GIB, [Usage(None, None)]) == GIB
+    known = {"torch": exact, "cupy": None, "tensorflow": bounded, joint.POOL: exact, EXCHANGE: exact}
+    assert held_by(known) == (3 * GIB + MIB, frozenset({"torch", "tensorflow"}), False, MIB)
+    assert held_by({"torch": exact}) == (GIB, frozenset({"torch"}), True, 0)
+    assert held_by({"tensorflow": Usage(None, None)}) == (0, frozenset({"tensorflow"}), False, 0)
+
+
+def test_a_sample_is_a_reading_with_caps() -> None:
+    usages = {"torch": Usage(2 * GIB, GIB, MIB, peak=GIB), "cupy": None, "tensorflow": Usage(None, 5)}
+    sample = sample_of_reading(Reading(H200, reading(3 * GIB), 3 * GIB, usages, Overhead(MIB)), part_of())
+    assert sample.frameworks == {
+        "torch": (2 * GIB, GIB, MIB, part_of().caps["torch"]),
+        "tensorflow": (None, 5, None, part_of().caps.get("tensorflow")),
+    }
+    assert (sample.process, sample.overhead, sample.unaccounted) == (3 * GIB, MIB, GIB - MIB)
+    unknown = sample_of_reading(Reading(H200, reading(3 * GIB), None, usages, Overhead(MIB)), part_of())
+    assert unknown.process is unknown.unaccounted is None and unknown.overhead == MIB
+
+
+def test_the_pool_and_its_frameworks_hold_their_memory_together() -> None:
+    before = {
+        "torch": Usage(3, 3),
+        "cupy": Usage(2, 2),
+        joint.POOL: Usage(5, 0),
+        "jax": Usage(None, 9, held_at_least=4),
+    }
+    after = {**before, "torch": Usage(1, 1), joint.POOL: Usage(7, 0)}
+    assert same_held(before, after, ["torch", "cupy"]) and not same_held(before, after, ["cupy"])
+    assert same_held(before, {**before, "jax": Usage(4, 4), "numba": None}, [])
+    assert not same_held(before, {**before, "jax": Usage(5, 4)}, ["torch", "cupy"])
+    assert not same_held(before, {**before, EXCHANGE: Usage(1, 1)}, ["torch", "cupy"])
 
 
 def test_nvml_v1_counts_the_drivers_part_under_other_processes_and_says_so() -> None:
@@ -365,8 +392,10 @@ def test_a_training_on_two_gpus_as_it_was_measured() -> None:
 def test_gaps_in_slabs_are_overhead_and_part_of_no_gap() -> None:
     state = replace(FIRST, slabs=9 * MIB)
     own = 612 * MIB + 9 * MIB + GIB
-    assert gap_of(own, [Usage(GIB, GIB)], 9 * MIB) == 612 * MIB
-    ledger = device_ledger(Reading(H200, reading(own), own, {"torch": Usage(GIB, GIB)}, state))
+    figures = Reading(H200, reading(own), own, {"torch": Usage(GIB, GIB)}, state)
+    sample = sample_of_reading(figures, part_of())
+    assert (sample.overhead, sample.unaccounted) == (621 * MIB, 0)
+    ledger = device_ledger(figures)
     assert ledger.row("overhead").bytes == 621 * MIB
     assert ledger.row("unaccounted").bytes == 0
 

@@ -187,16 +187,8 @@ class Recorder:
             text = f"{name} was imported, and counts nothing without a budget"
             self._writer.event(Event(sample.time, UNCOUNTED, text, framework=name))
         if sample.devices and (last or self._peaks.due()):
-            for event in self._peaks.events(sample.time, self._said(), last=last):
+            for event in self._peaks.events(sample.time, self.reader.peaks(), last=last):
                 self._writer.event(event)
-
-    def _said(self) -> dict[str, dict[str, int]]:
-        """The allocators' own peaks, by UUID and framework."""
-        found: dict[str, dict[str, int]] = {}
-        for part in self._parts:
-            usages = {name: one.usage(part.device) for name, one in self.reader.unnamed().items()}
-            found[part.device.uuid] = {n: u.peak for n, u in usages.items() if u is not None and u.peak is not None}
-        return found
 
 
 def _say(text: str) -> None:
