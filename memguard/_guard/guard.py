@@ -302,18 +302,18 @@ class Guard:
         readings = [reader.reading(part, frameworks) for part in plan.devices]
         if caps.over:  # a shutdown in another thread makes the reading incomplete
             caps.check_active()
-        notes, enforcements, told = [*caps.notes], {}, []
+        notes, enforcements, reporting = [*caps.notes], {}, []
         for name, entry in entries.items():
             framework = entry.framework
             enforcements[name] = entry.enforcement._value_
             if framework.unseen() is None:
-                told.append(name)
+                reporting.append(name)
             if framework.notes or entry.drift:
                 notes += [*framework.notes, *entry.drift_notes]
         ledgers = []
         for part, reading in zip(plan.devices, readings, strict=True):
             usages = reading.usages
-            ledgers.append(reader.ledger_of(reading, part, enforcements, self.refusals.on(part.device.uuid, told)))
+            ledgers.append(reader.ledger_of(reading, part, enforcements, self.refusals.on(part.device.uuid, reporting)))
             for name, cap in part.caps.items():
                 if (usage := usages.get(name)) is not None and (held := usage[0]) is not None and held > cap:
                     notes += [above_cap(name, held, cap, enforcements.get(name, ""), part.device) or ""]

@@ -50,7 +50,6 @@ ANY = frozenset(LIBRARIES)
 """Every library: the possible causes where loaded libraries cannot be observed."""
 Use = tuple[str, int]
 """A first use of a library: the framework, and the index in its `first_uses`."""
-_NO_FRAMEWORKS = frozenset({POOL, EXCHANGE})
 Charge = tuple[int, frozenset[Use], int]
 """Bytes, the first uses that they cover, and the part of them for kernels."""
 
@@ -249,27 +248,27 @@ class Overhead:
 
         `most`: the number of first uses that may coincide where they cannot be observed; 0 if none.
         """
-        told = {name for name, _ in self.entries}
-        if (most or told) and size <= self.rest:
+        observed = {name for name, _ in self.entries}
+        if (most or observed) and size <= self.rest:
             return replace(self, rest=0, charges=self._with(size))
-        if self.entered - {KERNELS} and (found := self._used(size, self.entered, TOGETHER, told=True)) is not None:
+        if self.entered - {KERNELS} and (found := self._used(size, self.entered, TOGETHER, observed=True)) is not None:
             return found
         frameworks = sum(1 for name in self.appeared if name in SPECS)
-        loads = KERNELS in self.entered if KERNELS in told else most > 0
+        loads = KERNELS in self.entered if KERNELS in observed else most > 0
         if loads and size <= LAZY and self.lazy + size <= LAZY * frameworks:
             return replace(self, lazy=self.lazy + size, rest=0, charges=self._with(size, lazy=size))
-        if most and (found := self._used(size, self.loaded - told, most, told=False)) is not None:
+        if most and (found := self._used(size, self.loaded - observed, most, observed=False)) is not None:
             return found
         if self.owed // 8 <= size <= self.owed:
             return replace(self, owed=self.owed - size, rest=0)
         return None
 
-    def _used(self, size: int, libraries: frozenset[str], most: int, told: bool) -> Overhead | None:
+    def _used(self, size: int, libraries: frozenset[str], most: int, observed: bool) -> Overhead | None:
         """The state with a growth of `size` charged to at most `most` first uses of `libraries`; None if none fits."""
         unused = [use for use in self._unused() if use[2] in libraries]
         together = [uses for count in range(1, most + 1) for uses in combinations(unused, count)]
         sizes = [(sum(use[3] for use in uses), uses) for uses in together]
-        near = [(abs(measured - size), measured, uses) for measured, uses in sizes if _fits(measured, size, told)]
+        near = [(abs(measured - size), measured, uses) for measured, uses in sizes if _fits(measured, size, observed)]
         if not near:
             return None
         _, measured, uses = min(near)
@@ -317,12 +316,12 @@ def _steady(growth: int, before: tuple[int, int]) -> bool:
     return min(before) >= growth * 3 // 4 and max(before) <= growth * 4 // 3
 
 
-def _fits(measured: int, growth: int, told: bool) -> bool:
+def _fits(measured: int, growth: int, observed: bool) -> bool:
     """Whether a first use measured on an H200 may allocate `growth`. cuBLAS takes 66 MiB there, of which 32 are
     workspace; on other GPUs than Hopper the workspace is 8 MiB (cuBLAS documentation, `cublasSetWorkspace`). The lower
-    bound is a quarter if its entry was observed (`told`): cuDNN allocates 8 MiB on an H100, half of its size on an
+    bound is a quarter if its entry was observed (`observed`): cuDNN allocates 8 MiB on an H100, half of its size on an
     H200, and cuFFT 8 instead of 24."""
-    return measured * (2 if told else 5) // 8 <= growth <= _most(measured)
+    return measured * (2 if observed else 5) // 8 <= growth <= _most(measured)
 
 
 def _most(measured: int) -> int:
@@ -409,7 +408,7 @@ def held_by(usages: Mapping[str, Usage | None]) -> Held:
                 held, exact = bound or 0, False
                 at_least += held
             known += held
-            if name not in _NO_FRAMEWORKS:
+            if name != POOL and name != EXCHANGE:
                 live.append(name)
     return tuple.__new__(Held, (known, frozenset(live), exact, at_least))  # in half the time, as `usage_of`
 

@@ -1,6 +1,7 @@
 """Reads GPUs and frameworks for the ledger and the monitor, and keeps the charged overhead.
 
-`overhead` decides the charges, and `rows` makes the rows.
+Each reading takes the figures of the frameworks from `LedgerReader._usages`: `reading` reads NVML before and after,
+`sample` and `read_unlocked` read it once. `overhead` decides the charges; `rows` makes the rows, and the sample.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ _NO_LOANS: Mapping[str, Lent] = MappingProxyType({})
 _NEVER: tuple[int | None, int | None, int] = (None, None, 0)
 _TRUSTED = 10
 """Consecutive samples that reuse this process's bytes while the card's bytes are unchanged."""
-_SILENT = {"libraries": Framework.libraries, "contexts": Framework.contexts, "uncounted": Framework.uncounted}
+_DEFAULTS = {"libraries": Framework.libraries, "contexts": Framework.contexts, "uncounted": Framework.uncounted}
 """Methods that few frameworks override, and their default implementations."""
 _Named = tuple[tuple[str, Framework], ...]
-_Tellers = tuple[_Named, ...]
+_Overriding = tuple[_Named, ...]
 _SECOND_LOOK = 1.0
 """Seconds between two searches for the cause of growth. With a leak, every reading finds growth."""
 _FRESH = 0.1
@@ -74,10 +75,10 @@ class LedgerReader:
         self._unsettled: set[str] = set()  # GPUs whose figures moved during the last reading: nothing was charged
         self._owned: dict[str, tuple[int | None, int | None, int]] = {}
         self._ordinals: dict[str, int] = {}
-        self._in_vain = -math.inf  # time of the last search for loaded libraries that found no new one
-        self._looked = math.inf  # time of the last look at library entries; none before an owner has appeared
-        self._tellers: tuple[Mapping[str, Framework], int, _Tellers] | None = None
-        self._second: dict[str, dict[int, str]] = {}  # by GPU: handle and owner of each non-primary context
+        self._found_none = -math.inf  # time of the last search for loaded libraries that found no new one
+        self._entries_read = math.inf  # time of the last look at library entries; none before an owner has appeared
+        self._overrides: tuple[Mapping[str, Framework], int, _Overriding] | None = None
+        self._contexts_known: dict[str, dict[int, str]] = {}  # by GPU: handle and owner of each non-primary context
 
     def clear(self) -> None:
         """Forget all charges: another budget begins."""
@@ -87,7 +88,7 @@ class LedgerReader:
         self._rest.clear()
         self._unsettled.clear()
         self._owned.clear()
-        self._second.clear()
+        self._contexts_known.clear()
 
     def forked(self) -> None:
         """In a forked child, replace the lock: another thread of the parent may have held it."""
@@ -212,20 +213,20 @@ class LedgerReader:
             moved = memory != memory_before or now != before
             if not moved:
                 break
-        held, state = held_by(usages), self._state(uuid)
+        (known, live, exact, at_least), state = held_by(usages), self._state(uuid)
         with_libraries, with_contexts, with_uncounted = self._overriding(frameworks)
         active = host.context_active(device)
-        own = own_bytes(processes, pid, bool(active) or bool(held.live and active is None))
-        found = [libraries for name, one in with_libraries if name in held.live and (libraries := one.libraries())]
-        appeared = held.live.union(*found, _CONTEXT if active or own else ())
+        own = own_bytes(processes, pid, bool(active) or bool(live and active is None))
+        found = [libraries for name, one in with_libraries if name in live and (libraries := one.libraries())]
+        appeared = live.union(*found, _CONTEXT if active or own else ())
         # While another thread allocates, no reading is consistent, so nothing is charged.
-        gap = None if own is None or now != before else own - held.bytes - state.slabs
+        gap = None if own is None or now != before else own - known - state.slabs
         owners = self._contexts(device, with_contexts, 0 if gap is None else state.last - gap)
         if gap is not None:
             if owners:
                 appeared |= {SECOND_CONTEXT + (f" {n}" if n > 1 else "") for n in range(1, len(owners) + 1)}
             loaded, entries = self._loaded(state, gap, appeared, charge)
-            after = state.after(gap, appeared, held.exact, loaded, time.monotonic(), entries, held.at_least)
+            after = state.after(gap, appeared, exact, loaded, time.monotonic(), entries, at_least)
             uncharged = after is state or after.lasting == state.lasting
             settled = uncharged or self._still(device, frameworks, usages, earlier)
             state, moved = (after, moved) if settled else (state, True)
@@ -237,7 +238,7 @@ class LedgerReader:
         if state.charged + state.slabs > part.reserve:
             self._warn_of_overhead(state, part)
         lent = self._lent(device) if _LOANS in sys.modules else _NO_LOANS
-        bypasses = [(name, what) for name, one in with_uncounted if name in held.live and (what := one.uncounted())]
+        bypasses = [(name, what) for name, one in with_uncounted if name in live and (what := one.uncounted())]
         uncounted = tuple([what for _, what in sorted(bypasses)])
         return reading_of((device, memory, own, usages, state, moved, owners, lent, uncounted))
 
@@ -268,7 +269,7 @@ class LedgerReader:
         if rest is not None and (uuid in self._unsettled or abs(rest - self._rest.get(uuid, 0)) >= GRANULE):
             sample = sample_of_reading(self._read(part, frameworks, charge, usages), part)
             self._rest[uuid] = sample.unaccounted or 0
-        elif charge and time.monotonic() - self._looked >= _SECOND_LOOK:
+        elif charge and time.monotonic() - self._entries_read >= _SECOND_LOOK:
             self._look()
         return sample
 
@@ -310,42 +311,46 @@ class LedgerReader:
         """The loaded libraries, and the observed entries. Reading the kernel's list takes milliseconds, so it is read
         only if a newly loaded library may explain the growth of the gap, because a new library has loaded kernels.
         Where entries cannot be observed, it is not read again for a second after it showed no new library."""
-        came = appeared - state.appeared
+        new = appeared - state.appeared
         if not mark:  # in a signal handler: leave the search to the next reading
             return state.loaded, self.host.entries(mark=False)
-        if came:
-            return self.host.libraries(), self._look(came)
+        if new:
+            return self.host.libraries(), self._look(new)
         now = time.monotonic()
-        if gap <= state.last and now - self._looked < _FRESH:
+        if gap <= state.last and now - self._entries_read < _FRESH:
             return state.loaded, state.entries
         entries = self._look()
-        told = any(name == KERNELS for name, _ in entries)
-        due = KERNELS in state.saw(entries, now).entered if told else now - self._in_vain >= _SECOND_LOOK
+        observed = any(name == KERNELS for name, _ in entries)
+        due = KERNELS in state.saw(entries, now).entered if observed else now - self._found_none >= _SECOND_LOOK
         if not due or not state.may_be_a_library(gap):
             return state.loaded, entries
         loaded = self.host.libraries()
         if loaded <= state.loaded:
-            self._in_vain = now
+            self._found_none = now
             return loaded, entries
         return loaded, self._look()
 
     def _look(self, new: frozenset[str] = _NONE) -> frozenset[tuple[str, int]]:
         """The observed library entries. No entry identifies its GPU, so all GPUs count it. `new`: new owners."""
-        entries, self._looked = self.host.entries(), time.monotonic()
+        entries, self._entries_read = self.host.entries(), time.monotonic()
         for uuid, state in self._overhead.items():
-            self._overhead[uuid] = state.saw(entries, self._looked, new)
+            self._overhead[uuid] = state.saw(entries, self._entries_read, new)
         return entries
 
-    def _overriding(self, frameworks: Mapping[str, Framework]) -> _Tellers:
+    def _overriding(self, frameworks: Mapping[str, Framework]) -> _Overriding:
         """The frameworks that override `libraries`, `contexts` or `uncounted`; most do not."""
-        if self._tellers is not None and self._tellers[0] is frameworks and self._tellers[1] == len(self._created):
-            return self._tellers[2]
+        if (
+            self._overrides is not None
+            and self._overrides[0] is frameworks
+            and self._overrides[1] == len(self._created)
+        ):
+            return self._overrides[2]
         known = {**self._created, **frameworks}.items()
         found = tuple(
-            tuple((name, one) for name, one in known if getattr(getattr(one, what), "__func__", None) is not silent)
-            for what, silent in _SILENT.items()
+            tuple((name, one) for name, one in known if getattr(getattr(one, what), "__func__", None) is not default)
+            for what, default in _DEFAULTS.items()
         )
-        self._tellers = frameworks, len(self._created), found
+        self._overrides = frameworks, len(self._created), found
         return found
 
     def _own(self, device: Device, usages: Mapping[str, Usage | None]) -> int | None:
@@ -399,26 +404,26 @@ class LedgerReader:
         lent = {n: Lent(loans.lent_by(n, ordinal), to) for n, to in loans.lent().get(ordinal, {}).items()}
         return {name: loan for name, loan in lent.items() if loan.bytes}
 
-    def _contexts(self, device: Device, frameworks: _Named, fell: int) -> tuple[str, ...]:
-        """The owner of each non-primary context. `fell`: by how many bytes the unaccounted memory decreased.
+    def _contexts(self, device: Device, frameworks: _Named, decrease: int) -> tuple[str, ...]:
+        """The owner of each non-primary context. `decrease`: the bytes by which the unaccounted memory decreased.
 
         A known context that is not listed now may be on another thread. It was destroyed if its memory was freed.
         """
         if self.host.simulated:  # the contexts of this process are on no simulated GPU
             return ()
-        ordinal = self._ordinal(device)
+        ordinal = device.ordinal if device.ordinal is not None else self._ordinal(device)
         pools = [handle for _, one in frameworks for handle in one.contexts(device)]
         found = second_contexts.beside(ordinal, pools) if ordinal is not None else {}
-        if not found and not self._second.get(device.uuid):
+        if not found and not self._contexts_known.get(device.uuid):
             return ()
-        known = {**self._second.get(device.uuid, {})}
+        known = {**self._contexts_known.get(device.uuid, {})}
         cost = modules(SECOND_CONTEXT)
         unseen = [handle for handle in known if handle not in found]
-        for handle in unseen[: max((fell + cost // 2) // cost, 0)]:
+        for handle in unseen[: max((decrease + cost // 2) // cost, 0)]:
             del known[handle]
         for handle, owner in found.items():
             known[handle] = owner if owner != "unknown" else known.get(handle, owner)
-        self._second[device.uuid] = known
+        self._contexts_known[device.uuid] = known
         return tuple(known.values())
 
     def _warn_of_overhead(self, state: Overhead, part: DevicePlan) -> None:

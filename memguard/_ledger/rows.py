@@ -1,4 +1,4 @@
-"""One reading of a GPU, and the ledger's rows made from it. Pure.
+"""One reading of a GPU, and the ledger's rows and the monitor's sample made from it. Pure.
 
 A framework that does not report what it holds (TensorFlow with growth) counts with a lower bound. Its memory above the
 bound is in `unaccounted`, whose note names the framework. `unaccounted` is signed.

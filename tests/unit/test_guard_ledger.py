@@ -19,7 +19,7 @@ from memguard._base.types import Device, MemoryInfo, Usage
 from memguard._base.units import GIB, MIB, format_size
 from memguard._budget import from_mapping, parse
 from memguard._devices.simulated import CONTEXT, SimulatedHost
-from memguard._frameworks import registry
+from memguard._frameworks import registry, second_contexts
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory, SimulatedFramework
 from memguard._guard.guard import Guard
 from memguard._runtime import runtime
@@ -453,3 +453,11 @@ def test_peaks_come_with_the_last_reading(monkeypatch: pytest.MonkeyPatch) -> No
     read.clear()
     assert guard.ledger().devices and guard.peaks()[gpu.uuid] == {"torch": 3 * GIB}
     assert read == dict.fromkeys(guard.frameworks, 1)
+
+
+def test_a_simulated_gpu_has_no_context_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real contexts, as of a program that uses a GPU beside its simulation, are on real GPUs."""
+    guard = start()
+    simulated(guard, "torch").allocate(GIB)
+    monkeypatch.setattr(second_contexts, "beside", lambda *_: {17: "PyCUDA"})
+    assert [row.name for row in memguard.ledger().devices[0].rows if row.kind == "overhead"] == ["overhead"]
