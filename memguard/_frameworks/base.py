@@ -5,8 +5,8 @@ Adding a framework takes a folder `memguard/_frameworks/<name>` and a fragment i
 1. `spec.py` with the framework's row, `SPEC`, which the budget, the plan, the reports and the simulation read. It
    imports `memguard._base` alone.
 2. `adapter.py` with a subclass of `Framework` whose `spec` is that row.
-3. Optional: `arrays.py` for the exchange (`arrays/base.py`), `probe.py` for the doctor (`probing.py`), `gates.py` for
-   suspension (`gated.py`), `in_process.py` for facts of a running process (`in_process.py`).
+3. Optional: `arrays.py` for the exchange (`arrays/base.py`), `probe.py` for the doctor, `gates.py` for suspension,
+   `in_process.py` for facts of a running process; `optional_modules.py` has the types of the last three.
 
 The row makes `tests/contract` test the adapter. Also add its module to the import contract `frameworks` in
 pyproject.toml, and the module to import first to `MODULES` in `memguard/_tools/activation/_memguard_environment.py`:
@@ -337,3 +337,25 @@ def weakly(thing: Any) -> weakref.ref[Any] | None:
         return weakref.ref(thing)
     except TypeError:
         return None
+
+
+TRIES = 2
+"""Tries for a request after room was made: another thread may take the room first."""
+
+
+def within(lock: Any) -> bool:
+    """Whether this thread holds the lock: a signal handler or a finalizer interrupted a call that relies on its
+    blocks."""
+    return bool(lock._is_owned())
+
+
+def short_of(error: BaseException, asked: int, needed: int, *, full: bool) -> BaseException:
+    """Attach a shortage to the error. A function, so that no frame keeps the error alive."""
+    error.memguard_short = needed, full  # type: ignore[attr-defined]
+    return with_size(error, asked)
+
+
+def shortage_of(error: BaseException, framework: str, uuid: str, asked: int) -> Shortage | None:
+    """The shortage attached to an error; None for any other error."""
+    needed, full = getattr(error, "memguard_short", (None, False))
+    return None if needed is None else Shortage(framework, uuid, asked, needed, full)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from memguard._base.units import GRANULE, MIB, round_down, round_up
@@ -287,3 +288,47 @@ class DriverPages:
 def _units(size: int) -> int:
     """`size` rounded away from zero to whole units, as the driver rounds a piece."""
     return round_up(size, UNIT) if size >= 0 else -round_up(-size, UNIT)
+
+
+def least(sizes: Sequence[int], needed: int) -> list[int] | None:
+    """Positions of blocks with at least `needed` bytes together, without a superfluous one; None if all have fewer.
+
+    It minimises the blocks rather than the bytes, as each block costs time: the largest blocks, and as the last one the
+    smallest that suffices. The excess over `needed` is less than the smallest selected block.
+    """
+    if sum(sizes) < needed:
+        return None
+    rising = sorted(range(len(sizes)), key=sizes.__getitem__)
+    chosen: list[int] = []
+    missing = needed
+    while missing > 0:
+        enough = bisect_left(rising, missing, key=sizes.__getitem__)
+        chosen.append(rising.pop(min(enough, len(rising) - 1)))
+        missing -= sizes[chosen[-1]]
+    return chosen
+
+
+def addresses_to_free(pages: DriverPages, blocks: Sequence[tuple[int, int]], needed: int) -> frozenset[int] | None:
+    """The addresses of `blocks` (address and size, all idle) to free so that the driver gets `needed` bytes back.
+
+    None if that takes all. The pieces of a slab are freed together or not at all.
+    """
+    parts = pages.parts(blocks)
+    chosen = least([size for size, _ in parts], needed)
+    return None if chosen is None else frozenset(address for one in chosen for address in parts[one][1])
+
+
+PIECE = 32 * MIB
+"""Bytes by which the driver's pools grow (measured)."""
+
+
+def returned_by_trim(reserved: int, used: int) -> int | None:
+    """The bytes that a trim returns from a driver pool with `reserved` bytes, `used` of them in live blocks.
+
+    The driver returns whole pieces without a live block, and does not report which pieces those are. So the result is
+    known only if no block is live, or if the idle bytes are less than a piece; else None.
+    """
+    idle = reserved - used
+    if used == 0:
+        return reserved
+    return 0 if idle < PIECE else None

@@ -8,7 +8,7 @@ from typing import Any
 from memguard._base.types import Applied, Device, Drift, Enforcement, Shortage, Usage
 from memguard._base.units import round_up
 from memguard._frameworks.base import Framework, with_size
-from memguard._frameworks.driver_pools import PIECE
+from memguard._frameworks.driver_pages import PIECE
 from memguard._frameworks.joint_pool import SharedPool
 from memguard.errors import CapNotApplied
 

@@ -20,7 +20,7 @@ from memguard._base.units import format_size, round_up
 from memguard._budget import joint
 from memguard._devices import contexts
 from memguard._frameworks.base import Allocator, Framework
-from memguard._frameworks.driver_pools import PIECE, returned_by_trim
+from memguard._frameworks.driver_pages import PIECE, returned_by_trim
 from memguard.errors import CapNotApplied, DeviceError
 
 if TYPE_CHECKING:

@@ -37,8 +37,7 @@ from memguard._budget.joint import allocator_of
 from memguard._devices import suspension
 from memguard._frameworks import registry
 from memguard._frameworks.base import Framework
-from memguard._frameworks.import_hook import ImportHook
-from memguard._frameworks.real_imports import RealImports
+from memguard._frameworks.import_hook import ImportHook, RealImports
 from memguard._guard.caps import Callbacks, CappedFramework, CapTable, size_of
 from memguard._guard.elastic import ElasticCaps, above_cap
 from memguard._ledger.overhead import own_bytes

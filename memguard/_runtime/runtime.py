@@ -22,7 +22,7 @@ from memguard._base.locks import InterruptSafeLock, Rank, free, ranked
 from memguard._base.logs import is_heard
 from memguard._base.logs import log as _log
 from memguard._devices import suspension
-from memguard._frameworks import real_imports
+from memguard._frameworks import import_hook
 from memguard._guard.guard import Guard
 from memguard._runtime import extensions, workers
 from memguard._runtime.session import Session, outlived, watches
@@ -327,7 +327,7 @@ class Runtime:
         self.claimed.append(lease)
         try:
             self.claiming = True
-            say = _log.warning if is_heard() else real_imports.say
+            say = _log.warning if is_heard() else import_hook.to_stderr
             wait = session.guard.budget.device.wait or 0.0
             if lease.take(wait, say, lambda: self._unwanted, session.while_waiting(say)):
                 until = time.monotonic() + _FREED
@@ -351,8 +351,10 @@ class Runtime:
         """A session with the budget on a simulated GPU in place of the missing real one. Prints that once."""
         session = self._planned(budget, _STAND_IN, before)
         session.stands_in = True
-        real_imports.said = True
-        real_imports.say(f"a simulated {_STAND_IN} stands in for the missing GPU: nothing limits a real one: {why}")
+        import_hook.warned = True
+        import_hook.to_stderr(
+            f"a simulated {_STAND_IN} stands in for the missing GPU: nothing limits a real one: {why}"
+        )
         return session
 
     def _start(self, session: Session) -> None:
@@ -422,7 +424,7 @@ class Runtime:
             elif is_heard():
                 _log.warning("%s", why)
             else:
-                real_imports.say(why)
+                import_hook.to_stderr(why)
         return idle
 
     def _stay_passive(self) -> Guard:
@@ -520,9 +522,9 @@ class Runtime:
                 catalog.models(name)
         except DeviceError as error:  # before they are printed
             raise DeviceError(error.advice.within(workers.SIMULATE)) from None
-        if not real_imports.said:
-            real_imports.said = True
-            real_imports.say(f"simulated GPUs ({', '.join(names)}): nothing limits a real one")
+        if not import_hook.warned:
+            import_hook.warned = True
+            import_hook.to_stderr(f"simulated GPUs ({', '.join(names)}): nothing limits a real one")
         return names
 
 

@@ -205,7 +205,7 @@ def test_a_slab_goes_back_with_its_last_piece(card: Any) -> None:
 def test_cupys_pieces_follow_the_driver(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What its pool gave back is seen at the next reading, also where another piece lies at the same address."""
     from memguard._devices import contexts
-    from memguard._frameworks.cupy.pieces import Pieces
+    from memguard._frameworks.cupy.blocks import Pieces
 
     gpu, slabs = card.cards[0], Slabs()
     monkeypatch.setattr(contexts, "allocation", gpu.allocation)
@@ -231,7 +231,7 @@ def test_what_is_noted_of_cupys_pieces_does_not_grow_without_a_reading(
 ) -> None:
     """Blocks that come and go between two readings, and many that stay: the driver is asked now and then."""
     from memguard._devices import contexts
-    from memguard._frameworks.cupy.pieces import Pieces
+    from memguard._frameworks.cupy.blocks import Pieces
 
     gpu, slabs, asked = card.cards[0], Slabs(), []
     monkeypatch.setattr(contexts, "allocation", gpu.allocation)

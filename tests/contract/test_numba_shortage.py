@@ -20,7 +20,7 @@ from test_numba_pool import flush, manager
 from memguard._base.types import Shortage
 from memguard._base.units import GIB, MIB, round_up
 from memguard._devices import contexts
-from memguard._frameworks.shortages import TRIES
+from memguard._frameworks.base import TRIES
 
 __all__ = ["model"]  # a fixture
 

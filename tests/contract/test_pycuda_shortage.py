@@ -21,7 +21,7 @@ from test_pycuda_oracle import Program
 
 from memguard._base.types import Shortage
 from memguard._base.units import GIB, MIB, round_up
-from memguard._frameworks.shortages import TRIES
+from memguard._frameworks.base import TRIES
 from memguard._frameworks.simulated import allocators
 
 CAP = 40 * MIB

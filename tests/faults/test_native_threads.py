@@ -15,7 +15,7 @@ BEGIN = """
 import ctypes, sys, time, types
 sys.modules["framework"] = types.ModuleType("framework")
 library = ctypes.CDLL("./native_thread.so.1")
-from memguard._frameworks.gated import Gates, Native
+from memguard._frameworks.optional_modules import Gates, Native
 from memguard._node.suspend import gate, native
 
 def table(thread=b"native_thread_of_a_test", live=True, every=0.05):

@@ -29,7 +29,7 @@ ALWAYS = {
     "_budget", "_budget.rules", "_budget.schema", "_budget.source_map", "_budget.values",
     "_devices", "_devices.contexts", "_devices.host", "_devices.libcuda", "_devices.suspension",
     "_frameworks", "_frameworks.base", "_frameworks.driver_pages", "_frameworks.import_hook",
-    "_frameworks.real_imports", "_frameworks.registry", "_frameworks.replacements", "_frameworks.second_contexts",
+    "_frameworks.registry", "_frameworks.replacements", "_frameworks.second_contexts",
     "_frameworks.pycuda", "_frameworks.pycuda.contexts",
     "_ledger", "_ledger.overhead", "_ledger.reader", "_ledger.rows", "_ledger.types",
     "_runtime", "_runtime.extensions", "_runtime.leaks", "_runtime.runtime", "_runtime.session",
@@ -48,27 +48,21 @@ REAL = {"_devices.cuda_order", "_devices.proc", "_devices.nvml", "_devices.real"
 SIMULATED = {
     "_devices.catalog", "_devices.simulated", "_frameworks.simulated", "_frameworks.simulated.adapter",
     "_frameworks.simulated.allocators", "_frameworks.simulated.arena", "_frameworks.simulated.driver_allocators",
-    "_frameworks.simulated.starts",
 }  # fmt: skip
-CUPY = {f"_frameworks.cupy.{name}" for name in ("adapter", "blocks", "collector", "limits", "pieces")}
+CUPY = {f"_frameworks.cupy.{name}" for name in ("adapter", "blocks", "limits", "room_before_gc")}
 ADAPTERS = {
     "tensorflow": {"_frameworks.tensorflow", "_frameworks.tensorflow.adapter"},
-    "torch": {
-        f"_frameworks.{name}"
-        for name in ("torch", "torch.adapter", "torch.settings", "driver_pools", "rmm", "rmm.resource")
-    },
+    "torch": {f"_frameworks.{name}" for name in ("torch", "torch.adapter", "torch.settings", "rmm", "rmm.resource")},
     "jax": {"_frameworks.jax", "_frameworks.jax.adapter"},
-    "cupy": {"_frameworks.cupy", "_frameworks.driver_pools", "_frameworks.rmm", "_frameworks.rmm.resource", *CUPY},
-    "pycuda": {f"_frameworks.pycuda.{name}" for name in ("adapter", "aside", "pitched", "pool", "streams")}
-    | {"_frameworks.least", "_frameworks.shortages"},
+    "cupy": {"_frameworks.cupy", "_frameworks.rmm", "_frameworks.rmm.resource", *CUPY},
+    "pycuda": {f"_frameworks.pycuda.{name}" for name in ("adapter", "partial_free", "pool")},
     "numba": {
         "_frameworks.numba",
         "_frameworks.numba.adapter",
-        "_frameworks.numba.places",
+        "_frameworks.numba.contexts",
         "_frameworks.rmm",
         "_frameworks.rmm.resource",
-    }
-    | {"_frameworks.shortages"},
+    },
 }
 BOTH_INSTALLED = {"_frameworks.torch.cudart"}
 """With torch and TensorFlow installed."""

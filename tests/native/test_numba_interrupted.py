@@ -20,12 +20,11 @@ import dis, gc, sys
 gc.collect()
 gc.freeze()
 import memguard._frameworks.driver_pages as pages
-import memguard._frameworks.numba.bank as bank
-import memguard._frameworks.numba.figures as figures
+import memguard._frameworks.numba.accounting as accounting
 import memguard._frameworks.numba.memory as memories
 import memguard._frameworks.numba.pool as pool
 manager_file = sys.modules[type(manager).__module__].__file__
-files = {manager_file, *(module.__file__ for module in (memories, bank, figures, pool, pages))}
+files = {manager_file, *(module.__file__ for module in (memories, accounting, pool, pages))}
 stub.stub_idle(1)
 sys.unraisablehook = lambda _: None
 class Stop(BaseException): pass

@@ -272,7 +272,7 @@ def test_a_copy_into_a_block_that_is_handed_out_again_comes_after_its_former_wor
     code = """
 import numpy as np
 from memguard import exchange
-from memguard._frameworks.pycuda import streams
+from memguard._frameworks.pycuda import contexts
 from pycuda import gpuarray
 source = gpuarray.empty(1 << 20, np.float32)
 class Named:
@@ -288,13 +288,13 @@ def asked():
         name = stub.stub_asked(len(found))
         found.append(name and name.decode())
     return int(made.ptr) == old, "cuEventRecord" in found, "cuCtxRecordEvent" in found
-print(streams.may_be_aside(), *asked())
+print(contexts.may_be_aside(), *asked())
 made = drv.Stream(), drv.Stream(0)
-print(streams.may_be_aside(), *asked())
+print(contexts.may_be_aside(), *asked())
 made = drv.Stream(flags=1)
-print(streams.may_be_aside(), *asked())
+print(contexts.may_be_aside(), *asked())
 applied.undo()
-print(streams.may_be_aside(), *asked())
+print(contexts.may_be_aside(), *asked())
 """
     assert [line.split() for line in python(stubbed, "-c", HIT + code + END).splitlines()] == [
         ["True", "True", "False", "True"],  # CUDA was there before the budget, so there may be such a stream

@@ -16,7 +16,7 @@ import importlib, sys, threading, time
 from types import ModuleType
 for name in sys.argv[1:]:
     importlib.import_module(name)
-from memguard._frameworks.gated import Gates
+from memguard._frameworks.optional_modules import Gates
 from memguard._node.suspend import gate as gates
 from memguard._node.suspend.swapped import holders, _raw
 from memguard._node.suspend.tables import tables

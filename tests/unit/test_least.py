@@ -8,8 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from memguard._frameworks.driver_pages import DriverPages, Slabs
-from memguard._frameworks.least import addresses, least
+from memguard._frameworks.driver_pages import DriverPages, Slabs, addresses_to_free, least
 
 MIB, PAGE = 1 << 20, 2 << 20
 
@@ -51,10 +50,10 @@ def test_a_slab_goes_whole_or_not_at_all() -> None:
     for address, size in (*whole, *partly, large):
         pages.add(address, size)
     idle = [*whole, partly[0], large]
-    assert addresses(pages, idle, PAGE) in ({0, MIB // 2}, {8 * PAGE})
-    assert addresses(pages, idle, PAGE + 1) == {0, MIB // 2, 8 * PAGE}
-    assert addresses(pages, idle, 2 * PAGE + 1) is None, "all have to go, though it is not enough"
-    assert addresses(pages, idle, 0) == frozenset()
+    assert addresses_to_free(pages, idle, PAGE) in ({0, MIB // 2}, {8 * PAGE})
+    assert addresses_to_free(pages, idle, PAGE + 1) == {0, MIB // 2, 8 * PAGE}
+    assert addresses_to_free(pages, idle, 2 * PAGE + 1) is None, "all have to go, though it is not enough"
+    assert addresses_to_free(pages, idle, 0) == frozenset()
 
 
 def test_a_piece_in_a_slab_of_others_gives_nothing_back_by_itself() -> None:

@@ -24,7 +24,7 @@ from memguard._base.types import Device
 from memguard._devices import nvml, survey
 from memguard._devices.real import RealHost
 from memguard._devices.simulated import SimulatedHost
-from memguard._frameworks import real_imports
+from memguard._frameworks import import_hook
 from memguard._runtime import runtime, workers
 from memguard._runtime.workers import IdleGuard
 from memguard.errors import AlreadyActive, DeviceError, NotActive, PlanError
@@ -37,7 +37,7 @@ MISSING = "NVML: no driver\n    fix: load it"
 def nothing_stays_here(monkeypatch: pytest.MonkeyPatch, nothing_stays: None) -> Iterator[None]:
     for name in ("MEMGUARD_DISABLE", "MEMGUARD_SIMULATE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(real_imports, "said", False)
+    monkeypatch.setattr(import_hook, "warned", False)
     yield
     memguard.shutdown()
     assert runtime.this.idle is None
@@ -207,7 +207,7 @@ def test_a_simulated_gpu_that_does_not_exist_is_no_missing_gpu(
             memguard.init(BUDGET, simulate=names, missing_gpu=missing_gpu)  # type: ignore[arg-type]
         assert " or: " not in str(caught.value) and not caught.value.missing
     monkeypatch.setenv("MEMGUARD_SIMULATE", "hh200")
-    monkeypatch.setattr(real_imports, "said", False)
+    monkeypatch.setattr(import_hook, "warned", False)
     capsys.readouterr()
     with pytest.raises(DeviceError, match="MEMGUARD_SIMULATE: no simulated GPU 'hh200'"):
         memguard.init(BUDGET, missing_gpu="warn")

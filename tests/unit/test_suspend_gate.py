@@ -22,7 +22,7 @@ import waiting
 
 from memguard._base.undo import Undo
 from memguard._devices import c_functions
-from memguard._frameworks.gated import Entry, Gates, Kind, entries
+from memguard._frameworks.optional_modules import Entry, Gates, Kind, entries
 from memguard._node.suspend import gate as gates
 from memguard.errors import Suspended
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from memguard._frameworks.driver_pools import PIECE, returned_by_trim
+from memguard._frameworks.driver_pages import PIECE, returned_by_trim
 
 MIB = 1 << 20
 

@@ -6,7 +6,7 @@ uses both. Where a type is written in C, the table omits its methods that start 
 
 from __future__ import annotations
 
-from memguard._frameworks.gated import Gates, entries, kinds
+from memguard._frameworks.optional_modules import Gates, entries, kinds
 
 AT_ONCE = (
     "cuCheckpoint*",

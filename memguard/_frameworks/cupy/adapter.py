@@ -36,11 +36,10 @@ from memguard._base.units import GRANULE, round_up
 from memguard._devices import contexts
 from memguard._frameworks.base import with_size
 from memguard._frameworks.cupy import blocks
-from memguard._frameworks.cupy.collector import Collector
 from memguard._frameworks.cupy.limits import Limits, limit_of, limit_to
+from memguard._frameworks.cupy.room_before_gc import Collector
 from memguard._frameworks.cupy.spec import SPEC
-from memguard._frameworks.driver_pages import SMALL, TINY, UNIT, slabs, whole_share
-from memguard._frameworks.driver_pools import returned_by_trim
+from memguard._frameworks.driver_pages import SMALL, TINY, UNIT, returned_by_trim, slabs, whole_share
 from memguard._frameworks.replacements import Replacements
 from memguard._frameworks.rmm import resource
 from memguard.errors import CapNotApplied, ConflictingSetting, DeviceError

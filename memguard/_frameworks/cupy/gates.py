@@ -7,7 +7,7 @@ CuPy's classes.
 
 from __future__ import annotations
 
-from memguard._frameworks.gated import Gates, entries, kinds
+from memguard._frameworks.optional_modules import Gates, entries, kinds
 
 _RUNTIME = "cupy_backends.cuda.api.runtime"
 _DRIVER = "cupy_backends.cuda.api.driver"

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterator
 
 from memguard._devices import contexts
-from memguard._frameworks.in_process import InProcess, Modules, Objects, Question, count
+from memguard._frameworks.optional_modules import InProcess, Modules, Objects, Question, count
 
 _COMMUNICATORS = "cupyx.distributed._nccl_comm"
 _IMPLICIT = 906  # cudaErrorStreamCaptureImplicit: the null stream cannot be queried during a capture

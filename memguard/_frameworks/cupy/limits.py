@@ -13,7 +13,7 @@ from memguard._base.locks import Rank, ranked
 from memguard._base.units import MIB, format_size
 from memguard._devices import contexts
 from memguard._frameworks.base import Framework
-from memguard._frameworks.cupy.pieces import Pieces
+from memguard._frameworks.cupy.blocks import Pieces
 from memguard._frameworks.driver_pages import SMALL, slabs
 from memguard.errors import CapNotApplied, ConflictingSetting
 

@@ -10,7 +10,7 @@ import sys
 from importlib.util import find_spec
 from typing import Any
 
-from memguard._frameworks.gated import Gates, Native, entries, kinds
+from memguard._frameworks.optional_modules import Gates, Native, entries, kinds
 
 
 def of_gpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

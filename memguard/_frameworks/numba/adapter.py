@@ -27,15 +27,15 @@ from memguard._base.logs import log as _log
 from memguard._base.types import Applied, Device, Drift, Enforcement, Usage, usage_of
 from memguard._base.units import round_up
 from memguard._devices import contexts
-from memguard._frameworks.numba.places import ARRAYS, DRIVER, managers_on, numba_contexts, uuid_of
+from memguard._frameworks.base import shortage_of
+from memguard._frameworks.numba.contexts import ARRAYS, DRIVER, managers_on, numba_contexts, uuid_of
 from memguard._frameworks.numba.spec import SPEC
 from memguard._frameworks.replacements import Replacements
 from memguard._frameworks.rmm import resource
-from memguard._frameworks.shortages import shortage_of
 from memguard.errors import CapNotApplied, ConflictingSetting
 
 if TYPE_CHECKING:
-    from memguard._frameworks.numba.bank import Bank
+    from memguard._frameworks.numba.accounting import Bank
 
 
 class Numba(resource.RmmClient):

@@ -8,7 +8,7 @@ in batches (`_PendingDeallocs.clear`), also in finalizers: the gate defers that.
 from __future__ import annotations
 
 from memguard._frameworks.cuda_python.gates import AT_ONCE
-from memguard._frameworks.gated import Gates, entries
+from memguard._frameworks.optional_modules import Gates, entries
 
 _DRIVER = "numba.cuda.cudadrv.driver"
 _UNREGISTERS = "driver.cuMemHostUnregister"

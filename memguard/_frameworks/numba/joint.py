@@ -17,7 +17,7 @@ from memguard._devices import contexts, pool_blocks
 from memguard._devices.pool_blocks import Held
 from memguard._frameworks.joint_blocks import JointBlocks
 from memguard._frameworks.numba.adapter import Numba
-from memguard._frameworks.numba.places import DRIVER, handle_of, numba_contexts
+from memguard._frameworks.numba.contexts import DRIVER, handle_of, numba_contexts
 from memguard._frameworks.replacements import Replacements
 from memguard.errors import CapNotApplied, ConflictingSetting
 

@@ -17,15 +17,13 @@ from typing import Any, ClassVar, Protocol
 
 from memguard._base.units import format_size, round_up
 from memguard._devices import contexts, streams, suspension
-from memguard._frameworks.driver_pages import whole
-from memguard._frameworks.least import addresses
-from memguard._frameworks.numba.bank import Bank
-from memguard._frameworks.numba.figures import Figures
+from memguard._frameworks.base import TRIES, short_of, within
+from memguard._frameworks.driver_pages import addresses_to_free, whole
+from memguard._frameworks.numba.accounting import Bank, Figures
+from memguard._frameworks.numba.contexts import current_uuid, handle_of, numba_contexts, uuid_of
 from memguard._frameworks.numba.memory import memories
-from memguard._frameworks.numba.places import current_uuid, handle_of, numba_contexts, uuid_of
 from memguard._frameworks.numba.pool import BACK, NEW, PENDING, Block, Mark, Pool, Taker
 from memguard._frameworks.numba.watch import default_alone, ended
-from memguard._frameworks.shortages import TRIES, short_of, within
 from memguard.errors import DeviceError, Suspended
 
 _OUT_OF_MEMORY = 2
@@ -263,7 +261,7 @@ def capped(driver: Any) -> type:
                 self.drain()
             elif (missing := needed - before + self.held()) > 0:
                 idle = list(self.pool.drain())
-                go = addresses(self.figures.pages, [(block.address, block.size) for block, _ in idle], missing)
+                go = addresses_to_free(self.figures.pages, [(block.address, block.size) for block, _ in idle], missing)
                 for block, state in idle:
                     if go is None or block.address in go:
                         self._to_driver(block, state)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from memguard._frameworks.numba.places import ARRAYS
+from memguard._frameworks.numba.contexts import ARRAYS
 from memguard._frameworks.numba.pool import Block
 from memguard._frameworks.numba.watch import Addresses, covered
 

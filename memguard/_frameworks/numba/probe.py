@@ -8,7 +8,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from memguard._frameworks.probing import ProbeReport
+    from memguard._frameworks.optional_modules import ProbeReport
 
 
 def probe(report: ProbeReport) -> None:

@@ -27,15 +27,12 @@ from memguard._base.locks import Rank, ranked
 from memguard._base.types import Applied, Device, Drift, Enforcement, TraceEvent, Usage, usage_of
 from memguard._base.units import GRANULE, format_size, round_up
 from memguard._devices import contexts
-from memguard._frameworks.base import Framework
+from memguard._frameworks.base import TRIES, Framework, short_of, shortage_of, within
 from memguard._frameworks.driver_pages import DriverPages, slabs
-from memguard._frameworks.pycuda import streams
-from memguard._frameworks.pycuda.contexts import automatic, current_context, pushed, serve_by_primary
-from memguard._frameworks.pycuda.pitched import Pitched
-from memguard._frameworks.pycuda.pool import Pool, RawPool
+from memguard._frameworks.pycuda.contexts import automatic, current_context, pushed, serve_by_primary, watch_streams
+from memguard._frameworks.pycuda.pool import Pitched, Pool, RawPool
 from memguard._frameworks.pycuda.spec import SPEC
 from memguard._frameworks.replacements import Replacements
-from memguard._frameworks.shortages import TRIES, short_of, shortage_of, within
 from memguard.errors import CapNotApplied
 
 _Taken = TypeVar("_Taken")
@@ -362,7 +359,7 @@ class PyCUDA(Framework):
                 serve_by_primary(drv, replaced)
             # Before CUDA's initialisation, and before PyCUDA's import, there are no streams.
             imported = not getattr(drv.__spec__, "_initializing", False)
-            streams.watch(drv, replaced, used=imported and contexts.initialised())
+            watch_streams(drv, replaced, used=imported and contexts.initialised())
             _swap_defaults(raw_alloc, self._mem_alloc)
         except BaseException:
             undo()

@@ -18,7 +18,7 @@ from memguard._frameworks.arrays.base import Arrays, Before
 from memguard._frameworks.arrays.compatibility import Layout, Traits
 from memguard._frameworks.arrays.lifetimes import Lifetime, Offer, new_offer
 from memguard._frameworks.arrays.view import ITEM_SIZES, NUMPY_DTYPES, View, in_bytes
-from memguard._frameworks.pycuda.streams import may_be_aside
+from memguard._frameworks.pycuda.contexts import may_be_aside
 
 
 class PyCUDAArrays(Arrays):

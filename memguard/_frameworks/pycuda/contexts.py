@@ -7,6 +7,7 @@ the process: the code that pushes a context must pop it.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from memguard._base.logs import log as _log
@@ -66,3 +67,31 @@ def pushed() -> int | None:
     except drv.Error:  # before `cuInit`
         return None
     return None if context is None else int(context.handle)
+
+
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+_watched: Replacements | None = None
+_aside = True
+
+
+def watch_streams(drv: Any, replaced: Replacements, *, used: bool) -> None:
+    """Detect, until `replaced` is undone, the creation of a non-blocking stream. `used`: one may exist already."""
+    global _watched, _aside
+
+    def init(original: Callable[..., None]) -> Callable[..., None]:
+        def call(stream: Any, flags: int = 0) -> None:
+            global _aside
+            original(stream, flags)
+            if flags & _NON_BLOCKING:
+                _aside = True
+
+        return call
+
+    _watched, _aside = None, used
+    if hasattr(drv, "Stream") and replaced.put(drv.Stream, "__init__", init):
+        _watched = replaced
+
+
+def may_be_aside() -> bool:
+    """Whether PyCUDA may have work on a non-blocking stream. True if unknown."""
+    return _aside or _watched is None or not _watched.active

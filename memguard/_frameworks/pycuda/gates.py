@@ -7,7 +7,7 @@ allocations, frees and the loading of modules hold it (`CUDAPP_CALL_GUARDED`). I
 
 from __future__ import annotations
 
-from memguard._frameworks.gated import Entry, Gates, entries, kinds
+from memguard._frameworks.optional_modules import Entry, Gates, entries, kinds
 
 _FUNCTIONS = (
     ("fail", "cuMemGetInfo, cuIpcGetMemHandle", "mem_get_info mem_get_ipc_handle"),

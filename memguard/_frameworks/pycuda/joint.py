@@ -13,9 +13,8 @@ from typing import Any
 from memguard._base.types import Applied, Device, Enforcement, TraceEvent
 from memguard._devices.pool_blocks import Held
 from memguard._frameworks.joint_blocks import JointBlocks
-from memguard._frameworks.pycuda import streams
 from memguard._frameworks.pycuda.adapter import PyCUDA, _swap_defaults
-from memguard._frameworks.pycuda.contexts import current_context, serve_by_primary
+from memguard._frameworks.pycuda.contexts import current_context, serve_by_primary, watch_streams
 from memguard._frameworks.replacements import Replacements
 from memguard.errors import CapNotApplied
 
@@ -68,7 +67,7 @@ class JointPyCUDA(JointBlocks, PyCUDA):
             replaced.put(pool_class, "allocate", lambda _: allocate, direct=True)
             serve_by_primary(drv, replaced)
             imported = not getattr(drv.__spec__, "_initializing", False)
-            streams.watch(drv, replaced, used=imported)
+            watch_streams(drv, replaced, used=imported)
             _swap_defaults(raw_alloc, self._mem_alloc)
         except BaseException:
             undo()

@@ -15,7 +15,7 @@ from memguard._base.logs import log as _log
 from memguard._base.units import GRANULE, round_up
 from memguard._devices import contexts
 from memguard._frameworks.driver_pages import DriverPages
-from memguard._frameworks.pycuda.aside import NEVER, Aside, Bin
+from memguard._frameworks.pycuda.partial_free import NEVER, Aside, Bin
 
 _MOST_TIMES = 8
 _MOST_SIZES = 4096
@@ -478,3 +478,19 @@ def _there(address: int, known: int | None) -> bool:
 
 def _unknown() -> bool:
     return False
+
+
+class Pitched:
+    """The pitched allocations on one GPU."""
+
+    def __init__(self, pages: DriverPages) -> None:
+        self.in_use = 0
+        self._pages = pages
+
+    def add(self, address: int, size: int) -> None:
+        self.in_use += size
+        self._pages.add(address, size)
+
+    def gone(self, address: int, size: int) -> None:
+        self.in_use -= size
+        self._pages.gone(address, size)

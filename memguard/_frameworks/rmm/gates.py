@@ -6,7 +6,7 @@ with two underscores, as RMM's types are written in C.
 
 from __future__ import annotations
 
-from memguard._frameworks.gated import Gates, entries, kinds
+from memguard._frameworks.optional_modules import Gates, entries, kinds
 
 GATES = (
     Gates(

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from memguard._frameworks.in_process import InProcess
+from memguard._frameworks.optional_modules import InProcess
 
 IN_PROCESS = InProcess(modules=("rmm",))

@@ -23,9 +23,19 @@ from memguard._devices.simulated import CONTEXT, SimulatedHost, SimulatedOutOfMe
 from memguard._frameworks.base import Framework
 from memguard._frameworks.driver_pages import whole_share
 from memguard._frameworks.import_hook import enter, leave
-from memguard._frameworks.simulated.allocators import AllocationRefused, Allocator, PyCUDAPool, TorchCachingAllocator
+from memguard._frameworks.simulated.allocators import (
+    AllocationRefused,
+    Allocator,
+    PyCUDAPool,
+    Start,
+    TorchCachingAllocator,
+    bfc,
+    bfc_footprint,
+    pool_footprint,
+    torch_footprint,
+    xla,
+)
 from memguard._frameworks.simulated.driver_allocators import CuPyPool, NumbaMemory
-from memguard._frameworks.simulated.starts import Start, bfc, bfc_footprint, pool_footprint, torch_footprint, xla
 from memguard.errors import CapNotApplied, DeviceError
 
 _MOST_ASKED = 2

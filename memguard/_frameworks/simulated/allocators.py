@@ -11,7 +11,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from itertools import count
+from typing import NamedTuple
 
+from memguard._base.types import Device
 from memguard._base.units import GIB, KIB, MIB, format_size, round_down, round_up
 from memguard._devices.simulated import SimulatedOutOfMemory
 from memguard._frameworks.driver_pages import SMALL
@@ -367,3 +369,38 @@ def jax_default_limit(usable: int) -> int:
     From XLA's source (CreateBFCAllocator) and JAX's documentation; not measured by this project.
     """
     return usable * 3 // 4
+
+
+class Start(NamedTuple):
+    """The parameters of an allocator when its framework starts on a GPU. `cap` is bytes; None: no cap."""
+
+    take: Callable[[int], None]
+    give: Callable[[int], None]
+    cap: int | None
+    gpu: Device
+    free: int
+    growth: bool
+
+
+def bfc(start: Start) -> Allocator:
+    limit = start.cap
+    if limit is None:
+        limit = tensorflow_default_limit(start.free, start.gpu.architecture)
+    return BFCAllocator(start.take, start.give, limit, start.growth)
+
+
+def xla(start: Start) -> Allocator:  # the budget switches its preallocation off
+    limit = jax_default_limit(start.gpu.usable) if start.cap is None else start.cap
+    return BFCAllocator(start.take, start.give, limit, growth=start.cap is not None, collects=False)
+
+
+def torch_footprint(size: int) -> int:
+    return 2 * MIB if size <= MIB else 20 * MIB if size < 10 * MIB else round_up(size)
+
+
+def bfc_footprint(size: int) -> int:
+    return round_up(size, 256)
+
+
+def pool_footprint(size: int) -> int:
+    return round_up(alloc_size(bin_number(max(size, 1))))

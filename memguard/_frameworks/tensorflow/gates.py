@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from memguard._frameworks.gated import Gates, Native, entries
+from memguard._frameworks.optional_modules import Gates, Native, entries
 
 
 def with_gpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

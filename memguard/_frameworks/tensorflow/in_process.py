@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from memguard._frameworks.in_process import InProcess, Modules, Objects, Question
+from memguard._frameworks.optional_modules import InProcess, Modules, Objects, Question
 
 
 def _profilers(modules: Modules, _: Objects) -> Iterator[str]:

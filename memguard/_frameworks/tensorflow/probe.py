@@ -6,7 +6,7 @@ import os
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from memguard._frameworks.probing import ProbeReport
+    from memguard._frameworks.optional_modules import ProbeReport
 
 
 def probe(report: ProbeReport) -> None:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from memguard._base.logs import log as _log
 from memguard._base.types import Applied, Device, Drift, Enforcement, TraceEvent, Usage, usage_of
 from memguard._base.units import GRANULE, MIB, format_size, round_up
-from memguard._frameworks.driver_pools import PIECE, returned_by_trim
+from memguard._frameworks.driver_pages import PIECE, returned_by_trim
 from memguard._frameworks.replacements import Replacements
 from memguard._frameworks.rmm import resource
 from memguard._frameworks.torch import settings

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from memguard._frameworks.gated import Gates, entries, kinds
+from memguard._frameworks.optional_modules import Gates, entries, kinds
 
 
 def of_cuda(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

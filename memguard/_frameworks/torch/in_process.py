@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from memguard._devices import streams
-from memguard._frameworks.in_process import InProcess, Modules, Objects, Question, count
+from memguard._frameworks.optional_modules import InProcess, Modules, Objects, Question, count
 
 _PROFILE = "torch.autograd.profiler"
 

@@ -25,8 +25,8 @@ from typing import Any
 
 from memguard._base.logs import log as _log
 from memguard._base.undo import Undo
-from memguard._frameworks.gated import Entry, Gates, Touches
 from memguard._frameworks.import_hook import _Loader, enter, leave
+from memguard._frameworks.optional_modules import Entry, Gates, Touches
 from memguard._node.suspend import native
 from memguard._node.suspend.kept import Kept
 from memguard._node.suspend.swapped import holders, swap

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from memguard._base import specs
 from memguard._devices import contexts, streams
-from memguard._frameworks.in_process import InProcess, Modules, Objects, Question, count
+from memguard._frameworks.optional_modules import InProcess, Modules, Objects, Question, count
 from memguard._node.suspend import native, tables
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterable
 from types import FrameType
 from typing import Any
 
-from memguard._frameworks.gated import Gates
+from memguard._frameworks.optional_modules import Gates
 from memguard._node.suspend.swapped import holders
 
 

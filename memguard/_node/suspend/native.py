@@ -20,7 +20,7 @@ from memguard._base.logs import log as _log
 from memguard._base.undo import Undo
 from memguard._devices import c_functions, libcuda, proc
 from memguard._devices.c_functions import Region, regions
-from memguard._frameworks.gated import Gates, Native
+from memguard._frameworks.optional_modules import Gates, Native
 
 _DONE = "pthread_condattr_destroy"
 """A C function that returns 0 and touches nothing, whatever it is given: in glibc and in musl this one does."""

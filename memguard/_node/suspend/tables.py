@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from memguard._base import specs
-from memguard._frameworks.gated import Gates
+from memguard._frameworks.optional_modules import Gates
 
 
 def tables() -> Iterator[Gates]:

@@ -15,7 +15,7 @@ from memguard._base.logs import log as _log
 from memguard._base.specs import SPECS
 from memguard._devices import proc, suspension
 from memguard._devices.nvml import Nvml
-from memguard._frameworks import real_imports
+from memguard._frameworks import import_hook
 from memguard._frameworks.import_hook import ImportHook
 from memguard._node.suspend import cells
 from memguard._node.suspend.cells import shell_here
@@ -178,7 +178,7 @@ def _say(text: str) -> None:
     if is_heard():
         _log.warning("%s", text)
     else:
-        real_imports.say(text)
+        import_hook.to_stderr(text)
 
 
 @functools.cache

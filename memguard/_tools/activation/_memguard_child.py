@@ -74,11 +74,11 @@ def _end_without(lacking: str, folder: str) -> NoReturn:
 def _apply(init: Callable[..., Any], budget: str, simulated: list[str] | None) -> None:
     """Call `init` with the budget. `memguard run` has said already that the GPUs are simulated."""
     if simulated is not None:
-        from memguard._frameworks import real_imports
+        from memguard._frameworks import import_hook
         from memguard._runtime.runtime import this
 
         this.simulated_by_default = simulated  # the program's own `init` means them too
-        real_imports.said = True
+        import_hook.warned = True
     init(budget, simulate=simulated)
 
 

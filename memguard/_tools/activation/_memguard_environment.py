@@ -178,7 +178,7 @@ def _apply(config: str, names: list[str] | None) -> None:
         if error.name == "memguard":  # as in the isolated environment in which pip builds a package
             return
         raise
-    from memguard._frameworks import real_imports
+    from memguard._frameworks import import_hook
     from memguard._runtime.runtime import this
     from memguard._tools.activation import _memguard_child as child
     from memguard.errors import AlreadyActive
@@ -193,7 +193,7 @@ def _apply(config: str, names: list[str] | None) -> None:
         raise
     _undo.append(hide)
     if names is not None:
-        real_imports.said = True
+        import_hook.warned = True
         child.write(f"memguard: simulated GPUs ({', '.join(names)}): nothing limits a real one")
 
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from memguard._frameworks.gated import Gates, entries
+from memguard._frameworks.optional_modules import Gates, entries
 
 GATES = (Gates(hook="toy", waits=entries("toy", "wait", "its driver", "empty free_cache")),)

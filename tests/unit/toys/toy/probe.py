@@ -4,7 +4,7 @@ from __future__ import annotations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from memguard._frameworks.probing import ProbeReport
+    from memguard._frameworks.optional_modules import ProbeReport
 
 
 def probe(report: ProbeReport) -> None:

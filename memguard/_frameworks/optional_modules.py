@@ -7,9 +7,9 @@ names which of these its ungated call would do.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 Harm = Literal["crash", "fail", "hold", "wait"]
 """An ungated call crashes the process; fails; waits in the driver and holds the GIL; waits there without it."""
@@ -96,3 +96,69 @@ def entries(
 def kinds(module: str, why: str, names: str, which: Callable[[Any], bool] | None = None) -> tuple[Kind, ...]:
     """A kind for each of the space-separated types."""
     return tuple(Kind(f"{module}:{name}", why, which) for name in names.split())
+
+
+Modules = Mapping[str, Any]
+"""Modules by name, as `sys.modules`."""
+Objects = Mapping[str, list[Any]]
+"""The live objects of the types that `InProcess.held` names, by the type's module."""
+
+
+class Question(NamedTuple):
+    """`ask` yields lines of text; `what` names the unreadable fact in the report if it raises."""
+
+    what: str
+    ask: Callable[[Modules, Objects], Iterator[str]]
+
+
+class InProcess(NamedTuple):
+    """The in-process facts of one framework.
+
+    `modules`: for the doctor, the modules that show how far the framework is loaded. `held`: types whose live objects
+    these functions inspect, as pairs of module and name; Python's collector finds the objects. `shares`: memory that
+    other processes share. `communicators`, `captures`, `profilers`: the live ones. `capturing`: whether this thread
+    captures a CUDA graph. `work_areas`: bytes in use on this thread's current GPU that are no arrays of the program.
+    `let_go`: free memory that the framework only caches for its next call; it may raise. `ranks`: the library that
+    counts this process's ranks, and their number or None. `swapped`: the replacement of the framework's own allocator.
+    """
+
+    modules: tuple[str, ...] = ()
+    held: tuple[tuple[str, str], ...] = ()
+    shares: tuple[Question, ...] = ()
+    communicators: tuple[Question, ...] = ()
+    captures: tuple[Question, ...] = ()
+    profilers: tuple[Question, ...] = ()
+    capturing: Callable[[Modules], bool] | None = None
+    work_areas: Callable[[Modules], int | None] | None = None
+    let_go: Callable[[Modules], None] | None = None
+    ranks: tuple[str, Callable[[Modules], int | None]] | None = None
+    swapped: Callable[[Modules], str | None] | None = None
+
+
+def count(number: int, noun: str) -> str:
+    """`2 arrays`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+class ProbeReport(Protocol):
+    """Sends the probe's findings to the doctor. Facts have their names in `_tools.doctor.facts.FrameworkFacts`."""
+
+    def put(self, **facts: Any) -> None:
+        """Send facts of the framework."""
+
+    def stage(self, name: str, quiet: bool = False) -> AbstractContextManager[None]:
+        """A step of the probe: `import`, `devices`, `compute`. An exception is reported and ends the probe."""
+        ...
+
+    def loaded(self) -> None:
+        """Send the version of the loaded cuDNN."""
+
+    @staticmethod
+    def cuda_version(number: int) -> str:
+        """CUDA's version as text: 13.2 for 13020."""
+        ...
+
+    @staticmethod
+    def cudnn_version(number: int) -> str:
+        """cuDNN's version as text: 9.19.0 for 91900, and before version 9 8.9.2 for 8902."""
+        ...

@@ -13,8 +13,7 @@ from operator import index
 from typing import Any
 from weakref import ref
 
-from memguard._frameworks.driver_pages import DriverPages
-from memguard._frameworks.least import addresses
+from memguard._frameworks.driver_pages import DriverPages, addresses_to_free
 
 NEVER = sys.maxsize
 """A value of `Bin.enough`: no bin has so many entries."""
@@ -95,7 +94,7 @@ class Aside:
                 else:  # an unknown block: free it
                     self._taken.pop()
         blocks = [(index(allocation), found.size) for found, allocation in self._taken]
-        go = addresses(pages, blocks, needed)
+        go = addresses_to_free(pages, blocks, needed)
         if go is None:
             self._taken.clear()
         else:
