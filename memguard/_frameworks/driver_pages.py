@@ -1,4 +1,4 @@
-"""Counts the driver's pages of single allocations, which no library counts.
+"""Computes the driver memory of allocations, which no library counts: pages, slabs, and what a free or a trim returns.
 
 Measured on an H200: the driver rounds an allocation above 1 MiB up to 2 MiB, and packs smaller ones into slabs of 2
 MiB. 200 arrays of 1.1 MiB took 398 MiB while CuPy's pool counted 220. Slabs lie at multiples of 2 MiB. The first piece
@@ -22,6 +22,8 @@ SMALL = MIB
 TINY = MIB // 8
 """Bytes. For pieces of up to this size, the unused end of a slab is insignificant."""
 UNIT = 512
+PIECE = 32 * MIB
+"""Bytes by which the driver's memory pools (`cudaMallocAsync`) grow."""
 
 
 def whole(size: int) -> int:
@@ -316,10 +318,6 @@ def addresses_to_free(pages: DriverPages, blocks: Sequence[tuple[int, int]], nee
     parts = pages.parts(blocks)
     chosen = least([size for size, _ in parts], needed)
     return None if chosen is None else frozenset(address for one in chosen for address in parts[one][1])
-
-
-PIECE = 32 * MIB
-"""Bytes by which the driver's pools grow (measured)."""
 
 
 def returned_by_trim(reserved: int, used: int) -> int | None:

@@ -1,7 +1,8 @@
 """Calls a callback right after a module's first import: it applies caps to frameworks imported after `init`.
 
 A finder at the front of `sys.meta_path` finds the module as Python would, and wraps its loader once. An exception of
-the callback propagates from the user's `import` statement. Removing the hook leaves no trace.
+the callback propagates from the user's `import` statement. Removing the hook leaves no trace. On simulated GPUs a
+second finder, `RealImports`, warns that nothing limits a real framework.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ class _Loader(importlib.abc.Loader):
 
 
 warned = False
-"""Whether stderr has this warning, or a similar one, already."""
+"""Whether this process has been told on stderr that its GPUs are simulated."""
 
 
 def to_stderr(text: str) -> None:
@@ -154,7 +155,10 @@ def to_stderr(text: str) -> None:
 
 
 class RealImports(importlib.abc.MetaPathFinder):
-    """Detects the import of a real framework while simulated GPUs are in use; `gpus` is their name in the warning."""
+    """On simulated GPUs, warns once per process that an imported real framework is not limited.
+
+    `gpus` are their names in the warning.
+    """
 
     def __init__(self, gpus: Sequence[str]) -> None:
         self._gpus = tuple(gpus)

@@ -1,8 +1,17 @@
-"""The types of a framework's table of gates: its functions that wait while the process is off its GPUs.
+"""The types of the optional modules in a framework's folder, which discovery finds by their names.
 
-While a process is suspended, a call into CUDA crashes it (SIGSEGV), fails, or waits in the driver until the resume
-(driver 580.159, H200). A call that waits with the GIL held stops every thread of the process. The `harm` of a function
-names which of these its ungated call would do.
+`gates.py` defines `GATES`: functions that wait while the process is suspended. A call into CUDA then crashes the
+process (SIGSEGV), fails, or waits in the driver until the resume (driver 580.159, H200). A call that waits with the GIL
+held stops every thread of the process. The `harm` of a function names which of these its ungated call would do.
+
+`in_process.py` defines `IN_PROCESS`: facts of the running process. Suspension reads the state that it would destroy,
+the doctor the replaced allocators, a retry the other ranks. memguard calls these functions only for imported
+frameworks; they import, initialise and change nothing. A version may store a fact elsewhere, so a function may raise;
+the caller then reports that the fact could not be read.
+
+`probe.py` defines `probe(report)`, which the doctor runs in a process of its own (`_tools/doctor/probes/main.py`). The
+examined interpreter may lack memguard: `probe.py` uses the standard library alone, imports no memguard module at run
+time, and keeps to the syntax of Python 3.8.
 """
 
 from __future__ import annotations

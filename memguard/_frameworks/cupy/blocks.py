@@ -1,11 +1,14 @@
-"""The bytes that CuPy's `MemoryPool` would release: its idle blocks that are not split, stream by stream.
+"""Computes the bytes that CuPy's `MemoryPool` would release: its idle blocks that are not split, stream by stream.
 
 `free_all_blocks` frees an idle block only as a whole. CuPy has no public figure for these bytes, but since 14.1 its
-single-GPU pool has an index of idle blocks, for its own tests (`_debug_arena_get_index`). This module probes for the
-index before use; without it, or with an unexpected form, the result is None.
+single-GPU pool has an index of idle blocks, for its own tests (`_debug_arena_get_index`). `Blocks` probes for the index
+before use; without it, or with an unexpected form, the result is None. An idle block with a reference does not go back
+to the driver. So `Blocks` keeps none: one C call reads sizes and addresses, during which no other Python thread runs.
 
-An idle block with a reference does not go back to the driver. So this module keeps none: one C call reads sizes and
-addresses, during which no other Python thread runs.
+A small block's slab is released with its last piece, but the pool counts the bytes of its small allocations, not their
+slabs, and does not report driver allocations and frees. So `Pieces` tracks them by address: if a small request
+allocated memory, the pool's total has grown. If that memory was freed, the driver's id of the allocation at its address
+has changed.
 """
 
 from __future__ import annotations
@@ -153,7 +156,7 @@ _MOST_NEW = 1000
 
 
 class Pieces:
-    """The small allocations of one GPU, whose context must be current. Thread-safe."""
+    """The pool's small driver allocations on one GPU, whose context must be current. Thread-safe."""
 
     def __init__(self, slabs: Slabs) -> None:
         self._lock = threading.RLock()  # re-entrant: a signal handler or a finalizer may interrupt a call

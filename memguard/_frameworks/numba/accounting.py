@@ -1,4 +1,4 @@
-"""The bytes that Numba holds in one of its contexts."""
+"""Counts the bytes that Numba holds: in one context (`Figures`), and in all that share a GPU's cap (`Bank`)."""
 
 from __future__ import annotations
 

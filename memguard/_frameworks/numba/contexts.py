@@ -1,4 +1,4 @@
-"""Numba's contexts, and their GPUs. Only reads: it creates no context."""
+"""Finds Numba's contexts, their managers and their GPUs. Only reads: it creates no context."""
 
 from __future__ import annotations
 

@@ -1,7 +1,11 @@
-"""PyCUDA's contexts: the current one, their creators, and a `make_context` that returns the primary one.
+"""PyCUDA's contexts (the current one, their creators, a `make_context` that returns the primary one) and its streams.
 
 PyCUDA keeps a stack of contexts for each thread. A context left on the stack at the thread's end, or at exit, aborts
 the process: the code that pushes a context must pop it.
+
+PyCUDA creates its streams with `Stream(flags)`, and its pools ignore streams: they reuse a block while a kernel still
+uses it. A consumer on another framework's stream must therefore know which earlier work may still run, also on streams
+for which the legacy default stream does not wait.
 """
 
 from __future__ import annotations

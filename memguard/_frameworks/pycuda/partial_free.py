@@ -1,7 +1,8 @@
-"""The bins of PyCUDA's pool, and `Aside`, which protects idle blocks of them from the pool's `free_held`.
+"""Frees only a part of the idle blocks of PyCUDA's pool: `Aside` keeps the others from the pool's `free_held`.
 
 `free_held` frees all idle blocks. To keep some, `Aside` allocates them for itself during the call, and then drops the
-allocations. A request of a bin's size gets an idle block of that bin, so this takes no driver memory.
+allocations. A request of a bin's size gets an idle block of that bin, so this takes no driver memory. `Bin` counts the
+pool's blocks of one size.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Counts the driver memory of PyCUDA's pools, because PyCUDA reports neither blocks nor pages."""
+"""Counts the driver memory of PyCUDA's pools and pitched allocations: PyCUDA reports neither blocks nor pages."""
 
 from __future__ import annotations
 
@@ -481,7 +481,7 @@ def _unknown() -> bool:
 
 
 class Pitched:
-    """The pitched allocations on one GPU."""
+    """The pitched allocations on one GPU, which bypass the pools."""
 
     def __init__(self, pages: DriverPages) -> None:
         self.in_use = 0

@@ -4,6 +4,9 @@ Written from the sources of PyTorch's CUDACachingAllocator, the BFCAllocator of 
 pool, and checked against figures measured on an H200. `driver_allocators.py` has the models of CuPy and Numba. Models
 count bytes and touch no memory. Not modelled: streams, garbage-collection thresholds, expandable segments, private
 pools, the 10 s of retries of TensorFlow and JAX. Not thread-safe: callers hold a lock.
+
+`Start` has the parameters with which a framework creates its allocator on a GPU; the functions `*_footprint` compute
+the driver bytes of one request.
 """
 
 from __future__ import annotations
