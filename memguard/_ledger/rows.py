@@ -15,8 +15,8 @@ from memguard._base.framework_spec import SECOND_CONTEXT
 from memguard._base.specs import CONTEXT_MAKER
 from memguard._base.types import Device, DevicePlan, MemoryInfo, Usage
 from memguard._base.units import GRANULE, format_size
-from memguard._budget.joint import POOL, shared_notes
 from memguard._budget.policy import modules
+from memguard._budget.shared_pool import POOL, shared_notes
 from memguard._ledger.overhead import Overhead
 from memguard._ledger.types import DeviceLedger, Lent, Row
 
