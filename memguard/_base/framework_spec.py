@@ -213,7 +213,7 @@ class FrameworkSpec:
                       pattern, whose first group is a size
     pads              memory that it holds beyond live arrays and reclaimable cache is rounding: it caches no fragments
     refuses_silently  its allocator reports no refused request, so memguard misses an error that the program catches
-    joint             the class in its `joint.py`, for `strategy: pool`; empty if it cannot use the shared pool
+    pooled            the class in its `pooled.py`, for `strategy: pool`; empty if it cannot use the shared pool
     default_pool      it allocates only from the device's default pool, which cannot be capped
     remainder         its use of the shared pool is the remainder that no other framework counts: its own figures cover
                       the whole pool
@@ -260,7 +260,7 @@ class FrameworkSpec:
     figures: tuple[tuple[str, str], ...] = ()
     pads: bool = False
     refuses_silently: bool = False
-    joint: str = ""
+    pooled: str = ""
     default_pool: bool = False
     remainder: bool = False
     allocators: Allocators = _NO_CHOICE

@@ -18,7 +18,7 @@ from memguard._base.framework_spec import CONTEXT, OVERHEADS, SECOND_CONTEXT, SL
 from memguard._base.specs import NEVER_GIVE_BACK, SPECS
 from memguard._base.types import Device, DevicePlan, MemoryInfo, Plan, Room, Usage
 from memguard._base.units import GRANULE, MIB, format_size, round_down
-from memguard._budget.joint import allocator_of, caps_of, clients, joined, members
+from memguard._budget.shared_pool import allocator_of, caps_of, clients, members, with_pool
 from memguard.errors import PlanError, Problem
 
 if TYPE_CHECKING:
@@ -265,7 +265,7 @@ def _device_plan(
     caps = starting_caps(room, {name: divided[name] for name in budget.frameworks}, elastic)
     source = "auto" if auto else "declared"
     part = DevicePlan(device, limit, reserve, caps, room - sum(caps.values()), source, elastic)
-    return joined(part, members(budget))
+    return with_pool(part, members(budget))
 
 
 def _maxima(budget: Budget, room: int, label: str, tight: _Tight) -> dict[str, int] | None:

@@ -360,14 +360,14 @@ def _pool(frameworks: Mapping[str, Mapping[str, Any]]) -> Iterator[Violation]:
                 yield Violation(("frameworks", name, key), message, fix, True, True)
                 break
     if frameworks and not any(_joins(name, entry) for name, entry in frameworks.items()):
-        able = " or ".join(name for name, spec in SPECS.items() if spec.joint)
+        able = " or ".join(name for name, spec in SPECS.items() if spec.pooled)
         message = f"no framework of this budget can draw from one pool: {', '.join(frameworks)}"
         yield Violation(("strategy",), message, f"name {able}, or write 'strategy: caps'")
 
 
 def _joins(name: str, entry: Mapping[str, Any]) -> bool:
     """Whether the framework uses the shared pool. It cannot with its own CUDA context."""
-    return bool(SPECS[name].joint) and entry.get("context") != "own"
+    return bool(SPECS[name].pooled) and entry.get("context") != "own"
 
 
 def _misplaced(data: Mapping[str, Any]) -> Iterator[Violation]:

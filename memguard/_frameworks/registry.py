@@ -11,7 +11,7 @@ from memguard._devices.host import Host
 from memguard._frameworks.base import Framework
 
 if TYPE_CHECKING:
-    from memguard._frameworks.joint_pool import SharedPool
+    from memguard._frameworks.shared_pool import SharedPool
 
 
 def create(name: str, host: Host) -> Framework:
@@ -26,10 +26,10 @@ def create(name: str, host: Host) -> Framework:
     return framework
 
 
-def joined(name: str, host: Host, joint: SharedPool) -> Framework:
+def client(name: str, host: Host, shared_pool: SharedPool) -> Framework:
     """The framework's adapter for the shared pool, which becomes its client. Its row must support the pool."""
-    framework: Framework = specs.load(name, "joint", SPECS[name].joint)(host, joint)
-    joint.adapters[name] = framework
+    framework: Framework = specs.load(name, "pooled", SPECS[name].pooled)(host, shared_pool)
+    shared_pool.adapters[name] = framework
     return framework
 
 

@@ -12,7 +12,7 @@ from memguard._base.blocks import End
 from memguard._base.logs import log as _log
 from memguard._base.types import Device, DevicePlan, MemoryInfo, Room, Usage, WorkloadReport
 from memguard._base.units import format_size, parse_duration, parse_size
-from memguard._budget import joint, policy
+from memguard._budget import policy, shared_pool
 from memguard._devices import suspension
 from memguard._guard import queue, refusals, reservations
 from memguard._guard.caps import Callbacks, CapTable
@@ -387,21 +387,21 @@ class Admission:
         self, book: Reservations, asked: Asked, part: DevicePlan, usages: Mapping[str, Usage | None], memory: MemoryInfo
     ) -> Verdict:
         """The verdict. A refusal has the figures of the framework, not of an allocator that others use too."""
-        name, allocator = asked.framework, joint.allocator_of(part, asked.framework)
+        name, allocator = asked.framework, shared_pool.allocator_of(part, asked.framework)
         if asked.before and self._within_min(asked, part, usages.get(allocator)):
-            sharers = joint.clients(part, allocator)
+            sharers = shared_pool.clients(part, allocator)
             asked = asked._replace(before=tuple(one for one in asked.before if one.framework in sharers))
         verdict = reservations.admit(book, asked, usages, memory)
         if not isinstance(verdict.refusal, (policy.OverCap, policy.NoneFree)):
             return verdict
         in_use = policy.in_use(usages.get(name)) or 0
         others = max((policy.in_use(usages.get(allocator)) or 0) - in_use, 0)
-        return verdict._replace(refusal=verdict.refusal.beside(others, joint.note_on(part, name, others)))
+        return verdict._replace(refusal=verdict.refusal.beside(others, shared_pool.note_on(part, name, others)))
 
     def _within_min(self, asked: Asked, part: DevicePlan, own: Usage | None) -> bool:
         """Whether the request stays within the allocator's min, or its cap if fixed: guaranteed against siblings."""
         least = part.elastic.get(asked.framework, (part.caps[asked.framework], 0))[0]
-        sharers = joint.clients(part, joint.allocator_of(part, asked.framework))
+        sharers = shared_pool.clients(part, shared_pool.allocator_of(part, asked.framework))
         taken = (policy.in_use(own) or 0) + sum(self.not_taken_now(name, asked.uuid) for name in sharers)
         return taken + asked.footprint <= least
 
@@ -409,13 +409,13 @@ class Admission:
         """The usages of these frameworks, and of the allocators that serve them."""
         frameworks, allocators = self._caps.frameworks, self._caps.allocators
         found = {name: frameworks[name].usage(part.device) for name in names if name in frameworks}
-        for name in {joint.allocator_of(part, name) for name in found} - {*found}:
+        for name in {shared_pool.allocator_of(part, name) for name in found} - {*found}:
             found[name] = allocators[name].usage(part.device)
         return found
 
     def _question(self, framework: str, needed: int, part: DevicePlan, mine: frozenset[int]) -> Asked:
         footprint = self._caps.framework(framework).footprint(needed)
-        shared = {name: other for name in part.caps if (other := joint.allocator_of(part, name)) != name}
+        shared = {name: other for name in part.caps if (other := shared_pool.allocator_of(part, name)) != name}
         return Asked(framework, part.device.uuid, needed, footprint, part.caps[framework], mine, shared=shared)
 
     def _usages_of(self, framework: str) -> list[Usage | None]:

@@ -27,7 +27,7 @@ from memguard._base.types import (
 )
 from memguard._base.undo import Undo
 from memguard._base.units import parse_size
-from memguard._budget import joint, policy
+from memguard._budget import policy, shared_pool
 from memguard._frameworks import registry
 from memguard._frameworks.base import Framework
 from memguard.errors import MemguardError, NotActive, PlanError
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from memguard._budget.ranks import Sharing
     from memguard._devices.host import Host
     from memguard._frameworks.base import Allocator
-    from memguard._frameworks.joint_pool import SharedPool
+    from memguard._frameworks.shared_pool import SharedPool
     from memguard._guard.suspended import OffGpu
 
 _ENFORCED = Enforcement.ENFORCED
@@ -212,7 +212,7 @@ class CapTable:
 
     def serving(self, framework: str, part: DevicePlan) -> Allocator:
         """The allocator that serves the framework. Raises MemguardError if the budget does not name it."""
-        return self.allocators.get(joint.allocator_of(part, framework)) or self.framework(framework)
+        return self.allocators.get(shared_pool.allocator_of(part, framework)) or self.framework(framework)
 
     def allocator(self, name: str) -> Allocator:
         """The allocator or framework of that name, for a trim."""
@@ -225,7 +225,7 @@ class CapTable:
     def create(self, name: str) -> Framework:
         """The framework's adapter. The caller applies the cap."""
         if self.shared_pool is not None and name in self.shared_pool.clients:
-            return registry.joined(name, self.host, self.shared_pool)
+            return registry.client(name, self.host, self.shared_pool)
         return registry.create(name, self.host)
 
     def entry(self, framework: str) -> CappedFramework:
@@ -352,7 +352,7 @@ class CapTable:
 
     def _shared_pool(self) -> SharedPool | None:
         """The shared pool, not yet created on the GPU; None without one. Raises PlanError on simulated GPUs."""
-        found = {part.device.uuid: joint.caps_of(part).get(joint.POOL) for part in self.plan.devices}
+        found = {part.device.uuid: shared_pool.caps_of(part).get(shared_pool.POOL) for part in self.plan.devices}
         caps = {uuid: cap for uuid, cap in found.items() if cap is not None}
         if caps and self.host.simulated:
             fix = "write 'strategy: caps' for the simulation, or leave out simulate="
@@ -360,9 +360,9 @@ class CapTable:
             raise PlanError([problem], self.budget.source or "init")
         if not caps:
             return None
-        from memguard._frameworks.joint_pool import SharedPool
+        from memguard._frameworks.shared_pool import SharedPool
 
-        return SharedPool(caps, self.warn, clients=joint.clients(self.plan.devices[0], joint.POOL))
+        return SharedPool(caps, self.warn, clients=shared_pool.clients(self.plan.devices[0], shared_pool.POOL))
 
 
 def size_of(size: int | str) -> int:

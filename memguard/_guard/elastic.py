@@ -25,7 +25,7 @@ from memguard._base.types import (
 )
 from memguard._base.units import format_size, round_down
 from memguard._budget import policy
-from memguard._budget.joint import allocator_of
+from memguard._budget.shared_pool import allocator_of
 from memguard._devices import contexts
 from memguard._guard import lending
 from memguard._guard.caps import CappedFramework, CapTable, size_of

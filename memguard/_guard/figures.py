@@ -11,7 +11,7 @@ from memguard._base.specs import SPECS
 from memguard._base.text import shown, visible
 from memguard._base.types import FrameworkSample, Plan, Sample
 from memguard._base.units import format_size
-from memguard._budget.joint import POOL
+from memguard._budget.shared_pool import POOL
 
 How = Literal["memguard.trim", "own thread", "own call", "never"]
 _HEAD = ("framework", "held", "cached", "reclaimable", "how")

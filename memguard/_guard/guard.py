@@ -33,7 +33,7 @@ from memguard._base.types import (
 )
 from memguard._base.undo import Undo
 from memguard._budget import policy
-from memguard._budget.joint import allocator_of
+from memguard._budget.shared_pool import allocator_of
 from memguard._devices import suspension
 from memguard._frameworks import registry
 from memguard._frameworks.base import Framework

@@ -17,7 +17,7 @@ from memguard._base.logs import words_of
 from memguard._base.specs import NEVER_GIVE_BACK
 from memguard._base.types import Device, DevicePlan, DeviceSample, Event, Room, Usage
 from memguard._base.units import GRANULE, format_size
-from memguard._budget import joint, policy
+from memguard._budget import policy, shared_pool
 from memguard._devices import contexts
 from memguard._guard import lending
 from memguard._guard.caps import CapTable
@@ -98,11 +98,11 @@ class Reclaimer:
         No caps if any has moved since the sample. Takes no lock and reads no framework.
         """
         part, read = self._caps.part(sample.uuid), sample.frameworks
-        caps = joint.caps_of(part)
+        caps = shared_pool.caps_of(part)
         if any(one.cap not in (None, caps[name]) for name, one in read.items() if name in caps):
             return part, {}
         rows = {name: Usage(one.held, one.in_use, one.reclaimable) for name, one in read.items()}
-        usages = joint.usages_by_allocator(part, rows)
+        usages = shared_pool.usages_by_allocator(part, rows)
         return part, lending.rebalance(self._parts(part, usages), part.limit - part.reserve)
 
     def call_back_unused(self, device: Device) -> None:
@@ -128,7 +128,7 @@ class Reclaimer:
         spent: set[str] = set()
         for _ in range(2 * len(self._caps.allocators) + 2):
             part = self._caps.part(device.uuid)
-            usages, allocator = self._caps.usages(device), joint.allocator_of(part, who)
+            usages, allocator = self._caps.usages(device), shared_pool.allocator_of(part, who)
             own = usages.get(allocator) or Usage(0, 0)
             if own.held is None:  # TensorFlow with growth, whose cap is fixed
                 return 0, {}
@@ -151,7 +151,7 @@ class Reclaimer:
     def _empty(self, device: Device, who: str, needed: int, full: bool, asked: bool, returned: dict[str, int]) -> int:
         """Trim siblings until the GPU has enough free memory. Returns the bytes still missing."""
         spent: set[str] = set()
-        allocator = joint.allocator_of(self._caps.part(device.uuid), who)
+        allocator = shared_pool.allocator_of(self._caps.part(device.uuid), who)
         while True:
             usages = self._caps.usages(device)
             own = usages.get(allocator) or Usage(0, 0)
@@ -209,7 +209,7 @@ class Reclaimer:
         """The figures for `lending`, by allocator as `usages`. `spent`: allocators whose trim returned nothing."""
         parts: dict[str, lending.Part] = {}
         offers = {one.name: one.most for one in lending.reclaimable_caches(usages, "")}
-        for name, cap in joint.caps_of(plan).items():
+        for name, cap in shared_pool.caps_of(plan).items():
             allocator, usage = self._caps.allocators[name], usages.get(name)
             least, most = plan.elastic.get(name, (cap, cap))
             if name in self._fixed or allocator.fixed() or not self._caps.movable(name):

@@ -9,7 +9,7 @@ from memguard._base.advice import Advice
 from memguard._base.types import DevicePlan, MemoryInfo, Room
 from memguard._base.units import format_size
 from memguard._budget import policy
-from memguard._budget.joint import clients
+from memguard._budget.shared_pool import clients
 from memguard._guard import reservations
 from memguard._guard.reservations import Reservations, Verdict
 from memguard.errors import BudgetExceeded

@@ -32,8 +32,8 @@ from memguard._base.framework_spec import CONTEXT, KERNELS, LAZY, LIBRARIES, SEC
 from memguard._base.specs import SPECS
 from memguard._base.types import Usage
 from memguard._base.units import GRANULE
-from memguard._budget.joint import POOL
 from memguard._budget.policy import modules, workspace
+from memguard._budget.shared_pool import POOL
 from memguard._ledger.types import EXCHANGE
 
 PAUSE = 2.0

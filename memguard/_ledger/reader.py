@@ -24,8 +24,8 @@ from memguard._base.types import (
     Usage,
 )
 from memguard._base.units import GRANULE, MIB, format_size
-from memguard._budget.joint import POOL
 from memguard._budget.policy import modules
+from memguard._budget.shared_pool import POOL
 from memguard._devices import contexts
 from memguard._devices.host import Host
 from memguard._frameworks import driver_pages, registry, second_contexts
@@ -36,7 +36,7 @@ from memguard._ledger.types import EXCHANGE, DeviceLedger, Lent
 from memguard.errors import DeviceError, MemguardError
 
 if TYPE_CHECKING:
-    from memguard._frameworks.joint_pool import SharedPool
+    from memguard._frameworks.shared_pool import SharedPool
 
 _Read = TypeVar("_Read")
 _ATTEMPTS = 3

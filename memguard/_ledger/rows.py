@@ -24,8 +24,8 @@ from memguard._base.types import (
     framework_sample_of,
 )
 from memguard._base.units import GRANULE, format_size
-from memguard._budget.joint import POOL, left_to, shared_notes
 from memguard._budget.policy import modules
+from memguard._budget.shared_pool import POOL, left_to, shared_notes
 from memguard._ledger.overhead import Overhead
 from memguard._ledger.types import DeviceLedger, Lent, Row
 

@@ -97,9 +97,10 @@ def _summary(budget: Budget) -> Iterator[tuple[str, str]]:
         yield name, _framework(name, framework)
     yield "unallocated", _rest(budget)
     if budget.strategy == "pool":
-        from memguard._budget import joint
+        from memguard._budget import shared_pool
 
-        yield "strategy", f"pool: {' and '.join(joint.members(budget))} draw from one pool, of the sum of their parts"
+        names = " and ".join(shared_pool.members(budget))
+        yield "strategy", f"pool: {names} draw from one pool, of the sum of their parts"
     if budget.on_busy == "raise":
         yield "on_busy", "raise: init fails if others hold so much of a GPU that the limit cannot be had"
     if budget.ranks is not None:

@@ -83,7 +83,7 @@ def _tables(resolved: Plan, budget: Budget) -> list[object]:
 
     from memguard._base.specs import SPECS
     from memguard._base.units import GRANULE, format_size
-    from memguard._budget import joint
+    from memguard._budget import shared_pool
 
     tables: list[object] = []
     for part in resolved.devices:
@@ -99,7 +99,7 @@ def _tables(resolved: Plan, budget: Budget) -> list[object]:
         table.add_column("how it holds")
         for name, cap in part.caps.items():
             growth = resolved.options.get(name, {}).get("growth")
-            how = joint.how(part, name) if name in part.joined else SPECS[name].cap_is
+            how = shared_pool.how(part, name) if name in part.joined else SPECS[name].cap_is
             if name in part.elastic:
                 least, most = part.elastic[name]
                 how = f"now; min {format_size(least)}, max {format_size(most)}: {how}"

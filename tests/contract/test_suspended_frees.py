@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from test_cupy_joint import Joint, joint
 from test_cupy_model import model as cupy_model
+from test_cupy_pooled import Joint, joint
 from test_numba_model import Setting
 from test_numba_model import model as numba_model
 

@@ -25,7 +25,7 @@ ALWAYS = {
     "_base.blocks", "_guard.caps", "_guard.guard", "_base.life", "_base.locks", "_base.logs",
     "_budget.policy", "_guard.elastic", "_base.framework_spec", "_base.specs", "_base.text",
     "_base.types", "_base.undo", "_base.units",
-    "_runtime.workers", "errors", "_base.findings", "_budget.joint",
+    "_runtime.workers", "errors", "_base.findings", "_budget.shared_pool",
     "_budget", "_budget.rules", "_budget.schema", "_budget.source_map", "_budget.values",
     "_devices", "_devices.contexts", "_devices.host", "_devices.libcuda", "_devices.suspension",
     "_frameworks", "_frameworks.base", "_frameworks.driver_pages", "_frameworks.import_hook",

@@ -20,9 +20,9 @@ import torch, cupy, numpy
 if not hasattr(numpy, "row_stack"): numpy.row_stack = numpy.vstack  # numba-cuda 0.30.4 compiles nothing without it
 import pycuda.autoinit, pycuda.driver as drv
 from numba import cuda
-from memguard._budget.joint import POOL
+from memguard._budget.shared_pool import POOL
 def device(): return memguard.ledger().devices[0]
-def pool(): return guard.caps.joint.figures(device().device.uuid)
+def pool(): return guard.caps.shared_pool.figures(device().device.uuid)
 def refused(call):
     try:
         kept = call()
@@ -172,7 +172,7 @@ uuid = device().device.uuid
 x = ASK["cupy"](64 * MIB)
 del x
 y = ASK["torch"](64 * MIB)
-ours = guard.caps.joint._pools[uuid]
+ours = guard.caps.shared_pool._pools[uuid]
 cupy.cuda.MemoryAsyncPool().set_limit(size=1)  # the current pool's release threshold
 memguard.ledger()
 result["kept"] = ours._attribute(4) == 2**64 - 1
@@ -200,7 +200,7 @@ import torch, cupy, numpy
 if not hasattr(numpy, "row_stack"): numpy.row_stack = numpy.vstack  # numba-cuda 0.30.4 compiles nothing without it
 import pycuda.autoinit, pycuda.driver as drv
 from numba import cuda
-from memguard._budget.joint import POOL
+from memguard._budget.shared_pool import POOL
 ASK = {
     "torch": lambda size: torch.empty(size, dtype=torch.uint8, device="cuda"),
     "cupy": lambda size: cupy.empty(size, dtype=cupy.uint8),
@@ -247,9 +247,9 @@ for turn in range(2):
 stop.set()
 thread.join()
 uuid = device().device.uuid
-result.update(most=most[0], rows=rows, held=guard.caps.joint.figures(uuid)[0])
-result["threshold"] = guard.caps.joint._pools[uuid]._attribute(4) == 2**64 - 1
-pool = guard.caps.joint._pools[uuid]
+result.update(most=most[0], rows=rows, held=guard.caps.shared_pool.figures(uuid)[0])
+result["threshold"] = guard.caps.shared_pool._pools[uuid]._attribute(4) == 2**64 - 1
+pool = guard.caps.shared_pool._pools[uuid]
 result["stays"] = memguard.shutdown()
 result["after"] = pool._attribute(4) != 2**64 - 1
 """

@@ -109,7 +109,7 @@ class Points:
             self.handler()
 
 
-PLANNING = ("findings", "joint", "mps", "policy", "ranks")
+PLANNING = ("findings", "mps", "policy", "ranks", "shared_pool")
 """What `_budget` has beside the reading of the file, which takes too many steps."""
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from memguard._base.units import GIB
-from memguard._budget import FRAMEWORKS, joint, load, policy
+from memguard._budget import FRAMEWORKS, load, policy, shared_pool
 from memguard._devices.catalog import CATALOGUE
 from memguard._devices.simulated import SimulatedHost
 from memguard.errors import PlanError
@@ -82,7 +82,7 @@ def test_it_has_a_plan_exactly_on_the_gpus_that_its_section_names(path: Path, gp
         return
     (part,) = policy.plan(budget, host.devices()).devices
     assert list(part.caps) == list(budget.frameworks)
-    assert part.limit == part.reserve + sum(joint.caps_of(part).values()) + part.unallocated
+    assert part.limit == part.reserve + sum(shared_pool.caps_of(part).values()) + part.unallocated
 
 
 @every_file

@@ -13,7 +13,7 @@ SPEC = FrameworkSpec(
     terminal_colour="bright_green",
     tells_peak=False,
     exchanged=Exchanged("CuPyArrays", short=("cp",), packages=("cupyx",), compacts=True),
-    joint="JointCuPy",
+    pooled="PooledCuPy",
     # 94 MiB in a process with other frameworks, 60 more with cuBLAS, 24 with cuFFT, 100 with cuSOLVER.
     modules=262 * MIB,
     workspace=320 * MIB,

@@ -15,7 +15,7 @@ SPEC = FrameworkSpec(
     regions=True,
     examined=Examined(brings_cuda=True, length=3),
     exchanged=Exchanged("JAXArrays", short=("jnp",), packages=("jaxlib",)),
-    joint="JointJAX",
+    pooled="PooledJAX",
     default_pool=True,
     # 34 MiB at its first operation, 204 with cuSOLVER and cuFFT.
     modules=206 * MIB,

@@ -16,7 +16,7 @@ SPEC = FrameworkSpec(
     frees_late=True,
     examined=Examined(length=1),
     exchanged=Exchanged("NumbaArrays", packages=("numba_cuda",)),
-    joint="JointNumba",
+    pooled="PooledNumba",
     modules=8 * MIB,
     workspace=32 * MIB,
     cap_is="a memory manager that counts its allocations",

@@ -14,7 +14,7 @@ SPEC = FrameworkSpec(
     terminal_colour="bright_yellow",
     examined=Examined("tensorflow|tf-nightly", brings_cuda=True, length=4),
     exchanged=Exchanged("TensorFlowArrays", packages=("keras",)),
-    joint="JointTensorFlow",
+    pooled="PooledTensorFlow",
     default_pool=True,
     modules=92 * MIB,
     workspace=256 * MIB,

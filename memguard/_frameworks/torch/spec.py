@@ -15,7 +15,7 @@ SPEC = FrameworkSpec(
     cures=(("tensorflow", "cudart:cure_installed"),),
     examined=Examined(brings_cuda=True, length=2),
     exchanged=Exchanged("TorchArrays", short=("pt",), compacts=True),
-    joint="JointTorch",
+    pooled="PooledTorch",
     remainder=True,
     # 92 MiB after the first tensor, 158 with cuBLAS, 240 after training a small network, 344 with cuSOLVER; and 24
     # for cuFFT, as with CuPy.

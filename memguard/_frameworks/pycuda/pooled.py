@@ -12,7 +12,7 @@ from typing import Any
 
 from memguard._base.types import Applied, Device, Enforcement, TraceEvent
 from memguard._devices.pool_blocks import Held
-from memguard._frameworks.joint_blocks import JointBlocks
+from memguard._frameworks.pooled_blocks import PooledBlocks
 from memguard._frameworks.pycuda.adapter import PyCUDA, _swap_defaults
 from memguard._frameworks.pycuda.contexts import current_context, serve_by_primary, watch_streams
 from memguard._frameworks.replacements import Replacements
@@ -21,7 +21,7 @@ from memguard.errors import CapNotApplied
 _PITCH = 512
 
 
-class JointPyCUDA(JointBlocks, PyCUDA):
+class PooledPyCUDA(PooledBlocks, PyCUDA):
     """PyCUDA's device allocations, in the shared pool."""
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
@@ -54,13 +54,13 @@ class JointPyCUDA(JointBlocks, PyCUDA):
             replaced.undo()
             if self._mem_alloc is not None:
                 _swap_defaults(self._mem_alloc, raw_alloc)
-            self._joint.forget(self.name)
-            self._joint_caps, self._mem_alloc = {}, None
+            self.shared_pool.forget(self.name)
+            self._pool_caps, self._mem_alloc = {}, None
 
         self.changes.add(self.name, undo)
         try:
-            self._joint_caps = dict(caps)
-            self._joint.count(self.name, self._counted_on)
+            self._pool_caps = dict(caps)
+            self.shared_pool.count(self.name, self._counted_on)
             replaced.put(drv, "mem_alloc", lambda _: mem_alloc, direct=True)
             self._mem_alloc = drv.mem_alloc
             replaced.put(drv, "mem_alloc_pitch", lambda _: mem_alloc_pitch, direct=True)
@@ -81,14 +81,14 @@ class JointPyCUDA(JointBlocks, PyCUDA):
         return None
 
     def forked(self) -> None:
-        self._joint_caps = {}
+        self._pool_caps = {}
 
     def _block(self, drv: Any, kind: Any, size: int) -> Any:
         """A block of the pool; None if PyCUDA must serve the request itself. PyCUDA's own MemoryError if there is no
         room."""
         if size <= 0 or current_context(drv) is None:
             return None
-        blocks = self._joint.blocks(self.name)
+        blocks = self.shared_pool.blocks(self.name)
         if blocks is None:
             self._say(
                 "pycuda: it works in a CUDA context that is not the primary one: what it allocates there lies outside "

@@ -9,20 +9,20 @@ from memguard._base.types import Device, Usage
 from memguard._base.units import format_size
 from memguard._devices import contexts
 from memguard._devices.pool_blocks import Held, PoolBlocks
-from memguard._frameworks.joint_base import MOST_TIMES, JointCapped
-from memguard._frameworks.joint_pool import SharedPool
+from memguard._frameworks.pooled import MOST_TIMES, PooledCapped
+from memguard._frameworks.shared_pool import SharedPool
 
 
-class JointBlocks(JointCapped):
+class PooledBlocks(PooledCapped):
     """Base of an adapter whose allocations memguard makes in the shared pool."""
 
-    def __init__(self, host: Any, joint: SharedPool) -> None:
-        super().__init__(host, joint)
-        self._joint_caps: dict[str, int] = {}
+    def __init__(self, host: Any, shared_pool: SharedPool) -> None:
+        super().__init__(host, shared_pool)
+        self._pool_caps: dict[str, int] = {}
 
     def usage(self, device: Device) -> Usage | None:
         """Live bytes; the cache belongs to the whole pool. None if the framework has allocated nothing on the GPU."""
-        blocks = self._joint.blocks_on(self.name, device.uuid)
+        blocks = self.shared_pool.blocks_on(self.name, device.uuid)
         if blocks is None:
             return None
         in_use = blocks.in_use()
@@ -30,16 +30,16 @@ class JointBlocks(JointCapped):
 
     def trim(self, device: Device) -> None:
         """Release the pool's idle memory to the driver, after the framework's frees have run."""
-        blocks = self._joint.blocks_on(self.name, device.uuid)
+        blocks = self.shared_pool.blocks_on(self.name, device.uuid)
         if blocks is not None and contexts.initialised():
             blocks.wait()
-            self._joint.release(device.uuid)
+            self.shared_pool.release(device.uuid)
 
     def about(self) -> dict[str, str]:
-        return {"strategy": "pool"} if self._joint_caps else {}
+        return {"strategy": "pool"} if self._pool_caps else {}
 
     def _counted_on(self, uuid: str) -> int:
-        blocks = self._joint.blocks_on(self.name, uuid)
+        blocks = self.shared_pool.blocks_on(self.name, uuid)
         return 0 if blocks is None else blocks.in_use()
 
     def _from_pool(self, blocks: PoolBlocks, size: int, flush: Callable[[], object]) -> Held | None:
@@ -51,7 +51,7 @@ class JointBlocks(JointCapped):
             flush()
             blocks.wait()
             held = blocks.take(size)
-            if held is not None or not self._short(self._shortage_on(self._here(), size, self._joint_caps)):
+            if held is not None or not self._short(self._shortage_on(self._here(), size, self._pool_caps)):
                 break
         return held
 
@@ -62,12 +62,12 @@ class JointBlocks(JointCapped):
     def _no_room(self, size: int) -> str:
         """The end of a refusal's sentence."""
         uuid = self._here()
-        held, used = self._joint.figures(uuid) or (0, 0)
+        held, used = self.shared_pool.figures(uuid) or (0, 0)
         return (
             f"asked for {format_size(size)}; the shared pool of the memguard budget may hold "
-            f"{format_size(self._joint_caps.get(uuid))}, holds {format_size(held)}, and {format_size(used)} are in use"
+            f"{format_size(self._pool_caps.get(uuid))}, holds {format_size(held)}, and {format_size(used)} are in use"
         )
 
     def _told(self, error: BaseException, size: int) -> BaseException:
         """The refused request's error with its size, after reporting the refusal."""
-        return self._told_on(self._here(), error, size, self._joint_caps)
+        return self._told_on(self._here(), error, size, self._pool_caps)

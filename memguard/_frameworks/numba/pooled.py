@@ -15,14 +15,14 @@ from memguard._base.types import Applied, Device, Enforcement
 from memguard._base.units import GRANULE
 from memguard._devices import contexts, pool_blocks
 from memguard._devices.pool_blocks import Held
-from memguard._frameworks.joint_blocks import JointBlocks
 from memguard._frameworks.numba.adapter import Numba
 from memguard._frameworks.numba.contexts import DRIVER, handle_of, numba_contexts
+from memguard._frameworks.pooled_blocks import PooledBlocks
 from memguard._frameworks.replacements import Replacements
 from memguard.errors import CapNotApplied, ConflictingSetting
 
 
-class JointNumba(JointBlocks, Numba):
+class PooledNumba(PooledBlocks, Numba):
     """Numba's device arrays, in the shared pool."""
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
@@ -39,7 +39,7 @@ class JointNumba(JointBlocks, Numba):
             fix = "remove it, or write 'strategy: caps' in the budget"
             raise ConflictingSetting(self.name, setting, "allocates for Numba, past the shared pool", fix)
         live = [context.memory_manager for context in numba_contexts()]
-        if not all(hasattr(manager, "memguard_joint") for manager in live):
+        if not all(hasattr(manager, "memguard_client") for manager in live):
             why = "it was live before memguard.init(): its context keeps its memory manager"
             raise CapNotApplied(self.name, why, "call memguard.init() before Numba's first array or kernel")
         manager: Any = type(live[0]) if live else joined(driver)  # from an earlier budget
@@ -49,15 +49,15 @@ class JointNumba(JointBlocks, Numba):
             replaced.undo()
             if driver._memory_manager is manager:
                 driver._memory_manager = self._asked
-            manager.memguard_joint = self._manager = None  # contexts created meanwhile allocate as Numba does
-            self._joint.forget(self.name)
-            self._joint_caps = {}
+            manager.memguard_client = self._manager = None  # contexts created meanwhile allocate as Numba does
+            self.shared_pool.forget(self.name)
+            self._pool_caps = {}
 
         self.changes.add(self.name, undo)
         try:
             driver.set_memory_manager(manager)
-            self._joint_caps, self._manager, manager.memguard_joint = dict(caps), manager, self
-            self._joint.count(self.name, self._counted_on)
+            self._pool_caps, self._manager, manager.memguard_client = dict(caps), manager, self
+            self.shared_pool.count(self.name, self._counted_on)
             for owner in (driver, sys.modules.get("numba.cuda")):
                 replaced.put(owner, "set_memory_manager", lambda original: self._set_later(original, driver))
         except BaseException:
@@ -75,22 +75,22 @@ class JointNumba(JointBlocks, Numba):
         super().trim(device)
 
     def forked(self) -> None:
-        self._joint_caps = {}
+        self._pool_caps = {}
         if self._manager is not None:
-            self._manager.memguard_joint = None
+            self._manager.memguard_client = None
 
 
 def joined(driver: Any) -> type:
-    """The class of memory managers that allocate from the shared pool while `memguard_joint` is set."""
+    """The class of memory managers that allocate from the shared pool while `memguard_client` is set."""
 
-    class JointMemoryManager(driver.NumbaCUDAMemoryManager):  # type: ignore[misc]
+    class PooledMemoryManager(driver.NumbaCUDAMemoryManager):  # type: ignore[misc]
         """Numba's own memory manager, with arrays in memguard's shared pool."""
 
-        memguard_joint: ClassVar[JointNumba | None] = None
+        memguard_client: ClassVar[PooledNumba | None] = None
 
         def memalloc(self, size: int) -> Any:
-            owner = self.memguard_joint
-            blocks = None if owner is None or size <= 0 else owner._joint.blocks(owner.name)
+            owner = self.memguard_client
+            blocks = None if owner is None or size <= 0 else owner.shared_pool.blocks(owner.name)
             if owner is None or blocks is None:
                 return super().memalloc(size)
             held = owner._from_pool(blocks, size, self.deallocations.clear)
@@ -127,4 +127,4 @@ def joined(driver: Any) -> type:
             if self.context is not None:
                 pool_blocks.forget(handle_of(self.context))
 
-    return JointMemoryManager
+    return PooledMemoryManager

@@ -19,7 +19,7 @@ COMMON = """
 import ctypes, gc, json, signal, sys, threading
 from stand_ins import Host, GIB, MIB, drifts
 from memguard._devices import contexts, streams
-from memguard._frameworks.joint_pool import SharedPool
+from memguard._frameworks.shared_pool import SharedPool
 stub = ctypes.CDLL("libcuda.so.1")
 stub.stub_asked.restype = ctypes.c_char_p
 stub.stub_taken.restype = ctypes.c_size_t
@@ -35,14 +35,14 @@ PYCUDA = (
     COMMON
     + """
 import pycuda.driver as drv
-from memguard._frameworks.pycuda.joint import JointPyCUDA
+from memguard._frameworks.pycuda.pooled import PooledPyCUDA
 drv.init()
 context = drv.Device(0).retain_primary_context()
 context.push()
 uuid = list(contexts.ordinals())[0]
 gpu = next(iter(host.gpus)).__class__(uuid, "stub", 0, GIB, 0, "hopper")
 joint = SharedPool({uuid: 64 * MIB}, print)
-framework = JointPyCUDA(host, joint)
+framework = PooledPyCUDA(host, joint)
 result = {}
 """
 )
@@ -51,12 +51,12 @@ NUMBA = (
     + """
 from numba import cuda
 from numba.cuda.cudadrv import driver as module
-from memguard._frameworks.numba.joint import JointNumba
+from memguard._frameworks.numba.pooled import PooledNumba
 module.driver.ensure_initialized()
 uuid = list(contexts.ordinals())[0]
 gpu = host.gpus[0].__class__(uuid, "stub", 0, GIB, 0, "hopper")
 joint = SharedPool({uuid: 64 * MIB}, print)
-framework = JointNumba(host, joint)
+framework = PooledNumba(host, joint)
 def bytes_of(size): return cuda.device_array(size, "u1")
 """
 )
@@ -246,7 +246,7 @@ def test_where_the_driver_cannot_cap_the_pool_memguard_refuses(pycuda: Run) -> N
     found = pycuda(
         """
         joint = SharedPool({uuid: 64 * MIB}, print, clients=["jax"])
-        framework = JointPyCUDA(host, joint)
+        framework = PooledPyCUDA(host, joint)
         framework.apply({uuid: 64 * MIB}, {})
         first = drv.mem_alloc(40 * MIB)
         try:
@@ -266,7 +266,7 @@ def test_two_threads_do_not_pass_that_cap_together(pycuda: Run) -> None:
     found = pycuda(
         """
         joint = SharedPool({uuid: 64 * MIB}, print, clients=["jax"])
-        framework = JointPyCUDA(host, joint)
+        framework = PooledPyCUDA(host, joint)
         framework.apply({uuid: 64 * MIB}, {})
         both, waits = threading.Barrier(2, timeout=10), []
         from memguard._devices.pools import DefaultPool as kind
@@ -390,7 +390,7 @@ first = bytes_of(3 * MIB)
 applied.undo()
 joint.restore()
 again = SharedPool({uuid: 64 * MIB}, print)
-second = JointNumba(host, again)
+second = PooledNumba(host, again)
 second.apply({uuid: 64 * MIB}, {})
 array = bytes_of(2 * MIB)
 result["counted"] = [second._counted_on(uuid), again.figures(uuid)[1]]

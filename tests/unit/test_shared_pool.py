@@ -16,7 +16,7 @@ from memguard._base import specs
 from memguard._base.specs import SPECS
 from memguard._base.types import DevicePlan, FrameworkSample, MemoryInfo, Usage
 from memguard._base.units import GIB, MIB
-from memguard._budget import from_mapping, joint, policy
+from memguard._budget import from_mapping, policy, shared_pool
 from memguard._devices.simulated import SimulatedHost
 from memguard.cli import main
 from memguard.errors import ConfigError, PlanError
@@ -40,7 +40,7 @@ def test_what_can_draw_from_the_pool_shares_one_cap_and_the_rest_keep_theirs() -
     assert part.caps["torch"] == part.caps["cupy"] == apart.caps["torch"] + apart.caps["cupy"]
     assert part.caps["pycuda"] == apart.caps["pycuda"] == 2 * GIB
     assert part.unallocated == apart.unallocated
-    assert part.limit == part.reserve + sum(joint.caps_of(part).values()) + part.unallocated
+    assert part.limit == part.reserve + sum(shared_pool.caps_of(part).values()) + part.unallocated
 
 
 def test_a_joint_cap_cannot_be_resized_and_one_beside_it_can() -> None:
@@ -79,10 +79,10 @@ def test_a_strategy_that_is_none_is_an_error() -> None:
 
 
 def test_every_framework_that_can_join_has_an_adapter_for_it() -> None:
-    joined = [name for name, spec in SPECS.items() if spec.joint]
+    joined = [name for name, spec in SPECS.items() if spec.pooled]
     assert set(joined) == set(SPECS)
     for name in joined:
-        cls = specs.load(name, "joint", SPECS[name].joint)
+        cls = specs.load(name, "pooled", SPECS[name].pooled)
         assert cls.pooled and issubclass(cls, specs.load(name, "adapter", SPECS[name].adapter))
     assert [name for name in joined if SPECS[name].remainder] == ["torch"], "two remainders would count bytes twice"
 
@@ -108,14 +108,16 @@ def test_the_plan_says_which_caps_are_shared(tmp_path: Path) -> None:
 
 def test_with_jax_or_tensorflow_it_is_the_default_pool_which_nothing_caps() -> None:
     part = plan({name: {"limit": "1GiB"} for name in SPECS}).devices[0]
-    assert set(part.joined) == set(SPECS) and not joint.capped(part.joined) and joint.capped(("torch", "cupy"))
+    assert (
+        set(part.joined) == set(SPECS) and not shared_pool.capped(part.joined) and shared_pool.capped(("torch", "cupy"))
+    )
     assert set(part.caps.values()) == {6 * GIB}
-    said = {name: joint.how(part, name).partition(" ")[0].rstrip(":,") for name in SPECS}
+    said = {name: shared_pool.how(part, name).partition(" ")[0].rstrip(":,") for name in SPECS}
     assert said == {
         "torch": "watched", "tensorflow": "watched", "jax": "watched",
         "cupy": "enforced", "pycuda": "enforced", "numba": "enforced",
     }  # fmt: skip
-    assert "memguard's allocator" in joint.how(part, "cupy")
+    assert "memguard's allocator" in shared_pool.how(part, "cupy")
 
 
 SIZES = st.integers(0, 64).map(lambda units: units * 32 * MIB)
@@ -127,8 +129,8 @@ def test_admission_is_that_of_one_owner_of_the_whole_pool(live: list[int], cache
     cap, used = sum(live) + cache + spare, sum(live)
     memory = MemoryInfo(141 * GIB, 0, 0, 141 * GIB)
     for own in live:
-        usages = {"torch": Usage(own, own, 0), joint.POOL: Usage(used + cache, used)}
-        admission = policy.admit("torch", asked, asked, cap, usages, memory, joint.POOL)
+        usages = {"torch": Usage(own, own, 0), shared_pool.POOL: Usage(used + cache, used)}
+        admission = policy.admit("torch", asked, asked, cap, usages, memory, shared_pool.POOL)
         assert (admission.refusal is None) == (used + asked <= cap)
         if admission.refusal is None:
             assert admission.trim == ()
@@ -137,37 +139,37 @@ def test_admission_is_that_of_one_owner_of_the_whole_pool(live: list[int], cache
 @given(parts=st.dictionaries(st.sampled_from(["a", "b", "c"]), SIZES), others=SIZES, cache=SIZES)
 def test_no_byte_of_the_pool_is_counted_twice(parts: dict[str, int], others: int, cache: int) -> None:
     used = sum(parts.values()) + others
-    remainder = joint.counted(used, parts)
+    remainder = shared_pool.counted(used, parts)
     assert remainder == others and sum(parts.values()) + remainder + cache == used + cache
 
 
 def test_a_remainder_is_never_negative_whatever_was_freed_between_two_readings() -> None:
-    assert joint.counted(GIB, {"cupy": 2 * GIB}) == 0
+    assert shared_pool.counted(GIB, {"cupy": 2 * GIB}) == 0
 
 
 def test_pressure_is_that_of_what_the_others_leave() -> None:
     (part,) = plan({"torch": {"limit": "6GiB"}, "cupy": {"limit": "2GiB"}}).devices
     figures = {
         "torch": FrameworkSample(4 * GIB, 4 * GIB, 0, 8 * GIB), "cupy": FrameworkSample(3 * GIB, 3 * GIB, 0, 8 * GIB),
-        joint.POOL: FrameworkSample(GIB, 0, None, None),
+        shared_pool.POOL: FrameworkSample(GIB, 0, None, None),
     }  # fmt: skip
-    found = joint.left_to(part, figures)
-    assert (found["torch"].cap, found["cupy"].cap, found[joint.POOL].cap) == (5 * GIB, 4 * GIB, None)
+    found = shared_pool.left_to(part, figures)
+    assert (found["torch"].cap, found["cupy"].cap, found[shared_pool.POOL].cap) == (5 * GIB, 4 * GIB, None)
 
 
 def test_a_refusal_says_what_the_pool_is_and_what_others_have_of_it() -> None:
     (part,) = plan({"torch": {"limit": "6GiB"}, "cupy": {"limit": "2GiB"}, "pycuda": BESIDE}).devices
     whole = policy.OverCap("torch", 5, 5, 0, 8 * GIB, Usage(7 * GIB, 6 * GIB))
-    said = whole.beside(5 * GIB, joint.note_on(part, "torch", 5 * GIB)).advice()
+    said = whole.beside(5 * GIB, shared_pool.note_on(part, "torch", 5 * GIB)).advice()
     assert "its cap is 3.00 GiB and it holds 2.00 GiB, of which 1.00 GiB in use" in said.reason
     assert said.reason.endswith(
         " in use; torch and cupy share one pool of 8.00 GiB, of which others have 5.00 GiB in use"
     )
-    assert joint.note_on(part, "pycuda", 0) == ""
+    assert shared_pool.note_on(part, "pycuda", 0) == ""
 
 
 def test_the_notes_name_the_remainder_and_the_cache() -> None:
     (part,) = plan().devices
-    notes = joint.shared_notes(part)
-    assert set(notes) == {"torch", joint.POOL} and "remainder" in notes["torch"]
-    assert joint.shared_notes(None) == joint.shared_notes(DevicePlan(part.device, 1, 1, {}, 0)) == {}
+    notes = shared_pool.shared_notes(part)
+    assert set(notes) == {"torch", shared_pool.POOL} and "remainder" in notes["torch"]
+    assert shared_pool.shared_notes(None) == shared_pool.shared_notes(DevicePlan(part.device, 1, 1, {}, 0)) == {}

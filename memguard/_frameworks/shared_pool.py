@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from memguard._base.logs import log as _log
 from memguard._base.types import Device, Drift, Usage
 from memguard._base.units import format_size, round_up
-from memguard._budget import joint
+from memguard._budget import shared_pool
 from memguard._devices import contexts
 from memguard._frameworks.base import Allocator, Framework
 from memguard._frameworks.driver_pages import PIECE, returned_by_trim
@@ -36,10 +36,10 @@ class SharedPool(Allocator):
     watched.
     """
 
-    name, asks = joint.POOL, True
+    name, asks = shared_pool.POOL, True
 
     def __init__(self, caps: Mapping[str, int], warn: Callable[[str], None], clients: Sequence[str] = ()) -> None:
-        self.caps, self.clients, self.capped = dict(caps), tuple(clients), joint.capped(clients)
+        self.caps, self.clients, self.capped = dict(caps), tuple(clients), shared_pool.capped(clients)
         self.adapters: dict[str, Framework] = {}
         """The clients' adapters by name. `registry` adds them."""
         self._warn = warn
@@ -145,7 +145,7 @@ class SharedPool(Allocator):
     def remainder(self, uuid: str) -> int:
         """Bytes in use that no registered framework counts."""
         found = self.figures(uuid)
-        return 0 if found is None else joint.counted(found[1], self._counted(uuid))
+        return 0 if found is None else shared_pool.counted(found[1], self._counted(uuid))
 
     def usage(self, device: Device) -> Usage | None:
         """The whole pool; None before it exists. `reclaimable` is None while a block is live: idle memory serves each

@@ -16,7 +16,7 @@ from typing import Any
 from memguard._base.types import Applied, Device, Drift, Enforcement, Usage
 from memguard._base.undo import Undo
 from memguard._base.units import round_up
-from memguard._frameworks.joint_pool import SharedPool
+from memguard._frameworks.shared_pool import SharedPool
 from memguard._frameworks.torch import settings
 from memguard._frameworks.torch.adapter import Torch
 from memguard.errors import CapNotApplied, ConflictingSetting
@@ -29,14 +29,14 @@ _FIRST_WITH_NEW = (2, 10)
 """The first torch configured by the new variable alone: older ones read the old variable in any case."""
 
 
-class JointTorch(Torch):
+class PooledTorch(Torch):
     """torch's `cudaMallocAsync` backend over the shared pool."""
 
     pooled = True
 
-    def __init__(self, host: Any, joint: SharedPool) -> None:
+    def __init__(self, host: Any, shared_pool: SharedPool) -> None:
         super().__init__(host)
-        self._joint = joint
+        self.shared_pool = shared_pool
 
     def prepare(self, undo: Undo) -> None:
         """Select the backend by the variable that the user has set, or by the one that this torch reads."""
@@ -63,7 +63,7 @@ class JointTorch(Torch):
                 f"`import torch` after memguard.init(), or set {_NEW}={_ASK} before Python starts",
             )
         applied = super().apply(caps, options)
-        if self._joint.capped:
+        if self.shared_pool.capped:
             return applied
         note = (
             "torch: watched: it draws from the device's default pool, which cannot be capped; its fraction bounds what "
@@ -77,7 +77,7 @@ class JointTorch(Torch):
         live = getattr(getattr(torch, "cuda", None), "is_initialized", None)  # as `_live`
         if live is None or not live() or device.uuid not in self._pools:
             return None
-        in_use = self._joint.remainder(device.uuid)
+        in_use = self.shared_pool.remainder(device.uuid)
         return Usage(in_use, in_use, 0)
 
     def footprint(self, size: int) -> int:
@@ -85,7 +85,7 @@ class JointTorch(Torch):
         return round_up(size, _UNIT)
 
     def drift(self) -> Sequence[Drift]:
-        return [*super().drift(), *(self._joint.drift() if self._set else ())]
+        return [*super().drift(), *(self.shared_pool.drift() if self._set else ())]
 
     def about(self) -> dict[str, str]:
         found = super().about()
@@ -95,7 +95,7 @@ class JointTorch(Torch):
         raise self._other("torch.cuda.memory.change_current_allocator", "remove that call")
 
     def _put_pool_under(self, uuid: str, ordinal: int, allowed: int) -> None:
-        pool = self._joint.use(self.name, uuid, ordinal)
+        pool = self.shared_pool.use(self.name, uuid, ordinal)
         if pool is None:
             raise CapNotApplied(self.name, "the shared pool is just being made", "call torch.cuda.init() again")
         self._pools[uuid] = pool

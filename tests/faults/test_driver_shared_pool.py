@@ -13,7 +13,7 @@ import ctypes
 stub = ctypes.CDLL("libcuda.so.1")  # in this stub CUDA is initialised as soon as it is loaded
 stub.stub_pool_max.restype = stub.stub_pool_threshold.restype = ctypes.c_ulonglong
 from memguard._devices.simulated import SimulatedHost
-from memguard._frameworks.joint_pool import SharedPool
+from memguard._frameworks.shared_pool import SharedPool
 from memguard.errors import CapNotApplied
 gpu = SimulatedHost(["h200"]).devices()[0]
 warned = []

@@ -12,11 +12,11 @@ from typing import Any
 from memguard._base.types import Applied
 from memguard._frameworks.jax import adapter
 from memguard._frameworks.jax.adapter import JAX
-from memguard._frameworks.joint_base import JointWatched
+from memguard._frameworks.pooled import PooledWatched
 from memguard.errors import CapNotApplied
 
 
-class JointJAX(JointWatched, JAX):
+class PooledJAX(PooledWatched, JAX):
     """JAX's `cuda_async` allocator over the device's default pool."""
 
     _allocator = "cuda_async"

@@ -45,11 +45,11 @@ def members(budget: Budget) -> tuple[str, ...]:
     if budget.strategy != "pool":
         return ()
     return tuple(
-        n for n, entry in budget.frameworks.items() if SPECS[n].joint and getattr(entry, "context", "") != "own"
+        n for n, entry in budget.frameworks.items() if SPECS[n].pooled and getattr(entry, "context", "") != "own"
     )
 
 
-def joined(part: DevicePlan, names: tuple[str, ...]) -> DevicePlan:
+def with_pool(part: DevicePlan, names: tuple[str, ...]) -> DevicePlan:
     """The plan with one joint cap for these frameworks, the sum of their caps."""
     if not names:
         return part

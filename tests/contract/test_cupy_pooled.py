@@ -16,10 +16,10 @@ from test_cupy_model import Setting, model
 from memguard import _budget
 from memguard._base.types import Enforcement, Shortage, State
 from memguard._base.units import MIB
-from memguard._budget.joint import POOL
+from memguard._budget.shared_pool import POOL
 from memguard._devices import pools
-from memguard._frameworks.cupy.joint import JointCuPy
-from memguard._frameworks.joint_pool import SharedPool
+from memguard._frameworks.cupy.pooled import PooledCuPy
+from memguard._frameworks.shared_pool import SharedPool
 from memguard._guard.guard import Guard
 from memguard.errors import CapNotApplied, ConflictingSetting, DeviceError
 
@@ -70,7 +70,7 @@ class Joint:
         self.uuid = setting.first.uuid
         self.pool = SharedPool({self.uuid: size}, self.warned.append)
         self.setting = setting
-        self.framework = setting.framework = JointCuPy(setting.host, self.pool)
+        self.framework = setting.framework = PooledCuPy(setting.host, self.pool)
 
     @property
     def gpu(self) -> Any:
@@ -305,7 +305,7 @@ def test_where_the_driver_cannot_cap_the_pool_memguard_refuses(model: Any, monke
     monkeypatch.setattr(pools, "DefaultPool", lambda ordinal: FakePool(ordinal, 1 << 50))
     joint = Joint(model(), 256 * MIB)
     joint.pool = SharedPool({joint.uuid: 256 * MIB}, joint.warned.append, clients=["jax"])
-    joint.framework._joint = joint.pool
+    joint.framework.shared_pool = joint.pool
     setting = joint.setting
     setting.apply(256 * MIB)
     live = [setting.alloc(MIB)]
@@ -322,7 +322,7 @@ def test_two_threads_do_not_pass_that_cap_together(model: Any, monkeypatch: pyte
     monkeypatch.setattr(pools, "DefaultPool", lambda ordinal: FakePool(ordinal, 1 << 50))
     joint = Joint(model(), 256 * MIB)
     joint.pool = SharedPool({joint.uuid: 256 * MIB}, joint.warned.append, clients=["jax"])
-    joint.framework._joint = joint.pool
+    joint.framework.shared_pool = joint.pool
     setting, both, waits = joint.setting, threading.Barrier(2, timeout=10), list[int]()
     looked = FakePool.used
 

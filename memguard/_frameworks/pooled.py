@@ -9,7 +9,7 @@ from memguard._base.types import Applied, Device, Drift, Enforcement, Shortage, 
 from memguard._base.units import round_up
 from memguard._frameworks.base import Framework, with_size
 from memguard._frameworks.driver_pages import PIECE
-from memguard._frameworks.joint_pool import SharedPool
+from memguard._frameworks.shared_pool import SharedPool
 from memguard.errors import CapNotApplied
 
 UNIT = 512
@@ -21,12 +21,12 @@ MOST_TIMES = 3
 class _Pooled(Framework):
     pooled = True
 
-    def __init__(self, host: Any, joint: SharedPool) -> None:
+    def __init__(self, host: Any, shared_pool: SharedPool) -> None:
         super().__init__(host)
-        self._joint = joint
+        self.shared_pool = shared_pool
 
 
-class JointCapped(_Pooled):
+class PooledCapped(_Pooled):
     """Base of an adapter with memguard's own allocator: its held memory is its live blocks."""
 
     def give_back(self, device: Device, needed: int) -> None:
@@ -44,7 +44,7 @@ class JointCapped(_Pooled):
         return None
 
     def _shortage_on(self, uuid: str, size: int, caps: Mapping[str, int]) -> Shortage:
-        held, _ = self._joint.figures(uuid) or (0, 0)
+        held, _ = self.shared_pool.figures(uuid) or (0, 0)
         needed = round_up(size, PIECE)
         # If the cap allows the bytes, the GPU is full.
         return Shortage(self.name, uuid, size, needed, held + needed <= caps.get(uuid, 0))
@@ -57,7 +57,7 @@ class JointCapped(_Pooled):
         return error
 
 
-class JointWatched(_Pooled):
+class PooledWatched(_Pooled):
     """Base of an adapter whose framework allocates from the device's default pool, without a limit."""
 
     def usage(self, device: Device) -> Usage | None:
@@ -65,7 +65,7 @@ class JointWatched(_Pooled):
         found = super().usage(device)  # type: ignore[safe-super]  # of the adapter that comes next
         if found is None:
             return None
-        self._joint.begin(self.name, device.uuid)
+        self.shared_pool.begin(self.name, device.uuid)
         return Usage(found.in_use, found.in_use, None if found.in_use is None else 0, peak=found.peak)
 
     def drift(self) -> Sequence[Drift]:
@@ -94,7 +94,7 @@ class JointWatched(_Pooled):
         def undo() -> None:
             if restore is not None:
                 restore()
-            self._joint.forget(self.name)
+            self.shared_pool.forget(self.name)
             assert applied.undo is not None
             try:
                 applied.undo()
@@ -103,5 +103,5 @@ class JointWatched(_Pooled):
                 standing.update(before)
                 raise CapNotApplied(self.name, stays, "restart the process") from None
 
-        self._joint.count(self.name, counted)
+        self.shared_pool.count(self.name, counted)
         return Applied(Enforcement.WATCHED, undo, notes=(*applied.notes, note))

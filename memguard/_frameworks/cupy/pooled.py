@@ -21,20 +21,20 @@ from memguard._base.units import format_size
 from memguard._devices import contexts, suspension
 from memguard._frameworks.cupy.adapter import CuPy, _imported, _named, _replaced
 from memguard._frameworks.cupy.limits import LIMIT
-from memguard._frameworks.joint_base import MOST_TIMES, UNIT, JointCapped
-from memguard._frameworks.joint_pool import SharedPool
+from memguard._frameworks.pooled import MOST_TIMES, UNIT, PooledCapped
 from memguard._frameworks.replacements import Replacements
 from memguard._frameworks.rmm import resource
+from memguard._frameworks.shared_pool import SharedPool
 from memguard.errors import CapNotApplied, ConflictingSetting
 
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 
 
-class JointCuPy(JointCapped, CuPy):
+class PooledCuPy(PooledCapped, CuPy):
     """CuPy's async allocator over the shared pool."""
 
-    def __init__(self, host: Any, joint: SharedPool) -> None:
-        super().__init__(host, joint)
+    def __init__(self, host: Any, shared_pool: SharedPool) -> None:
+        super().__init__(host, shared_pool)
         self._live_sizes: dict[int, dict[int, int]] = {}  # by ordinal: the size of each live allocation, by address
 
     def _live(self, module: Any) -> bool:
@@ -58,15 +58,15 @@ class JointCuPy(JointCapped, CuPy):
         def undo() -> None:
             replaced.undo()
             ours, self._caps = self._allocate, {}
-            self._joint.forget(self.name)
+            self.shared_pool.forget(self.name)
             if ours is not None and cupy.cuda.get_allocator() is ours:
                 self._set_allocator(self._asked_for)
             self._allocate = None
 
         self.changes.add(self.name, undo)
         try:
-            self._allocate = self._from_joint(cupy)
-            self._joint.count(self.name, self._counted)
+            self._allocate = self._from_shared_pool(cupy)
+            self.shared_pool.count(self.name, self._counted)
             self._set_allocator(self._allocate)
             for owner in (cupy.cuda, cupy.cuda.memory):
                 replaced.put(owner, "set_allocator", lambda original: self._later(original, cupy))
@@ -94,14 +94,14 @@ class JointCuPy(JointCapped, CuPy):
         with contexts.pushed(ordinal) as there:
             if there:
                 cupy.cuda.get_current_stream().synchronize()
-                self._joint.release(device.uuid)
+                self.shared_pool.release(device.uuid)
 
     def _drift(self, cupy: Any) -> list[Drift]:
         if self._allocate is None:
             return []
         if (now := cupy.cuda.get_allocator()) is not self._allocate:
             return [_replaced(_named(now))]
-        return self._joint.drift()
+        return self.shared_pool.drift()
 
     def about(self) -> dict[str, str]:
         return {"allocator": "MemoryAsync", "strategy": "pool"} if self._live_sizes else {}
@@ -113,11 +113,11 @@ class JointCuPy(JointCapped, CuPy):
         live = self._live_sizes.get(self._by_uuid().get(uuid, -1)) if self._live_sizes else None
         return 0 if live is None else _total(live)
 
-    def _from_joint(self, cupy: Any) -> Callable[[int], Any]:
+    def _from_shared_pool(self, cupy: Any) -> Callable[[int], Any]:
         """CuPy's allocator: `cupy.cuda.malloc_async`, counted."""
         memory, error_of_driver = cupy.cuda.memory, cupy.cuda.runtime.CUDARuntimeError
         here, stream_here, known = cupy.cuda.runtime.getDevice, cupy.cuda.get_current_stream, self._live_sizes
-        pointer, capped = memory.MemoryPointer, self._joint.capped
+        pointer, capped = memory.MemoryPointer, self.shared_pool.capped
 
         class Counted(memory.MemoryAsync):  # type: ignore[name-defined, misc]
             """An allocation in the shared pool. memguard counts it from before its creation until CuPy frees it."""
@@ -145,7 +145,7 @@ class JointCuPy(JointCapped, CuPy):
 
         def take(size: int, ordinal: int, live: dict[int, int]) -> Any:
             """An allocation; None if the pool has no room."""
-            claim, limit = None, None if capped else self._joint.limit(self._uuid(ordinal))
+            claim, limit = None, None if capped else self.shared_pool.limit(self._uuid(ordinal))
             if limit is not None and (claim := limit.take(size)) is None:
                 return None
             try:
@@ -177,7 +177,7 @@ class JointCuPy(JointCapped, CuPy):
         uuid = self._uuid(ordinal)
         if uuid not in self._caps and self._caps:
             self._say(f"cupy: cuda:{ordinal} ({uuid or 'unknown to CUDA'}) is not in the budget: not capped there")
-        self._joint.use(self.name, uuid, ordinal)
+        self.shared_pool.use(self.name, uuid, ordinal)
         return self._live_sizes.setdefault(ordinal, {})
 
     def _again(self, cupy: Any, ordinal: int, size: int, take: Callable[[], Any]) -> Any:
@@ -195,7 +195,7 @@ class JointCuPy(JointCapped, CuPy):
 
     def _refusal(self, cupy: Any, uuid: str, size: int) -> BaseException:
         """CuPy's own error, after reporting the refusal."""
-        held, _ = self._joint.figures(uuid) or (0, 0)
+        held, _ = self.shared_pool.figures(uuid) or (0, 0)
         error = cupy.cuda.memory.OutOfMemoryError(size, held, self._caps.get(uuid, 0))
         return self._told_on(uuid, error, size, self._caps)
 

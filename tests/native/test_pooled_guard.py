@@ -49,18 +49,18 @@ def test_a_start_that_fails_later_takes_it_back_too(alone: Run) -> None:
         TORCH
         + """
 from memguard._frameworks import registry
-joined = registry.joined
-def broken(name, host, joint):
-    framework = joined(name, host, joint)
+client = registry.client
+def broken(name, host, pool):
+    framework = client(name, host, pool)
     if name == "cupy":
         framework.prepare = lambda undo: 1 / 0
     return framework
-registry.joined = broken
+registry.client = broken
 try:
     start(torch={"limit": "1GiB"}, cupy={"limit": "1GiB"})
 except ZeroDivisionError:
     result["failed"] = os.environ.get(NAME)
-registry.joined = joined
+registry.client = client
 guard, real = start(), os.environ.pop
 times = []
 def interrupted(*args):
@@ -97,7 +97,7 @@ import ctypes, json, os, sys
 from stand_ins import Host, GIB, MIB
 from memguard import _budget
 from memguard._guard.guard import Guard
-from memguard._budget.joint import POOL
+from memguard._budget.shared_pool import POOL
 host = Host()
 os.environ["CUDA_STUB_UUIDS"] = host.uuids[0]
 text = {"version": 1, "strategy": "pool", "frameworks": {"pycuda": {"limit": "48MiB"}, "cupy": {"limit": "16MiB"}}}

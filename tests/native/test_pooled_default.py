@@ -11,23 +11,23 @@ JAX = """
 sys.path.append(PLUGIN)
 import jax
 from memguard._frameworks.jax import adapter as module
-from memguard._frameworks.jax.joint import JointJAX
-from memguard._frameworks.joint_pool import SharedPool
+from memguard._frameworks.jax.pooled import PooledJAX
+from memguard._frameworks.shared_pool import SharedPool
 host = Host()
 uuid, gpu = host.uuids[0], host.gpus[0]
 joint = SharedPool({uuid: 4 * GIB}, print, clients=["jax"])
-framework = JointJAX(host, joint)
+framework = PooledJAX(host, joint)
 def options(): return dict(jax.config.jax_pjrt_client_create_options or {})
 """
 TENSORFLOW = """
 import tensorflow as tf
 from memguard._frameworks.tensorflow import adapter as module
-from memguard._frameworks.joint_pool import SharedPool
-from memguard._frameworks.tensorflow.joint import JointTensorFlow
+from memguard._frameworks.shared_pool import SharedPool
+from memguard._frameworks.tensorflow.pooled import PooledTensorFlow
 host = Host()
 uuid = host.uuids[0]
 joint = SharedPool({uuid: 4 * GIB}, print, clients=["jax"])
-framework = JointTensorFlow(host, joint)
+framework = PooledTensorFlow(host, joint)
 NAME = "TF_GPU_ALLOCATOR"
 """
 

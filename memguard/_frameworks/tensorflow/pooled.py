@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from memguard._base.types import Applied, Enforcement
-from memguard._frameworks.joint_base import JointWatched
+from memguard._frameworks.pooled import PooledWatched
 from memguard._frameworks.tensorflow import adapter
 from memguard._frameworks.tensorflow.adapter import TensorFlow
 from memguard.errors import CapNotApplied, ConflictingSetting
@@ -21,7 +21,7 @@ _WANTED = "cuda_malloc_async"
 _VARIABLE = adapter.ALLOCATOR
 
 
-class JointTensorFlow(JointWatched, TensorFlow):
+class PooledTensorFlow(PooledWatched, TensorFlow):
     """TensorFlow's `cuda_malloc_async` allocator over the device's default pool."""
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:

@@ -12,8 +12,8 @@ Run = Callable[..., dict[str, Any]]
 SETUP = """
 import torch
 from memguard._devices import pools
-from memguard._frameworks.joint_pool import SharedPool
-from memguard._frameworks.torch.joint import JointTorch
+from memguard._frameworks.shared_pool import SharedPool
+from memguard._frameworks.torch.pooled import PooledTorch
 host = Host()
 uuid, gpu = host.uuids[0], host.gpus[0]
 class Pool:
@@ -30,7 +30,7 @@ class Pool:
     def restore(self): Pool.live.remove(self)
 pools.CappedPool = Pool
 joint = SharedPool({uuid: 4 * GIB}, print)
-framework = JointTorch(host, joint)
+framework = PooledTorch(host, joint)
 def started(backend="cudaMallocAsync"):
     found = card(host, backend=backend)
     applied = framework.apply({uuid: 4 * GIB}, {})
@@ -92,8 +92,8 @@ result["nothing"] = [len(Pool.live), found.fractions, framework.usage(gpu)]
 
 PREPARE = """
 import torch.version
-from memguard._frameworks.joint_pool import SharedPool
-from memguard._frameworks.torch.joint import JointTorch
+from memguard._frameworks.shared_pool import SharedPool
+from memguard._frameworks.torch.pooled import PooledTorch
 from memguard._base.undo import Undo
 from memguard.errors import ConflictingSetting
 NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -105,7 +105,7 @@ def prepared(*values):
             os.environ[name] = value
     undo = Undo()
     try:
-        JointTorch(Host(), SharedPool({}, print)).prepare(undo)
+        PooledTorch(Host(), SharedPool({}, print)).prepare(undo)
     except ConflictingSetting as error:
         return [error.setting, now()]
     there = now()
@@ -142,7 +142,7 @@ def test_what_is_set_meanwhile_stays(with_torch: Run) -> None:
         PREPARE
         + """
 undo = Undo()
-JointTorch(Host(), SharedPool({}, print)).prepare(undo)
+PooledTorch(Host(), SharedPool({}, print)).prepare(undo)
 os.environ["PYTORCH_ALLOC_CONF"] = "backend:native"
 undo.run()
 result["now"] = now()[0]
