@@ -1,7 +1,7 @@
 """The driver's checkpoint of a whole process: lock it, copy its GPU memory to the host, and restore it.
 
 `cuCheckpointProcess*` of the CUDA driver API, driver 570 and later. Each call may take as long as the copy, or hang (a
-stopped target). Only the helper process (`_node/suspend/helper.py`) makes these calls.
+stopped target). Only the helper process (`_node/suspend/driver/helper.py`) makes these calls.
 """
 
 from __future__ import annotations

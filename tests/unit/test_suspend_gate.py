@@ -23,7 +23,7 @@ import waiting
 from memguard._base.undo import Undo
 from memguard._devices import c_types
 from memguard._frameworks.gated import Entry, Gates, Kind, entries
-from memguard._node.suspend import gate as gates
+from memguard._node.suspend.gates import gate as gates
 from memguard.errors import Suspended
 
 NAME = "framework_of_the_gate"

@@ -11,11 +11,11 @@ import pytest
 from memguard._base.units import GIB
 from memguard._devices.simulated_checkpoint import SimulatedCheckpoint, Target
 from memguard._node.identity import folder, this_process
-from memguard._node.suspend import records
-from memguard._node.suspend.route import Route
-from memguard._node.suspend.simulated import Direct
-from memguard._node.suspend.waiting import Calls
-from memguard._node.suspend.working import Work
+from memguard._node.suspend.backend import Route
+from memguard._node.suspend.course.task import Calls
+from memguard._node.suspend.driver.simulated import Direct
+from memguard._node.suspend.store import records
+from memguard._node.suspend.store.work_lock import Work
 from memguard.errors import CannotResume, CannotSuspend
 
 ME = this_process()
