@@ -23,7 +23,8 @@ from stub_gpus import GIB, ONE, UUIDS
 from memguard._devices.checkpoint import State
 from memguard._node.identity import Process, process_of, this_process
 from memguard._node.suspend.course import flow
-from memguard._node.suspend.course.steps import Answer, End
+from memguard._node.suspend.course.steps import End
+from memguard._node.suspend.driver.channel import Answer
 from memguard._node.suspend.driver.client import Client
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,8 +19,8 @@ from memguard._devices.simulated_checkpoint import Fault, SimulatedCheckpoint, T
 from memguard._node.identity import Process, anonymous_bytes, lives, process_of, start_of, this_process
 from memguard._node.suspend.course import bytes_left, flow, settling
 from memguard._node.suspend.course.flow import Outcome
-from memguard._node.suspend.course.steps import Answer, End
-from memguard._node.suspend.driver.channel import Card, Door
+from memguard._node.suspend.course.steps import End
+from memguard._node.suspend.driver.channel import Answer, Card, CheckpointChannel
 from memguard._node.suspend.driver.simulated import Direct
 
 A, B = "GPU-a", "GPU-b"
@@ -39,7 +39,9 @@ def simulated(**changes: Any) -> tuple[SimulatedCheckpoint, Direct, Target]:
 
 
 @contextmanager
-def held(process: Process, needs: flow.Needs, client: Door, cancel: threading.Event | None) -> Iterator[Advice | None]:
+def held(
+    process: Process, needs: flow.Needs, client: CheckpointChannel, cancel: threading.Event | None
+) -> Iterator[Advice | None]:
     """Room that a placeholder keeps."""
     answer = client.hold({uuid: size + MIB for uuid, size in (needs or {}).items()})
     try:
@@ -130,7 +132,7 @@ def test_cancelled_twice_it_stays_suspended() -> None:
 
     @contextmanager
     def waits(
-        process: Process, needs: flow.Needs, client: Door, cancel: threading.Event | None
+        process: Process, needs: flow.Needs, client: CheckpointChannel, cancel: threading.Event | None
     ) -> Iterator[Advice | None]:
         assert cancel is not None and not cancel.is_set() and needs == {A: 4 * GIB, B: GIB}
         give_up.set()
@@ -181,7 +183,7 @@ def test_brought_back_by_another_while_it_waits_for_room() -> None:
 
     @contextmanager
     def never(
-        process: Process, needs: flow.Needs, client: Door, cancel: threading.Event | None
+        process: Process, needs: flow.Needs, client: CheckpointChannel, cancel: threading.Event | None
     ) -> Iterator[Advice | None]:
         assert driver.restore(7) == driver.unlock(7) == 0
         assert cancel is not None and cancel.wait(10)

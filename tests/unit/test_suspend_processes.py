@@ -19,7 +19,7 @@ from memguard._node import identity
 from memguard._node.identity import Process, this_process
 from memguard._node.leases.registry import Budgeted
 from memguard._node.suspend import processes
-from memguard._node.suspend.course.steps import Answer
+from memguard._node.suspend.driver.channel import Answer
 from memguard._node.suspend.processes import Gpu, Person, Readings, candidates, listing
 from memguard._node.suspend.store import records
 from memguard._node.suspend.store.records import Record

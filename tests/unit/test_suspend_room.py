@@ -25,8 +25,7 @@ from memguard._devices.placeholder import MARGIN, Holder, pieces
 from memguard._devices.processes import who
 from memguard._node.identity import folder, this_process
 from memguard._node.suspend.course import room
-from memguard._node.suspend.course.steps import Answer
-from memguard._node.suspend.driver.channel import Card
+from memguard._node.suspend.driver.channel import Answer, Card
 from memguard._node.suspend.store.tickets import Turn
 from memguard._node.suspend.types import Wait
 from memguard.errors import DeviceError, MemguardError

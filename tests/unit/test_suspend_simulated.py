@@ -60,7 +60,7 @@ class Stage:
 def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     found, of_this_process = Stage(), backend.of_this_process
 
-    def way() -> backend.Route:
+    def way() -> backend.SuspendBackend:
         made = of_this_process()
         assert isinstance(made, backend.Simulated)
         found.ways.append(made)

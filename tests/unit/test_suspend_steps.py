@@ -10,7 +10,8 @@ from memguard._base.advice import Advice
 from memguard._devices.checkpoint import State
 from memguard._node.identity import Process
 from memguard._node.suspend.course import messages
-from memguard._node.suspend.course.steps import Answer, Course, Do, End, Goal
+from memguard._node.suspend.course.steps import Course, Do, End, Goal
+from memguard._node.suspend.driver.channel import Answer
 
 OK = Answer(0)
 RUNNING, LOCKED, OFF, FAILED = (Answer(0, state) for state in State)

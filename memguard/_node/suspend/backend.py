@@ -21,7 +21,7 @@ from memguard._node.suspend.course import flow
 from memguard._node.suspend.course.room import Waiting
 from memguard._node.suspend.course.steps import End
 from memguard._node.suspend.course.task import Calls
-from memguard._node.suspend.driver.channel import Door
+from memguard._node.suspend.driver.channel import CheckpointChannel
 from memguard._node.suspend.driver.client import Client
 from memguard._node.suspend.store.work_lock import BusyError, Work
 from memguard._node.suspend.types import Suspension, Why
@@ -34,21 +34,28 @@ _READING = 2.0
 """Seconds that a ledger waits for the helper's figures."""
 
 
-class Route:
-    """This process's way through a `Door`. `where` is the folder of the GPUs' turns; None: the user's own."""
+class SuspendBackend:
+    """Takes this process off its GPUs and back through a `CheckpointChannel`; `Real`, `Simulated`, or a test's.
+
+    `where` is the folder of the GPUs' turns; None: the user's own.
+    """
 
     where: str | None = None
     held: Mapping[str, int] | None = None
 
-    def __init__(self, door: Door) -> None:
+    def __init__(self, door: CheckpointChannel) -> None:
         self.door, self.process = door, this_process()
         self.held: dict[str, int] = {}
         """Bytes by GPU that it has, for its record; at most."""
 
     def check(self, ignore_host_memory: bool) -> None:
-        """Nothing speaks against it."""
+        """Raise CannotSuspend with each reason why not. On the caller's thread: its captures count."""
 
     def off(self, why: Why, timeout: float, calls: Calls, close: Callable[[], None]) -> Suspension:
+        """Take it off. `close` is called before anything is touched, once nothing speaks against it.
+
+        Raises CannotSuspend: it is on its GPUs, as it was. Any other error after `close`: it may be off its GPUs.
+        """
         self.door.state(self.process)  # the helper's start, before anything waits for it
         if calls.stop.is_set():
             raise _refused(("interrupted", "this was interrupted", "try again"))
@@ -77,6 +84,7 @@ class Route:
         return Suspension(self.process, done.bytes or {}, done.host, since, done.seconds, why, done.parts)
 
     def back(self, found: Suspension, timeout: float | None, calls: Calls) -> None:
+        """Raises CannotResume: it stays suspended and whole, or is lost. `calls.tell` gets each `Wait` for room."""
         room = Waiting(timeout, calls.tell, where=self.where)
         needs = found.bytes or None
         try:
@@ -116,23 +124,26 @@ class Route:
             work.__exit__()
 
     def returned(self, seconds: float) -> bool:
+        """Whether somebody else has brought it back, or does within that time."""
         time.sleep(seconds)
         return self.door.state(self.process).state is State.RUNNING
 
     def memory(self, uuid: str) -> MemoryInfo | None:
+        """What NVML says of a GPU, without this process asking it."""
         card = (self.door.usage(_READING) or {}).get(uuid)
         if card is None or card.used is None:
             return None
         return MemoryInfo(card.total, None, card.used, card.free)
 
     def used(self, pid: int) -> bool | None:
+        """Whether another process has used a GPU since that was asked last, without this one asking NVML."""
         return None
 
     def close(self) -> None:
         pass
 
 
-class Real(Route):
+class Real(SuspendBackend):
     """Through a helper process."""
 
     door: Client
@@ -177,7 +188,7 @@ class Real(Route):
         self.door.close()
 
 
-class Simulated(Route):
+class Simulated(SuspendBackend):
     """Without a driver: what the budget's simulated GPUs say that this process has."""
 
     def __init__(self, cards: Mapping[str, int], own: Mapping[str, int]) -> None:
@@ -195,7 +206,7 @@ class Simulated(Route):
             shutil.rmtree(self.where, ignore_errors=True)
 
 
-def of_this_process() -> Route:
+def of_this_process() -> SuspendBackend:
     session = this.session
     if session is None or not session.guard.active or not session.guard.host.simulated:
         return Real()

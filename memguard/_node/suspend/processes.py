@@ -22,7 +22,7 @@ from memguard._devices.processes import proc, who
 from memguard._node import identity
 from memguard._node.identity import Process
 from memguard._node.leases.registry import Budgeted
-from memguard._node.suspend.driver.channel import Door
+from memguard._node.suspend.driver.channel import CheckpointChannel
 from memguard._node.suspend.store import records, work_lock
 from memguard._node.suspend.store.records import Record
 from memguard._node.suspend.triggers import listener
@@ -224,7 +224,7 @@ def _unlisted(gpus: Iterable[Gpu]) -> tuple[str, ...]:
 # Reading.
 
 
-def read(door: Callable[[], Door], root: str = "/", where: str | None = None) -> Readings:
+def read(door: Callable[[], CheckpointChannel], root: str = "/", where: str | None = None) -> Readings:
     """Raises DeviceError without NVML. `door` is opened only if the driver has to be asked."""
     gpus = _gpus()
     known, budgets, unsafe, unread = list[Record](), list[Budgeted](), "", ""
@@ -313,7 +313,9 @@ def _line(error: OSError | MemguardError) -> str:
     return error.advice.line() if isinstance(error, MemguardError) else str(error)
 
 
-def _states(door: Callable[[], Door], asked: list[Process]) -> tuple[dict[Process, State | None], list[str]]:
+def _states(
+    door: Callable[[], CheckpointChannel], asked: list[Process]
+) -> tuple[dict[Process, State | None], list[str]]:
     """What the driver says of each, None where it does not say in time. Those that have no CUDA are left out."""
     found: dict[Process, State | None] = {}
     notes: list[str] = []

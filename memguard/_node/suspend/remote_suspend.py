@@ -23,7 +23,7 @@ from memguard._node.suspend import processes
 from memguard._node.suspend.checks import facts, refusals
 from memguard._node.suspend.course import flow, room, steps
 from memguard._node.suspend.course.steps import End
-from memguard._node.suspend.driver.channel import Door
+from memguard._node.suspend.driver.channel import CheckpointChannel
 from memguard._node.suspend.processes import Listing
 from memguard._node.suspend.store import records
 from memguard._node.suspend.store.work_lock import BusyError, Work
@@ -141,7 +141,7 @@ def sizes_of(row: processes.Row | None) -> dict[str, int]:
 
 def suspend(
     chosen: Iterable[Process],
-    client: Door,
+    client: CheckpointChannel,
     *,
     sizes: Mapping[int, Mapping[str, int]],
     unsafe: bool = False,
@@ -266,7 +266,7 @@ def _answered(process: Process) -> Result:
     return Result(process, DONE, _went(process, sizes, seconds), "suspended", sizes, seconds, True)
 
 
-def _taken(process: Process, client: Door, sizes: Mapping[str, int], pids: set[int], stop: Stop) -> Result:
+def _taken(process: Process, client: CheckpointChannel, sizes: Mapping[str, int], pids: set[int], stop: Stop) -> Result:
     """Without its knowledge."""
     pid = process.pid
     if client.state(process).state is State.CHECKPOINTED:
@@ -291,7 +291,7 @@ def _taken(process: Process, client: Door, sizes: Mapping[str, int], pids: set[i
 
 def resume(
     process: Process,
-    client: Door,
+    client: CheckpointChannel,
     *,
     timeout: float | None = None,
     progress: Progress | None = None,

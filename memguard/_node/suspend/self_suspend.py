@@ -7,14 +7,13 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable
 from types import ModuleType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from memguard._base import life
 from memguard._base.locks import Rank, Turn
 from memguard._base.logs import log as _log
-from memguard._base.types import Event, MemoryInfo
+from memguard._base.types import Event
 from memguard._base.undo import Undo
 from memguard._base.units import format_size
 from memguard._devices import contexts, suspension
@@ -26,6 +25,9 @@ from memguard._node.suspend.types import Progress, Suspension, Why
 from memguard._runtime.runtime import this
 from memguard._runtime.session import on_monitor
 from memguard.errors import CannotResume, CannotSuspend, Suspended
+
+if TYPE_CHECKING:
+    from memguard._node.suspend.backend import SuspendBackend
 
 QUIET = 10.0
 """Seconds in which what memguard has under way must end."""
@@ -47,37 +49,10 @@ class Gate(Protocol):
     def on_this_thread(self) -> contextlib.ExitStack: ...
 
 
-class Way(Protocol):
-    """Off the GPUs and back: `backend.Real`, `backend.Simulated`, or a test's."""
-
-    def check(self, ignore_host_memory: bool) -> None:
-        """Raise CannotSuspend with each reason why not. On the caller's thread: its captures count."""
-
-    def off(self, why: Why, timeout: float, calls: Calls, close: Callable[[], None]) -> Suspension:
-        """Take it off. `close` is called before anything is touched, once nothing speaks against it.
-
-        Raises CannotSuspend: it is on its GPUs, as it was. Any other error after `close`: it may be off its GPUs.
-        """
-
-    def back(self, found: Suspension, timeout: float | None, calls: Calls) -> None:
-        """Raises CannotResume: it stays suspended and whole, or is lost. `calls.tell` gets each `Wait` for room."""
-
-    def returned(self, seconds: float) -> bool:
-        """Whether somebody else has brought it back, or does within that time."""
-
-    def memory(self, uuid: str) -> MemoryInfo | None:
-        """What NVML says of a GPU, without this process asking it."""
-
-    def used(self, pid: int) -> bool | None:
-        """Whether another process has used a GPU since that was asked last, without this one asking NVML."""
-
-    def close(self) -> None: ...
-
-
 class _Own:
     """One suspension of this process."""
 
-    def __init__(self, way: Way, owner: int | None) -> None:
+    def __init__(self, way: SuspendBackend, owner: int | None) -> None:
         self.way, self.owner = way, owner
         self.pid = os.getpid()
         self.undo = Undo()
@@ -124,7 +99,7 @@ def closed_gate(owner: int | None, undo: Undo) -> Gate:
     return closed
 
 
-def chosen_way() -> Way:
+def chosen_way() -> SuspendBackend:
     """How this process leaves: through the driver, or the simulated one of a budget on simulated GPUs."""
     from memguard._node.suspend import backend
 

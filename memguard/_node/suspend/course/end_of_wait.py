@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from memguard._devices.checkpoint import State
 from memguard._node.identity import Process
-from memguard._node.suspend.driver.channel import Door
+from memguard._node.suspend.driver.channel import CheckpointChannel
 
 EVERY = 1.0
 """Seconds between two questions for the state."""
@@ -18,7 +18,7 @@ _TICK = 0.05
 
 @contextlib.contextmanager
 def end_of_wait(
-    process: Process, client: Door, cancel: threading.Event | None, limit: float
+    process: Process, client: CheckpointChannel, cancel: threading.Event | None, limit: float
 ) -> Iterator[threading.Event]:
     """An event that is set when `cancel` is, or when the process is no longer off its GPUs.
 

@@ -1,4 +1,4 @@
-"""Takes a process off its GPUs, and brings it back: any process of this user, through a `Door`.
+"""Takes a process off its GPUs, and brings it back: any process of this user, through a `CheckpointChannel`.
 
 What went wrong is in the `Outcome`, which says how the process is now; nothing is raised for it. A flow is to run on a
 thread of its own: Ctrl-C comes to the main thread, which sets `cancel`.
@@ -18,16 +18,16 @@ from memguard._base.units import MIB, format_size
 from memguard._node.identity import Process, anonymous_bytes, stopped
 from memguard._node.suspend.course import bytes_left, end_of_wait, messages, settling
 from memguard._node.suspend.course.room import bytes_of, short
-from memguard._node.suspend.course.steps import Answer, Course, Do, End, Goal, Why
-from memguard._node.suspend.driver.channel import Card, Door
+from memguard._node.suspend.course.steps import Course, Do, End, Goal, Why
+from memguard._node.suspend.driver.channel import Answer, Card, CheckpointChannel
 
 OnStep = Callable[[str], object]
 """Told before each step: `state`, `lock`, `settle`, `checkpoint`, `room`, `restore`, `unlock`."""
 Needs = Mapping[str, int] | None
-Room = Callable[[Process, Needs, Door, threading.Event | None], AbstractContextManager[Advice | None]]
+Room = Callable[[Process, Needs, CheckpointChannel, threading.Event | None], AbstractContextManager[Advice | None]]
 """Makes room for a restore and keeps it within the block, in which the restore is called.
 
-It gets the process, its bytes by GPU (None: nobody knows), the door to hold them with, and the event that ends its
+It gets the process, its bytes by GPU (None: nobody knows), the channel to hold them with, and the event that ends its
 wait: nobody wants it any more, or the process is back already. It gives "" if there is room, else why not: then no
 restore is begun.
 """
@@ -78,7 +78,7 @@ class Outcome:
 def take_off(
     process: Process,
     *,
-    client: Door,
+    client: CheckpointChannel,
     lock_timeout: float = 10.0,
     settle: float = 0.1,
     on_step: OnStep | None = None,
@@ -108,7 +108,7 @@ def take_off(
 def bring_back(
     process: Process,
     *,
-    client: Door,
+    client: CheckpointChannel,
     needs: Needs = None,
     room: Room | None = None,
     on_step: OnStep | None = None,
@@ -124,7 +124,9 @@ def bring_back(
 
 
 @contextlib.contextmanager
-def free_now(process: Process, needs: Needs, client: Door, cancel: threading.Event | None) -> Iterator[Advice | None]:
+def free_now(
+    process: Process, needs: Needs, client: CheckpointChannel, cancel: threading.Event | None
+) -> Iterator[Advice | None]:
     """A `Room` that waits for nobody and holds nothing: whether the bytes are free now, as NVML says.
 
     Where nobody knows the bytes, each GPU must have what the process has in host memory.
@@ -151,7 +153,7 @@ class _Flow:
     def __init__(
         self,
         process: Process,
-        client: Door,
+        client: CheckpointChannel,
         on_step: OnStep | None,
         cancel: threading.Event | None,
         room: Room | None,

@@ -18,7 +18,7 @@ from memguard._base.units import format_size
 from memguard._devices.placeholder import MARGIN
 from memguard._devices.processes import who
 from memguard._node.identity import Process, anonymous_bytes, stopped
-from memguard._node.suspend.driver.channel import Card, Door
+from memguard._node.suspend.driver.channel import Card, CheckpointChannel
 from memguard._node.suspend.store.tickets import Turn
 from memguard._node.suspend.types import Progress, Wait
 from memguard.errors import MemguardError
@@ -62,7 +62,11 @@ class Waiting:
 
     @contextlib.contextmanager
     def __call__(
-        self, process: Process, needs: Mapping[str, int] | None, client: Door, cancel: threading.Event | None
+        self,
+        process: Process,
+        needs: Mapping[str, int] | None,
+        client: CheckpointChannel,
+        cancel: threading.Event | None,
     ) -> Iterator[Advice | None]:
         if needs is None:
             cards = client.usage()
@@ -83,7 +87,7 @@ class Waiting:
             turn.__exit__()
 
     def _until(
-        self, needs: Mapping[str, int], client: Door, cancel: threading.Event, turn: Turn, pid: int
+        self, needs: Mapping[str, int], client: CheckpointChannel, cancel: threading.Event, turn: Turn, pid: int
     ) -> Advice | None:
         """Hold the room. Returns None once it is held, else why not."""
         started, in_vain = self._clock(), 0

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from memguard._devices import checkpoint as driver
 from memguard._devices.checkpoint import State
+from memguard._node.suspend.driver.channel import Answer
 
 
 class Goal(Enum):
@@ -46,25 +47,6 @@ class End(Enum):
     """The driver did not say, or did not do it. `memguard resume PID` tries again."""
     ENDED = "ended"
     """The process has ended."""
-
-
-class Answer(NamedTuple):
-    """What came of a step. `code` is a CUresult; None if there was no answer, and `trouble` says why.
-
-    timeout      the call hangs
-    died         the helper has ended
-    start        no helper could be started, or it cannot use the driver here: nothing was done
-    ended        the process has ended, or its PID is another's
-    room         no room for a restore, which was not begun (`fix` says who holds it)
-    unheld       the room that was held is gone with the helper: a restore was not begun
-    interrupted  the wait for the answer was interrupted
-    """
-
-    code: int | None
-    state: State | None = None
-    trouble: str = ""
-    text: str = ""
-    fix: str = ""
 
 
 class Why(NamedTuple):

@@ -5,8 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
+from memguard._devices.checkpoint import State
 from memguard._node.identity import Process
-from memguard._node.suspend.course.steps import Answer
+
+
+class Answer(NamedTuple):
+    """What came of a step. `code` is a CUresult; None if there was no answer, and `trouble` says why.
+
+    timeout      the call hangs
+    died         the helper has ended
+    start        no helper could be started, or it cannot use the driver here: nothing was done
+    ended        the process has ended, or its PID is another's
+    room         no room for a restore, which was not begun (`fix` says who holds it)
+    unheld       the room that was held is gone with the helper: a restore was not begun
+    interrupted  the wait for the answer was interrupted
+    """
+
+    code: int | None
+    state: State | None = None
+    trouble: str = ""
+    text: str = ""
+    fix: str = ""
 
 
 class Card(NamedTuple):
@@ -25,7 +44,7 @@ class Event(NamedTuple):
     process: Process
 
 
-class Door(Protocol):
+class CheckpointChannel(Protocol):
     """`client.Client` (a helper process) or `simulated.Direct`. `limit` is in seconds: then the answer is a timeout.
 
     No method raises for what the driver or the helper does: `Answer.trouble` says it.

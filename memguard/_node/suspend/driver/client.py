@@ -24,8 +24,7 @@ from memguard._base.advice import Advice
 from memguard._base.logs import log as _log
 from memguard._devices.checkpoint import State
 from memguard._node.identity import Process
-from memguard._node.suspend.course.steps import Answer
-from memguard._node.suspend.driver.channel import Card, Event
+from memguard._node.suspend.driver.channel import Answer, Card, Event
 
 START = 60.0
 """Seconds in which a new helper must have loaded and started CUDA's driver: a disk may be slow."""
@@ -188,7 +187,7 @@ def _reap() -> None:
 
 
 class Client:
-    """A `Door` to the driver, through a helper process that is started at the first need. Any thread may ask.
+    """A `CheckpointChannel` through a helper process, which is started at the first need. Any thread may ask.
 
     `environ` is added to the helper's environment. After a fork the child starts a helper of its own.
     """
@@ -224,7 +223,7 @@ class Client:
             connection.close(kill=False)
 
     def request(self, op: str, limit: float, /, **fields: Any) -> dict[str, Any]:
-        """The helper's answer to any of its operations; or `{"trouble": …, "text": …, "fix": …}` (`steps.Answer`)."""
+        """The helper's answer to any of its operations; or `{"trouble": …, "text": …, "fix": …}` (`channel.Answer`)."""
         try:
             connection = self._connected()
         except (OSError, ValueError) as error:
@@ -293,7 +292,7 @@ class Client:
                 _log.debug("the helper process %d is given up", connection.process.pid)
                 connection.close(kill)
 
-    # Door
+    # the channel
 
     def state(self, process: Process, limit: float = 10.0) -> Answer:
         return self._driver("state", process, limit)

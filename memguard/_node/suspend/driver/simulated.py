@@ -1,4 +1,4 @@
-"""A `Door` without a helper process, over a simulated driver: for simulated guards and tests."""
+"""A `CheckpointChannel` without a helper process, over a simulated driver: for simulated guards and tests."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 
 from memguard._devices.simulated_checkpoint import HelperDied, HelperHangs, SimulatedCheckpoint
 from memguard._node.identity import Process
-from memguard._node.suspend.course.steps import Answer
-from memguard._node.suspend.driver.channel import Card
+from memguard._node.suspend.driver.channel import Answer, Card
 
 
 class Direct:
