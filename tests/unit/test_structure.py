@@ -31,7 +31,7 @@ CIRCLES = {
     (
         "_node.suspend",
         "_node.suspend.self_suspend",
-        *(f"_node.suspend.triggers.{name}" for name in ("at_exit", "for_lease", "listener", "making_room")),
+        *(f"_node.suspend.triggers.{name}" for name in ("for_lease", "listener", "making_room")),
         *(f"_node.suspend.triggers.{name}" for name in ("notebook_cells", "when_idle")),
     ): "a suspension for a lease, or for idleness, is one of this process itself, which waits for leases",
     ("_tools.doctor", "_tools.doctor.render"): "a report renders itself",

@@ -163,14 +163,14 @@ def _leave(own: _Own, timeout: float, why: Why, calls: Calls) -> Suspension:
             own.way.close()
         else:  # nobody knows where it is: the gates stay closed, and `resume` asks again
             own.suspension = Suspension(Process(own.pid, 0), {}, None, time.time(), 0.0, why)
-            at_exit.arrange()
+            at_exit.arrange(_at_exit)
         raise
     pause_memguard.left(dict(found.bytes))
     own.suspension = found
     lease = _lease()
     if lease is not None:
         lease.given_back()
-    at_exit.arrange()
+    at_exit.arrange(_at_exit)
     threading.Thread(target=_watch, args=(own,), name="memguard-suspended", daemon=True).start()
     return found
 
@@ -200,6 +200,11 @@ def _resume(timeout: float | None, progress: Progress | None, only: Suspension |
     own = _now
     if own is not None and own.suspension is not None and (only is None or only is own.suspension):
         _return(own, timeout, progress)
+
+
+def _at_exit(patience: float) -> None:
+    if current() is not None:
+        resume(patience, None)
 
 
 def _return(own: _Own, timeout: float | None, progress: Progress | None) -> None:

@@ -21,9 +21,8 @@ from memguard.errors import MemguardError
 
 PATIENCE = 60.0
 """Seconds that an exit waits for room on the GPUs."""
-_wanted = False
-
-
+_wanted: Callable[[float], None] | None = None
+"""Brings the process back within so many seconds; None while it is on its GPUs."""
 _asked: list[object] = []
 """What `sys.exit` was called with last: Python does not tell its exit functions. Of `raise SystemExit` nobody knows."""
 
@@ -39,10 +38,10 @@ class _Exit:
         return self.original(status)
 
 
-def arrange() -> None:
-    """From now on an exit brings the process back first."""
+def arrange(bring_back: Callable[[float], None]) -> None:
+    """From now on an exit calls `bring_back` first, with the seconds that it may take. It raises if it fails."""
     global _wanted
-    _wanted = True
+    _wanted = bring_back
     _register(os.getpid())
     _asked.clear()
     if not isinstance(sys.exit, _Exit):
@@ -52,7 +51,7 @@ def arrange() -> None:
 def dismiss() -> None:
     """It is back: an exit is an exit."""
     global _wanted
-    _wanted = False
+    _wanted = None
     if isinstance(sys.exit, _Exit):
         sys.exit = sys.exit.original
 
@@ -67,15 +66,12 @@ def _register(pid: int) -> None:
 
 
 def _at_exit() -> None:
-    if not _wanted:
+    bring_back = _wanted
+    if bring_back is None:
         return
     dismiss()
-    from memguard._node.suspend import self_suspend
-
-    if self_suspend.current() is None:
-        return
     try:
-        self_suspend.resume(PATIENCE, None)
+        bring_back(PATIENCE)
         return
     except BaseException as error:
         why = text_of(error)
