@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 EXTENSIONS = {
     "device.lease": "memguard._node.leases.extension:Leases",
-    "device.on_wait: suspend-idle": "memguard._node.suspend.making_room:SuspendsIdle",
+    "device.on_wait: suspend-idle": "memguard._node.suspend.triggers.making_room:SuspendsIdle",
     "metrics": "memguard._node.metrics:Metrics",
     "monitor.timeline": "memguard._runtime.beside:Timeline",
     "monitor.top": "memguard._node.top.server:Top",
-    "suspend.when_idle": "memguard._node.suspend.when_idle:WhenIdle",
-    "suspend": "memguard._node.suspend.listener:Reachable",
+    "suspend.when_idle": "memguard._node.suspend.triggers.when_idle:WhenIdle",
+    "suspend": "memguard._node.suspend.triggers.listener:Reachable",
 }
 """What each section of a budget adds to its session, in the order of `start`. A budget without it imports nothing."""
 this.extensions = EXTENSIONS

@@ -27,7 +27,7 @@ from memguard._base.framework_spec import CacheName
 from memguard._base.types import WorkloadReport
 from memguard._base.units import format_duration, format_size
 from memguard._devices import suspension
-from memguard._node.suspend import cells
+from memguard._node.suspend.triggers import notebook_cells
 from memguard._oom import hooks
 from memguard._oom.report import Report
 from memguard.errors import MemguardError
@@ -46,7 +46,7 @@ def load_ipython_extension(shell: Any) -> None:
     shell.events.register("pre_run_cell", extension.runs)
     shell.events.register("post_run_cell", extension.ran)
     hooks.display = extension.show
-    cells.attach(shell)
+    notebook_cells.attach(shell)
 
 
 def unload_ipython_extension(shell: Any) -> None:
@@ -65,7 +65,7 @@ def _unload(shell: Any) -> None:
                 shell.events.unregister(event, callback)
     if _is_ours(hooks.display):
         hooks.display = None
-    cells.let_go(shell)
+    notebook_cells.let_go(shell)
 
 
 def _is_ours(function: Any) -> bool:
@@ -255,11 +255,12 @@ def _suspended(shell: Any, when: str | None) -> str:
     """`%memguard suspend`, now or when idle: what follows from it."""
     from memguard._budget.values import IDLE, duration
     from memguard._node import suspend
-    from memguard._node.suspend import own, when_idle
+    from memguard._node.suspend import self_suspend
+    from memguard._node.suspend.triggers import when_idle
 
-    found, ignored = cells.attach(shell), suspend.ignores_host_memory()
+    found, ignored = notebook_cells.attach(shell), suspend.ignores_host_memory()
     if when is None:
-        return f"{own.suspend(suspend.TIMEOUT, 'asked', found.owner, ignored)}; the next cell brings it back"
+        return f"{self_suspend.suspend(suspend.TIMEOUT, 'asked', found.owner, ignored)}; the next cell brings it back"
     if when == "never":
         when_idle.end()
         return "this process stays on its GPUs, however long it is idle"
@@ -274,7 +275,7 @@ def _suspended(shell: Any, when: str | None) -> str:
 def _resumed(shell: Any) -> str:
     """`%memguard resume`: waits for room."""
     from memguard._node import suspend
-    from memguard._node.suspend import progress
+    from memguard._node.suspend.triggers import progress
 
     off = suspension.now
     line = progress.Line(shell)

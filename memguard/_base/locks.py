@@ -34,8 +34,8 @@ class Rank(IntEnum):
     """
 
     SUSPENSION = 1
-    """`_node.suspend.own`: one suspension or resumption of this process at a time. Its holder waits for the worker
-    thread of the suspension, which takes the other locks."""
+    """`_node.suspend.self_suspend`: one suspension or resumption of this process at a time. Its holder waits for the
+    worker thread of the suspension, which takes the other locks."""
     RUNTIME = 2
     """`Runtime.lock`: `init` and `shutdown`."""
     GUARD = 3

@@ -2,7 +2,7 @@
 
 `cuCheckpointProcess*` of the CUDA driver API, driver 570 and later, lock a process, copy its GPU memory to the host,
 and restore it. Each call may take as long as the copy, or hang (a stopped target). Only the helper process
-(`_node/suspend/helper.py`) makes these calls.
+(`_node/suspend/driver/helper.py`) makes these calls.
 
 The driver allocates a restored process's bytes in the first 30 ms of the restore (H200, driver 580.159), and destroys
 the process if they are not free. Reading the free bytes reserves nothing: another process may allocate them meanwhile.

@@ -51,7 +51,7 @@ class Kind(NamedTuple):
 
 
 class Native(NamedTuple):
-    """A C++ thread of the framework that polls the driver (`_node/suspend/native.py`).
+    """A C++ thread of the framework that polls the driver (`_node/suspend/gates/native_threads.py`).
 
     `library`: the beginning of the name of the file that stores the driver's addresses. `asks`: the polled driver
     function; its answer CUDA_SUCCESS must be true for a process without work on its GPUs, and must end no wait.

@@ -27,7 +27,7 @@ def ps(as_json: bool) -> None:
     Exit code 0: the list was printed; 3: no NVIDIA driver or GPU.
     """
     from memguard._node.suspend import processes
-    from memguard._node.suspend.client import Client
+    from memguard._node.suspend.driver.client import Client
 
     with Client() as client:
         found = processes.listing(processes.read(lambda: client))

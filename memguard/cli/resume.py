@@ -23,25 +23,25 @@ def resume(context: click.Context, pid: int, tree: bool, wait: str | None, as_js
     Exit code 0: it runs; 1: no, and why; 2: the driver or the process does not say; 130: Ctrl-C.
     """
     from memguard._base.units import parse_duration
-    from memguard._node.suspend import outside, processes
-    from memguard._node.suspend.client import Client
+    from memguard._node.suspend import processes, remote_suspend
+    from memguard._node.suspend.driver.client import Client
     from memguard.cli.support import waiting
 
     try:
         seconds = None if wait is None else parse_duration(wait)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--wait") from None
-    chosen, stop = [outside.found(pid)], outside.Stop()
+    chosen, stop = [remote_suspend.found(pid)], remote_suspend.Stop()
     with Client() as client:
         if tree:
             listed = processes.listing(processes.read(lambda: client))
-            chosen = outside.family(chosen[0], listed, lambda row: row.state != "running")[::-1]
+            chosen = remote_suspend.family(chosen[0], listed, lambda row: row.state != "running")[::-1]
         results = []
         interrupted = False
         for process in chosen:
             with waiting.progress() as progress:
                 result, interrupted = waiting.interruptible(
-                    lambda process=process, progress=progress: outside.resume(  # type: ignore[misc]
+                    lambda process=process, progress=progress: remote_suspend.resume(  # type: ignore[misc]
                         process, client, timeout=seconds, progress=progress, cancel=stop.once
                     ),
                     stop,
@@ -54,6 +54,6 @@ def resume(context: click.Context, pid: int, tree: bool, wait: str | None, as_js
         click.echo(json.dumps({"memguard_resume": 1, "processes": [one.as_dict() for one in results]}, indent=2))
     else:
         for one in results:
-            click.echo(one.text, err=one.code != outside.DONE)
+            click.echo(one.text, err=one.code != remote_suspend.DONE)
     code = max(one.code for one in results)
     context.exit(130 if interrupted and code else code)

@@ -26,25 +26,25 @@ def suspend(context: click.Context, pid: int, tree: bool, unsafe: bool, yes: boo
 
     Exit code 0: it is suspended; 1: no, and why: it runs on; 2: the driver or the process does not say; 130: Ctrl-C.
     """
-    from memguard._node.suspend import outside, processes
-    from memguard._node.suspend.client import Client
+    from memguard._node.suspend import processes, remote_suspend
+    from memguard._node.suspend.driver.client import Client
     from memguard.cli.support import waiting
 
-    process, stop = outside.found(pid), outside.Stop()
+    process, stop = remote_suspend.found(pid), remote_suspend.Stop()
     if unsafe and not as_json:
         _warn()
         if not yes and _asks() and not _confirmed(pid, tree):
             click.echo("nothing was changed", err=True)
-            context.exit(outside.NO)
+            context.exit(remote_suspend.NO)
     with Client() as client:
         chosen, sizes = [process], dict[int, dict[str, int]]()
         if tree or unsafe:
             listed = processes.listing(processes.read(lambda: client))
             if tree:
-                chosen = outside.family(process, listed, lambda row: row.state == "running")
-            sizes = {one.pid: outside.sizes_of(listed.of(one.pid)) for one in chosen}
+                chosen = remote_suspend.family(process, listed, lambda row: row.state == "running")
+            sizes = {one.pid: remote_suspend.sizes_of(listed.of(one.pid)) for one in chosen}
         results, interrupted = waiting.interruptible(
-            lambda: outside.suspend(
+            lambda: remote_suspend.suspend(
                 chosen, client, sizes=sizes, unsafe=unsafe, stop=stop, say=lambda line: click.echo(line, err=True)
             ),
             stop,
@@ -54,23 +54,23 @@ def suspend(context: click.Context, pid: int, tree: bool, unsafe: bool, yes: boo
     if as_json:
         found = {"memguard_suspend": 1, "processes": [one.as_dict() for one in results]}
         if unsafe:
-            found["hazards"] = list(outside.HAZARDS)
+            found["hazards"] = list(remote_suspend.HAZARDS)
         click.echo(json.dumps(found, indent=2))
     else:
         for result in results:
-            click.echo(result.text, err=result.code != outside.DONE)
+            click.echo(result.text, err=result.code != remote_suspend.DONE)
     context.exit(130 if interrupted and code else code)
 
 
 def _warn() -> None:
-    from memguard._node.suspend import outside
+    from memguard._node.suspend import remote_suspend
 
     click.echo(
         "--unsafe: the process does not know that it is suspended. What memguard can neither see nor prevent from here "
         "(docs/suspend.md says more):",
         err=True,
     )
-    for line in outside.HAZARDS:
+    for line in remote_suspend.HAZARDS:
         click.echo(f"  - {line}", err=True)
 
 

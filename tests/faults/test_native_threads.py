@@ -16,7 +16,7 @@ import ctypes, sys, time, types
 sys.modules["framework"] = types.ModuleType("framework")
 library = ctypes.CDLL("./native_thread.so.1")
 from memguard._frameworks.optional_modules import Gates, Native
-from memguard._node.suspend import gate, native
+from memguard._node.suspend.gates import gate, native_threads
 
 def table(thread=b"native_thread_of_a_test", live=True, every=0.05):
     row = Native("native_thread.so", "cuStreamQuery", every, thread, lambda: live)
@@ -56,7 +56,7 @@ def test_it_is_answered_while_the_gate_is_closed(folder: Path) -> None:
         """
         library.begin(5)
         assert asks() == 900, "the driver's own answer"
-        assert list(native.unheld([table()])) == []
+        assert list(native_threads.unheld([table()])) == []
         closed = gate.close(given=[table()])
         assert asks() == 0, "done, and the driver was not asked"
         closed.open()
@@ -76,7 +76,7 @@ def test_what_has_not_asked_yet_is_waited_for(folder: Path) -> None:
         """
         library.begin(700)
         begun = time.monotonic()
-        assert list(native.unheld([table(every=0.7)])) == []
+        assert list(native_threads.unheld([table(every=0.7)])) == []
         assert 0.3 < time.monotonic() - begun < 5
         closed = gate.close(given=[table()])
         assert asks() == 0
@@ -91,12 +91,12 @@ def test_one_whose_place_is_not_found_is_told(folder: Path) -> None:
     run(
         folder,
         """
-        native._SPARE = 0.3
-        assert list(native.unheld([table()])) == ["framework: native_thread.so"]
-        assert list(native.unheld([table(live=False)])) == [], "it has not begun to use a GPU"
-        assert list(native.unheld([table(thread=b"no such thread")])) == [], "this version has none"
+        native_threads._SPARE = 0.3
+        assert list(native_threads.unheld([table()])) == ["framework: native_thread.so"]
+        assert list(native_threads.unheld([table(live=False)])) == [], "it has not begun to use a GPU"
+        assert list(native_threads.unheld([table(thread=b"no such thread")])) == [], "this version has none"
         del sys.modules["framework"]
-        assert list(native.unheld([table()])) == []
+        assert list(native_threads.unheld([table()])) == []
         """,
     )
 
@@ -107,8 +107,8 @@ def test_without_a_c_function_that_answers_nothing_is_held(folder: Path) -> None
         """
         library.begin(5)
         asks()
-        native._DONE = "no_such_function_of_c"
-        assert list(native.unheld([table()])) == ["framework: native_thread.so"]
+        native_threads._DONE = "no_such_function_of_c"
+        assert list(native_threads.unheld([table()])) == ["framework: native_thread.so"]
         closed = gate.close(given=[table()])
         assert asks() == 900
         closed.open()
@@ -121,7 +121,7 @@ def test_one_that_begins_between_the_look_and_the_gate_is_told(folder: Path) -> 
     run(
         folder,
         """
-        assert list(native.unheld([table(live=False)])) == []
+        assert list(native_threads.unheld([table(live=False)])) == []
         closed = gate.close(given=[table()])
         assert closed.unheld == ("framework: native_thread.so",)
         closed.open()
@@ -142,7 +142,7 @@ def test_what_others_put_there_stays(folder: Path) -> None:
         library.begin(5)
         asks()
         maps = open("/proc/self/maps").read()
-        (place,) = native.slots(table().natives[0], c_functions.regions(maps, "native_thread.so"))
+        (place,) = native_threads.slots(table().natives[0], c_functions.regions(maps, "native_thread.so"))
         closed = gate.close(given=[table()])
         other = libcuda.of_c("pthread_mutexattr_destroy")
         c_functions.write_pointer(place, other)
@@ -175,11 +175,11 @@ def test_from_outside_the_library_is_seen(folder: Path) -> None:
         folder,
         """
         import os
-        assert native.seen("/", os.getpid(), [table()]) == ("framework: native_thread.so",)
-        assert native.seen("/", os.getpid(), [table(b"no such thread")]) == ()
-        assert native.seen("/", 1 << 22, [table()]) is None
+        assert native_threads.seen("/", os.getpid(), [table()]) == ("framework: native_thread.so",)
+        assert native_threads.seen("/", os.getpid(), [table(b"no such thread")]) == ()
+        assert native_threads.seen("/", 1 << 22, [table()]) is None
         other = table()._replace(natives=(table().natives[0]._replace(library="another.so"),))
-        assert native.seen("/", os.getpid(), [other]) == ()
+        assert native_threads.seen("/", os.getpid(), [other]) == ()
         """,
     )
 
@@ -188,10 +188,10 @@ def test_without_a_driver_there_is_nothing_to_hold(folder: Path) -> None:
     run(
         folder,
         """
-        native._SPARE = 0.2
+        native_threads._SPARE = 0.2
         closed = gate.close(given=[table()])
         closed.open()
-        assert list(native.unheld([table()])) == ["framework: native_thread.so"]
+        assert list(native_threads.unheld([table()])) == ["framework: native_thread.so"]
         """,
         driver=False,
     )

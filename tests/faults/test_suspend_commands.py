@@ -19,8 +19,9 @@ import pytest
 from stub_gpus import GIB, ONE, UUIDS
 
 from memguard._node.identity import Process, process_of
-from memguard._node.suspend import outside, records
-from memguard._node.suspend.client import Client
+from memguard._node.suspend import remote_suspend
+from memguard._node.suspend.driver.client import Client
+from memguard._node.suspend.store import records
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNNING, LOCKED, CHECKPOINTED = 0, 1, 2
@@ -159,11 +160,11 @@ class Machine:
         (found,) = [row for row in self.json("ps")["processes"] if row["pid"] == process.pid]
         return cast("dict[str, Any]", found)
 
-    def resume(self, process: Process) -> outside.Result:
+    def resume(self, process: Process) -> remote_suspend.Result:
         """As the command does it, in this process."""
         names = ("CHECKPOINT_STUB", "NVML_STUB", "ROOM_STUB_UUID", "LD_LIBRARY_PATH")
         with Client({name: self.environ[name] for name in names}) as client:
-            return outside.resume(process, client, timeout=10.0)
+            return remote_suspend.resume(process, client, timeout=10.0)
 
     def record(self, process: Process) -> records.Record | None:
         return records.of(process, self.where)
@@ -247,7 +248,7 @@ def test_top_shows_what_is_on_the_gpu_and_what_is_off_it(machine: Machine) -> No
 
 KILL = """
     import os
-    from memguard._node.suspend.working import Work
+    from memguard._node.suspend.store.work_lock import Work
     told = Work.__call__
 
     def call(self, step):
@@ -313,7 +314,7 @@ KILL_SOON = "__import__('threading').Timer(0.3, os.kill, (os.getpid(), 9)).start
 def test_it_allows_it_and_suspends_itself(machine: Machine) -> None:
     """With its own word for how it went; --unsafe does not go behind its back."""
     says = """
-        from memguard._node.suspend import listener
+        from memguard._node.suspend.triggers import listener
         from memguard._node.identity import this_process
         from memguard._node.suspend.types import Suspension
         from memguard.errors import CannotSuspend
@@ -344,7 +345,7 @@ def test_a_budget_that_allows_it(machine: Machine) -> None:
         import memguard, threading, types
         # This is about who asks whom: what waits at the gates has tests of its own.
         open_gate = types.SimpleNamespace(closed=True, unheld=(), open=lambda: None)
-        sys.modules["memguard._node.suspend.gate"] = types.SimpleNamespace(close=lambda owner, undo: open_gate)
+        sys.modules["memguard._node.suspend.gates.gate"] = types.SimpleNamespace(close=lambda owner, undo: open_gate)
         budget = {"version": 1, "frameworks": {"pycuda": {"share": "50%"}}, "suspend": {"by_others": True}}
         memguard.init(budget)
 
@@ -388,7 +389,7 @@ def test_a_program_that_stands_still(machine: Machine, within: bool) -> None:
         import memguard, os, threading, types
         # This is about who asks whom: what waits at the gates has tests of its own.
         open_gate = types.SimpleNamespace(closed=True, unheld=(), open=lambda: None)
-        sys.modules["memguard._node.suspend.gate"] = types.SimpleNamespace(close=lambda owner, undo: open_gate)
+        sys.modules["memguard._node.suspend.gates.gate"] = types.SimpleNamespace(close=lambda owner, undo: open_gate)
         budget = {{"version": 1, "frameworks": {{"pycuda": {{"share": "50%"}}}}, "suspend": {{"by_others": True}}}}
         memguard.init(budget)
         away = lambda: memguard.ledger().devices[0].suspended is not None
@@ -434,7 +435,9 @@ def test_a_program_that_stands_still(machine: Machine, within: bool) -> None:
 
 def test_one_that_was_started_elsewhere(machine: Machine) -> None:
     """Its folder is another: that of a job, of cron, of a session."""
-    process = machine.start("from memguard._node.suspend import listener\nlistener.start(lambda: 1 / 0, 'b.yaml')")
+    process = machine.start(
+        "from memguard._node.suspend.triggers import listener\nlistener.start(lambda: 1 / 0, 'b.yaml')"
+    )
     here = machine.environ["XDG_RUNTIME_DIR"]
     (machine.folder / "other").mkdir(0o700)
     machine.environ["XDG_RUNTIME_DIR"] = str(machine.folder / "other")

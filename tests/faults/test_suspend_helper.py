@@ -22,9 +22,10 @@ from stub_gpus import GIB, ONE, UUIDS
 
 from memguard._devices.checkpoint import State
 from memguard._node.identity import Process, process_of, this_process
-from memguard._node.suspend import flow
-from memguard._node.suspend.client import Client
-from memguard._node.suspend.steps import Answer, End
+from memguard._node.suspend.course import flow
+from memguard._node.suspend.course.steps import End
+from memguard._node.suspend.driver.channel import Answer
+from memguard._node.suspend.driver.client import Client
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDS = {UUIDS[0]: GIB}
@@ -368,7 +369,7 @@ def test_its_client_ends_within_an_operation(machine: Machine) -> None:
 
 PROGRAM = """
 import json, os, sys, time
-from memguard._node.suspend.client import Client
+from memguard._node.suspend.driver.client import Client
 from memguard._node.identity import Process
 client = Client(json.loads(sys.argv[1]))
 process = Process(*json.loads(sys.argv[2]))
@@ -509,7 +510,7 @@ def test_no_budget_and_no_framework_in_it(machine: Machine, monkeypatch: pytest.
     environ = Path(f"/proc/{client.pid}/environ").read_bytes().split(b"\0")
     names = {entry.partition(b"=")[0].decode() for entry in environ}
     assert not [name for name in names if name.startswith(("MEMGUARD", "PYTHON", "CUDA_VISIBLE"))]
-    code = "import sys; from memguard._node.suspend import helper; print(*sys.modules)"
+    code = "import sys; from memguard._node.suspend.driver import helper; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     heavy = {"pydantic", "yaml", "rich", "click", "pynvml", "subprocess", "memguard.api", "memguard._budget"}
     assert not heavy & set(done.stdout.split())
@@ -537,7 +538,7 @@ def test_where_no_driver_can_do_it(machine: Machine, libraries: Path, changes: d
 
 def test_the_driver_hangs_when_it_is_started(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.environ["CHECKPOINT_STUB_INIT"] = "hang"
-    monkeypatch.setattr("memguard._node.suspend.client.START", 0.3)
+    monkeypatch.setattr("memguard._node.suspend.driver.client.START", 0.3)
     client = machine.client()
     off = machine.off(client)
     assert off.end is End.UNTOUCHED and "does not answer" in off.text and client.pid is None

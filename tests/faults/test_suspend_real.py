@@ -21,13 +21,13 @@ me.write_text(f"0 0 {GIB}\\n")
 scenario = pathlib.Path(os.environ["NVML_STUB"])
 scenario.write_text(scenario.read_text() + f"processes0={os.getpid()}:{GIB}\\n")
 import contextlib, memguard
-from memguard._node.suspend import own, records, route
+from memguard._node.suspend import self_suspend, backend; from memguard._node.suspend.store import records
 
 @contextlib.contextmanager
 def room(*_):  # the stub has no memory to hold
     yield None
 
-route.Waiting = lambda timeout, progress, where: room
+backend.Waiting = lambda timeout, progress, where: room
 
 class Gate:
     closed = True
@@ -41,7 +41,7 @@ def gate(owner, undo):
     undo.add("the gate", made.open)
     return made
 
-own.closed_gate = gate
+self_suspend.closed_gate = gate
 def state():
     return ("running", "locked", "off", "failed")[int(me.read_text().split()[0])]
 def wrong(*faults):
@@ -86,7 +86,7 @@ def test_a_process_without_a_budget_leaves_and_comes_back(program: Program) -> N
     said = program.run(
         "with memguard.suspended() as found:\n    print(state(), dict(found.bytes), found.process.pid == os.getpid(), "
         "records.of(found.process).step)\n"
-        "print(state(), own.current(), records.of(found.process))"
+        "print(state(), self_suspend.current(), records.of(found.process))"
     )
     assert said == [f"off {{'{UUIDS[0]}': {GIB}}} True suspended", "running None None"]
     assert program.calls == ["lock", "checkpoint", "restore", "unlock"]
@@ -95,7 +95,7 @@ def test_a_process_without_a_budget_leaves_and_comes_back(program: Program) -> N
 def test_another_program_brings_it_back(program: Program) -> None:
     said = program.run(
         "memguard.suspend()\nme.write_text(f'0 0 {GIB}')\n"
-        "while own.current() is not None: time.sleep(0.02)\nprint('back', own._now)"
+        "while self_suspend.current() is not None: time.sleep(0.02)\nprint('back', self_suspend._now)"
     )
     assert said == ["back None"] and "restore" not in program.calls
 
@@ -104,7 +104,7 @@ def test_work_that_does_not_end_in_time_changes_nothing(program: Program) -> Non
     said = program.run(
         "wrong('lock code 600')\n"
         "try: memguard.suspend(timeout=0.2)\n"
-        "except memguard.CannotSuspend as error: print(state(), own.current(), str(error).splitlines()[0])"
+        "except memguard.CannotSuspend as error: print(state(), self_suspend.current(), str(error).splitlines()[0])"
     )
     assert len(said) == 1 and said[0].startswith("running None cannot suspend: ")
     assert "did not end within the time" in said[0]
@@ -115,7 +115,7 @@ def test_a_helper_that_is_killed_takes_nothing_with_it(program: Program) -> None
         "wrong('checkpoint die 1')\n"
         "try: memguard.suspend(); print('suspended')\n"
         "except memguard.CannotSuspend: print('not suspended')\n"
-        "print((state() == 'off') == (own.current() is not None))\nmemguard.resume()\nprint(state())"
+        "print((state() == 'off') == (self_suspend.current() is not None))\nmemguard.resume()\nprint(state())"
     )
     assert said[1:] == ["True", "running"]
 
@@ -129,7 +129,7 @@ def test_a_ctrl_c_takes_it_back(program: Program, call: str) -> None:
         f"    while '{call}' not in (folder / 'calls').read_text(): time.sleep(0.01)\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "threading.Thread(target=press).start()\n"
-        "try: memguard.suspend()\nexcept KeyboardInterrupt: print(state(), own.current())"
+        "try: memguard.suspend()\nexcept KeyboardInterrupt: print(state(), self_suspend.current())"
     )
     assert said == ["running None"]
 

@@ -136,8 +136,8 @@ def test_self_suspend_interrupted_at_each_step_recovers(what: str, way: str, tho
 CONTROLLER = """
 import json, os, sys
 pid, way = int(sys.argv[1]), sys.argv[2]
-from memguard._node.suspend import flow
-from memguard._node.suspend.client import Client
+from memguard._node.suspend.course import flow
+from memguard._node.suspend.driver.client import Client
 from memguard._node.identity import process_of
 client, process = Client(), process_of(pid)
 client.state(process)

@@ -17,9 +17,9 @@ from types import ModuleType
 for name in sys.argv[1:]:
     importlib.import_module(name)
 from memguard._frameworks.optional_modules import Gates
-from memguard._node.suspend import gate as gates
-from memguard._node.suspend.swapped import holders, _raw
-from memguard._node.suspend.tables import tables
+from memguard._node.suspend.gates import gate as gates
+from memguard._node.suspend.gates.replaced import holders, _raw
+from memguard._node.suspend.gates.tables import tables
 from memguard.errors import Suspended
 
 hooks = {name for name in sys.argv[1:]}
@@ -130,7 +130,7 @@ def test_torchs_operators_refuse_the_thread_of_a_block() -> None:
     code = """
     import threading, torch
     from memguard._frameworks.torch import gates as table
-    from memguard._node.suspend import gate as gates
+    from memguard._node.suspend.gates import gate as gates
     from memguard.errors import Suspended
 
     table._cuda = lambda one: getattr(one, "is_meta", False) is True or one == "meta"

@@ -9,8 +9,8 @@ from typing import Any
 Run = Callable[..., dict[str, Any]]
 
 LOOK = """
-from memguard._node.suspend import inside
-def look(): return inside.look()._asdict()
+from memguard._node.suspend.checks import in_process_checks
+def look(): return in_process_checks.look()._asdict()
 """
 NOTHING: dict[str, list[str]] = {"ipc": [], "nccl": [], "captures": [], "profilers": [], "unseen": [], "natives": []}
 

@@ -81,7 +81,7 @@ BROKEN: dict[str, Broken] = {
         "tests/unit/test_lending.py::test_above_its_max_nothing_is_lent",
     ),
     "a suspension skips a check": Broken(
-        "_node/suspend/refusals.py", "    elif facts.available < needs:\n", "    elif facts.available < 0:\n",
+        "_node/suspend/checks/refusals.py", "    elif facts.available < needs:\n", "    elif facts.available < 0:\n",
         "tests/gpu/test_suspend_rounds.py::"
         "test_what_would_be_lost_is_refused_and_nothing_is_touched[too little host memory]",
     ),

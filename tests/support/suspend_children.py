@@ -154,7 +154,7 @@ def door() -> Any:
     global _door
     with _opening:
         if _door is None:
-            from memguard._node.suspend.client import Client
+            from memguard._node.suspend.driver.client import Client
 
             _door = Client()
         return _door
@@ -185,8 +185,8 @@ def away_again(pid: int) -> bool:
     """Whether it is suspended or uses no GPU, so that killing it is safe."""
     from memguard._devices.checkpoint import State
     from memguard._node.identity import process_of
-    from memguard._node.suspend import flow
-    from memguard._node.suspend.steps import End
+    from memguard._node.suspend.course import flow
+    from memguard._node.suspend.course.steps import End
 
     process = process_of(pid)
     if process is None:

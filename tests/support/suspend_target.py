@@ -26,7 +26,7 @@ class Api:
 
     def __init__(self) -> None:
         import memguard
-        from memguard._node.suspend import flow
+        from memguard._node.suspend.course import flow
 
         self.memguard: Any = memguard
         self.parts: dict[str, float] = {}
@@ -61,7 +61,7 @@ class Api:
 
     def ungated(self) -> None:
         """The control: gates that block nobody."""
-        from memguard._node.suspend import gate
+        from memguard._node.suspend.gates import gate
 
         close = gate.close
         gate.close = lambda owner=None, undo=None, given=None: close(owner, undo, ())

@@ -18,9 +18,9 @@ from memguard._base.units import GIB
 from memguard._devices import contexts, suspension
 from memguard._devices.nvml import Nvml
 from memguard._node.identity import Process
-from memguard._node.suspend import own
+from memguard._node.suspend import self_suspend
+from memguard._node.suspend.course.task import Calls
 from memguard._node.suspend.types import Suspension, Wait, Why
-from memguard._node.suspend.waiting import Calls
 from memguard.errors import CannotResume, CannotSuspend
 
 
@@ -117,16 +117,16 @@ class FakeWay:
 def way_of(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int] | None = None) -> Iterator[FakeWay]:
     """This process leaves by a fake way. At the end it is on its GPUs again, with nothing left."""
     way = FakeWay(sizes)
-    monkeypatch.setattr(own, "chosen_way", lambda: way)
-    monkeypatch.setattr(own, "closed_gate", way.gate)
+    monkeypatch.setattr(self_suspend, "chosen_way", lambda: way)
+    monkeypatch.setattr(self_suspend, "closed_gate", way.gate)
     try:
         yield way
     finally:
         way.room.set()
-        if own.current() is not None:
+        if self_suspend.current() is not None:
             way.at = lambda step: None
-            own.resume(10, None)
-        assert suspension.now is None and own.current() is None
+            self_suspend.resume(10, None)
+        assert suspension.now is None and self_suspend.current() is None
         assert not any(gate.closed for gate in way.gates)
         assert way.running
 

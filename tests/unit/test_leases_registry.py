@@ -17,7 +17,8 @@ from leasing import heard, lease, told, until
 from memguard._node.identity import Process, process_of, this_process
 from memguard._node.leases import registry
 from memguard._node.leases.registry import Budgeted
-from memguard._node.suspend import outside, records
+from memguard._node.suspend import remote_suspend
+from memguard._node.suspend.store import records
 from memguard.errors import MemguardError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -177,7 +178,7 @@ def test_a_registry_that_cannot_be_read_is_no_budget_that_forbids_it(folder: str
     Path(folder, "leases.sqlite").write_bytes(b"this is no database" * 100)
     Path(folder, "leases.sqlite").chmod(0o600)
     assert records.budget_of(ME) is None
-    text = outside._not_allowed(ME, True).text
+    text = remote_suspend._not_allowed(ME, True).text
     assert "cannot be read" in text and "is damaged" in text and "rm " in text
     for name in ("leases.sqlite", "leases.lock"):
         Path(folder, name).unlink()
@@ -190,12 +191,12 @@ def test_who_was_started_with_another_folder_is_not_brought_back_without_its_lea
     one.take()
     one.leave()
     blocker.take()
-    assert "there is no room for it again" in outside._without_lease(ME)
+    assert "there is no room for it again" in remote_suspend._without_lease(ME)
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     elsewhere.chmod(0o700)
     monkeypatch.setenv("MEMGUARD_LEASES", str(elsewhere))
     monkeypatch.setattr(records, "_environ", lambda pid: {"MEMGUARD_LEASES": folder})
-    assert "there is no room for it again" in outside._without_lease(ME)
+    assert "there is no room for it again" in remote_suspend._without_lease(ME)
     blocker.close()
-    assert outside._without_lease(ME) == ""
+    assert remote_suspend._without_lease(ME) == ""
     one.close()

@@ -23,8 +23,8 @@ from memguard._node.leases import choose, decide, returning
 from memguard._node.leases.decide import Want
 from memguard._node.leases.store import Store
 from memguard._node.leases.types import Claim
-from memguard._node.suspend import listener, making_room
-from memguard._node.suspend.making_room import MakingRoom
+from memguard._node.suspend.triggers import listener, making_room
+from memguard._node.suspend.triggers.making_room import MakingRoom
 from memguard._runtime import runtime
 from memguard.errors import CannotResume, CannotSuspend, NotActive
 
@@ -240,7 +240,7 @@ def test_without_its_lease_it_stays_suspended_and_says_who_has_it(folder: Path) 
 
 
 def test_a_process_with_a_workload_does_not_leave(folder: Path) -> None:
-    from memguard._node.suspend import for_lease
+    from memguard._node.suspend.triggers import for_lease
 
     memguard.init(BUDGET, simulate="h200")
     with (
@@ -252,7 +252,7 @@ def test_a_process_with_a_workload_does_not_leave(folder: Path) -> None:
 
 
 def test_without_a_lease_nothing_leaves_for_one(folder: Path) -> None:
-    from memguard._node.suspend import for_lease
+    from memguard._node.suspend.triggers import for_lease
 
     memguard.init({**BUDGET, "device": {"limit": "100GiB"}}, simulate="h200")
     with pytest.raises(CannotSuspend, match="it holds no lease"):
@@ -263,7 +263,7 @@ def test_a_process_leaves_only_while_somebody_waits_for_its_lease(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who has asked may have gone, or been served, before the request is read. So may a stranger ask."""
-    from memguard._node.suspend import for_lease
+    from memguard._node.suspend.triggers import for_lease
 
     monkeypatch.setattr(for_lease, "_back", float("-inf"))
     memguard.init(BUDGET, simulate="h200")
@@ -294,7 +294,7 @@ def test_whoever_waits_for_the_lease_ends_no_suspension_that_came_later(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from memguard._node.leases.lease import Lease
-    from memguard._node.suspend import for_lease
+    from memguard._node.suspend.triggers import for_lease
 
     memguard.init(BUDGET, simulate="h200")
     first = memguard.suspend()
@@ -314,7 +314,7 @@ def test_whoever_waits_for_the_lease_ends_no_suspension_that_came_later(
 
 
 def test_one_that_another_has_brought_back_claims_nothing_once_it_is_off_again(folder: Path) -> None:
-    from memguard._node.suspend import for_lease
+    from memguard._node.suspend.triggers import for_lease
 
     memguard.init(BUDGET, simulate="h200")
     memguard.suspend()
@@ -333,7 +333,7 @@ def test_one_that_another_has_brought_back_claims_nothing_once_it_is_off_again(f
 def test_an_interrupted_return_gives_the_lease_back_that_came_just_then(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from memguard._node.suspend import for_lease
+    from memguard._node.suspend.triggers import for_lease
 
     memguard.init(BUDGET, simulate="h200")
     memguard.suspend()

@@ -19,7 +19,7 @@ from memguard._base import locks
 from memguard._base.locks import InterruptSafeLock, Rank, Turn, ranked
 from memguard._base.units import GIB
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory
-from memguard._node.suspend import own
+from memguard._node.suspend import self_suspend
 from memguard._runtime.runtime import this
 
 HERE = os.path.dirname(str(memguard.__file__)) + os.sep
@@ -103,7 +103,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[Order]:
     found = Order()
     monkeypatch.setattr(locks, "check_order", found)
     monkeypatch.setattr(this, "lock", ranked(InterruptSafeLock(), Rank.RUNTIME))
-    monkeypatch.setattr(own, "_turn", Turn(rank=Rank.SUSPENSION))
+    monkeypatch.setattr(self_suspend, "_turn", Turn(rank=Rank.SUSPENSION))
     yield found
     memguard.shutdown()
     until(lambda: all(thread.name != "memguard-suspended" for thread in threading.enumerate()))

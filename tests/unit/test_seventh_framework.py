@@ -170,12 +170,12 @@ def test_suspension_gates_it_and_asks_what_it_has_under_way(seventh: Path) -> No
     found = program(
         seventh,
         """
-from memguard._node.suspend import inside, tables
+from memguard._node.suspend.checks import in_process_checks; from memguard._node.suspend.gates import tables
 result["gates"] = [entry.name for gates in tables.tables() if gates.hook == "toy" for entry in gates.waits]
 import toy
-result["idle"] = inside.look().captures
+result["idle"] = in_process_checks.look().captures
 toy.capturing = 2
-result["capturing"] = inside.look().captures
+result["capturing"] = in_process_checks.look().captures
 """,
     )
     assert found["gates"] == ["toy:empty", "toy:free_cache"]

@@ -30,8 +30,9 @@ BY_STRING = {
 CIRCLES = {
     (
         "_node.suspend",
-        *(f"_node.suspend.{name}" for name in ("cells", "for_lease", "leaving", "listener", "making_room", "own")),
-        "_node.suspend.when_idle",
+        "_node.suspend.self_suspend",
+        *(f"_node.suspend.triggers.{name}" for name in ("for_lease", "listener", "making_room")),
+        *(f"_node.suspend.triggers.{name}" for name in ("notebook_cells", "when_idle")),
     ): "a suspension for a lease, or for idleness, is one of this process itself, which waits for leases",
     ("_tools.doctor", "_tools.doctor.render"): "a report renders itself",
 }

@@ -19,8 +19,9 @@ from memguard._base.units import GIB
 from memguard._devices import suspension
 from memguard._devices.suspension import Off
 from memguard._node import suspend
-from memguard._node.suspend import cells, own
-from memguard._node.suspend.cells import Cells, is_magic_only
+from memguard._node.suspend import self_suspend
+from memguard._node.suspend.triggers import notebook_cells
+from memguard._node.suspend.triggers.notebook_cells import Cells, is_magic_only
 from memguard._node.suspend.types import Wait
 from memguard.errors import CannotResume
 
@@ -34,7 +35,7 @@ class Process:
         self.resumed = 0
         self.resume: Callable[[Any], None] = lambda progress: None
         monkeypatch.setattr(suspend, "resume", self._resume)
-        monkeypatch.setattr(own, "current", lambda: object())
+        monkeypatch.setattr(self_suspend, "current", lambda: object())
         monkeypatch.setattr(suspension, "now", None)
 
     def leave(self) -> None:
@@ -61,11 +62,11 @@ def shell(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     made.user_ns["ran"] = made.ran
     made.register_magic_function(lambda line: made.ran.append(f"magic {line}"), "line", "memguard")
     yield made
-    cells.detach(made)
+    notebook_cells.detach(made)
 
 
 def test_a_cell_runs_once_the_process_is_back(process: Process, shell: Any) -> None:
-    cells.attach(shell)
+    notebook_cells.attach(shell)
     shell.run_cell("ran.append(1)")
     assert process.resumed == 0
     process.leave()
@@ -76,7 +77,7 @@ def test_a_cell_runs_once_the_process_is_back(process: Process, shell: Any) -> N
 def test_a_refused_cell_does_not_run_and_the_next_one_tries_again(
     process: Process, shell: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cells.attach(shell)
+    notebook_cells.attach(shell)
     process.leave()
 
     def refuse(progress: Any) -> None:
@@ -85,7 +86,7 @@ def test_a_refused_cell_does_not_run_and_the_next_one_tries_again(
     process.resume = refuse
     for n in (1, 2):
         result = shell.run_cell("ran.append(1)")
-        assert not result.success and isinstance(result.error_before_exec, cells.NotRun)
+        assert not result.success and isinstance(result.error_before_exec, notebook_cells.NotRun)
         said = capsys.readouterr()
         assert "memguard: this cell did not run: process 7: the GPU is gone\n    fix: reset it" in said.out + said.err
         assert "Traceback" not in said.out + said.err
@@ -96,7 +97,7 @@ def test_a_refused_cell_does_not_run_and_the_next_one_tries_again(
 
 @pytest.mark.parametrize("when", ["waiting", "back already"])
 def test_an_interruption_is_an_error_of_the_cell(process: Process, shell: Any, when: str) -> None:
-    cells.attach(shell)
+    notebook_cells.attach(shell)
     process.leave()
 
     def interrupted(progress: Any) -> None:
@@ -106,7 +107,7 @@ def test_an_interruption_is_an_error_of_the_cell(process: Process, shell: Any, w
 
     process.resume = interrupted
     error = shell.run_cell("ran.append(1)").error_before_exec
-    assert shell.ran == [] and isinstance(error, cells.NotRun)
+    assert shell.ran == [] and isinstance(error, notebook_cells.NotRun)
     says = "stays suspended, 4.00 GiB in host memory, whole" if when == "waiting" else "the process is on its GPUs"
     assert says in str(error) and "fix: run " in str(error)
     assert ("; %memguard shows who" in str(error)) is (when == "waiting")
@@ -114,7 +115,7 @@ def test_an_interruption_is_an_error_of_the_cell(process: Process, shell: Any, w
 
 def test_without_our_magic_the_fix_names_the_command(process: Process, shell: Any) -> None:
     del shell.magics_manager.magics["line"]["memguard"]
-    cells.attach(shell)
+    notebook_cells.attach(shell)
     process.leave()
 
     def interrupted(progress: Any) -> None:
@@ -126,14 +127,14 @@ def test_without_our_magic_the_fix_names_the_command(process: Process, shell: An
 
 def test_ipykernel_transforms_a_refused_cell_twice_and_waits_once(process: Process, shell: Any) -> None:
     """It calls `transform_cell`, and after an error `run_cell`, which calls it again."""
-    cells.attach(shell)
+    notebook_cells.attach(shell)
     process.leave()
 
     def interrupted(progress: Any) -> None:
         raise KeyboardInterrupt
 
     process.resume = interrupted
-    with pytest.raises(cells.NotRun):
+    with pytest.raises(notebook_cells.NotRun):
         shell.transform_cell("ran.append(1)")
     assert not shell.run_cell("ran.append(1)").success
     assert process.resumed == 1
@@ -145,7 +146,7 @@ def test_ipykernel_transforms_a_refused_cell_twice_and_waits_once(process: Proce
     "cell", ["%memguard", "%memguard resume", "%memguard\n%memguard plan\n", "memguard resume", ""]
 )
 def test_magics_of_ours_alone_run_while_it_is_suspended(process: Process, shell: Any, cell: str) -> None:
-    cells.attach(shell)
+    notebook_cells.attach(shell)
     process.leave()
     assert shell.run_cell(cell).success
     assert process.resumed == 0 and len(shell.ran) == cell.count("memguard")
@@ -153,7 +154,7 @@ def test_magics_of_ours_alone_run_while_it_is_suspended(process: Process, shell:
 
 @pytest.mark.parametrize("cell", ["%memguard\nran.append(1)", "x = %memguard", "%time ran.append(1)", "ran"])
 def test_anything_else_brings_it_back(process: Process, shell: Any, cell: str) -> None:
-    cells.attach(shell)
+    notebook_cells.attach(shell)
     process.leave()
     shell.run_cell(cell)
     assert process.resumed == 1
@@ -166,7 +167,7 @@ def test_what_is_a_magic_of_ours() -> None:
 
 
 def test_looking_is_not_running(process: Process, shell: Any) -> None:
-    cells.attach(shell)
+    notebook_cells.attach(shell)
     process.leave()
     with provisionalcompleter():
         assert "append" in [one.text.rpartition(".")[2] for one in shell.Completer.completions("ran.app", 7)]
@@ -177,7 +178,7 @@ def test_looking_is_not_running(process: Process, shell: Any) -> None:
 
 
 def test_which_cells_run(process: Process, shell: Any) -> None:
-    found = cells.attach(shell)
+    found = notebook_cells.attach(shell)
     shell.user_ns["found"] = found
     found.ran()
     assert not found.running and not found.ran()
@@ -190,7 +191,7 @@ def test_which_cells_run(process: Process, shell: Any) -> None:
 
 
 def test_a_cell_that_awaits_runs(process: Process, shell: Any) -> None:
-    found = cells.attach(shell)
+    found = notebook_cells.attach(shell)
     seen = []
 
     async def main() -> None:
@@ -208,13 +209,13 @@ def test_a_cell_that_awaits_runs(process: Process, shell: Any) -> None:
 
 
 def test_a_cell_that_attaches_is_counted(process: Process, shell: Any) -> None:
-    shell.user_ns["attach"] = lambda: cells.attach(shell)
+    shell.user_ns["attach"] = lambda: notebook_cells.attach(shell)
     shell.run_cell("found = attach(); ran.append(found.running)")
     assert shell.ran == [True] and not shell.user_ns["found"].running
 
 
 def test_none_begins_while_the_process_leaves(process: Process, shell: Any) -> None:
-    found = cells.attach(shell)
+    found = notebook_cells.attach(shell)
     found.ran()
     begun, done = threading.Event(), threading.Event()
 
@@ -238,7 +239,7 @@ def test_none_begins_while_the_process_leaves(process: Process, shell: Any) -> N
 
 
 def test_it_does_not_leave_while_a_cell_runs(process: Process, shell: Any) -> None:
-    found = cells.attach(shell)
+    found = notebook_cells.attach(shell)
 
     def try_to_leave() -> bool:
         found.ran()
@@ -251,13 +252,13 @@ def test_it_does_not_leave_while_a_cell_runs(process: Process, shell: Any) -> No
 
 
 def test_who_raises_and_who_waits(process: Process, shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cells.owner() is None
-    monkeypatch.setattr(cells, "shell_here", lambda: shell)
+    assert notebook_cells.owner() is None
+    monkeypatch.setattr(notebook_cells, "shell_here", lambda: shell)
     main, seen = threading.main_thread().ident, []
-    assert cells.owner() == main and isinstance(cells.of(shell), Cells)
+    assert notebook_cells.owner() == main and isinstance(notebook_cells.of(shell), Cells)
 
     def beside() -> None:
-        thread = threading.Thread(target=lambda: seen.append(cells.owner()))
+        thread = threading.Thread(target=lambda: seen.append(notebook_cells.owner()))
         thread.start()
         thread.join()
 
@@ -270,28 +271,28 @@ def test_who_raises_and_who_waits(process: Process, shell: Any, monkeypatch: pyt
 def test_it_is_attached_once_and_detached_wholly(process: Process, shell: Any) -> None:
     before = {name: [*shell.events.callbacks[name]] for name in ("pre_execute", "post_execute")}
     others = [*shell.input_transformers_post]
-    first = cells.attach(shell)
-    assert cells.attach(shell) is first and len(shell.input_transformers_post) == len(others) + 1
-    cells.detach(shell)
-    assert shell.input_transformers_post == others and cells.of(shell) is None
+    first = notebook_cells.attach(shell)
+    assert notebook_cells.attach(shell) is first and len(shell.input_transformers_post) == len(others) + 1
+    notebook_cells.detach(shell)
+    assert shell.input_transformers_post == others and notebook_cells.of(shell) is None
     assert {name: [*shell.events.callbacks[name]] for name in before} == before
 
 
 def test_what_brings_it_back_stays_while_it_is_off(process: Process, shell: Any) -> None:
-    cells.attach(shell)
+    notebook_cells.attach(shell)
     process.leave()
-    cells.let_go(shell)
-    assert cells.of(shell) is not None
+    notebook_cells.let_go(shell)
+    assert notebook_cells.of(shell) is not None
     suspension.now = None
-    cells.let_go(shell)
-    assert cells.of(shell) is None
+    notebook_cells.let_go(shell)
+    assert notebook_cells.of(shell) is None
 
 
 def test_the_line_says_who_has_the_memory(
     process: Process, shell: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    cells.attach(shell)
+    notebook_cells.attach(shell)
     process.leave()
     process.resume = lambda progress: progress(WAIT)
     shell.run_cell("ran.append(1)")
@@ -306,7 +307,7 @@ def test_a_narrow_terminal_cuts_the_line(
     process: Process, shell: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
-    cells.attach(shell)
+    notebook_cells.attach(shell)
     process.leave()
     process.resume = lambda progress: progress(WAIT)
     shell.run_cell("ran.append(1)")

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from memguard._node.identity import this_process
-from memguard._node.suspend import claims
-from memguard._node.suspend.turn import Turn
-from memguard._node.suspend.working import Work
+from memguard._node.suspend.store import lockfile
+from memguard._node.suspend.store.tickets import Turn
+from memguard._node.suspend.store.work_lock import Work
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 CLAIMS = {
-    "file": lambda where: claims.take(f"{where}/file"),
+    "file": lambda where: lockfile.take(f"{where}/file"),
     "turn": lambda where: Turn(["GPU-a"], where).__enter__(),
     "work": lambda where: Work(this_process(), "asked", where=where).__enter__(),
 }
@@ -46,13 +46,13 @@ def test_a_forked_child_does_not_keep_it(tmp_path: Path, claim: Callable[[str], 
     child = int(os.read(read, 20))
     try:
         (path,) = files(tmp_path)
-        assert claims.holder(str(path)) == pid and claims.held(str(path)) and path.exists()
+        assert lockfile.holder(str(path)) == pid and lockfile.held(str(path)) and path.exists()
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         until = time.monotonic() + 10  # the child may not have run yet
-        while claims.holder(str(path)) is not None and time.monotonic() < until:
+        while lockfile.holder(str(path)) is not None and time.monotonic() < until:
             time.sleep(0.01)
-        assert not claims.held(str(path)) and not path.exists()
+        assert not lockfile.held(str(path)) and not path.exists()
     finally:
         os.kill(child, signal.SIGKILL)
         os.close(read)
@@ -61,20 +61,20 @@ def test_a_forked_child_does_not_keep_it(tmp_path: Path, claim: Callable[[str], 
 
 def test_what_another_holds_is_not_taken(tmp_path: Path) -> None:
     path = str(tmp_path / "file")
-    fd = claims.take(path)
+    fd = lockfile.take(path)
     before = os.listdir("/proc/self/fd")
     with pytest.raises(BlockingIOError):
-        claims.take(path)
+        lockfile.take(path)
     with pytest.raises(FileExistsError):
-        claims.take(path, os.O_EXCL)
+        lockfile.take(path, os.O_EXCL)
     assert os.listdir("/proc/self/fd") == before
-    claims.drop(fd, path)
-    claims.drop(fd, path)
-    assert claims.holder(path) is None and not claims.held(path) and files(tmp_path) == []
+    lockfile.drop(fd, path)
+    lockfile.drop(fd, path)
+    assert lockfile.holder(path) is None and not lockfile.held(path) and files(tmp_path) == []
 
 
 def test_one_that_was_removed_while_it_was_taken_is_taken_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, lock = str(tmp_path / "file"), claims.fcntl.flock
+    path, lock = str(tmp_path / "file"), lockfile.fcntl.flock
     removed: list[str] = []
 
     def slow(fd: int, how: int) -> None:
@@ -83,27 +83,27 @@ def test_one_that_was_removed_while_it_was_taken_is_taken_anew(tmp_path: Path, m
             os.unlink(path)
         lock(fd, how)
 
-    monkeypatch.setattr(claims.fcntl, "flock", slow)
-    fd = claims.take(path)
+    monkeypatch.setattr(lockfile.fcntl, "flock", slow)
+    fd = lockfile.take(path)
     assert Path(path).read_text() == str(os.getpid())
-    claims.drop(fd, path)
+    lockfile.drop(fd, path)
 
 
 def test_a_symbolic_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "file").symlink_to(tmp_path / "other")
     with pytest.raises(OSError, match="symbolic"):
-        claims.take(str(tmp_path / "file"))
-    assert claims.holder(str(tmp_path / "file")) is None and not (tmp_path / "other").exists()
+        lockfile.take(str(tmp_path / "file"))
+    assert lockfile.holder(str(tmp_path / "file")) is None and not (tmp_path / "other").exists()
 
 
 def test_a_child_drops_nothing_of_its_parents(tmp_path: Path) -> None:
     path = str(tmp_path / "file")
-    fd = claims.take(path)
+    fd = lockfile.take(path)
     pid = os.fork()
     if not pid:
         with contextlib.suppress(BaseException):
-            claims.drop(fd, path)
+            lockfile.drop(fd, path)
         os._exit(0)
     os.waitpid(pid, 0)
-    assert claims.held(path)
-    claims.drop(fd, path)
+    assert lockfile.held(path)
+    lockfile.drop(fd, path)

@@ -13,7 +13,7 @@ BEGIN = f"""
 import atexit, sys, threading, time
 sys.path.insert(0, {HERE!r})
 import memguard
-from memguard._node.suspend import leaving, own, route
+from memguard._node.suspend.triggers import at_exit; from memguard._node.suspend import self_suspend, backend
 from suspending import FakeGate
 
 class Gate(FakeGate):
@@ -30,17 +30,17 @@ def gate(owner, undo):
     undo.add("the gate", made.open)
     return made
 
-own.closed_gate = gate
+self_suspend.closed_gate = gate
 BUDGET = {{"version": 1, "frameworks": {{"torch": {{"limit": "10GiB"}}}}, "monitor": {{"interval": "50ms"}}}}
 memguard.init(BUDGET, simulate="h200").frameworks["torch"].allocate(1 << 30)
-where = lambda: "off" if own.current() else "on"
+where = lambda: "off" if self_suspend.current() else "on"
 atexit.register(lambda: print("the end of a framework,", where(), "its GPUs", flush=True))
 memguard.suspend()
 """
 FULL = """
-leaving.PATIENCE = 0.2
-(uuid, size), = own._now.way.driver.cards.items()
-own._now.way.driver.others[uuid] = size
+at_exit.PATIENCE = 0.2
+(uuid, size), = self_suspend._now.way.driver.cards.items()
+self_suspend._now.way.driver.others[uuid] = size
 """
 
 

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from memguard._base.units import GIB, MIB
 from memguard._devices import proc
 from memguard._node.identity import Process
-from memguard._node.suspend import cgroups, facts, refusals
-from memguard._node.suspend.facts import Child, Facts
+from memguard._node.suspend.checks import cgroups, facts, refusals
+from memguard._node.suspend.checks.facts import Child, Facts
 from memguard.errors import DeviceError
 
 GPU = "GPU-5e9d5907-fba4-86a2-0235-9eb4761e77be"

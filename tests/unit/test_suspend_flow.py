@@ -17,11 +17,11 @@ from memguard._base.units import GIB, MIB
 from memguard._devices.checkpoint import State
 from memguard._devices.simulated_checkpoint import Fault, SimulatedCheckpoint, Target
 from memguard._node.identity import Process, anonymous_bytes, lives, process_of, start_of, this_process
-from memguard._node.suspend import flow, measure, settling
-from memguard._node.suspend.door import Card, Door
-from memguard._node.suspend.flow import Outcome
-from memguard._node.suspend.simulated import Direct
-from memguard._node.suspend.steps import Answer, End
+from memguard._node.suspend.course import bytes_left, flow, settling
+from memguard._node.suspend.course.flow import Outcome
+from memguard._node.suspend.course.steps import End
+from memguard._node.suspend.driver.channel import Answer, Card, CheckpointChannel
+from memguard._node.suspend.driver.simulated import Direct
 
 A, B = "GPU-a", "GPU-b"
 ME = Process(7, 9)
@@ -39,7 +39,9 @@ def simulated(**changes: Any) -> tuple[SimulatedCheckpoint, Direct, Target]:
 
 
 @contextmanager
-def held(process: Process, needs: flow.Needs, client: Door, cancel: threading.Event | None) -> Iterator[Advice | None]:
+def held(
+    process: Process, needs: flow.Needs, client: CheckpointChannel, cancel: threading.Event | None
+) -> Iterator[Advice | None]:
     """Room that a placeholder keeps."""
     answer = client.hold({uuid: size + MIB for uuid, size in (needs or {}).items()})
     try:
@@ -130,7 +132,7 @@ def test_cancelled_twice_it_stays_suspended() -> None:
 
     @contextmanager
     def waits(
-        process: Process, needs: flow.Needs, client: Door, cancel: threading.Event | None
+        process: Process, needs: flow.Needs, client: CheckpointChannel, cancel: threading.Event | None
     ) -> Iterator[Advice | None]:
         assert cancel is not None and not cancel.is_set() and needs == {A: 4 * GIB, B: GIB}
         give_up.set()
@@ -181,7 +183,7 @@ def test_brought_back_by_another_while_it_waits_for_room() -> None:
 
     @contextmanager
     def never(
-        process: Process, needs: flow.Needs, client: Door, cancel: threading.Event | None
+        process: Process, needs: flow.Needs, client: CheckpointChannel, cancel: threading.Event | None
     ) -> Iterator[Advice | None]:
         assert driver.restore(7) == driver.unlock(7) == 0
         assert cancel is not None and cancel.wait(10)
@@ -368,21 +370,21 @@ def card(used: int | None, **processes: int | None) -> Card:
 def test_bytes_are_what_used_fell_by() -> None:
     """A process has a little more than NVML lists for it; what others gave back meanwhile is not its own."""
     before = {A: card(5 * GIB, p7=4 * GIB, p8=GIB - MIB), B: card(GIB, p8=GIB)}
-    assert measure.left(7, before, {A: card(GIB - 2 * MIB, p8=GIB - MIB), B: card(GIB, p8=GIB)}) == {
+    assert bytes_left.left(7, before, {A: card(GIB - 2 * MIB, p8=GIB - MIB), B: card(GIB, p8=GIB)}) == {
         A: 4 * GIB + 2 * MIB
     }
-    assert measure.left(7, before, {A: card(MIB), B: card(0)}) == {A: 4 * GIB}
-    assert measure.left(7, before, {A: card(3 * GIB, p8=GIB - MIB), B: card(GIB)}) == {A: 4 * GIB}, "never less"
-    assert measure.left(7, before, None) == {A: 4 * GIB}
-    assert measure.left(7, None, before) is None
+    assert bytes_left.left(7, before, {A: card(MIB), B: card(0)}) == {A: 4 * GIB}
+    assert bytes_left.left(7, before, {A: card(3 * GIB, p8=GIB - MIB), B: card(GIB)}) == {A: 4 * GIB}, "never less"
+    assert bytes_left.left(7, before, None) == {A: 4 * GIB}
+    assert bytes_left.left(7, None, before) is None
 
 
 def test_bytes_where_nvml_does_not_list_the_process() -> None:
     before = {A: card(5 * GIB, p7=None), B: card(GIB)}
-    assert measure.left(7, before, {A: card(GIB), B: card(GIB)}) == {A: 4 * GIB}
-    assert measure.left(7, before, None) is None
+    assert bytes_left.left(7, before, {A: card(GIB), B: card(GIB)}) == {A: 4 * GIB}
+    assert bytes_left.left(7, before, None) is None
     unseen = {A: card(5 * GIB), B: card(GIB)}
-    assert measure.left(7, unseen, {A: card(GIB), B: card(GIB - MIB)}) == {A: 4 * GIB}
+    assert bytes_left.left(7, unseen, {A: card(GIB), B: card(GIB - MIB)}) == {A: 4 * GIB}
 
 
 # which process

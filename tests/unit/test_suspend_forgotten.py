@@ -16,7 +16,7 @@ from memguard._base.units import GIB
 from memguard._devices.checkpoint import State
 from memguard._devices.simulated_checkpoint import SimulatedCheckpoint, Target
 from memguard._node.identity import this_process
-from memguard._node.suspend import helper
+from memguard._node.suspend.driver import helper
 
 ME = this_process()
 

@@ -23,7 +23,7 @@ import waiting
 from memguard._base.undo import Undo
 from memguard._devices import c_functions
 from memguard._frameworks.optional_modules import Entry, Gates, Kind, entries
-from memguard._node.suspend import gate as gates
+from memguard._node.suspend.gates import gate as gates
 from memguard.errors import Suspended
 
 NAME = "framework_of_the_gate"

@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 import memguard
 from memguard._devices import suspension
 from memguard._devices.suspension import Off
-from memguard._node.suspend import cells, own, when_idle
-from memguard._node.suspend.idle import Look, Watcher, idle_for, patience
-from memguard._node.suspend.when_idle import Usage, has_gpu
+from memguard._node.suspend import self_suspend
+from memguard._node.suspend.triggers import notebook_cells, when_idle
+from memguard._node.suspend.triggers.idle import Look, Watcher, idle_for, patience
+from memguard._node.suspend.triggers.when_idle import Usage, has_gpu
 from memguard.errors import CannotSuspend, DeviceError, MemguardError
 
 LOOKS = st.lists(
@@ -268,15 +269,15 @@ def test_what_the_budget_says_of_host_memory_goes_for_whoever_suspends(
     host_memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
-    monkeypatch.setattr(own, "suspend", lambda timeout, why, owner, ignored, **_: asked.append((why, ignored)))
-    monkeypatch.setattr(cells, "owner", lambda: None)
+    monkeypatch.setattr(self_suspend, "suspend", lambda timeout, why, owner, ignored, **_: asked.append((why, ignored)))
+    monkeypatch.setattr(notebook_cells, "owner", lambda: None)
     budget = {"version": 1, "frameworks": {"torch": {"share": "50%"}}, "suspend": {"host_memory": host_memory}}
     with memguard.guard(budget, simulate="h200"):
         memguard.suspend()
         memguard.suspend(host_memory="ignore")
         memguard.suspend(host_memory="check")
         shell = SimpleNamespace(input_transformers_post=[], events=SimpleNamespace(callbacks={}))
-        assert when_idle._leave(cells.Cells(shell))
+        assert when_idle._leave(notebook_cells.Cells(shell))
     ignored = host_memory == "ignore"
     assert asked == [("asked", ignored), ("asked", True), ("asked", False), ("idle", ignored)]
 
@@ -284,13 +285,13 @@ def test_what_the_budget_says_of_host_memory_goes_for_whoever_suspends(
 def test_a_forked_child_has_no_cells(monkeypatch: pytest.MonkeyPatch) -> None:
     shell = SimpleNamespace(kernel=None)
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
-    assert cells.shell_here() is shell
+    assert notebook_cells.shell_here() is shell
     shell.kernel = SimpleNamespace(session=SimpleNamespace(pid=1))  # forked before memguard was imported
-    assert cells.shell_here() is None
+    assert notebook_cells.shell_here() is None
     shell.kernel = None
     pid = os.fork()
     if pid == 0:
-        os._exit(0 if cells.shell_here() is None and not when_idle.alive() else 1)
+        os._exit(0 if notebook_cells.shell_here() is None and not when_idle.alive() else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 

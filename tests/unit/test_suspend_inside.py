@@ -13,9 +13,9 @@ import pytest
 
 from memguard._devices import contexts, streams
 from memguard._node.identity import Process
-from memguard._node.suspend import inside, refusals
-from memguard._node.suspend.facts import Facts
-from memguard._node.suspend.inside import Inside
+from memguard._node.suspend.checks import in_process_checks, refusals
+from memguard._node.suspend.checks.facts import Facts
+from memguard._node.suspend.checks.in_process_checks import Inside
 
 HANDLE = b"\x07" * 64
 
@@ -33,7 +33,7 @@ def shared(*entries: tuple[object, Storage]) -> dict[str, Any]:
 
 
 def look(modules: dict[str, Any]) -> Inside:
-    return inside.look(modules)
+    return in_process_checks.look(modules)
 
 
 def test_nothing_imported_is_nothing_found() -> None:

@@ -19,7 +19,8 @@ from suspending import left
 
 from memguard._base.units import GIB
 from memguard._node.identity import Process, process_of, this_process
-from memguard._node.suspend import listener, records
+from memguard._node.suspend.store import records
+from memguard._node.suspend.triggers import listener
 from memguard._node.suspend.types import Suspension
 from memguard.errors import CannotSuspend, MemguardError, Suspended
 from memguard.exchange.ipc import wire
@@ -28,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ME = this_process()
 PROGRAM = """
     import os, sys, time
-    from memguard._node.suspend import listener
+    from memguard._node.suspend.triggers import listener
     from memguard._node.identity import this_process
     from memguard._node.suspend.types import Suspension
     from memguard.errors import MemguardError

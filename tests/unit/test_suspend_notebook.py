@@ -22,13 +22,13 @@ import os, signal, threading, time
 import memguard
 from memguard import api
 from memguard._devices import suspension
-from memguard._node.suspend import own, progress, when_idle
-ways, made = [], own.chosen_way
+from memguard._node.suspend import self_suspend; from memguard._node.suspend.triggers import progress, when_idle
+ways, made = [], self_suspend.chosen_way
 def chosen():
     ways.append(made())
     open(f"leaves-{len(ways)}", "w").close()
     return ways[-1]
-own.chosen_way = chosen
+self_suspend.chosen_way = chosen
 waits = threading.Event()
 def shown(line, wait, before=progress.Line.show):
     before(line, wait)
@@ -158,7 +158,8 @@ def test_without_a_budget_a_kernel_is_watched_from_its_first_framework_on_and_a_
     with kernel(tmp_path, MEMGUARD_WHEN_IDLE="1s") as nb:
         assert nb.text("import sys; print('memguard' in sys.modules)") == "False\n"
         assert (
-            nb.text(see, "from memguard._node.suspend import when_idle", "print(when_idle.seconds())") == "True\n1.0\n"
+            nb.text(see, "from memguard._node.suspend.triggers import when_idle", "print(when_idle.seconds())")
+            == "True\n1.0\n"
         )
         time.sleep(1.5)  # without CUDA there is nothing to leave, and nothing is said
         assert nb.text("from memguard._devices import suspension; print(suspension.now)") == "None\n"

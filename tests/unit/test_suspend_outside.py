@@ -22,11 +22,13 @@ from memguard._devices.checkpoint import State
 from memguard._devices.simulated_checkpoint import Fault, SimulatedCheckpoint, Target
 from memguard._node.identity import Process, folder, process_of, this_process
 from memguard._node.leases.registry import Budgeted
-from memguard._node.suspend import facts, outside, processes, records
-from memguard._node.suspend.outside import NO, UNKNOWN, Stop
+from memguard._node.suspend import processes, remote_suspend
+from memguard._node.suspend.checks import facts
+from memguard._node.suspend.driver.simulated import Direct
 from memguard._node.suspend.processes import Listing, Row
-from memguard._node.suspend.records import Record
-from memguard._node.suspend.simulated import Direct
+from memguard._node.suspend.remote_suspend import NO, UNKNOWN, Stop
+from memguard._node.suspend.store import records
+from memguard._node.suspend.store.records import Record
 from memguard._node.suspend.types import Wait
 from memguard.cli.support import waiting
 
@@ -59,13 +61,13 @@ def parent() -> Iterator[tuple[Process, list[int]]]:
 def test_those_furthest_down_go_first(parent: tuple[Process, list[int]]) -> None:
     process, (child, grandchild) = parent
     listed = Listing((), tuple(map(row, (process.pid, child, grandchild, os.getpid()))), ())
-    chosen = outside.family(process, listed, lambda one: one.state == "running")
+    chosen = remote_suspend.family(process, listed, lambda one: one.state == "running")
     assert [one.pid for one in chosen] == [grandchild, child, process.pid]
     assert chosen[0] == process_of(grandchild)
     launcher = Listing((), (row(grandchild), row(child, state="suspended")), ())
-    chosen = outside.family(process, launcher, lambda one: one.state == "running")
+    chosen = remote_suspend.family(process, launcher, lambda one: one.state == "running")
     assert [one.pid for one in chosen] == [grandchild]  # neither the launcher nor what is off already
-    assert outside.family(process, Listing((), (), ()), lambda one: True) == [process]
+    assert remote_suspend.family(process, Listing((), (), ()), lambda one: True) == [process]
 
 
 def test_a_stopped_process_is_refused_before_it_is_asked(
@@ -73,22 +75,26 @@ def test_a_stopped_process_is_refused_before_it_is_asked(
 ) -> None:
     """It could not answer, and would suspend itself long after whoever asked has gone."""
     process, _ = parent
-    monkeypatch.setattr(outside, "_listens", lambda one: True)
+    monkeypatch.setattr(remote_suspend, "_listens", lambda one: True)
     asked: list[Process] = []
-    monkeypatch.setattr(outside, "_answered", lambda one: asked.append(one) or outside.Result(one, outside.DONE, ""))
+    monkeypatch.setattr(
+        remote_suspend,
+        "_answered",
+        lambda one: asked.append(one) or remote_suspend.Result(one, remote_suspend.DONE, ""),
+    )
     os.kill(process.pid, signal.SIGSTOP)
     until = time.monotonic() + 10
     while facts.paused(process).state != "T" and time.monotonic() < until:
         time.sleep(0.01)
     client: Any = None
-    (refused,) = outside.suspend([process], client, sizes={})
-    assert refused.code == outside.NO and refused.state == "running" and not asked
+    (refused,) = remote_suspend.suspend([process], client, sizes={})
+    assert refused.code == remote_suspend.NO and refused.state == "running" and not asked
     assert f"process {process.pid} is stopped (state T)" in refused.text and "kill -CONT" in refused.text
     os.kill(process.pid, signal.SIGCONT)
     while facts.paused(process).state == "T" and time.monotonic() < until:
         time.sleep(0.01)
-    (done,) = outside.suspend([process], client, sizes={})
-    assert done.code == outside.DONE and asked == [process]
+    (done,) = remote_suspend.suspend([process], client, sizes={})
+    assert done.code == remote_suspend.DONE and asked == [process]
 
 
 def test_memguards_helpers_are_no_part_of_a_tree(
@@ -97,12 +103,12 @@ def test_memguards_helpers_are_no_part_of_a_tree(
     process, (child, grandchild) = parent
     listed = Listing((), tuple(map(row, (process.pid, child, grandchild))), ())
     monkeypatch.setattr(processes, "is_helper", lambda pid: pid == child)
-    chosen = outside.family(process, listed, lambda one: True)
+    chosen = remote_suspend.family(process, listed, lambda one: True)
     assert [one.pid for one in chosen] == [grandchild, process.pid]
 
 
 def test_a_helper_is_told_by_its_command() -> None:
-    code = "import time\ntime.sleep(60)\nfrom memguard._node.suspend import helper; helper.main()"
+    code = "import time\ntime.sleep(60)\nfrom memguard._node.suspend.driver import helper; helper.main()"
     helper = subprocess.Popen([sys.executable, "-c", code])
     try:
         until = time.monotonic() + 10
@@ -116,21 +122,24 @@ def test_a_helper_is_told_by_its_command() -> None:
 
 
 def test_unknown_sizes_are_none_at_all() -> None:
-    assert outside.sizes_of(row(1, {A: GIB, B: 2 * GIB})) == {A: GIB, B: 2 * GIB}
+    assert remote_suspend.sizes_of(row(1, {A: GIB, B: 2 * GIB})) == {A: GIB, B: 2 * GIB}
     assert (
-        outside.sizes_of(row(1, {A: GIB, B: None})) == outside.sizes_of(row(1, {A: 0})) == outside.sizes_of(None) == {}
+        remote_suspend.sizes_of(row(1, {A: GIB, B: None}))
+        == remote_suspend.sizes_of(row(1, {A: 0}))
+        == remote_suspend.sizes_of(None)
+        == {}
     )
 
 
 def test_a_restore_never_begins_with_less_than_it_needs() -> None:
     """What NVML lists is less than what a process has: unless that was measured, more is asked for."""
     record = Record(Process(1, 2), "suspended", {A: GIB}, 5.0, "asked", measured=True)
-    assert outside.needs_of(record) == {A: GIB}
+    assert remote_suspend.needs_of(record) == {A: GIB}
     unmeasured = Record(Process(1, 2), "checkpoint", {A: GIB}, 5.0, "asked")
-    assert outside.needs_of(unmeasured) == {A: GIB + outside.SPARE}
+    assert remote_suspend.needs_of(unmeasured) == {A: GIB + remote_suspend.SPARE}
     for sizes in (None, {}):
-        assert outside.needs_of(Record(Process(1, 2), "suspended", sizes, 5.0, "asked", measured=True)) is None
-    assert outside.needs_of(None) is None
+        assert remote_suspend.needs_of(Record(Process(1, 2), "suspended", sizes, 5.0, "asked", measured=True)) is None
+    assert remote_suspend.needs_of(None) is None
 
 
 @pytest.fixture
@@ -146,15 +155,15 @@ def test_resume_from_each_state(here: tuple[SimulatedCheckpoint, Process, str]) 
     driver, process, where = here
     target = driver.targets[process.pid]
     client = Direct(driver)
-    result = outside.resume(process, client)
+    result = remote_suspend.resume(process, client)
     assert (result.code, result.changed) == (0, False) and "nothing was to be done" in result.text
     driver.lock(process.pid, 1)
-    result = outside.resume(process, client)
+    result = remote_suspend.resume(process, client)
     assert (result.code, result.changed) == (0, True) and "was locked, and runs on" in result.text
     driver.lock(process.pid, 1)
     driver.checkpoint(process.pid)
     records.write(Record(process, "suspended", {A: 4 * GIB}, time.time() - 90, "asked", measured=True), where)
-    result = outside.resume(process, client)
+    result = remote_suspend.resume(process, client)
     assert result.code == 0 and "back on its GPUs with 4.00 GiB, after 90 s" in result.text
     assert target.whole and target.state is State.RUNNING and records.of(process, where) is None
 
@@ -166,12 +175,12 @@ def test_without_room_and_without_an_end(here: tuple[SimulatedCheckpoint, Proces
     driver.others[A] = 13 * GIB
     records.write(Record(process, "suspended", {A: 4 * GIB}, 5.0, "asked", measured=True), where)
     waits: list[Wait] = []
-    result = outside.resume(process, Direct(driver), timeout=0.0, progress=waits.append)
+    result = remote_suspend.resume(process, Direct(driver), timeout=0.0, progress=waits.append)
     assert (result.code, result.state) == (NO, "suspended") and "stays suspended and whole" in result.text
     assert waits[0].uuid == A and waits[0].free == 3 * GIB and not waits[0].ahead
     cancel = threading.Event()
     cancel.set()
-    assert outside.resume(process, Direct(driver), cancel=cancel).state == "suspended"
+    assert remote_suspend.resume(process, Direct(driver), cancel=cancel).state == "suspended"
     record = records.of(process, where)
     assert record is not None and (record.step, record.since) == ("suspended", 5.0)
 
@@ -181,7 +190,7 @@ def test_lost_is_said_and_kept(here: tuple[SimulatedCheckpoint, Process, str]) -
     driver.lock(process.pid, 1)
     driver.checkpoint(process.pid)
     driver.targets[process.pid].importer = True
-    result = outside.resume(process, Direct(driver))
+    result = remote_suspend.resume(process, Direct(driver))
     assert (result.code, result.state) == (NO, "lost") and "is lost" in result.text
     record = records.of(process, where)
     assert record is not None and record.step == "lost"
@@ -190,7 +199,7 @@ def test_lost_is_said_and_kept(here: tuple[SimulatedCheckpoint, Process, str]) -
 def test_one_that_does_not_answer_is_unknown(here: tuple[SimulatedCheckpoint, Process, str]) -> None:
     driver, process, where = here
     records.write_budget(Budgeted(process, "b", True), where)
-    (result,) = outside.suspend([process], Direct(driver), sizes={})
+    (result,) = remote_suspend.suspend([process], Direct(driver), sizes={})
     records.remove_budget(process, where)
     assert result.code == UNKNOWN and "does not answer" in result.text
 
@@ -200,7 +209,7 @@ def test_simulated_gpus_are_said_to_be(here: tuple[SimulatedCheckpoint, Process,
     driver, process, where = here
     records.write_budget(Budgeted(process, "b", False, True), where)
     assert records.budget_of(process) == Budgeted(process, "b", False, True)
-    (result,) = outside.suspend([process], Direct(driver), sizes={}, unsafe=unsafe)
+    (result,) = remote_suspend.suspend([process], Direct(driver), sizes={}, unsafe=unsafe)
     records.remove_budget(process, where)
     assert records.budget_of(process) is None
     assert result.code == NO and "its GPUs are simulated" in result.text and "memguard.suspend()" in result.text
@@ -225,7 +234,7 @@ def test_interrupted_before_it_began(here: tuple[SimulatedCheckpoint, Process, s
     driver, process, _ = here
     stop = Stop()
     stop.once.set()
-    (result,) = outside.suspend([process], Direct(driver), sizes={}, unsafe=True, stop=stop)
+    (result,) = remote_suspend.suspend([process], Direct(driver), sizes={}, unsafe=True, stop=stop)
     assert result.code == NO and "nothing was changed" in result.text and driver.targets[process.pid].calls == []
 
 
@@ -253,11 +262,11 @@ def test_whatever_the_driver_says_the_answer_is_whole(
 ) -> None:
     """And true: a process of which it says that it runs does, and one that is said to be off can be brought back."""
     driver, process, _ = here
-    monkeypatch.setattr(outside.refusals, "reasons", lambda *_, **__: ())
+    monkeypatch.setattr(remote_suspend.refusals, "reasons", lambda *_, **__: ())
     driver.fail(call, fault)
     sizes = {process.pid: {A: 4 * GIB}}
-    first = outside.suspend([process], Direct(driver), sizes=sizes, unsafe=True)
-    second = outside.resume(process, Direct(driver), timeout=0.0)
+    first = remote_suspend.suspend([process], Direct(driver), sizes=sizes, unsafe=True)
+    second = remote_suspend.resume(process, Direct(driver), timeout=0.0)
     for result in (*first, second):
         said = result.as_dict()
         Draft202012Validator(RESULT).validate(json.loads(json.dumps(said)))

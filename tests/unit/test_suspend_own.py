@@ -23,7 +23,8 @@ from memguard._base.units import GIB
 from memguard._devices import suspension
 from memguard._frameworks.simulated.adapter import SimulatedFramework
 from memguard._guard.guard import Guard
-from memguard._node.suspend import for_lease, leaving, own, when_idle
+from memguard._node.suspend import self_suspend
+from memguard._node.suspend.triggers import at_exit, for_lease, when_idle
 from memguard._node.suspend.types import Wait
 from memguard._runtime import runtime
 from memguard.errors import CannotResume, CannotSuspend, MemguardError, Suspended
@@ -36,14 +37,14 @@ UUID = "GPU-00000000-0000-4000-8000-000000000000"
 def way(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeWay]:
     with way_of(monkeypatch, {UUID: 3 * GIB}) as found:
         yield found
-    assert not leaving._wanted
+    assert not at_exit._wanted
     assert not [thread for thread in threading.enumerate() if thread.name == "memguard-suspend"]
 
 
 @pytest.fixture
 def budget(way: FakeWay) -> Iterator[Guard]:
     yield memguard.init({**BUDGET, "monitor": {"interval": "50ms"}}, simulate="h200")
-    own.resume(10, None)
+    self_suspend.resume(10, None)
     memguard.shutdown()
 
 
@@ -79,7 +80,7 @@ def test_a_second_suspension_is_refused_and_says_so(way: FakeWay) -> None:
         for again in (memguard.suspend, lambda: memguard.suspended().__enter__()):
             with pytest.raises(Suspended, match=r"already off its GPUs since .*\n    fix: memguard.resume\(\)"):
                 again()
-        assert own.current() is not None
+        assert self_suspend.current() is not None
 
 
 def test_another_thread_may_bring_it_back(way: FakeWay) -> None:
@@ -87,7 +88,7 @@ def test_another_thread_may_bring_it_back(way: FakeWay) -> None:
     thread = threading.Thread(target=memguard.resume)
     thread.start()
     thread.join(10)
-    assert own.current() is None
+    assert self_suspend.current() is None
 
 
 def test_resume_waits_for_a_suspension_that_another_thread_has_begun(way: FakeWay) -> None:
@@ -143,7 +144,7 @@ def test_what_speaks_against_it_changes_nothing(way: FakeWay, budget: Guard) -> 
 def test_a_block_that_fails_keeps_its_own_error(way: FakeWay) -> None:
     with pytest.raises(ZeroDivisionError), memguard.suspended():
         raise ZeroDivisionError
-    assert own.current() is None
+    assert self_suspend.current() is None
 
 
 def test_a_block_whose_process_came_back_by_itself_ends_well(way: FakeWay) -> None:
@@ -155,9 +156,9 @@ def test_a_block_whose_process_came_back_by_itself_ends_well(way: FakeWay) -> No
 def test_a_function_can_be_run_off_the_gpus(way: FakeWay) -> None:
     @memguard.suspended()
     def off() -> bool:
-        return own.current() is not None
+        return self_suspend.current() is not None
 
-    assert off() and off() and own.current() is None
+    assert off() and off() and self_suspend.current() is None
 
 
 def test_another_process_brings_it_back(way: FakeWay, budget: Guard) -> None:
@@ -168,7 +169,7 @@ def test_another_process_brings_it_back(way: FakeWay, budget: Guard) -> None:
     until = time.monotonic() + 10
     while gate.closed and time.monotonic() < until:
         time.sleep(0.01)
-    while suspension.now is not None or own.current() is not None:
+    while suspension.now is not None or self_suspend.current() is not None:
         time.sleep(0.01)
     assert budget.caps.off is None and "restore" not in way.steps
     assert memguard.ledger().devices[0].suspended is None
@@ -191,7 +192,7 @@ def ends_late(way: FakeWay, monkeypatch: pytest.MonkeyPatch) -> Iterator[threadi
     way.by_others.clear()
     yield go_on
     go_on.set()
-    own.resume(10, None)
+    self_suspend.resume(10, None)
 
 
 def test_it_can_leave_again_while_the_helper_of_the_last_time_ends(way: FakeWay, ends_late: threading.Event) -> None:
@@ -212,7 +213,7 @@ def test_what_speaks_against_it_by_the_end_of_that_wait_counts(
         ends_late.set()
         return asked[-1]
 
-    monkeypatch.setattr(own, "on_monitor", on_monitor)
+    monkeypatch.setattr(self_suspend, "on_monitor", on_monitor)
     with pytest.raises(CannotSuspend):
         memguard.suspend()
     assert suspension.now is None and way.steps.count("checkpoint") == 1
@@ -235,11 +236,11 @@ def test_who_leaves_unasked_does_not_wait_for_that(
 
 def test_a_watcher_that_comes_late_undoes_nothing_of_the_next_suspension(way: FakeWay, budget: Guard) -> None:
     memguard.suspend()
-    first = own._now
+    first = self_suspend._now
     assert first is not None
     memguard.resume()
     with memguard.suspended():
-        own._turn.take(own._came_back, 1, first, ", late")
+        self_suspend._turn.take(self_suspend._came_back, 1, first, ", late")
         assert suspension.now is not None and budget.caps.off is not None and way.gates[-1].closed
 
 
@@ -249,7 +250,7 @@ def test_without_room_it_stays_suspended_and_whole(way: FakeWay) -> None:
     waits: list[Wait] = []
     with pytest.raises(CannotResume, match="stays suspended and whole"):
         memguard.resume(timeout=0.2, progress=waits.append)
-    assert own.current() is not None and way.gates[-1].closed
+    assert self_suspend.current() is not None and way.gates[-1].closed
     assert suspension.now is not None and not suspension.now.moving
     assert waits and waits[0].holders == ("python (7) 70 GiB",)
     way.room.set()
@@ -282,7 +283,7 @@ def test_an_interrupted_suspension_is_taken_back(way: FakeWay, budget: Guard, st
     interrupt_at(way, step)
     with pytest.raises(KeyboardInterrupt):
         memguard.suspend()
-    assert way.running and suspension.now is None and own.current() is None and budget.caps.off is None
+    assert way.running and suspension.now is None and self_suspend.current() is None and budget.caps.off is None
     assert memguard.ledger().devices[0].suspended is None
 
 
@@ -291,7 +292,7 @@ def test_a_second_interruption_without_room_leaves_it_suspended(way: FakeWay) ->
     interrupt_at(way, "checkpoint", times=2)
     with pytest.raises(KeyboardInterrupt):
         memguard.suspend()
-    assert own.current() is not None and not way.running
+    assert self_suspend.current() is not None and not way.running
     way.room.set()
     memguard.resume()
 
@@ -302,7 +303,7 @@ def test_an_interrupted_wait_for_room_leaves_it_suspended(way: FakeWay) -> None:
     interrupt_at(way, "room")
     with pytest.raises(KeyboardInterrupt):
         memguard.resume()
-    assert own.current() is not None and way.gates[-1].closed and not way.running
+    assert self_suspend.current() is not None and way.gates[-1].closed and not way.running
 
 
 def test_an_interrupted_restore_ends_first(way: FakeWay) -> None:
@@ -310,7 +311,7 @@ def test_an_interrupted_restore_ends_first(way: FakeWay) -> None:
     interrupt_at(way, "restore")
     with pytest.raises(KeyboardInterrupt):
         memguard.resume()
-    assert own.current() is None and way.running and not way.gates[-1].closed
+    assert self_suspend.current() is None and way.running and not way.gates[-1].closed
 
 
 def test_a_progress_that_raises_is_an_interruption(way: FakeWay) -> None:
@@ -322,7 +323,7 @@ def test_a_progress_that_raises_is_an_interruption(way: FakeWay) -> None:
 
     with pytest.raises(ValueError, match="a broken bar"):
         memguard.resume(progress=progress)
-    assert own.current() is not None
+    assert self_suspend.current() is not None
 
 
 def test_a_flow_that_nobody_understands_keeps_the_gates_closed(way: FakeWay) -> None:
@@ -333,9 +334,9 @@ def test_a_flow_that_nobody_understands_keeps_the_gates_closed(way: FakeWay) -> 
     way.at = at
     with pytest.raises(OSError, match="the helper is gone"):
         memguard.suspend()
-    assert own.current() is not None and way.gates[-1].closed and suspension.now is not None
+    assert self_suspend.current() is not None and way.gates[-1].closed and suspension.now is not None
     memguard.resume()
-    assert own.current() is None
+    assert self_suspend.current() is None
 
 
 # what memguard says meanwhile
@@ -399,7 +400,7 @@ def test_the_timeline_keeps_it_and_no_sample_comes_meanwhile(way: FakeWay, tmp_p
 
 
 def test_a_sample_that_does_not_end_refuses_it(way: FakeWay, budget: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own, "QUIET", 0.2)
+    monkeypatch.setattr(self_suspend, "QUIET", 0.2)
     hangs, go_on = threading.Event(), threading.Event()
 
     def sample() -> Any:
@@ -418,7 +419,7 @@ def test_a_sample_that_does_not_end_refuses_it(way: FakeWay, budget: Guard, monk
 def test_a_call_of_the_guard_that_does_not_end_refuses_it(
     way: FakeWay, budget: Guard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(own, "QUIET", 0.2)
+    monkeypatch.setattr(self_suspend, "QUIET", 0.2)
     with budget.caps.lock, pytest.raises(CannotSuspend, match="a call of memguard on another thread has not ended"):
         memguard.suspend()
     assert suspension.now is None and budget.caps.off is None and not way.gates
@@ -430,7 +431,7 @@ def test_a_forked_child_is_not_suspended(way: FakeWay, budget: Guard) -> None:
     if not child:
         code = 1
         try:
-            inert = suspension.now is None and own.current() is None and budget.caps.off is None
+            inert = suspension.now is None and self_suspend.current() is None and budget.caps.off is None
             try:
                 memguard.suspend()
             except CannotSuspend as error:
@@ -438,7 +439,7 @@ def test_a_forked_child_is_not_suspended(way: FakeWay, budget: Guard) -> None:
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert own.current() is not None and way.gates[-1].closed
+    assert self_suspend.current() is not None and way.gates[-1].closed
 
 
 def test_what_waited_at_a_gate_finds_memguard_awake(way: FakeWay, budget: Guard) -> None:
@@ -476,7 +477,7 @@ def test_a_trace_that_is_recorded_refuses_it(way: FakeWay, budget: Guard, tmp_pa
 
 
 def test_an_init_that_is_under_way_refuses_it(way: FakeWay, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own, "QUIET", 0.2)
+    monkeypatch.setattr(self_suspend, "QUIET", 0.2)
     with runtime.this.lock, pytest.raises(CannotSuspend, match=r"memguard\.init or shutdown on another thread"):
         memguard.suspend()
     assert suspension.now is None and not way.gates
@@ -496,7 +497,7 @@ def test_a_signal_handler_within_a_suspension_cannot_begin_another(way: FakeWay)
     try:
         way.at = lambda step: (os.kill(os.getpid(), signal.SIGUSR1), time.sleep(0.1)) if step == "checkpoint" else None
         memguard.suspend()
-        assert own.current() is not None
+        assert self_suspend.current() is not None
         way.at = lambda step: (os.kill(os.getpid(), signal.SIGUSR1), time.sleep(0.1)) if step == "restore" else None
         memguard.resume()
     finally:
@@ -517,4 +518,9 @@ def test_a_ctrl_c_while_the_gates_open_opens_them(way: FakeWay, budget: Guard) -
     gate.told = told
     with pytest.raises(KeyboardInterrupt):
         memguard.resume()
-    assert came == [threading.get_ident()] and not gate.closed and budget.caps.off is None and own.current() is None
+    assert (
+        came == [threading.get_ident()]
+        and not gate.closed
+        and budget.caps.off is None
+        and self_suspend.current() is None
+    )

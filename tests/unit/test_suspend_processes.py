@@ -18,10 +18,11 @@ from memguard._devices.checkpoint import State
 from memguard._node import identity
 from memguard._node.identity import Process, this_process
 from memguard._node.leases.registry import Budgeted
-from memguard._node.suspend import processes, records
+from memguard._node.suspend import processes
+from memguard._node.suspend.driver.channel import Answer
 from memguard._node.suspend.processes import Gpu, Person, Readings, candidates, listing
-from memguard._node.suspend.records import Record
-from memguard._node.suspend.steps import Answer
+from memguard._node.suspend.store import records
+from memguard._node.suspend.store.records import Record
 from memguard.cli.ps import table
 
 A, B = "GPU-a", "GPU-b"

@@ -18,9 +18,9 @@ from suspending import left
 from memguard._base.units import GIB
 from memguard._node.identity import Process, this_process
 from memguard._node.leases.registry import Budgeted
-from memguard._node.suspend import records, working
-from memguard._node.suspend.records import STEPS, Record
-from memguard._node.suspend.working import BusyError, Work
+from memguard._node.suspend.store import records, work_lock
+from memguard._node.suspend.store.records import STEPS, Record
+from memguard._node.suspend.store.work_lock import BusyError, Work
 
 ME = this_process()
 GONE = Process(ME.pid, ME.start + 1)
@@ -174,9 +174,9 @@ def test_the_steps_off_and_back(where: str) -> None:
             work(step)
         found = records.of(ME, where)
         assert found is not None and (found.step, found.bytes, found.measured) == ("checkpoint", {"GPU-a": 5}, False)
-        assert working.worked_on(ME, where) == os.getpid()
+        assert work_lock.worked_on(ME, where) == os.getpid()
         work.ended("suspended", {"GPU-a": 7})
-    assert working.worked_on(ME, where) is None
+    assert work_lock.worked_on(ME, where) is None
     off = records.of(ME, where)
     assert off is not None and (off.step, off.bytes, off.measured) == ("suspended", {"GPU-a": 7}, True)
     with Work(ME, "asked", where=where) as work:
@@ -286,13 +286,13 @@ def test_a_killed_worker_holds_nothing(where: str) -> None:
     until = time.monotonic() + 10
     while records.of(ME, where) is None and time.monotonic() < until:
         time.sleep(0.01)
-    assert working.worked_on(ME, where) == pid
-    working.tidy(where)
-    assert working.worked_on(ME, where) == pid
+    assert work_lock.worked_on(ME, where) == pid
+    work_lock.tidy(where)
+    assert work_lock.worked_on(ME, where) == pid
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    assert working.worked_on(ME, where) is None
-    working.tidy(where)
+    assert work_lock.worked_on(ME, where) is None
+    work_lock.tidy(where)
     assert len(os.listdir(where)) == 1  # the record
     with Work(ME, "asked", where=where) as work:
         assert work.found is not None and work.found.step == "lock"

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from memguard._base.units import GIB, MIB
 from memguard._node.identity import Process
-from memguard._node.suspend import refusals
-from memguard._node.suspend.cgroups import Limit
-from memguard._node.suspend.facts import Child, Facts, Gpu
+from memguard._node.suspend.checks import refusals
+from memguard._node.suspend.checks.cgroups import Limit
+from memguard._node.suspend.checks.facts import Child, Facts, Gpu
 
 GPU = "GPU-5e9d5907-fba4-86a2-0235-9eb4761e77be"
 FINE = Facts(

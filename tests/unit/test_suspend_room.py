@@ -23,10 +23,9 @@ from memguard._base.units import GIB, GRANULE, MIB
 from memguard._devices import libcuda, proc
 from memguard._devices.checkpoint import MARGIN, Holder, pieces
 from memguard._node.identity import folder, this_process
-from memguard._node.suspend import room
-from memguard._node.suspend.door import Card
-from memguard._node.suspend.steps import Answer
-from memguard._node.suspend.turn import Turn
+from memguard._node.suspend.course import room
+from memguard._node.suspend.driver.channel import Answer, Card
+from memguard._node.suspend.store.tickets import Turn
 from memguard._node.suspend.types import Wait
 from memguard.errors import DeviceError, MemguardError
 
@@ -56,7 +55,7 @@ def test_each_gpu_has_its_own_turn(tmp_path: Any) -> None:
 
 def test_who_died_is_not_waited_for(tmp_path: Any) -> None:
     code = (
-        f"import sys; from memguard._node.suspend.turn import Turn; "
+        f"import sys; from memguard._node.suspend.store.tickets import Turn; "
         f"t = Turn([{GPU!r}], {str(tmp_path)!r}).__enter__(); "
         "print('there', flush=True); sys.stdin.read()"
     )
@@ -309,7 +308,7 @@ def test_who_came_first_is_waited_for(tmp_path: Any) -> None:
 def test_who_came_first_and_is_stopped_keeps_nobody_waiting(tmp_path: Any) -> None:
     """`memguard resume PID`, and Ctrl-Z while it waits for room."""
     code = (
-        f"import os, signal, sys; from memguard._node.suspend.turn import Turn; "
+        f"import os, signal, sys; from memguard._node.suspend.store.tickets import Turn; "
         f"t = Turn([{GPU!r}], {str(tmp_path)!r}).__enter__(); print('there', flush=True); "
         "os.kill(os.getpid(), signal.SIGSTOP); print('goes on', flush=True); sys.stdin.read()"
     )

@@ -11,25 +11,25 @@ import pytest
 from memguard._base.units import GIB
 from memguard._devices.simulated_checkpoint import SimulatedCheckpoint, Target
 from memguard._node.identity import folder, this_process
-from memguard._node.suspend import records
-from memguard._node.suspend.route import Route
-from memguard._node.suspend.simulated import Direct
-from memguard._node.suspend.waiting import Calls
-from memguard._node.suspend.working import Work
+from memguard._node.suspend.backend import SuspendBackend
+from memguard._node.suspend.course.task import Calls
+from memguard._node.suspend.driver.simulated import Direct
+from memguard._node.suspend.store import records
+from memguard._node.suspend.store.work_lock import Work
 from memguard.errors import CannotResume, CannotSuspend
 
 ME = this_process()
 
 
 @pytest.fixture
-def route(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Route:
+def route(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SuspendBackend:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     driver = SimulatedCheckpoint({"GPU-a": 16 * GIB})
     driver.targets[os.getpid()] = Target({"GPU-a": 4 * GIB})
-    return Route(Direct(driver))
+    return SuspendBackend(Direct(driver))
 
 
-def test_it_is_written_down_while_it_is_off(route: Route) -> None:
+def test_it_is_written_down_while_it_is_off(route: SuspendBackend) -> None:
     seen: list[str] = []
 
     def close() -> None:
@@ -43,7 +43,7 @@ def test_it_is_written_down_while_it_is_off(route: Route) -> None:
     assert records.of(ME) is None and [name for name in os.listdir(folder()) if not name.startswith("turn-")] == []
 
 
-def test_what_is_refused_is_not_written_down(route: Route) -> None:
+def test_what_is_refused_is_not_written_down(route: SuspendBackend) -> None:
     assert isinstance(route.door, Direct)
     route.door.driver.targets[os.getpid()].managed = True
     with pytest.raises(CannotSuspend, match="managed"):
@@ -51,7 +51,7 @@ def test_what_is_refused_is_not_written_down(route: Route) -> None:
     assert records.of(ME) is None
 
 
-def test_not_while_another_process_is_at_it(route: Route) -> None:
+def test_not_while_another_process_is_at_it(route: SuspendBackend) -> None:
     closed: list[None] = []
     with Work(ME, "unsafe"), pytest.raises(CannotSuspend, match="is suspending or resuming it just now"):
         route.off("asked", 1.0, Calls(), lambda: closed.append(None))
@@ -70,7 +70,9 @@ def test_not_while_another_process_is_at_it(route: Route) -> None:
     assert records.of(ME) is None
 
 
-def test_without_a_place_for_the_record_nothing_is_touched(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_place_for_the_record_nothing_is_touched(
+    route: SuspendBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*_: object) -> None:
         raise OSError("no space left")
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memguard._node.suspend import settling
-from memguard._node.suspend.settling import Thread, left
+from memguard._node.suspend.course import settling
+from memguard._node.suspend.course.settling import Thread, left
 
 threads = st.dictionaries(st.integers(1, 6), st.builds(Thread, st.booleans(), st.integers(0, 9)))
 

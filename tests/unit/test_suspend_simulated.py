@@ -20,8 +20,8 @@ from memguard._devices.checkpoint import State
 from memguard._devices.simulated_checkpoint import Fault, SimulatedCheckpoint, Target
 from memguard._frameworks.simulated.adapter import SimulatedFramework
 from memguard._guard.guard import Guard
-from memguard._node.suspend import own, route
-from memguard._node.suspend.gate import Gate
+from memguard._node.suspend import backend, self_suspend
+from memguard._node.suspend.gates.gate import Gate
 from memguard.errors import CannotResume, CannotSuspend
 
 BUDGET: dict[str, Any] = {"version": 1, "device": {"limit": "40GiB"}, "frameworks": {"torch": {"limit": "10GiB"}}}
@@ -44,7 +44,7 @@ class Stage:
     """The driver of the next suspension, and its gates."""
 
     def __init__(self) -> None:
-        self.ways: list[route.Simulated] = []
+        self.ways: list[backend.Simulated] = []
         self.gates: list[FakeGate] = []
 
     @property
@@ -58,11 +58,11 @@ class Stage:
 
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
-    found, of_this_process = Stage(), route.of_this_process
+    found, of_this_process = Stage(), backend.of_this_process
 
-    def way() -> route.Route:
+    def way() -> backend.SuspendBackend:
         made = of_this_process()
-        assert isinstance(made, route.Simulated)
+        assert isinstance(made, backend.Simulated)
         found.ways.append(made)
         return made
 
@@ -71,14 +71,14 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
         undo.add("the gate", made.open)
         return made
 
-    monkeypatch.setattr(own, "chosen_way", way)
-    monkeypatch.setattr(own, "closed_gate", gate)
+    monkeypatch.setattr(self_suspend, "chosen_way", way)
+    monkeypatch.setattr(self_suspend, "closed_gate", gate)
     memguard.init(BUDGET, simulate="h200")
     torch = memguard.guard and next(iter(memguard.init(BUDGET, simulate="h200").frameworks.values()))
     assert isinstance(torch, SimulatedFramework)
     torch.allocate(5 * GIB)
     yield found
-    if own.current() is not None:
+    if self_suspend.current() is not None:
         memguard.resume(timeout=5)
     memguard.shutdown()
     assert suspension.now is None and not any(one.closed for one in found.gates)
@@ -112,9 +112,9 @@ def test_another_process_brings_it_back(stage: Stage) -> None:
     stage.driver.restore(os.getpid())
     stage.driver.unlock(os.getpid())
     until = time.monotonic() + 10
-    while own.current() is not None and time.monotonic() < until:
+    while self_suspend.current() is not None and time.monotonic() < until:
         time.sleep(0.01)
-    assert own.current() is None and suspension.now is None
+    assert self_suspend.current() is None and suspension.now is None
 
 
 @pytest.mark.parametrize("call", ["state", "lock", "checkpoint"])
@@ -124,7 +124,7 @@ def test_a_ctrl_c_at_a_call_of_the_driver_takes_it_back(
     interrupted(monkeypatch, call)
     with pytest.raises(KeyboardInterrupt):
         memguard.suspend()
-    assert stage.target.state is State.RUNNING and own.current() is None
+    assert stage.target.state is State.RUNNING and self_suspend.current() is None
     assert type(memguard.init(BUDGET, simulate="h200")) is Guard
 
 
@@ -134,7 +134,7 @@ def test_a_ctrl_c_within_the_restore_comes_after_it(stage: Stage, call: str, mon
     interrupted(monkeypatch, call)
     with pytest.raises(KeyboardInterrupt):
         memguard.resume()
-    assert stage.target.state is State.RUNNING and own.current() is None
+    assert stage.target.state is State.RUNNING and self_suspend.current() is None
 
 
 def interrupted(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
@@ -154,17 +154,17 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
 @pytest.mark.parametrize("fault", [Fault("code", 600), Fault("die", done=False), Fault("die"), Fault("hang")])
 @pytest.mark.parametrize("call", ["lock", "checkpoint"])
 def test_whatever_fails_on_the_way_out_it_runs_or_is_suspended(stage: Stage, call: str, fault: Fault) -> None:
-    way = own.chosen_way()
-    assert isinstance(way, route.Simulated)
+    way = self_suspend.chosen_way()
+    assert isinstance(way, backend.Simulated)
     way.driver.fail(call, fault)
     patched = pytest.MonkeyPatch()
-    patched.setattr(own, "chosen_way", lambda: way)
+    patched.setattr(self_suspend, "chosen_way", lambda: way)
     try:
         memguard.suspend()
     except CannotSuspend:
-        assert stage.target.state is State.RUNNING and own.current() is None
+        assert stage.target.state is State.RUNNING and self_suspend.current() is None
     else:
-        assert stage.target.state is State.CHECKPOINTED and own.current() is not None
+        assert stage.target.state is State.CHECKPOINTED and self_suspend.current() is not None
     finally:
         patched.undo()
 
@@ -182,10 +182,10 @@ def test_a_process_that_is_lost_says_so(stage: Stage) -> None:
 def test_the_real_gate_closes_and_opens(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     memguard.suspend()
-    real = own._now.gate if own._now is not None else None
+    real = self_suspend._now.gate if self_suspend._now is not None else None
     assert isinstance(real, Gate) and real.closed
     memguard.resume()
-    assert not real.closed and own.current() is None
+    assert not real.closed and self_suspend.current() is None
 
 
 def test_a_ledger_that_was_being_read_when_the_process_left_answers(

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from memguard._base.advice import Advice
 from memguard._devices.checkpoint import State
 from memguard._node.identity import Process
-from memguard._node.suspend import said
-from memguard._node.suspend.steps import Answer, Course, Do, End, Goal
+from memguard._node.suspend.course import messages
+from memguard._node.suspend.course.steps import Course, Do, End, Goal
+from memguard._node.suspend.driver.channel import Answer
 
 OK = Answer(0)
 RUNNING, LOCKED, OFF, FAILED = (Answer(0, state) for state in State)
@@ -30,7 +31,7 @@ def end(goal: Goal, *answers: Answer) -> tuple[list[str], End, str]:
         steps.append(course.next.value)
         course = course.after(answer)
     assert isinstance(course.next, End), f"not at an end: {course}"
-    return steps, course.next, _text(said.advice(goal, course.next, course.why, PROCESS, course.state))
+    return steps, course.next, _text(messages.advice(goal, course.next, course.why, PROCESS, course.state))
 
 
 @pytest.mark.parametrize(
@@ -134,7 +135,7 @@ def test_where_nobody_knows_how_it_is_who_holds_the_room_is_left_out() -> None:
 
 def test_a_stopped_process_is_said_to_be() -> None:
     why = Course(Goal.OFF).after(HANGS).why
-    text = _text(said.advice(Goal.OFF, End.UNTOUCHED, why, PROCESS, stopped=True))
+    text = _text(messages.advice(Goal.OFF, End.UNTOUCHED, why, PROCESS, stopped=True))
     assert "it is stopped" in text and "`kill -CONT 7`" in text
 
 
@@ -165,6 +166,6 @@ def test_whatever_is_answered_it_ends_and_says_so(goal: Goal, given: list[Answer
             known = answer.state
         course = course.after(answer)
     assert isinstance(course.next, End)
-    text = _text(said.advice(goal, course.next, course.why, PROCESS, course.state))
+    text = _text(messages.advice(goal, course.next, course.why, PROCESS, course.state))
     assert bool(text) == (course.next is not (End.SUSPENDED if goal is Goal.OFF else End.RUNNING))
     assert not text or course.next is End.ENDED or "    fix: " in text

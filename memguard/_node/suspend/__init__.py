@@ -3,8 +3,15 @@
     with memguard.suspended():
         work_that_needs_no_gpu()
 
-`guard` answers for memguard meanwhile, `quiet` sees to it that nothing of memguard's calls CUDA, `own` is the state of
-this process.
+`self_suspend` is the suspension of this process, by a `backend`; `pause_memguard` keeps memguard from calling CUDA and
+NVML meanwhile. `remote_suspend` does it with other processes, which `processes` lists and `sockets` connects.
+
+course/    the steps of a suspension and of a resumption: what is next, its calls, the wait for room, the messages
+driver/    the driver's checkpoint calls, through a helper process or simulated
+gates/     what keeps the frameworks from calling the driver meanwhile
+checks/    whether a process can be suspended, and the reasons why not
+store/     files that the processes of one user share: records, locks, places in the queue
+triggers/  what starts a suspension or ends it besides the program's own call
 """
 
 from __future__ import annotations
@@ -38,9 +45,10 @@ def suspend(*, timeout: float | str = TIMEOUT, why: Why = "asked", host_memory: 
     Raises CannotSuspend with each reason why it is not possible now, and then nothing was changed; Suspended if it is
     suspended already. A Ctrl-C takes back what was done.
     """
-    from memguard._node.suspend import cells, own  # here: the helper process imports this package, and needs no guard
+    from memguard._node.suspend import self_suspend  # here: the helper process imports this package, and needs no guard
+    from memguard._node.suspend.triggers import notebook_cells
 
-    return own.suspend(_seconds(timeout), why, cells.owner(), _ignored(host_memory))
+    return self_suspend.suspend(_seconds(timeout), why, notebook_cells.owner(), _ignored(host_memory))
 
 
 def resume(*, timeout: float | str | None = None, progress: Progress | None = None) -> None:
@@ -50,9 +58,9 @@ def resume(*, timeout: float | str | None = None, progress: Progress | None = No
     look at that, on this thread. Raises CannotResume: the process stays suspended and whole, and may be resumed again.
     So it does after a Ctrl-C while it waits for room; a Ctrl-C within the restore is raised once that is done.
     """
-    from memguard._node.suspend import own
+    from memguard._node.suspend import self_suspend
 
-    own.resume(None if timeout is None else _seconds(timeout), progress)
+    self_suspend.resume(None if timeout is None else _seconds(timeout), progress)
 
 
 def suspended(*, timeout: float | str = TIMEOUT, host_memory: HostMemory | None = None) -> Block[Suspension]:
@@ -61,20 +69,20 @@ def suspended(*, timeout: float | str = TIMEOUT, host_memory: HostMemory | None 
     On this thread a framework's function that needs a GPU raises Suspended in the block, as nobody could end its wait;
     on other threads it waits. The end waits for room as `resume` does. A `with` or `async with` block, or a decorator.
     """
-    from memguard._node.suspend import own
+    from memguard._node.suspend import self_suspend
 
     seconds, ignored = _seconds(timeout), _ignored(host_memory)
 
     def begin() -> tuple[Suspension, End]:
-        found = own.suspend(seconds, "asked", threading.get_ident(), ignored)
-        refusals = own.refusals()
+        found = self_suspend.suspend(seconds, "asked", threading.get_ident(), ignored)
+        refusals = self_suspend.refusals()
 
         def end(error: BaseException | None) -> None:
             refusals.close()
-            if own.current() is not found:  # somebody has brought it back already
+            if self_suspend.current() is not found:  # somebody has brought it back already
                 return
             try:
-                own.resume(None, None)
+                self_suspend.resume(None, None)
             except Exception as failure:
                 if error is None:
                     raise

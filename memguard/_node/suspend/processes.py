@@ -22,9 +22,10 @@ from memguard._devices.nvml import Nvml
 from memguard._node import identity
 from memguard._node.identity import Process
 from memguard._node.leases.registry import Budgeted
-from memguard._node.suspend import listener, records, working
-from memguard._node.suspend.door import Door
-from memguard._node.suspend.records import Record
+from memguard._node.suspend.driver.channel import CheckpointChannel
+from memguard._node.suspend.store import records, work_lock
+from memguard._node.suspend.store.records import Record
+from memguard._node.suspend.triggers import listener
 from memguard.errors import DeviceError, MemguardError
 
 SCHEMA = 1
@@ -38,7 +39,7 @@ _AT: Mapping[State | None, At] = {
 }
 STATE, STATES = 3.0, 20.0
 """Seconds in which the driver must say a process's state, and all of them."""
-_HELPER = "from memguard._node.suspend import helper"
+_HELPER = "from memguard._node.suspend.driver import helper"
 
 
 @dataclass(frozen=True)
@@ -223,13 +224,13 @@ def _unlisted(gpus: Iterable[Gpu]) -> tuple[str, ...]:
 # Reading.
 
 
-def read(door: Callable[[], Door], root: str = "/", where: str | None = None) -> Readings:
+def read(door: Callable[[], CheckpointChannel], root: str = "/", where: str | None = None) -> Readings:
     """Raises DeviceError without NVML. `door` is opened only if the driver has to be asked."""
     gpus = _gpus()
     known, budgets, unsafe, unread = list[Record](), list[Budgeted](), "", ""
     try:
         known = records.every(where)
-        working.tidy(where)
+        work_lock.tidy(where)
         listener.tidy(where)
     except (OSError, MemguardError) as error:
         unsafe = f"what processes have said of themselves is not read: {_line(error)}"
@@ -250,7 +251,7 @@ def read(door: Callable[[], Door], root: str = "/", where: str | None = None) ->
     states, notes = _states(door, [*recorded, *(one for one in silent if one not in recorded)])
     shown = {process for process, state in states.items() if process in recorded or state is not None}
     states = {process: states[process] for process in shown}
-    workers = {process: by for process in recorded if (by := working.worked_on(process, where)) is not None}
+    workers = {process: by for process in recorded if (by := work_lock.worked_on(process, where)) is not None}
     for record in known:  # nobody is at it, and it runs: who began it was killed, or could not remove it
         left = states.get(record.process) is State.RUNNING and record.process not in workers
         if left and records.of(record.process, where) == record:
@@ -312,7 +313,9 @@ def _line(error: OSError | MemguardError) -> str:
     return error.advice.line() if isinstance(error, MemguardError) else str(error)
 
 
-def _states(door: Callable[[], Door], asked: list[Process]) -> tuple[dict[Process, State | None], list[str]]:
+def _states(
+    door: Callable[[], CheckpointChannel], asked: list[Process]
+) -> tuple[dict[Process, State | None], list[str]]:
     """What the driver says of each, None where it does not say in time. Those that have no CUDA are left out."""
     found: dict[Process, State | None] = {}
     notes: list[str] = []

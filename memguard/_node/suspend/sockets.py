@@ -16,7 +16,7 @@ from typing import Any
 
 from memguard._base.logs import log as _log
 from memguard._node.identity import Process, folder
-from memguard._node.suspend import records
+from memguard._node.suspend.store import records
 from memguard.exchange.ipc import wire
 
 REQUEST = 5.0

@@ -148,7 +148,7 @@ def watch() -> None:
     if _is_tool(getattr(sys, "argv", ())) or _is_worker() or not callable(get) or get() is None:
         return
     try:
-        from memguard._node.suspend import when_idle
+        from memguard._node.suspend.triggers import when_idle
 
         when_idle.of_environment(os.environ.get(WHEN_IDLE, ""))
     except Exception as error:

@@ -14,8 +14,8 @@ from memguard._devices.nvml import Nvml
 from memguard._node import identity
 from memguard._node.identity import Process
 from memguard._node.suspend import processes, sockets
-from memguard._node.suspend.client import Client
-from memguard._node.suspend.listener import SilentError
+from memguard._node.suspend.driver.client import Client
+from memguard._node.suspend.triggers.listener import SilentError
 from memguard._node.top.server import KIND
 from memguard._node.top.snapshot import Gpu, Listed, Snapshot, Target, off
 from memguard._tools.top import client

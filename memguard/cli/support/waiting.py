@@ -17,7 +17,7 @@ from memguard._base.units import format_size
 from memguard._node.suspend.types import Progress, Wait
 
 if TYPE_CHECKING:
-    from memguard._node.suspend.outside import Stop
+    from memguard._node.suspend.remote_suspend import Stop
 
 T = TypeVar("T")
 _LOOK = 0.1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from memguard._node.suspend import refusals
+from memguard._node.suspend.checks import refusals
 from memguard._tools.doctor.checks.gpu_memory import same_gpu
 from memguard._tools.doctor.facts import Facts
 from memguard._tools.doctor.finding import Finding, Severity

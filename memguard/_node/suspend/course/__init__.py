@@ -1,0 +1,1 @@
+"""Taking a process off its GPUs and bringing it back, step by step: decisions, calls, waits and messages."""
