@@ -69,12 +69,14 @@ def clients(part: DevicePlan, allocator: str) -> tuple[str, ...]:
 
 def caps_of(part: DevicePlan) -> dict[str, int]:
     """The cap of each allocator, in bytes: one cap that several frameworks share counts once."""
+    if not part.joined:
+        return dict(part.caps)
     return {allocator_of(part, name): cap for name, cap in part.caps.items()}
 
 
 def usages_by_allocator(part: DevicePlan, rows: Mapping[str, Usage]) -> dict[str, Usage | None]:
     """The usage of each allocator, from the ledger's rows: the pool is its clients' live bytes and its cache."""
-    found: dict[str, Usage | None] = {n: u for n, u in rows.items() if allocator_of(part, n) != POOL}
+    found: dict[str, Usage | None] = {n: u for n, u in rows.items() if n != POOL and n not in part.joined}
     if (cache := rows.get(POOL)) is not None:
         live = [one.in_use or 0 for name, one in rows.items() if name in part.joined]
         found[POOL] = Usage((cache.held or 0) + sum(live), (cache.in_use or 0) + sum(live), cache.reclaimable)

@@ -145,7 +145,10 @@ class CapTable:
 
     def part(self, uuid: str) -> DevicePlan:
         """The plan of one GPU of the budget."""
-        return next(part for part in self.plan.devices if part.device.uuid == uuid)
+        for part in self.plan.devices:
+            if part.device.uuid == uuid:
+                return part
+        raise KeyError(uuid)
 
     def planned(self, device: Device) -> DevicePlan:
         """The plan of that GPU. Raises MemguardError if the budget does not include the GPU."""

@@ -60,9 +60,10 @@ class Reclaimer:
         uuid = device.uuid
         returned: dict[str, int] = {}
         before = self._caps.part(uuid).caps.get(who)
-        missing, live = (0, {}) if full else self._raise_cap(device, who, needed, asked, returned)
+        usages = self._caps.usages(device)
+        missing, live = (0, {}) if full else self._raise_cap(device, who, needed, asked, returned, usages)
         if not missing:
-            missing = self._empty(device, who, needed, full, asked, returned)
+            missing = self._empty(device, who, needed, full, asked, returned, usages)
         after = self._caps.part(uuid).caps.get(who)
         moved = (before, after) if before is not None and after is not None and after != before else None
         self._note(who, uuid, returned, moved)
@@ -122,13 +123,22 @@ class Reclaimer:
                     self._note(name, device.uuid, {}, (before.caps[name], cap))
 
     def _raise_cap(
-        self, device: Device, who: str, needed: int, asked: bool, returned: dict[str, int]
+        self,
+        device: Device,
+        who: str,
+        needed: int,
+        asked: bool,
+        returned: dict[str, int],
+        usages: dict[str, Usage | None],
     ) -> tuple[int, Mapping[str, int]]:
-        """Raise the cap for `needed` bytes. Returns `missing` and `live` as in `lending.CapChange`."""
+        """Raise the cap for `needed` bytes. Returns `missing` and `live` as in `lending.CapChange`.
+
+        `usages` are by allocator. A trim updates the figures of the two allocators that it concerns.
+        """
         spent: set[str] = set()
         for _ in range(2 * len(self._caps.allocators) + 2):
             part = self._caps.part(device.uuid)
-            usages, allocator = self._caps.usages(device), shared_pool.allocator_of(part, who)
+            allocator = shared_pool.allocator_of(part, who)
             own = usages.get(allocator) or Usage(0, 0)
             if own.held is None:  # TensorFlow with growth, whose cap is fixed
                 return 0, {}
@@ -142,18 +152,28 @@ class Reclaimer:
                 caps = change.caps or ({who: part.caps[who]} if asked and who in part.elastic else {})
                 if self._set(device, caps):
                     return 0, {}
+                usages.update(self._caps.usages(device))  # a framework has outgrown the cap that it was to have
                 continue
             name, size = change.calls[0]
             if not self._give_back(name, device, size, returned):
                 spent.add(name)
+            self._read_again(usages, device, name, allocator)
         return needed, {}
 
-    def _empty(self, device: Device, who: str, needed: int, full: bool, asked: bool, returned: dict[str, int]) -> int:
-        """Trim siblings until the GPU has enough free memory. Returns the bytes still missing."""
+    def _empty(
+        self,
+        device: Device,
+        who: str,
+        needed: int,
+        full: bool,
+        asked: bool,
+        returned: dict[str, int],
+        usages: dict[str, Usage | None],
+    ) -> int:
+        """Trim siblings until the GPU has enough free memory. Returns the bytes still missing. `usages` as above."""
         spent: set[str] = set()
         allocator = shared_pool.allocator_of(self._caps.part(device.uuid), who)
         while True:
-            usages = self._caps.usages(device)
             own = usages.get(allocator) or Usage(0, 0)
             free = self._caps.host.memory(device).free + (0 if asked else policy.cached(own))
             short, wished = needed - free, self._wish(who, device.uuid, own, needed) - free
@@ -168,6 +188,12 @@ class Reclaimer:
             # One granule more: the driver needs memory for the page tables of the allocation.
             if not self._give_back(donor.name, device, wished + GRANULE, returned):
                 spent.add(donor.name)
+            self._read_again(usages, device, donor.name, allocator)
+
+    def _read_again(self, usages: dict[str, Usage | None], device: Device, *names: str) -> None:
+        for name in names:
+            if (allocator := self._caps.allocators.get(name)) is not None:
+                usages[name] = allocator.usage(device)
 
     def _wish(self, who: str, uuid: str, own: Usage, needed: int) -> int:
         """The bytes that must be free so that the driver refuses no part of the request.
@@ -212,7 +238,7 @@ class Reclaimer:
         for name, cap in shared_pool.caps_of(plan).items():
             allocator, usage = self._caps.allocators[name], usages.get(name)
             least, most = plan.elastic.get(name, (cap, cap))
-            if name in self._fixed or allocator.fixed() or not self._caps.movable(name):
+            if least != most and (name in self._fixed or allocator.fixed() or not self._caps.movable(name)):
                 least = most = cap
             held, promised = policy.known_held(usage), 0
             if usage is not None and usage.held is None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from memguard._base.specs import NEVER_GIVE_BACK, SPECS
 from memguard._base.types import DevicePlan, Enforcement, Plan, RefusedRequest
 from memguard._base.units import MIB, format_size
-from memguard._budget.shared_pool import allocator_of
+from memguard._budget.shared_pool import allocator_of, clients
 from memguard._ledger.types import DeviceLedger, Ledger, Row
 from memguard._oom.classify import Verdict
 
@@ -97,8 +97,10 @@ class Case:
     @cached_property
     def sharers(self) -> tuple[Row, ...]:
         """The rows of the requester's allocator other than its own."""
-        rows = (row for row in self.frameworks if allocator_of(self.planned, row.name) == self.allocator)
-        return tuple(row for row in rows if row is not self.row)
+        if self.planned is None or self.allocator is None:
+            return ()
+        names = self.allocator, *clients(self.planned, self.allocator)
+        return tuple([row for row in self.frameworks if row.name in names and row is not self.row])
 
     @cached_property
     def beside(self) -> int | None:

@@ -72,7 +72,7 @@ class Rule:
     def match(self, text: str, mro: Iterable[str]) -> re.Match[str] | None:
         """The match in the text, if the type matches too."""
         found = self._text.search(text)
-        return found if found and (not self.type or any(self._type.search(name) for name in mro)) else None
+        return found if found and (not self.type or any(map(self._type.search, mro))) else None
 
 
 _OOM = r"out.of.memory"
