@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from memguard._base.blocks import Block, End
+from memguard._base.interrupts import deferred_signals
 from memguard._base.logs import log as _log
 from memguard._base.logs import words_of
 from memguard._base.specs import SPECS
@@ -234,7 +235,7 @@ class Guard:
             if self.callbacks.stop is not None:
                 self.callbacks.stop.run()  # without the lock: the monitor thread may be waiting for it
         finally:
-            with caps.lock:
+            with caps.lock, deferred_signals():  # a Ctrl-C is raised once every cap is undone
                 try:
                     self.undo.run()
                 finally:

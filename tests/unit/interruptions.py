@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -19,8 +20,15 @@ _TOOL = 4
 """A number of `sys.monitoring` that no coverage tool, debugger or profiler has."""
 
 
+def ctrl_c() -> None:
+    """As a handler of `Points`: send a real SIGINT, whose handler `deferred_signals` may defer."""
+    signal.raise_signal(signal.SIGINT)
+
+
 class Points:
     """Counts those points while `call` runs. At the one with that number it raises, or runs `handler` if one is given.
+
+    To raise stands for a Ctrl-C outside `deferred_signals`, and anywhere for an exception that another thread sets.
 
     Other threads go on.
     """

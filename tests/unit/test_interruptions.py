@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from guards import cap_of, replaced
-from interruptions import Points
+from interruptions import Points, ctrl_c
 
 import memguard
 from memguard._base import life
@@ -110,13 +110,15 @@ CALLS: dict[str, tuple[bool, Callable[[Path], object]]] = {
 """Whether a budget is active before, and the call."""
 
 
-def attempt(name: str, folder: Path, kept: dict[str, SimulatedFramework], at: int | None) -> tuple[Points, list[str]]:
+def attempt(
+    name: str, folder: Path, kept: dict[str, SimulatedFramework], at: int | None, how: Callable[[], object] | None
+) -> tuple[Points, list[str]]:
     """Interrupt the call at that point. What is wrong afterwards."""
     active, call = CALLS[name]
     before = state(folder)
     if active:
         memguard.init(budget(folder), simulate="h200")
-    points, wrong = Points(at), []
+    points, wrong = Points(at, how), []
     try:
         points.run(lambda: call(folder))
         if points.place:
@@ -155,20 +157,47 @@ def attempt(name: str, folder: Path, kept: dict[str, SimulatedFramework], at: in
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # it was just opened for reading, and is closed
+@pytest.mark.parametrize("how", [None, ctrl_c], ids=["raised", "signal"])
 @pytest.mark.parametrize("name", CALLS)
 def test_after_an_interruption_the_next_call_finishes(
-    name: str, tmp_path: Path, standing: dict[str, SimulatedFramework]
+    name: str, how: Callable[[], object] | None, tmp_path: Path, standing: dict[str, SimulatedFramework]
 ) -> None:
-    attempt(name, tmp_path, standing, None)  # imports what is imported late
-    points, wrong = attempt(name, tmp_path, standing, None)
+    attempt(name, tmp_path, standing, None, how)  # imports what is imported late
+    points, wrong = attempt(name, tmp_path, standing, None, how)
     assert wrong == []
     failures = {}
     tried = range(1, points.count + 1, STRIDE)
     for at in tried:
-        interrupted, wrong = attempt(name, tmp_path, standing, at)
+        interrupted, wrong = attempt(name, tmp_path, standing, at, how)
         if wrong:
             failures[f"{at} {interrupted.place}"] = wrong
             memguard.shutdown()
             sys.meta_path = [f for f in sys.meta_path if type(f).__name__ != "ImportHook"]
     print(f"{name}: {len(tried)} of {points.count} points tried, {len(failures)} wrong")
     assert failures == {}, f"{len(failures)} of {len(tried)}"
+
+
+def test_a_ctrl_c_while_the_caps_are_undone_is_raised_once_all_are(
+    tmp_path: Path, standing: dict[str, SimulatedFramework]
+) -> None:
+    """At every point from the first undo step of the guard to its last: no cap is left for another call to undo."""
+    memguard.init(budget(tmp_path), simulate="h200")
+    counted = Points()
+
+    def undoing(points: Points) -> None:
+        guard = memguard.init(budget(tmp_path), simulate="h200")
+        first = guard.undo
+        run = first.run
+        first.run = lambda: points.run(run)  # type: ignore[method-assign]
+        memguard.shutdown()
+
+    memguard.shutdown()
+    undoing(counted)
+    assert counted.count > 50
+    for at in range(1, counted.count + 1):
+        points = Points(at, ctrl_c)
+        with pytest.raises(KeyboardInterrupt):
+            undoing(points)
+        assert [one.name for one in standing.values() if cap_of(one) is not None] == [], points.place
+        assert runtime.this.session is None or runtime.this.session.guard.undone, points.place
+        memguard.shutdown()
