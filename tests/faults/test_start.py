@@ -22,7 +22,7 @@ import memguard
 SIX = ("tensorflow", "torch", "jax", "cupy", "pycuda", "numba")
 ALWAYS = {
     "", "_base.advice", "api", "_base",
-    "_base.blocks", "_guard.caps", "_guard.guard", "_base.life", "_base.locks", "_base.logs",
+    "_base.blocks", "_guard.caps", "_guard.guard", "_base.interrupts", "_base.life", "_base.locks", "_base.logs",
     "_budget.policy", "_guard.elastic", "_base.framework_spec", "_base.specs", "_base.text",
     "_base.types", "_base.undo", "_base.units",
     "_runtime.workers", "errors", "_base.findings", "_budget.shared_pool",
