@@ -143,7 +143,7 @@ class Reclaimer:
             if own.held is None:  # TensorFlow with growth, whose cap is fixed
                 return 0, {}
             parts = self._parts(part, usages, spent)
-            wanted = own.held + needed - (0 if asked else policy.cached(own))
+            wanted = own.held + needed - (0 if asked else own.reclaimable or 0)
             change = lending.plan_raise(parts, part.limit - part.reserve, allocator, wanted)
             if change.missing:
                 return change.missing, change.live
@@ -175,7 +175,7 @@ class Reclaimer:
         allocator = shared_pool.allocator_of(self._caps.part(device.uuid), who)
         while True:
             own = usages.get(allocator) or Usage(0, 0)
-            free = self._caps.host.memory(device).free + (0 if asked else policy.cached(own))
+            free = self._caps.host.memory(device).free + (0 if asked else own.reclaimable or 0)
             short, wished = needed - free, self._wish(who, device.uuid, own, needed) - free
             if full and not returned:
                 wished = max(wished, GRANULE)  # the driver refused, even if enough is free by now

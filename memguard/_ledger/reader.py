@@ -279,7 +279,8 @@ class LedgerReader:
         """Read everything that has a row of a framework, once each: the budget's frameworks, other imported ones that
         use the GPU, the shared pool, and the exchange's memory for other processes.
 
-        `within_allocation`: create no adapter, and a framework whose reading fails is unknown.
+        `within_allocation`: create no adapter, leave out the exchange, which may ask the driver for ordinals, and take
+        a framework whose reading fails as unknown.
         """
         usages: dict[str, Usage | None] = {}
         others = self._created if within_allocation or not self._unnamed else self.unnamed()
@@ -294,10 +295,11 @@ class LedgerReader:
                 usages[name] = usage
         if self.shared_pool is not None:
             usages.update(self._shared(device, frameworks, usages))
+        if within_allocation:
+            return usages
         if _LOANS in sys.modules:
             usages.update(self._kept(device))
-        if not within_allocation:
-            self._latest[device.uuid] = usages
+        self._latest[device.uuid] = usages
         return usages
 
     def _state(self, uuid: str) -> Overhead:
