@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -140,13 +141,19 @@ class Machine:
         pid, terminal = pty.fork()
         if pid == 0:
             os.execve(sys.executable, [sys.executable, "-c", code, *map(str, arguments)], self.environ)
-        said = b""
+        said, typed = b"", b""
         with os.fdopen(terminal, "r+b", buffering=0) as file, contextlib.suppress(OSError):  # as a terminal ends
-            while got := file.read(4096):
+            while True:
+                # Python's `input` may miss a Ctrl-C that comes just before it waits: somebody would press it again.
+                if not select.select([file], [], [], 10)[0] and typed == b"\3":
+                    file.write(typed)
+                    continue
+                if not (got := file.read(4096)):
+                    break
                 said += got
                 if answer and b"[y/N]:" in said:
-                    file.write(answer.encode())
-                    answer = ""
+                    typed, answer = answer.encode(), ""
+                    file.write(typed)
         return said.decode(), os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
     def json(self, *arguments: object, code: int = 0) -> dict[str, Any]:
