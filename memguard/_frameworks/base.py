@@ -86,6 +86,10 @@ class Allocator(ABC):
         """As `trim`, but only about `needed` bytes where the allocator can release a part; others release all."""
         self.trim(device)
 
+    def reusable(self, usage: Usage) -> int:
+        """The bytes of its cache that surely serve a new request of its own, given its usage. 0 if unknown."""
+        return usage.reclaimable or 0
+
     @abstractmethod
     def fixed(self) -> bool:
         """Whether its cap cannot change once applied, in this process's configuration."""

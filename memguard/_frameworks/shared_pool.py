@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from memguard._base.logs import log as _log
 from memguard._base.types import Device, Drift, Usage
 from memguard._base.units import format_size, round_up
-from memguard._budget import shared_pool
+from memguard._budget import policy, shared_pool
 from memguard._devices import contexts
 from memguard._frameworks.base import Allocator, Framework
 from memguard._frameworks.driver_pages import PIECE, returned_by_trim
@@ -172,6 +172,10 @@ class SharedPool(Allocator):
         """
         if self._shrink(device.uuid, needed) < needed:
             self.trim(device)
+
+    def reusable(self, usage: Usage) -> int:
+        """All idle memory: it serves each request of a client, also where a trim would return none of it."""
+        return policy.cached(usage)
 
     def fixed(self) -> bool:
         return True

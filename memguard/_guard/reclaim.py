@@ -143,7 +143,7 @@ class Reclaimer:
             if own.held is None:  # TensorFlow with growth, whose cap is fixed
                 return 0, {}
             parts = self._parts(part, usages, spent)
-            wanted = own.held + needed - (0 if asked else own.reclaimable or 0)
+            wanted = own.held + needed - (0 if asked else self._reusable(allocator, own))
             change = lending.plan_raise(parts, part.limit - part.reserve, allocator, wanted)
             if change.missing:
                 return change.missing, change.live
@@ -175,7 +175,7 @@ class Reclaimer:
         allocator = shared_pool.allocator_of(self._caps.part(device.uuid), who)
         while True:
             own = usages.get(allocator) or Usage(0, 0)
-            free = self._caps.host.memory(device).free + (0 if asked else own.reclaimable or 0)
+            free = self._caps.host.memory(device).free + (0 if asked else self._reusable(allocator, own))
             short, wished = needed - free, self._wish(who, device.uuid, own, needed) - free
             if full and not returned:
                 wished = max(wished, GRANULE)  # the driver refused, even if enough is free by now
@@ -189,6 +189,10 @@ class Reclaimer:
             if not self._give_back(donor.name, device, wished + GRANULE, returned):
                 spent.add(donor.name)
             self._read_again(usages, device, donor.name, allocator)
+
+    def _reusable(self, name: str, usage: Usage) -> int:
+        allocator = self._caps.allocators.get(name)
+        return 0 if allocator is None else allocator.reusable(usage)
 
     def _read_again(self, usages: dict[str, Usage | None], device: Device, *names: str) -> None:
         for name in names:

@@ -136,6 +136,7 @@ def test_what_its_frees_wait_for_is_waited_for_only_if_the_rest_does_not_do(
 def test_who_is_in_the_pool_asks_nobody_for_its_own_cache(scene: Scene) -> None:
     live = cached(scene)
     room = scene.guard.make_room("cupy", 200 * MIB)
+    assert not room.missing, "the pool's idle memory serves it"
     assert room.returned == {} and scene.held == 256 * MIB and live
 
 
