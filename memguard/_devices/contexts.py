@@ -144,6 +144,11 @@ def ordinals() -> dict[str, int]:
     return {device.uuid: device.ordinal for device in visible() or ()}
 
 
+def uuid_of(ordinal: int | None) -> str:
+    """The UUID of the GPU with that ordinal; "" if unknown."""
+    return next((uuid for uuid, number in ordinals().items() if number == ordinal), "")
+
+
 def active(ordinal: int) -> bool | None:
     """Whether the device's primary context exists (`cuDevicePrimaryCtxGetState`, creates none); None if unknown."""
     cuda = _initialised if _initialised is not None else loaded()

@@ -56,8 +56,7 @@ class PooledBlocks(PooledCapped):
         return held
 
     def _here(self) -> str:
-        ordinal = contexts.current()
-        return next((uuid for uuid, number in contexts.ordinals().items() if number == ordinal), "")
+        return contexts.uuid_of(contexts.current())
 
     def _no_room(self, size: int) -> str:
         """The end of a refusal's sentence."""

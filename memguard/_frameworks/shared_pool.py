@@ -99,7 +99,7 @@ class SharedPool(Allocator):
         ordinal = contexts.current()
         if context is None or ordinal is None or contexts.primary(ordinal) != context:
             return None
-        uuid = next((uuid for uuid, number in contexts.ordinals().items() if number == ordinal), "")
+        uuid = contexts.uuid_of(ordinal)
         pool = self.use(framework, uuid, ordinal)
         if pool is None:
             return None

@@ -65,7 +65,7 @@ def _of_ordinal(ordinal: int) -> str:
     known = getattr((getattr(driver, "devices", None) or {}).get(ordinal), "uuid", None)
     if known:
         return _as_nvml(known)
-    return next((uuid for uuid, number in contexts.ordinals().items() if number == ordinal), "")
+    return contexts.uuid_of(ordinal)
 
 
 def current_uuid() -> str:
