@@ -50,9 +50,7 @@ class Rank(IntEnum):
     """The idle watcher."""
     CELLS = 10
     """Notebook cells."""
-    CLAIMS = 11
-    """Lock files that record which process suspends which."""
-    SUSPENSION = 12
+    SUSPENSION = 11
     """At exit a suspended process is resumed before all other hooks run."""
 
 

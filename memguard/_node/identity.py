@@ -67,10 +67,10 @@ def machine() -> str:
         return ""
 
 
-def folder() -> str:
+def folder(make: bool = True) -> str:
     """The user's own folder, made if need be: processes of that user find there what others have left for them.
 
-    MemguardError if it is another user's.
+    MemguardError if it is another user's. Without `make` it may not be there.
 
     `XDG_RUNTIME_DIR/memguard`, or `memguard-UID` in the folder for temporary files. Processes that are to see each
     other need the same one.
@@ -79,13 +79,16 @@ def folder() -> str:
     user = os.geteuid()
     own = os.path.isabs(runtime) and os.path.isdir(runtime) and os.stat(runtime).st_uid == user
     path = os.path.join(runtime, "memguard") if own else os.path.join(tempfile.gettempdir(), f"memguard-{user}")
+    if not make and not os.path.lexists(path):
+        return path
     return private(path, "remove it, or set XDG_RUNTIME_DIR to a folder of your own")
 
 
-def private(path: str, fix: str) -> str:
+def private(path: str, fix: str, make: bool = True) -> str:
     """The folder, made if need be: no other user can enter it. MemguardError with that fix if one could."""
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(path, 0o700)
+    if make:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
     found = os.lstat(path)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise MemguardError(f"{path} is not a folder that only this user can enter, so it cannot be trusted", fix=fix)

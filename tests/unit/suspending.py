@@ -173,5 +173,5 @@ __all__ = ["Doors", "FakeWay", "Nvml", "Touched", "way_of"]
 
 
 def left(folder: str | Path) -> list[str]:
-    """The files of a folder, without the database that its processes share, which stays."""
-    return sorted(name for name in os.listdir(folder) if not name.startswith("leases."))
+    """The files of a folder, without the database that its processes share, and the file beside it, which stay."""
+    return sorted(name for name in os.listdir(folder) if not name.startswith(("leases.", "suspended.spare")))

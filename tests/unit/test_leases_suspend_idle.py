@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sqlite3
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,11 +22,11 @@ from leasing import GPU, heard, lease, told, until
 import memguard
 from memguard._devices import suspension
 from memguard._node.identity import Process, machine, this_process
-from memguard._node.leases import choose, decide, returning
+from memguard._node.leases import choose, decide, returning, store
 from memguard._node.leases.decide import Want
 from memguard._node.leases.store import Store
 from memguard._node.leases.types import Claim
-from memguard._node.suspend.triggers import listener, making_room
+from memguard._node.suspend.triggers import for_lease, listener, making_room
 from memguard._node.suspend.triggers.making_room import MakingRoom
 from memguard._runtime import runtime
 from memguard.errors import CannotResume, CannotSuspend, NotActive
@@ -240,8 +243,6 @@ def test_without_its_lease_it_stays_suspended_and_says_who_has_it(folder: Path) 
 
 
 def test_a_process_with_a_workload_does_not_leave(folder: Path) -> None:
-    from memguard._node.suspend.triggers import for_lease
-
     memguard.init(BUDGET, simulate="h200")
     with (
         memguard.workload("step", framework="torch", needs="1GiB"),
@@ -252,8 +253,6 @@ def test_a_process_with_a_workload_does_not_leave(folder: Path) -> None:
 
 
 def test_without_a_lease_nothing_leaves_for_one(folder: Path) -> None:
-    from memguard._node.suspend.triggers import for_lease
-
     memguard.init({**BUDGET, "device": {"limit": "100GiB"}}, simulate="h200")
     with pytest.raises(CannotSuspend, match="it holds no lease"):
         for_lease.leave()
@@ -263,8 +262,6 @@ def test_a_process_leaves_only_while_somebody_waits_for_its_lease(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who has asked may have gone, or been served, before the request is read. So may a stranger ask."""
-    from memguard._node.suspend.triggers import for_lease
-
     monkeypatch.setattr(for_lease, "_back", float("-inf"))
     memguard.init(BUDGET, simulate="h200")
     with pytest.raises(CannotSuspend, match="nobody waits for its lease"):
@@ -294,7 +291,6 @@ def test_whoever_waits_for_the_lease_ends_no_suspension_that_came_later(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from memguard._node.leases.lease import Lease
-    from memguard._node.suspend.triggers import for_lease
 
     memguard.init(BUDGET, simulate="h200")
     first = memguard.suspend()
@@ -313,9 +309,38 @@ def test_whoever_waits_for_the_lease_ends_no_suspension_that_came_later(
     assert suspension.now is not None and states() == [(os.getpid(), "off")]
 
 
-def test_one_that_another_has_brought_back_claims_nothing_once_it_is_off_again(folder: Path) -> None:
-    from memguard._node.suspend.triggers import for_lease
+@pytest.mark.parametrize("how", ["held", "damaged"])
+def test_a_process_comes_back_although_the_database_cannot_be_used(
+    folder: Path, how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It claims its lease once it is back."""
+    waited: list[float] = []
+    sleep, claim = time.sleep, for_lease._claim
+    memguard.init(BUDGET, simulate="h200")
+    memguard.suspend()
+    database = folder / "leases.sqlite"
+    with contextlib.closing(sqlite3.connect(database)) as other:
+        other.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    whole = database.read_bytes()
+    monkeypatch.setattr(store, "_in_vain", float("-inf"))
+    monkeypatch.setattr(store.time, "sleep", lambda seconds: (waited.append(seconds), sleep(seconds)))
+    with contextlib.closing(sqlite3.connect(database, isolation_level=None)) as other:
+        if how == "held":
+            other.execute("PRAGMA locking_mode = EXCLUSIVE")
+            other.execute("BEGIN EXCLUSIVE")
+        else:
+            database.write_bytes(b"this is no database" * 2000)
+        claims = threading.Event()
+        monkeypatch.setattr(for_lease, "_claim", lambda lease: claims.wait(20) and claim(lease))
+        memguard.resume(timeout=5)
+        assert suspension.now is None and sum(waited) < 1.0
+        assert "comes back on its GPUs without its lease: " in caplog.text
+    database.write_bytes(whole)
+    claims.set()
+    until(lambda: states() == [(os.getpid(), "held")])
 
+
+def test_one_that_another_has_brought_back_claims_nothing_once_it_is_off_again(folder: Path) -> None:
     memguard.init(BUDGET, simulate="h200")
     memguard.suspend()
     one = for_lease.current()
@@ -333,8 +358,6 @@ def test_one_that_another_has_brought_back_claims_nothing_once_it_is_off_again(f
 def test_an_interrupted_return_gives_the_lease_back_that_came_just_then(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from memguard._node.suspend.triggers import for_lease
-
     memguard.init(BUDGET, simulate="h200")
     memguard.suspend()
     one = for_lease.current()

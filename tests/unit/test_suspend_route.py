@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import sqlite3
 import threading
 from pathlib import Path
 
 import pytest
+from suspending import left
 
 from memguard._base.units import GIB
 from memguard._devices.simulated_checkpoint import SimulatedCheckpoint, Target
@@ -40,7 +43,7 @@ def test_it_is_written_down_while_it_is_off(route: SuspendBackend) -> None:
     assert seen == ["None"] and record is not None
     assert (record.step, record.why, record.bytes, record.measured) == ("suspended", "idle", {"GPU-a": 4 * GIB}, True)
     route.back(found, 1.0, Calls())
-    assert records.of(ME) is None and [name for name in os.listdir(folder()) if not name.startswith("turn-")] == []
+    assert records.of(ME) is None and left(folder()) == []
 
 
 def test_what_is_refused_is_not_written_down(route: SuspendBackend) -> None:
@@ -73,12 +76,14 @@ def test_not_while_another_process_is_at_it(route: SuspendBackend) -> None:
 def test_without_a_place_for_the_record_nothing_is_touched(
     route: SuspendBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_: object) -> None:
-        raise OSError("no space left")
+    def fails(*_: object, **__: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(records, "_write", fails)
-    with pytest.raises(CannotSuspend, match="its record cannot be written: no space left"):
-        route.off("asked", 1.0, Calls(), lambda: None)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", fails)
+        patched.setattr(sqlite3, "connect", fails)
+        with pytest.raises(CannotSuspend, match="its record cannot be written: .*No space left"):
+            route.off("asked", 1.0, Calls(), lambda: None)
     assert isinstance(route.door, Direct) and route.door.driver.targets[os.getpid()].calls == []
     os.chmod(folder(), 0o777)
     with pytest.raises(CannotSuspend, match="cannot be trusted"):

@@ -22,31 +22,42 @@ _LOCAL_FUSE = frozenset({"fuse.fuse-overlayfs", "fuse.overlayfs"})
 """What rootless containers have their own files on."""
 
 
-def folder() -> str:
-    """Made if need be. MemguardError, with what to do, where no leases can be kept."""
+def folder(make: bool = True) -> str:
+    """Made if need be, unless not to `make` it. MemguardError, with what to do, where no leases can be kept."""
     given = os.environ.get(VARIABLE, "")
     try:
         if not given:
-            path = identity.folder()
+            path = identity.folder(make)
         elif not os.path.isabs(given):
             raise MemguardError(f"{VARIABLE} is {given!r}, which is no absolute path", fix="begin it with /")
+        elif not make and not os.path.lexists(given):
+            path = given
         else:
             fix = f"`chmod 700 {given}`, or name another folder, owned by the user who runs this process"
             path = identity.private(given, f"{VARIABLE}: {fix}")
     except OSError as error:
         what = f"{VARIABLE} is {given}, which" if given else "the user's folder for leases"
         raise MemguardError(f"{what} cannot be used: {error.strerror}", fix=_fix(given)) from None
-    refuse_network(path, _mounts())
+    refuse_network(path)
     return path
+
+
+def trusted(path: str) -> bool:
+    """Whether a folder that another process names may be used here: as strictly as this one's own."""
+    try:
+        refuse_network(identity.private(path, "", make=False))
+    except (OSError, ValueError, MemguardError):
+        return False
+    return os.path.isabs(path)
 
 
 def _fix(given: str) -> str:
     return "name a folder whose parent is there" if given else f"set {VARIABLE} to a folder of your own"
 
 
-def refuse_network(path: str, mounts: str) -> None:
+def refuse_network(path: str, mounts: str | None = None) -> None:
     """MemguardError if it lies on a network file system; `mounts` is the text of /proc/self/mountinfo."""
-    kind = file_system(os.path.realpath(path), mounts)
+    kind = file_system(os.path.realpath(path), _mounts() if mounts is None else mounts)
     if kind is not None and is_network(kind):
         raise MemguardError(
             f"{path} lies on a file system of type {kind}, which other machines may share: locks and the database "

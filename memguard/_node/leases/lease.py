@@ -128,6 +128,7 @@ class Lease:
         say: Say | None,
         unwanted: Callable[[], bool] | None,
         look: Look | None,
+        hurry: bool = False,
     ) -> None:
         heard = None
         while not self.held:
@@ -144,10 +145,15 @@ class Lease:
             if look is not None:
                 look(self._seen)
             time.sleep(min(random.uniform(*LOOK), began + wait - now))
-            if self.store.read(self._glance) is not False:
-                self._change(self._look)
+            if self._read(hurry) is not False:
+                self._change(self._look, hurry)
 
-    def _change(self, work: Callable[[Connection, File], None]) -> None:
+    def _read(self, hurry: bool) -> bool | None:
+        if hurry:
+            return store.soon(lambda patience: self.store.read(self._glance, patience))
+        return self.store.read(self._glance)
+
+    def _change(self, work: Callable[[Connection, File], None], hurry: bool = False) -> None:
         """In the database. What is seen in there to be held is not, if it cannot be written: its disk may be full."""
         before: list[bool] = []
 
@@ -157,7 +163,10 @@ class Lease:
             work(connection, file)
 
         try:
-            self.store.change(tracked)
+            if hurry:
+                store.soon(lambda patience: self.store.change(tracked, patience), writes=True)
+            else:
+                self.store.change(tracked)
         except BaseException:
             self.held = before[0] if before else self.held
             raise
@@ -176,8 +185,10 @@ class Lease:
         say: Say | None = None,
         unwanted: Callable[[], bool] | None = None,
         look: Look | None = None,
+        hurry: bool = False,
     ) -> None:
-        """Claim it again, after all who wait already. Several threads may: they share one place in the queue.
+        """Claim it again, after all who wait already. Several threads may: they share one place in the queue. In a
+        `hurry` no look at the database waits longer than `store.soon` does.
 
         Raises as `take`; then it is as `leave` left it, unless another thread still waits. NotActive too if it is given
         back meanwhile.
@@ -189,13 +200,13 @@ class Lease:
             try:
                 with self._count:
                     self._returning += 1
-                    self._change(self._again)
-                self._until(began, wait, say, unwanted, look)
+                    self._change(self._again, hurry)
+                self._until(began, wait, say, unwanted, look, hurry)
             finally:
                 with self._count:
                     self._returning -= 1
                     if self._returning == 0 and not self.held:
-                        self._change(self._give_up)
+                        self._change(self._give_up, hurry)
         except LeaseRefused:
             if not self.held:  # else its turn came with the end of the time
                 raise

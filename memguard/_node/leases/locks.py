@@ -6,29 +6,39 @@ it (fcntl(2)). So a process opens it once, looks through that same descriptor, a
 
 A process's own locks do not show in F_GETLK: `File.held` has them.
 
-All of this, and the database beside it, is used by one thread at a time (`turn`). A fork waits for that: so a child has
+The same file has a byte for each process that is being suspended or resumed, and for each place in the queue of a
+restore (`_node.suspend.store`). A lock needs no room on the disk, and does not wait for the database.
+
+The database beside it is used by one thread at a time (`turn`). A fork waits for that: so a child has
 no handle of the database, and what SQLite knows of locks is true there (sqlite.org/howtocorrupt.html, 2.2 and 2.6).
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import functools
 import os
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from memguard._base import life
 from memguard._base.locks import Turn
 
 _FLOCK = struct.Struct("hhqqi4x")
 """`struct flock`: l_type, l_whence, l_start, l_len, l_pid."""
+_WAIT = 10.0
+"""Seconds for which a thread waits for `_opening`."""
 _FORK = 60.0
 """Seconds for which a fork waits at most."""
+_MOST = 64
+"""Bytes that are listed of one lock: another program may have locked the whole file."""
 _lock = threading.RLock()
 turn = Turn(_lock)
+_opening = Turn()
+"""Guards `_files`, and who has one open. Held for system calls that do not wait."""
 _files: dict[tuple[int, int], File] = {}
 """By device and inode: two paths may lead to one file."""
 torn = False
@@ -44,8 +54,8 @@ class File:
     def __init__(self, fd: int, identity: tuple[int, int]) -> None:
         self.fd, self.identity = fd, identity
         self.held: set[int] = set()
-        self.looks = 0
-        """How many have it open just now: a signal handler may come within another's look."""
+        self.looks: set[object] = set()
+        """Who has it open just now: several threads, or a signal handler within another's look."""
 
     def take(self, number: int) -> bool:
         """Hold that byte. False if another process does."""
@@ -73,11 +83,42 @@ class File:
         kind = _FLOCK.unpack(fcntl.fcntl(self.fd, fcntl.F_GETLK, asked))[0]
         return bool(kind != fcntl.F_UNLCK)
 
+    def holders(self, first: int, last: int) -> list[tuple[int, int]]:
+        """The bytes from `first` to `last` that a living process holds, each with its PID, in their order.
+
+        The PID is 0 if the process is of another PID namespace.
+        """
+        found = [(number, os.getpid()) for number in [*self.held] if first <= number <= last]
+        ranges = [(first, last)]
+        while ranges:
+            low, high = ranges.pop()
+            if low > high:
+                continue
+            asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, low, high - low + 1, 0)
+            kind, _, start, length, pid = _FLOCK.unpack(fcntl.fcntl(self.fd, fcntl.F_GETLK, asked))
+            if kind == fcntl.F_UNLCK:
+                continue
+            begin, end = max(start, low), min(start + length - 1, high) if length else high
+            found += [(number, max(pid, 0)) for number in range(begin, min(end, begin + _MOST) + 1)]
+            ranges += [(low, begin - 1), (end + 1, high)]
+        return sorted(found)
+
 
 @contextlib.contextmanager
 def opened(path: str) -> Iterator[File]:
-    """The file, which must be there. Only within `turn`. Raises OSError."""
+    """The file, which must be there. Raises OSError."""
     watch_forks()
+    look = object()
+    try:
+        done = _opening.take(_looked, _WAIT, path, look)
+        if done is None:
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), path)
+        yield done[0]
+    finally:
+        _opening.take(_left, _WAIT, look)
+
+
+def _looked(path: str, look: object) -> File:
     found = os.stat(path, follow_symlinks=False)
     identity = found.st_dev, found.st_ino
     file = _files.get(identity)
@@ -86,19 +127,49 @@ def opened(path: str) -> Iterator[File]:
         found = os.fstat(fd)  # another one may have got that name meanwhile
         identity = found.st_dev, found.st_ino
         file = _files[identity] = File(fd, identity)
+    file.looks.add(look)
+    return file
+
+
+def _left(look: object) -> None:
+    for file in [*_files.values()]:
+        file.looks.discard(look)
+    _close_idle()
+
+
+def hold(path: str, numbers: Collection[int]) -> File | None:
+    """Hold all these bytes of the file, which must be there, or none: None if one of them is held, also by this
+    process. Raises OSError."""
+    with opened(path) as file:
+        done = _opening.take(_held, _WAIT, file, numbers)
+        return file if done is not None and done[0] else None
+
+
+def _held(file: File, numbers: Collection[int]) -> bool:
+    if not file.held.isdisjoint(numbers):
+        return False
     try:
-        file.looks += 1
-        yield file
-    finally:
-        file.looks -= 1
-        _close_idle()
+        if all(map(file.take, numbers)):
+            return True
+    except BaseException:
+        release(file, numbers)
+        raise
+    release(file, numbers)
+    return False
+
+
+def release(file: File, numbers: Collection[int]) -> None:
+    """Hold them no more. Nothing happens in a forked child, whose parent holds them."""
+    for number in numbers:
+        file.drop(number)
+    _opening.take(_close_idle, _WAIT)
 
 
 def let_go(number: int) -> None:
     """The lock of a claim, in whatever file it is. Nothing happens if this process does not hold it."""
     for file in [*_files.values()]:
         file.drop(number)
-    _close_idle()
+    _opening.take(_close_idle, _WAIT)
 
 
 def _close_idle() -> None:
@@ -118,10 +189,11 @@ def _in_parent() -> None:
 
 
 def _in_child() -> None:
-    global _lock, turn, torn, in_use
+    global _lock, turn, _opening, torn, in_use
     _lock = threading.RLock()
-    turn = Turn(_lock)
+    turn, _opening = Turn(_lock), Turn()
     for file in [*_files.values()]:
+        file.held.clear()
         with contextlib.suppress(OSError):
             os.close(file.fd)  # frees nothing: the locks are the parent's
     _files.clear()

@@ -12,7 +12,7 @@ from memguard._base.text import visible
 from memguard._devices import proc
 from memguard._node.identity import Process, lives, machine
 from memguard._node.leases.locks import File
-from memguard._node.leases.store import Store, byte_of, forget, process_row
+from memguard._node.leases.store import Store, byte_of, forget, process_row, soon
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -68,7 +68,7 @@ def leave(process: Process, folder: str) -> None:
 
 def every(folder: str) -> list[Budgeted]:
     """Of the living, in this numbering of PIDs. Changes nothing. Raises MemguardError."""
-    return Store(folder).read(_living) or []
+    return soon(lambda patience: Store(folder).read(_living, patience)) or []
 
 
 def _living(connection: Connection, file: File) -> list[Budgeted]:

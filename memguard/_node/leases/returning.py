@@ -14,7 +14,7 @@ def refusal(process: Process, where: str | None = None) -> str:
 
     Raises MemguardError if the leases cannot be read.
     """
-    claims = Store(where or folder()).claims()
+    claims = store.soon(Store(where or folder(make=False)).claims)
     here = machine()
     for claim in claims:
         if claim.state != "held" and (claim.pid, claim.start, claim.machine) == (*process, here):

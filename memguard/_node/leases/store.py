@@ -44,8 +44,12 @@ _PROCESSES = 1 << 40
 """Where the bytes of processes begin in the file of locks: no claim has such a number."""
 PATIENCE = 30.0
 """Seconds in which the database must be had. A change takes milliseconds."""
-_BUSY = 1.0
-"""Seconds for which SQLite itself waits at a time."""
+BRIEF = 0.5
+"""Seconds for which a restore, and what it needs, waits for the database."""
+_REMEMBERED = 60.0
+"""Seconds after a wait in vain in which nothing waits that long again."""
+_in_vain = float("-inf")
+"""When a wait of `soon` was in vain last, by the monotonic clock."""
 _SCHEMA = """
 CREATE TABLE meta (lock INTEGER NOT NULL);
 CREATE TABLE processes (
@@ -86,6 +90,22 @@ SELECT claims.id, pid, start, machine, command, budget, state, asked, since, rep
 FROM claims JOIN processes ON processes.id = claims.process JOIN parts ON parts.claim = claims.id
 ORDER BY claims.id, gpu
 """
+
+
+def soon(do: Callable[[float], T], writes: bool = False) -> T:
+    """`do(patience)` for one that must not be delayed, such as a restore: all such waits together take BRIEF at most.
+
+    After one in vain the database is only tried, for a minute, until it can be written again. Raises as `do`.
+    """
+    global _in_vain
+    try:
+        found = do(0.0 if time.monotonic() - _in_vain < _REMEMBERED else BRIEF)
+    except MemguardError:
+        _in_vain = time.monotonic()
+        raise
+    if writes:
+        _in_vain = float("-inf")
+    return found
 
 
 class Store:
@@ -176,9 +196,9 @@ class Store:
         if isinstance(locks.in_use, sqlite3.Connection):  # an interrupted call left it open
             locks.in_use.close()
         for path in (self.path, self.locks):
-            _made(path)
+            made(path)
         with locks.opened(self.locks) as file:
-            connection = sqlite3.connect(self.path, timeout=_BUSY, isolation_level=None, check_same_thread=False)
+            connection = sqlite3.connect(self.path, timeout=0, isolation_level=None, check_same_thread=False)
             locks.in_use = connection
             try:
                 return self._transaction(connection, file, work, writes)
@@ -249,7 +269,7 @@ class Store:
         )
 
 
-def _made(path: str) -> None:
+def made(path: str) -> None:
     """A file of this user's only. It is never opened here once it is there: its closing would free SQLite's locks."""
     with contextlib.suppress(FileExistsError):
         try:

@@ -230,7 +230,6 @@ def read(door: Callable[[], CheckpointChannel], root: str = "/", where: str | No
     known, budgets, unsafe, unread = list[Record](), list[Budgeted](), "", ""
     try:
         known = records.every(where)
-        work_lock.tidy(where)
         listener.tidy(where)
     except (OSError, MemguardError) as error:
         unsafe = f"what processes have said of themselves is not read: {_line(error)}"

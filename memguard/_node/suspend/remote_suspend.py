@@ -329,7 +329,7 @@ def _without_lease(process: Process) -> str:
     """Why a process that gave its lease back must not come back now; empty if nothing of its lease is against it."""
     from memguard._node.leases import returning
 
-    for place in records.with_budgets(process):  # it may have been started with another folder for leases
+    for place in records.databases(process):  # it may have been started with another folder for leases
         try:
             if why := returning.refusal(process, place):
                 return why

@@ -248,7 +248,7 @@ def _came_back(own: _Own, by: str = "") -> None:
         _now = None
     lease = _lease()
     if lease is not None:
-        lease.is_back(bool(by))
+        lease.is_back()
     at_exit.dismiss()
     own.way.close()
     if found is not None:

@@ -112,7 +112,7 @@ def connected(kind: str, process: Process, where: str | None = None) -> Iterator
     """A connection to the process itself. Raises OSError; BadMessage if another one listens in its place."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as connection:
         connection.settimeout(REQUEST)
-        places = [where] if where is not None else records.folders(process)
+        places = [where] if where is not None else records.folders(process) or [folder()]
         paths = [path_of(kind, process, one) for one in places]
         with _short(next((path for path in paths if os.path.exists(path)), paths[0])) as path:
             connection.connect(path)

@@ -1,1 +1,1 @@
-"""Files in the user's own folder: records of suspended processes, who works on one, whose turn a restore is."""
+"""What processes tell each other of suspensions: records, who works on a process, and whose turn a restore is."""

@@ -1,21 +1,24 @@
-"""What is known of suspended processes beside the driver: a small JSON file each, in the user's own folder.
+"""What is known of suspended processes beside the driver, one record each, in the database of the leases.
 
 It is written before a process is locked, with each step, and removed when the process runs again, so that whoever comes
-later knows what was going on: `memguard ps`, and `memguard resume PID` after the one who did it was killed. A lock on a
-file beside it (`work_lock.Work`) says whether that one still lives; the kernel takes it away with its owner.
+later knows what was going on: `memguard ps`, and `memguard resume PID` after the one who did it was killed. A lock
+(`work_lock`) says whether that one still lives; the kernel takes it away with its owner.
 
-Which processes run under a budget is in the registry that they share with the leases (`_node.leases.registry`).
+The database may be held by another process, damaged, or on a full disk. So one file beside it has a copy of each
+record (`spare`): either is enough, and nobody waits for the database longer than `soon` does. Records are read from
+both, and from the files of a process that runs memguard 0.1.0, which had one file each; the newest of a process counts.
+
+Which processes run under a budget is in the same database (`_node.leases.registry`).
 
 Only files of this user that nobody else can write are read, and every value is checked: nothing in them is executed or
-taken for a path. A file of a process that has ended is removed by whoever sees it; one of another PID namespace, whose
-PIDs mean nothing here, is left alone.
+taken for a path. A record of a process that has ended is removed by whoever sees it; one of another PID namespace,
+whose PIDs mean nothing here, is left alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import re
 import stat
@@ -23,21 +26,27 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from memguard._base.logs import log as _log
 from memguard._base.text import visible
 from memguard._base.units import is_whole
 from memguard._node.identity import Process, folder, lives, machine
 from memguard._node.leases import registry
-from memguard._node.leases.folders import VARIABLE
+from memguard._node.leases.folders import VARIABLE, refuse_network, trusted
 from memguard._node.leases.folders import folder as leases
+from memguard._node.leases.locks import File
 from memguard._node.leases.registry import Budgeted
+from memguard._node.leases.store import Store, soon
+from memguard._node.suspend.store import spare
 from memguard._node.suspend.types import Why
 from memguard.errors import MemguardError
 
+if TYPE_CHECKING:
+    from sqlite3 import Connection
+
 LIMIT = 64 * 1024
-"""Bytes in a file at most."""
+"""Bytes of a record at most."""
 STEPS = ("lock", "settle", "checkpoint", "suspended", "room", "restore", "unlock", "lost")
 """`suspended` and `lost` are how it ended, the others what was just being done."""
 _VERSION = 1
@@ -47,6 +56,21 @@ _UUID = re.compile(r"[A-Za-z0-9./-]{1,100}", re.ASCII)
 _MOST_PID = 1 << 31
 _PREFIX = "suspended"
 _NAME = re.compile(_PREFIX + r"-([0-9]{1,10})-([0-9]{1,19})\.json", re.ASCII)
+"""The files of memguard 0.1.0."""
+_TABLE = """
+CREATE TABLE IF NOT EXISTS suspended (
+    machine TEXT NOT NULL,
+    pid INTEGER NOT NULL,
+    start INTEGER NOT NULL,
+    record TEXT NOT NULL,
+    PRIMARY KEY (machine, pid, start)
+)
+"""
+_THERE = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'suspended'"
+_ROWS = f"SELECT record FROM suspended WHERE typeof(record) = 'text' AND length(record) <= {LIMIT} LIMIT 10000"
+_PUT = "INSERT OR REPLACE INTO suspended VALUES (?, ?, ?, ?)"
+_DROP = "DELETE FROM suspended WHERE machine = ? AND pid = ? AND start = ?"
+_OF_ANOTHER_BOOT = "DELETE FROM suspended WHERE substr(machine, 1, ?) != ?"
 
 
 @dataclass(frozen=True)
@@ -67,13 +91,19 @@ class Record:
     measured: bool = False
 
 
-def path_of(process: Process, where: str | None = None) -> str:
-    return os.path.join(where or folder(), f"{_PREFIX}-{process.pid}-{process.start}.json")
+def path_of(process: Process, where: str) -> str:
+    """The file of memguard 0.1.0."""
+    return os.path.join(where, f"{_PREFIX}-{process.pid}-{process.start}.json")
 
 
 def write(record: Record, where: str | None = None) -> None:
-    """All of it or nothing. Raises OSError, or MemguardError if the folder is not this user's."""
-    fields = {
+    """All of it or nothing. Raises OSError if it can be written nowhere, or MemguardError if the folder is not safe."""
+    place, process = where or own(), record.process
+    message = {
+        "memguard_process": _VERSION,
+        **process._asdict(),
+        "machine": machine(),
+        "written": time.monotonic_ns(),
         "step": record.step,
         "bytes": None if record.bytes is None else dict(record.bytes),
         "since": record.since,
@@ -82,7 +112,19 @@ def write(record: Record, where: str | None = None) -> None:
         "budget": record.budget and record.budget[:_LONGEST],
         "measured": record.measured,
     }
-    _write(path_of(record.process, where), record.process, fields)
+    unwritten: OSError | None = None
+    try:
+        spare.write(place, message, lambda found: _is(found, process), _dead)
+    except OSError as error:
+        unwritten = error
+    try:
+        _into_table(place, message)
+    except MemguardError as error:
+        _log.debug("the record of process %d is in %s alone: %s", process.pid, spare.NAME, error)
+        if unwritten is not None:
+            raise unwritten from None
+    with contextlib.suppress(OSError):
+        os.unlink(path_of(process, place))
 
 
 def write_budget(found: Budgeted, where: str | None = None) -> None:
@@ -92,30 +134,35 @@ def write_budget(found: Budgeted, where: str | None = None) -> None:
 
 def remove(process: Process, where: str | None = None) -> None:
     """Nothing happens if there is none."""
-    for one in _places(process, where):
-        with contextlib.suppress(OSError):
-            os.unlink(path_of(process, one))
+    for place in _places(process, where):
+        try:
+            _out_of_table(place, [(machine(), *process)])
+        except MemguardError as error:  # whoever reads it sees that the process runs
+            _log.debug("the record of process %d stays in %s: %s", process.pid, place, error)
+        _remove_files(place, process)
 
 
 def remove_budget(process: Process, where: str | None = None) -> None:
     """Nothing happens if there is none."""
-    for one in with_budgets(process, where):
+    for place in _places(process, where):
         with contextlib.suppress(OSError, MemguardError):
-            registry.leave(process, one)
+            refuse_network(place)
+            registry.leave(process, place)
 
 
 def of(process: Process, where: str | None = None) -> Record | None:
     """What is known of a process; None if nothing is."""
-    for one in _places(process, where):
-        with contextlib.suppress(OSError, ValueError):
-            return record_of(_read(path_of(process, one)), process)
+    for place in _places(process, where):
+        if found := _known(place, process):
+            return found[process]
     return None
 
 
 def budget_of(process: Process, where: str | None = None) -> Budgeted | None:
-    for one in with_budgets(process, where):
+    for place in _places(process, where):
         with contextlib.suppress(OSError, MemguardError):
-            for found in registry.every(one):
+            refuse_network(place)
+            for found in registry.every(place):
                 if found.process == process:
                     return found
     return None
@@ -127,32 +174,24 @@ def every(where: str | None = None) -> list[Record]:
     Raises OSError, or MemguardError if the folder is not this user's.
     """
     records = dict[Process, Record]()
-    for place in [where] if where is not None else folders():
-        for name in sorted(os.listdir(place)):
-            match = _NAME.fullmatch(name)
-            if match is None:
-                continue
-            process = Process(int(match[1]), int(match[2]))
-            path = os.path.join(place, name)
-            try:
-                message = _read(path)
-                if not _here(message):
-                    continue
-                if not lives(process):
-                    os.unlink(path)
-                else:
-                    records.setdefault(process, record_of(message, process))
-            except FileNotFoundError:
-                continue  # it came back meanwhile
-            except (OSError, ValueError) as error:
-                _log.debug("%s is not read: %s", path, error)
-    return list(records.values())
+    for place in [where] if where is not None else places():
+        found = _known(place)
+        ended = [process for process in found if not lives(process)]
+        with contextlib.suppress(MemguardError):
+            _out_of_table(place, [(machine(), *process) for process in ended])
+        for process in ended:
+            _remove_files(place, process)
+        for process in found.keys() - ended:
+            records.setdefault(process, found[process])
+    return sorted(records.values(), key=lambda record: record.process)
 
 
 def budgets(where: str | None = None) -> list[Budgeted]:
     """This user's processes that run under a budget. Raises OSError, or MemguardError if they cannot be read."""
     found = dict[Process, Budgeted]()
-    for place in with_budgets(None, where):
+    if where is None:
+        leases(make=False), folder(make=False)  # raise
+    for place in [where] if where is not None else databases():
         for one in registry.every(place):
             found.setdefault(one.process, one)
     return list(found.values())
@@ -161,14 +200,39 @@ def budgets(where: str | None = None) -> list[Budgeted]:
 # Where.
 
 
+def own() -> str:
+    """The folder of this process's own records, made if need be: the leases', or the user's. Raises as `folder`."""
+    try:
+        return leases()
+    except MemguardError:
+        return folder()
+
+
+def places(process: Process | None = None) -> list[str]:
+    """Where this user's processes may have said something of themselves, this one's own folder first; `process` too if
+    it was started with others. Only folders that are there. Raises as `folder`."""
+    found = []
+    with contextlib.suppress(OSError, MemguardError):
+        found.append(leases(make=False))
+    given = _environ(process.pid).get(VARIABLE, "") if process is not None else ""
+    given_own = os.path.isabs(given) and os.path.isdir(given) and os.stat(given).st_uid == os.geteuid()
+    found += [*folders(process), *([given] if given_own else [])]
+    return [path for path in dict.fromkeys(found) if os.path.isdir(path)]
+
+
+def databases(process: Process | None = None) -> list[str]:
+    """Those of `places` that may have a database: not on network file systems. Empty where nobody may trust them."""
+    return [path for path in _places(process, None) if trusted(path)]
+
+
 def folders(process: Process | None = None) -> list[str]:
-    """Where this user's processes may have written, this one's own folder first.
+    """The users' own folders of this process, which comes first, and of `process`, if they are there.
 
     One that was started elsewhere (cron, a job, another session) may have another XDG_RUNTIME_DIR or TMPDIR than this
-    one: those of `process` are looked at too. Only folders that nobody else can enter. Raises as `place.folder`.
+    one. Only folders that nobody else can enter. Raises as `folder`.
     """
     user = os.geteuid()
-    found = [folder()]
+    found = [one for one in (folder(make=False),) if os.path.isdir(one)]
     given = [os.environ, *([_environ(process.pid)] if process is not None else [])]
     runtimes = [environ.get("XDG_RUNTIME_DIR", "") for environ in given] + [f"/run/user/{user}"]
     temporary = [environ.get("TMPDIR", "") for environ in given] + [tempfile.gettempdir()]
@@ -183,26 +247,12 @@ def folders(process: Process | None = None) -> list[str]:
     return found
 
 
-def _places(process: Process, where: str | None) -> list[str]:
+def _places(process: Process | None, where: str | None) -> list[str]:
     if where is not None:
         return [where]
     try:
-        return folders(process)
+        return places(process)
     except (OSError, MemguardError):
-        return []
-
-
-def with_budgets(process: Process | None, where: str | None = None) -> list[str]:
-    """Where processes may have said that they run under a budget. Raises MemguardError without a `process`."""
-    if where is not None:
-        return [where]
-    try:
-        given = _environ(process.pid).get(VARIABLE, "") if process is not None else ""
-        own = os.path.isabs(given) and os.path.isdir(given) and os.stat(given).st_uid == os.geteuid()
-        return list(dict.fromkeys([leases(), *folders(process), *([given] if own else [])]))
-    except (OSError, MemguardError):
-        if process is None:
-            raise
         return []
 
 
@@ -216,7 +266,104 @@ def _environ(pid: int) -> dict[str, str]:
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
 
-# The content of a file, checked.
+# The database, the spare file, and the files of memguard 0.1.0.
+
+
+def _known(place: str, process: Process | None = None) -> dict[Process, Record]:
+    """The newest record of each process of this PID namespace, or of that process alone, also of those that have
+    ended."""
+    found = dict[Process, tuple[int, Record]]()
+    for message in [*_table(place), *spare.read(place), *_files(place, process)]:
+        try:
+            one = Process(message["pid"], message["start"])
+            if process in (None, one) and _here(message):
+                written = message.get("written", 0)
+                if written >= found.get(one, (0,))[0]:
+                    found[one] = written, record_of(message, one)
+        except (KeyError, TypeError, ValueError) as error:
+            _log.debug("a record in %s is not read: %s", place, error)
+    return {process: record for process, (_, record) in found.items()}
+
+
+def _table(place: str) -> list[dict[str, Any]]:
+    def rows(connection: Connection, _: File) -> list[str]:
+        there = connection.execute(_THERE).fetchone()
+        return [text for (text,) in connection.execute(_ROWS)] if there else []
+
+    try:
+        refuse_network(place)
+        texts = soon(lambda patience: Store(place).read(rows, patience)) or []
+    except MemguardError as error:
+        _log.debug("what the database says of suspended processes is not read: %s", error)
+        return []
+    messages = []
+    for text in texts:
+        with contextlib.suppress(ValueError):
+            messages.append(_message(text.encode("utf-8", "replace")))
+    return messages
+
+
+def _into_table(place: str, message: Mapping[str, Any]) -> None:
+    here, text = machine(), json.dumps(message)
+    boot = here.partition(" ")[0] + " "
+
+    def put(connection: Connection, _: File) -> None:
+        connection.execute(_TABLE)
+        connection.execute(_OF_ANOTHER_BOOT, (len(boot), boot))  # of processes that have surely ended
+        connection.execute(_PUT, (here, message["pid"], message["start"], text))
+
+    refuse_network(place)
+    soon(lambda patience: Store(place).change(put, patience), writes=True)
+
+
+def _out_of_table(place: str, keys: list[tuple[str, int, int]]) -> None:
+    def drop(connection: Connection, _: File) -> None:
+        if connection.execute(_THERE).fetchone():
+            connection.executemany(_DROP, keys)
+
+    if keys and os.path.lexists(Store(place).path):
+        soon(lambda patience: Store(place).change(drop, patience), writes=True)
+
+
+def _remove_files(place: str, process: Process) -> None:
+    with contextlib.suppress(OSError, MemguardError):
+        spare.clear(place, lambda found: _is(found, process))
+    with contextlib.suppress(OSError):
+        os.unlink(path_of(process, place))
+
+
+def _files(place: str, process: Process | None) -> list[dict[str, Any]]:
+    names = [os.path.basename(path_of(process, place))] if process is not None else []
+    if process is None:
+        with contextlib.suppress(OSError):
+            names = [name for name in sorted(os.listdir(place)) if _NAME.fullmatch(name)]
+    found = []
+    for name in names:
+        try:
+            message = _message(_read(os.path.join(place, name)))
+            match = _NAME.fullmatch(name)
+            if match is not None and [message.get("pid"), message.get("start")] == [int(match[1]), int(match[2])]:
+                found.append(message)
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            _log.debug("%s is not read: %s", os.path.join(place, name), error)
+    return found
+
+
+def _is(message: Mapping[str, Any], process: Process) -> bool:
+    return _here(message) and (message.get("pid"), message.get("start")) == process
+
+
+def _dead(message: Mapping[str, Any]) -> bool:
+    """Whether its process has surely ended."""
+    pid, start, here = message.get("pid"), message.get("start"), str(message.get("machine"))
+    if here.partition(" ")[0] != machine().partition(" ")[0]:
+        return True
+    return _here(message) and not (type(pid) is int and type(start) is int and lives(Process(pid, start)))
+
+
+# A record, checked.
 
 
 def record_of(message: Mapping[str, Any], process: Process) -> Record:
@@ -229,7 +376,7 @@ def record_of(message: Mapping[str, Any], process: Process) -> Record:
         isinstance(sizes, dict) and all(_UUID.fullmatch(uuid) and is_whole(size) for uuid, size in sizes.items())
     ):
         raise ValueError("its bytes are malformed")
-    if type(since) not in (int, float) or not math.isfinite(since) or not 0 <= since < 1 << 40:
+    if type(since) not in (int, float) or not 0 <= since < 1 << 40:
         raise ValueError("its time is malformed")
     if message["why"] not in get_args(Why):
         raise ValueError("why is unknown")
@@ -241,7 +388,9 @@ def record_of(message: Mapping[str, Any], process: Process) -> Record:
 
 
 def _check(message: Mapping[str, Any], process: Process, fields: set[str]) -> None:
-    if message.get("memguard_process") != _VERSION or set(message) != fields | {
+    if type(message.get("written", 0)) is not int or message.get("written", 0) < 0:
+        raise ValueError("when it was written is malformed")
+    if message.get("memguard_process") != _VERSION or set(message) - {"written"} != fields | {
         "memguard_process",
         "pid",
         "start",
@@ -268,22 +417,8 @@ def _here(message: Mapping[str, Any]) -> bool:
     return message.get("machine") == machine()
 
 
-def _write(path: str, process: Process, fields: Mapping[str, Any]) -> None:
-    message = {"memguard_process": _VERSION, **process._asdict(), "machine": machine(), **fields}
-    new = f"{path}.{os.getpid()}-{time.monotonic_ns()}.new"
-    fd = os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        with os.fdopen(fd, "w", encoding="ascii") as file:
-            json.dump(message, file)
-        os.rename(new, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(new)
-        raise
-
-
-def _read(path: str) -> dict[str, Any]:
-    """Raises OSError, or ValueError if it is not a file of this user's, or not a JSON object."""
+def _read(path: str) -> bytes:
+    """Raises OSError, or ValueError if it is not a file of this user's, or too long."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         found = os.fstat(fd)
@@ -296,6 +431,11 @@ def _read(path: str) -> dict[str, Any]:
         os.close(fd)
     if len(data) > LIMIT:
         raise ValueError("it is too long")
+    return data
+
+
+def _message(data: bytes) -> dict[str, Any]:
+    """Raises ValueError if it is no JSON object."""
     try:
         message = json.loads(data)
     except RecursionError:

@@ -1,32 +1,23 @@
 """Whose turn it is to restore on a GPU: first come, first served, among the processes of one user.
 
-A ticket is a file in the user's own folder, named by when its owner came, who holds it (`lockfile`). No process has to
-be alive for another's turn.
+A ticket is a byte of the file of locks (`_node.leases.locks`), in the range of its GPU, at the time at which its owner
+came. The kernel frees it when its owner dies, and it needs neither the database nor room on the disk: so nobody waits
+for either, and no process has to be alive for another's turn.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
+import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from memguard._node.identity import folder
-from memguard._node.suspend.store import lockfile
+from memguard._node.leases import locks
+from memguard._node.leases.store import LOCKS, made
 
-_NEW = ".new"
-
-
-@dataclass(frozen=True)
-class Ticket:
-    """A place in the queue of one GPU, held through the open file `fd`."""
-
-    path: str
-    fd: int
-
-    def close(self) -> None:
-        lockfile.drop(self.fd, self.path)
+_TURNS, _TIME = 1 << 62, 46
+"""Where the GPUs' ranges begin, and the bits of a time within one: of microseconds, for two years."""
 
 
 class Turn:
@@ -37,50 +28,42 @@ class Turn:
 
     def __init__(self, uuids: Iterable[str], where: str | None = None) -> None:
         self._uuids, self._where = sorted(uuids), where
-        self._tickets: list[Ticket] = []
+        self._path = ""
+        self._file: locks.File | None = None
+        self._tickets: tuple[int, ...] = ()
 
     def __enter__(self) -> Turn:
-        where = self._where or folder()
-        # The same clock for every process since the machine started; the PID tells two of one instant apart.
-        label = f"{time.monotonic_ns():020d}-{os.getpid()}"
-        try:
-            for uuid in self._uuids:
-                self._tickets.append(_taken(os.path.join(where, f"turn-{uuid}"), label))
-        except BaseException:
-            self.__exit__()
-            raise
+        """Raises OSError, or MemguardError if the folder is not this user's."""
+        self._path = os.path.join(self._where or folder(), LOCKS)
+        made(self._path)
+        # The same clock for every process since the machine started. Of two that come at once, one comes later.
+        when = time.monotonic_ns() // 1000 % (1 << _TIME - 1)
+        while self._file is None:
+            self._tickets = tuple(_range(uuid) + when for uuid in self._uuids)
+            self._file = locks.hold(self._path, self._tickets)
+            when += 1
         return self
 
     def __exit__(self, *_: object) -> None:
-        while self._tickets:
-            self._tickets.pop().close()
+        file, self._file = self._file, None
+        if file is not None:
+            locks.release(file, self._tickets)
 
     def ahead(self) -> dict[str, tuple[int, ...]]:
-        """The PIDs of those who came before, by GPU, first come first; empty where it is this one's turn."""
-        found = {uuid: _before(ticket) for uuid, ticket in zip(self._uuids, self._tickets, strict=True)}
+        """The PIDs of those who came before, by GPU, first come first; empty where it is this one's turn.
+
+        The PID of a process in another container is 0.
+        """
+        if self._file is None:
+            return {}
+        with locks.opened(self._path) as file:
+            found = {
+                uuid: tuple(pid for _, pid in file.holders(_range(uuid), ticket - 1))
+                for uuid, ticket in zip(self._uuids, self._tickets, strict=True)
+            }
         return {uuid: pids for uuid, pids in found.items() if pids}
 
 
-def _taken(queue: str, label: str) -> Ticket:
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(queue, 0o700)
-    path = os.path.join(queue, label)
-    # Held before it has its name: nobody sees a ticket of a living process that is not held.
-    fd = lockfile.take(path + _NEW, os.O_EXCL)
-    try:
-        os.rename(path + _NEW, path)
-    except BaseException:
-        lockfile.drop(fd, path + _NEW)
-        raise
-    return Ticket(path, fd)
-
-
-def _before(ticket: Ticket) -> tuple[int, ...]:
-    queue, own = os.path.split(ticket.path)
-    found = []
-    for name in sorted(os.listdir(queue)):
-        if name.endswith(_NEW) or name >= own:
-            continue
-        if lockfile.held(os.path.join(queue, name)):
-            found.append(int(name.rpartition("-")[2]))
-    return tuple(found)
+def _range(uuid: str) -> int:
+    """Two GPUs of one range, one case in sixty thousand, share a queue."""
+    return _TURNS + ((zlib.crc32(uuid.encode("utf-8", "replace")) & 0xFFFF) << _TIME)

@@ -1,21 +1,25 @@
 """Who works on a process: takes it off its GPUs, or brings it back. One at a time, by any process of this user.
 
-That one holds a file in the user's own folder (`lockfile`). What is recorded without a living owner was left by one
-that was killed, and anybody may finish it.
+That one holds a byte of the file of locks (`_node.leases.locks`). What is recorded without a living owner was left by
+one that was killed, and anybody may finish it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from memguard._base.advice import Advice
 from memguard._base.logs import log as _log
 from memguard._devices import proc
-from memguard._node.identity import Process
-from memguard._node.suspend.store import lockfile, records
+from memguard._node.identity import Process, machine
+from memguard._node.leases import locks
+from memguard._node.leases.store import LOCKS, made
+from memguard._node.suspend.store import records
 from memguard._node.suspend.store.records import Record
 from memguard._node.suspend.types import Why
 from memguard.errors import MemguardError
@@ -58,27 +62,26 @@ class Work:
     ) -> None:
         self._process, self._why, self._sizes, self._budget = process, why, sizes, budget
         self._patience, self._where = patience, where
-        self._fd = -1
-        self._path = ""
+        self._file: locks.File | None = None
         self.found: Record | None = None
         """What was known before, once the block is entered."""
         self._now: Record | None = None
 
     def __enter__(self) -> Work:
-        places = [self._where] if self._where is not None else records.folders(self._process)
-        held = [one for one in places if os.path.exists(records.path_of(self._process, where=one))]
-        where = self._where = held[0] if held else places[0]
+        places = [self._where] if self._where is not None else records.places(self._process)
+        held = [one for one in places if records.of(self._process, one) is not None]
+        where = self._where = held[0] if held else self._where or records.own()
         for other in places:  # whoever works on it may have another folder of its own
             if other != where and (by := worked_on(self._process, other)) is not None:
                 raise BusyError(self._process, by)
-        self._path = os.path.join(where, f"work-{self._process.pid}-{self._process.start}")
-        self._fd = _locked(self._path, self._process, max(self._patience, _LOOKED_AT))
+        self._file = _locked(where, self._process, max(self._patience, _LOOKED_AT))
         self.found = self._now = records.of(self._process, where)
         return self
 
     def __exit__(self, *_: object) -> None:
-        fd, self._fd = self._fd, -1
-        lockfile.drop(fd, self._path)
+        file, self._file = self._file, None
+        if file is not None:
+            locks.release(file, (_byte_of(self._process),))
 
     def __call__(self, step: str) -> None:
         """It is about to take that step. `state` changes nothing, and is not recorded."""
@@ -120,32 +123,31 @@ class Work:
 
 
 _LOOKED_AT = 0.2
-"""Seconds after which a lock is taken for one: who only looks has it for microseconds."""
+"""Seconds for which the byte is waited for: its holder may be about to end."""
+_WORK = 1 << 41
+"""Where the bytes of suspensions begin in the file of locks."""
 
 
-def _locked(path: str, process: Process, patience: float) -> int:
-    until = time.monotonic() + patience
-    while True:
-        try:
-            return lockfile.take(path)
-        except BlockingIOError:
-            if time.monotonic() > until:
-                raise BusyError(process, lockfile.holder(path)) from None
-            time.sleep(_LOOKED_AT / 10)
+def _byte_of(process: Process) -> int:
+    """One byte for each process, also of several PID namespaces: two share one in one case in four thousand million."""
+    return _WORK + zlib.crc32(f"{machine()} {process.pid} {process.start}".encode())
+
+
+def _locked(where: str, process: Process, patience: float) -> locks.File:
+    path, until = os.path.join(where, LOCKS), time.monotonic() + patience
+    made(path)
+    while (file := locks.hold(path, (_byte_of(process),))) is None:
+        if time.monotonic() > until:
+            raise BusyError(process, worked_on(process, where))
+        time.sleep(_LOOKED_AT / 10)
+    return file
 
 
 def worked_on(process: Process, where: str | None = None) -> int | None:
     """The PID of who takes the process off its GPUs just now, or brings it back. None: nobody, 0: unknown who."""
-    for one in [where] if where is not None else records.folders(process):
-        found = lockfile.holder(os.path.join(one, f"work-{process.pid}-{process.start}"))
-        if found is not None:
-            return found
+    number = _byte_of(process)
+    for place in [where] if where is not None else records.places(process):
+        with contextlib.suppress(OSError), locks.opened(os.path.join(place, LOCKS)) as file:
+            for _, pid in file.holders(number, number):
+                return pid
     return None
-
-
-def tidy(where: str | None = None) -> None:
-    """Remove the locks of those that were killed."""
-    for place in [where] if where is not None else records.folders():
-        for name in os.listdir(place):
-            if name.startswith("work-"):
-                lockfile.held(os.path.join(place, name))

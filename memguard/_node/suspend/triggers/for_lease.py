@@ -114,7 +114,8 @@ def given_back() -> None:
 def have(timeout: float | None, stop: Callable[[], bool], tell: Progress) -> float | None:
     """Have the lease again, before the process comes back. What is left of `timeout` (seconds; None: no end).
 
-    Raises CannotResume; then it waits for nothing any more.
+    If the database cannot be used, it comes back without its lease, and `is_back` claims that. Raises CannotResume;
+    then it waits for nothing any more.
     """
     lease = current()
     if lease is None or lease.held:
@@ -130,7 +131,7 @@ def have(timeout: float | None, stop: Callable[[], bool], tell: Progress) -> flo
             room.look(claims)
 
     try:
-        lease.back(math.inf if timeout is None else timeout, unwanted=stop, look=look)
+        lease.back(math.inf if timeout is None else timeout, unwanted=stop, look=look, hurry=True)
     except NotActive:
         if (now := current()) is not None and now.held:  # its turn came with the interruption
             given_back()
@@ -139,16 +140,17 @@ def have(timeout: float | None, stop: Callable[[], bool], tell: Progress) -> flo
         longer = "wait longer (memguard.resume(timeout='1h')), or end or suspend one of them"
         raise CannotResume(f"its lease cannot be had again: {error.advice.reason}", fix=longer) from None
     except MemguardError as error:
-        raise CannotResume(error.advice.within("its lease cannot be had again")) from None
+        _log.warning("comes back on its GPUs without its lease: %s", text_of(error))
     return None if timeout is None else max(timeout - (time.monotonic() - began), 0.0)
 
 
-def is_back(by_another: bool) -> None:
-    """The process is on its GPUs. If another one has brought it back, it may be without its lease yet."""
+def is_back() -> None:
+    """The process is on its GPUs. If another one has brought it back, or the database could not be used, it is without
+    its lease yet."""
     global _back
     _back = time.monotonic()
     lease = current()
-    if by_another and lease is not None and not lease.held and lease.number is not None:
+    if lease is not None and not lease.held and lease.number is not None:
         threading.Thread(target=_claim, args=(lease,), name="memguard-lease", daemon=True).start()
 
 
