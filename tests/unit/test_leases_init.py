@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import random
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -25,9 +27,9 @@ from memguard._base.types import Device
 from memguard._base.units import GIB
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import SimulatedFramework
-from memguard._node.leases import locks
+from memguard._node.leases import locks, registry
 from memguard._node.leases.lease import Lease
-from memguard._node.leases.store import Store
+from memguard._node.leases.store import Store, UnusableDatabaseError
 from memguard._node.leases.types import Part
 from memguard._runtime import runtime
 from memguard.errors import CapNotApplied, LeaseRefused, NotActive
@@ -411,3 +413,112 @@ def test_after_a_wait_the_driver_may_still_free_what_the_last_holder_had(monkeyp
         finally:
             ending.join()
         assert guard.active and not full
+
+
+# A database that is damaged, or somebody else's.
+
+
+def damaged_schema(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    at = data.find(b"CREATE TABLE claims")
+    data[at + 3 : at + 5] = b"\xff\xfe"
+    path.write_bytes(data)
+
+
+def not_a_database(path: Path) -> None:
+    path.write_bytes(b"this is no database" * 400)
+
+
+def cut_off(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def changed(*statements: str) -> Any:
+    def change(path: Path) -> None:
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            for statement in ("PRAGMA ignore_check_constraints = ON", "PRAGMA foreign_keys = OFF", *statements):
+                connection.execute(statement)
+            connection.commit()
+
+    return change
+
+
+FAR = (1 << 63) - 1
+DAMAGES = {
+    "schema": damaged_schema,
+    "no database": not_a_database,
+    "cut off": cut_off,
+    "bytes as text": changed("UPDATE parts SET bytes = 'x'"),
+    "huge bytes": changed("UPDATE parts SET bytes = 9e300"),
+    "PID as blob": changed("UPDATE processes SET pid = x'00ff'"),
+    "machine as blob": changed("UPDATE processes SET machine = x'00ff'"),
+    "no text": changed("UPDATE processes SET command = CAST(x'fffe' AS TEXT)"),
+    "time without end": changed("UPDATE claims SET asked = 9e999"),
+    "another state": changed("PRAGMA writable_schema = ON", "UPDATE claims SET state = 'lost'"),
+    "a row far away": changed(f"UPDATE claims SET id = {FAR}", f"UPDATE parts SET claim = {FAR}"),
+    "a process far away": changed(f"UPDATE processes SET id = {FAR}, listed = 1"),
+    "a table is gone": changed("DROP TABLE parts"),
+    "a column is gone": changed("ALTER TABLE processes DROP COLUMN by_others"),
+    "another version": changed("PRAGMA user_version = 99"),
+    "another program's": changed("DROP TABLE claims", "PRAGMA user_version = 0"),
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def to_damage(folder: Path) -> Iterator[Path]:
+    """The database while another process holds a lease. It is whole again at the end."""
+    with job(20) as other:
+        assert heard(other) == "held"
+        path = folder / "leases.sqlite"
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        whole = path.read_bytes()
+        try:
+            yield path
+        finally:
+            memguard.shutdown()
+            restored(path, whole)
+
+
+def restored(path: Path, data: bytes) -> None:
+    for log in path.parent.glob("leases.sqlite-*"):
+        log.unlink()
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+@pytest.mark.parametrize("leased", [True, False])
+def test_a_damaged_database_ends_no_init(
+    folder: Path, damage: Any, leased: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with to_damage(folder) as path:
+        damage(path)
+        given = budget(10, suspend={"by_others": True})
+        if not leased:
+            del given["device"]["lease"]
+        guard = memguard.init(given, simulate="h200")
+        assert guard.active
+        if leased and damage is not DAMAGES["a column is gone"]:  # that one is not of claims
+            assert "runs without its lease, and others may claim the same bytes: " in caplog.text
+            assert "    fix: end the processes that have leases, then `rm " in caplog.text
+
+
+def test_bits_that_were_flipped_end_no_init(folder: Path) -> None:
+    """Each time a lease, or the error that `init` makes a warning of."""
+    with to_damage(folder) as path:
+        whole, chance = path.read_bytes(), random.Random(33)
+        used = [at for at, byte in enumerate(whole) if byte]
+        errors = 0
+        for _ in range(150):
+            data = bytearray(whole)
+            for at in chance.sample(used, 3):
+                data[at] ^= 1 << chance.randrange(8)
+            restored(path, bytes(data))
+            lease = Lease({KEY: Part(KEY, GIB, 139 * GIB, 0, "NVIDIA H200")})
+            for call in (lease.take, lambda: registry.every(str(folder))):
+                try:
+                    call()
+                except UnusableDatabaseError:
+                    errors += 1
+            lease.close()
+        assert errors > 50

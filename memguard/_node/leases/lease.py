@@ -22,7 +22,7 @@ from memguard._node.leases import decide, locks, said, store
 from memguard._node.leases.decide import Want
 from memguard._node.leases.folders import folder
 from memguard._node.leases.locks import File
-from memguard._node.leases.store import Store
+from memguard._node.leases.store import Store, UnusableDatabaseError
 from memguard._node.leases.types import Claim, Part, State, parts_of
 from memguard.errors import LeaseRefused, MemguardError, NotActive
 
@@ -46,7 +46,7 @@ Look = Callable[[list[Claim]], object]
 
 def of_plan(plan: Plan, source: str, before: Lease | None = None, leaves: float | None = None) -> Lease:
     """The lease of a budget in that file: its limit of each GPU. Nothing is claimed yet."""
-    return Lease(parts_of(plan), os.path.basename(source) or "budget", before, leaves)
+    return BudgetLease(parts_of(plan), os.path.basename(source) or "budget", before, leaves)
 
 
 class Claimer(NamedTuple):
@@ -301,6 +301,23 @@ class Lease:
         if self.number is not None:
             store.remove(connection, self.number)
         store.serve(connection)
+
+
+class BudgetLease(Lease):
+    """The lease of a budget. Without a database that can be used, its program starts without a lease."""
+
+    def take(
+        self,
+        wait: float = 0.0,
+        say: Say | None = None,
+        unwanted: Callable[[], bool] | None = None,
+        look: Look | None = None,
+    ) -> bool:
+        try:
+            return super().take(wait, say, unwanted, look)
+        except UnusableDatabaseError as error:
+            (say or _log.warning)(f"this program runs without its lease, and others may claim the same bytes: {error}")
+            return False
 
 
 def _holder(claim: Claim, wanted: Mapping[str, Part]) -> dict[str, object]:

@@ -165,10 +165,12 @@ def release(file: File, numbers: Collection[int]) -> None:
     _opening.take(_close_idle, _WAIT)
 
 
-def let_go(number: int) -> None:
-    """The lock of a claim, in whatever file it is. Nothing happens if this process does not hold it."""
+def let_go(first: int, last: int | None = None) -> None:
+    """The byte of a claim, or all from `first` to `last`, in whatever file. Nothing happens to what is not held."""
     for file in [*_files.values()]:
-        file.drop(number)
+        for number in [*file.held]:
+            if first <= number <= (first if last is None else last):
+                file.drop(number)
     _opening.take(_close_idle, _WAIT)
 
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memguard._base.text import visible
 from memguard._devices import proc
-from memguard._node.identity import Process, lives, machine
+from memguard._node.identity import Process, lives, machine, this_process
+from memguard._node.leases.columns import checked, number, start, text
 from memguard._node.leases.locks import File
-from memguard._node.leases.store import Store, byte_of, forget, process_row, soon
+from memguard._node.leases.store import Store, UnusableDatabaseError, byte_of, forget, process_row, soon, unlist
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -55,15 +56,20 @@ def leave(process: Process, folder: str) -> None:
     """It is no longer said; its claims stay. Nothing happens if it was not. Raises MemguardError."""
 
     def change(connection: Connection, file: File) -> None:
-        for row, *key in connection.execute(_ROWS).fetchall():
+        for row, *key in _rows(connection):
             if tuple(key[:3]) == (*process, machine()):
                 connection.execute("UPDATE processes SET listed = 0 WHERE id = ?", (row,))
                 file.drop(byte_of(row))
         forget(connection)
 
     store = Store(folder)
-    if store.read(lambda connection, _: _rows(connection), _END):
-        store.change(change, _END)
+    try:
+        if store.read(lambda connection, _: _rows(connection), _END):
+            store.change(change, _END)
+    except UnusableDatabaseError:
+        if process == this_process():
+            unlist()
+        raise
 
 
 def every(folder: str) -> list[Budgeted]:
@@ -74,11 +80,11 @@ def every(folder: str) -> list[Budgeted]:
 def _living(connection: Connection, file: File) -> list[Budgeted]:
     claims: dict[int, list[int]] = {}
     rows, here = _rows(connection), machine()
-    for number, process in connection.execute("SELECT id, process FROM claims") if rows else ():
-        claims.setdefault(process, []).append(number)
+    for claim, process in checked(connection.execute("SELECT id, process FROM claims"), number, number) if rows else ():
+        claims.setdefault(process, []).append(claim)
     found = []
-    for row, pid, start, where, budget, by_others, simulated, listed in rows:
-        process = Process(pid, start)
+    for row, pid, began, where, budget, by_others, simulated, listed in rows:
+        process = Process(pid, began)
         held = [*([byte_of(row)] if listed else []), *claims.get(row, [])]
         if where == here and any(map(file.alive, held)) and lives(process):
             name = visible(budget, keep="")
@@ -89,4 +95,4 @@ def _living(connection: Connection, file: File) -> list[Budgeted]:
 def _rows(connection: Connection) -> list[Any]:
     if connection.execute("PRAGMA user_version").fetchone()[0] == 0:  # nobody has entered yet
         return []
-    return connection.execute(_ROWS).fetchall()
+    return checked(connection.execute(_ROWS), number, number, start, text, text, number, number, number)

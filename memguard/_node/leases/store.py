@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from memguard._base.text import visible
 from memguard._node.identity import Process, lives, machine
 from memguard._node.leases import decide, locks
+from memguard._node.leases.columns import DamageError, checked, maybe, number, seconds, size, start, state, text
 from memguard._node.leases.decide import Want
 from memguard._node.leases.locks import File
 from memguard._node.leases.types import Claim, Part
@@ -37,11 +38,17 @@ if TYPE_CHECKING:
     from sqlite3 import Connection
 
 T = TypeVar("T")
+
+
+class UnusableDatabaseError(MemguardError):
+    """The database is damaged, or is not this memguard's."""
+
+
 Work = Callable[["Connection", File], T]
 NAME, LOCKS = "leases.sqlite", "leases.lock"
 VERSION = 1
 _PROCESSES = 1 << 40
-"""Where the bytes of processes begin in the file of locks: no claim has such a number."""
+"""Where the bytes of processes begin in the file of locks, and how many there can be: no claim has such a number."""
 PATIENCE = 30.0
 """Seconds in which the database must be had. A change takes milliseconds."""
 BRIEF = 0.5
@@ -90,6 +97,10 @@ SELECT claims.id, pid, start, machine, command, budget, state, asked, since, rep
 FROM claims JOIN processes ON processes.id = claims.process JOIN parts ON parts.claim = claims.id
 ORDER BY claims.id, gpu
 """
+_COLUMNS = (
+    number, number, start, text, text, text, state, seconds, maybe(seconds), maybe(number), maybe(seconds),
+    text, size, size, number, text,
+)  # fmt: skip
 
 
 def soon(do: Callable[[float], T], writes: bool = False) -> T:
@@ -163,6 +174,9 @@ class Store:
             try:
                 return self._once(work, writes)
             except sqlite3.OperationalError as error:
+                code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)  # none: a text that is no UTF-8
+                if code & 0xFF == sqlite3.SQLITE_ERROR:  # such as a table or column that is missing
+                    raise self._unusable(f"is damaged ({error})") from None
                 busy = any(word in str(error) for word in ("locked", "busy"))
                 if busy and time.monotonic() < until:
                     time.sleep(random.uniform(0.002, 0.02))
@@ -175,7 +189,7 @@ class Store:
                     f"{self.path} cannot be used: {error}",
                     fix="look whether its disk is full or read-only; MEMGUARD_LEASES names another folder",
                 ) from None
-            except sqlite3.DatabaseError as error:
+            except (sqlite3.Error, UnicodeDecodeError, DamageError) as error:
                 raise self._unusable(f"is damaged ({error})") from None
             except OSError as error:
                 if error.errno is None:  # of a signal handler, such as its TimeoutError
@@ -249,8 +263,9 @@ class Store:
         found = connection.execute("SELECT lock FROM meta").fetchone()
         if found is not None and found[0] != inode:
             here, boot = machine(), machine().partition(" ")[0]
-            for pid, start, where, command in connection.execute(_CLAIMERS):
-                if (where == here and lives(Process(pid, start))) or (where != here and where.startswith(boot)):
+            claimers = checked(connection.execute(_CLAIMERS), number, start, text, text)
+            for pid, began, where, command in claimers:
+                if (where == here and lives(Process(pid, began))) or (where != here and where.startswith(boot)):
                     raise MemguardError(
                         f"{self.locks} was removed while process {pid} ({visible(command, keep='')}) had a lease, so "
                         "nobody can know whether it still has it",
@@ -262,7 +277,7 @@ class Store:
             connection.execute("INSERT INTO meta VALUES (?)", (inode,))
 
     def _unusable(self, what: str) -> MemguardError:
-        return MemguardError(
+        return UnusableDatabaseError(
             f"{self.path} {what}",
             fix=f"end the processes that have leases, then `rm {self.folder}/leases.*`; they "
             "must all use one version of memguard",
@@ -287,9 +302,10 @@ def made(path: str) -> None:
 
 
 def _tidy(connection: Connection, file: File) -> None:
-    dead = [(number,) for (number,) in connection.execute("SELECT id FROM claims") if not file.alive(number)]
-    listed = connection.execute("SELECT id FROM processes WHERE listed").fetchall()
-    gone = [(number,) for (number,) in listed if not file.alive(byte_of(number))]
+    claims = checked(connection.execute("SELECT id FROM claims"), number)
+    dead = [(claim,) for (claim,) in claims if not file.alive(claim)]
+    listed = checked(connection.execute("SELECT id FROM processes WHERE listed"), number)
+    gone = [(row,) for (row,) in listed if not file.alive(byte_of(row))]
     if dead or gone:
         connection.executemany("DELETE FROM claims WHERE id = ?", dead)
         connection.executemany("UPDATE processes SET listed = 0 WHERE id = ?", gone)
@@ -304,6 +320,11 @@ def forget(connection: Connection) -> None:
 def byte_of(row: int) -> int:
     """Where the byte of a process lies in the file of locks."""
     return _PROCESSES + row
+
+
+def unlist() -> None:
+    """Let go of this process's own byte. Without it, it counts as listed nowhere."""
+    locks.let_go(_PROCESSES, 2 * _PROCESSES - 1)
 
 
 def process_row(
@@ -331,10 +352,10 @@ def _rows(connection: Connection) -> list[Claim]:
         return []
     heads: dict[int, tuple[Any, ...]] = {}
     parts: dict[int, dict[str, Part]] = {}
-    for row in connection.execute(_CLAIMS):
+    for row in checked(connection.execute(_CLAIMS), *_COLUMNS):
         heads[row[0]] = row[:11]
         parts.setdefault(row[0], {})[row[11]] = Part(*row[11:])
-    return [Claim._make((*head[:-1], parts[number], head[-1])) for number, head in heads.items()]
+    return [Claim._make((*head[:-1], parts[claim], head[-1])) for claim, head in heads.items()]
 
 
 def add(connection: Connection, who: Any, replaces: int | None, parts: dict[str, Part]) -> int:
