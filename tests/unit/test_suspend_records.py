@@ -21,7 +21,7 @@ from suspending import left
 
 from memguard._base.units import GIB
 from memguard._node.identity import Process, machine, this_process
-from memguard._node.leases import locks, store
+from memguard._node.leases import folders, locks, store
 from memguard._node.leases.registry import Budgeted
 from memguard._node.leases.store import Store
 from memguard._node.suspend.store import records, spare, work_lock
@@ -304,6 +304,50 @@ def test_who_only_reads_makes_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     assert records.of(ME) is None and work_lock.worked_on(ME) is None and records.budget_of(ME) is None
     assert records.every() == [] and records.budgets() == []
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == ["TMPDIR", "XDG_RUNTIME_DIR"]
+
+
+# Folders that other processes name.
+
+
+def test_a_record_is_found_in_the_folder_that_its_process_was_started_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(0o700)
+    monkeypatch.setattr(records, "_environ", lambda pid: {"MEMGUARD_LEASES": str(elsewhere)})
+    records.write(RECORD, str(elsewhere))
+    assert records.of(ME) == RECORD and str(elsewhere) in records.databases(ME)
+
+
+@pytest.mark.parametrize("wrong", ["group", "others", "link", "relative", "file", "network", "another user's"])
+def test_a_folder_that_another_process_names_is_checked_as_strictly_as_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    """In one that others may enter, anybody may have written the records and the claims."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(0o700)
+    records.write(RECORD, str(elsewhere))
+    if wrong in ("group", "others"):
+        elsewhere.chmod(0o750 if wrong == "group" else 0o777)
+    elif wrong == "link":
+        elsewhere.rename(tmp_path / "real")
+        elsewhere.symlink_to(tmp_path / "real")
+    elif wrong == "relative":
+        monkeypatch.chdir(tmp_path)
+    elif wrong == "file":
+        elsewhere.rename(tmp_path / "real")
+        elsewhere.touch(0o700)
+    elif wrong == "network":
+        monkeypatch.setattr(folders, "_mounts", lambda: f"1 2 0:1 / {elsewhere} rw - nfs4 server:/x rw\n")
+    else:
+        lstat = os.lstat
+        found = os.lstat(elsewhere)
+        foreign = os.stat_result([*found[:4], found.st_uid + 1, *found[5:10]])
+        monkeypatch.setattr(os, "lstat", lambda path: foreign if str(path) == str(elsewhere) else lstat(path))
+    named = "elsewhere" if wrong == "relative" else str(elsewhere)
+    monkeypatch.setattr(records, "_environ", lambda pid: {"MEMGUARD_LEASES": named})
+    assert records.of(ME) is None and records.budget_of(ME) is None
+    assert named not in records.databases(ME) and work_lock.worked_on(ME) is None
 
 
 # What is not believed.

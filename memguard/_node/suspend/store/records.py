@@ -215,8 +215,7 @@ def places(process: Process | None = None) -> list[str]:
     with contextlib.suppress(OSError, MemguardError):
         found.append(leases(make=False))
     given = _environ(process.pid).get(VARIABLE, "") if process is not None else ""
-    given_own = os.path.isabs(given) and os.path.isdir(given) and os.stat(given).st_uid == os.geteuid()
-    found += [*folders(process), *([given] if given_own else [])]
+    found += [*folders(process), *([given] if trusted(given) else [])]
     return [path for path in dict.fromkeys(found) if os.path.isdir(path)]
 
 
