@@ -10,7 +10,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -262,31 +261,74 @@ def test_children_of_every_kind_leave_it_held(folder: Path) -> None:
     one.close()
 
 
-def test_a_fork_waits_until_the_database_is_closed(folder: Path) -> None:
-    """No handle of it crosses a fork, whichever thread has it open."""
-    inside, order = threading.Event(), list[str]()
+def forked(child: Callable[[], object]) -> None:
+    """`child` is true in a forked child."""
+    pid = os.fork()
+    if not pid:
+        try:
+            os._exit(0 if child() else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_fork_waits_for_nobody_who_waits_for_another_process(folder: Path) -> None:
+    """The child uses the database as if nothing were."""
+    one, waits, order = lease(60), threading.Event(), list[str]()
+    one.take()
+
+    def ask() -> None:
+        try:
+            Store(str(folder)).change(lambda *_: None, 20)
+        finally:
+            order.append("had it")
+
+    connection = sqlite3.connect(folder / "leases.sqlite", isolation_level=None)
+    connection.execute("BEGIN IMMEDIATE")
+    pause = store.time.sleep
+    try:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(store.time, "sleep", lambda seconds: (waits.set(), pause(seconds)))
+            thread = threading.Thread(target=ask)
+            thread.start()
+            waits.wait(20)
+            forked(lambda: held(folder) == [60])
+            order.append("forked")
+    finally:
+        connection.close()
+    thread.join()
+    assert order == ["forked", "had it"]
+    one.close()
+
+
+def test_a_fork_in_the_midst_of_a_transaction_makes_a_child_that_uses_none(folder: Path) -> None:
+    """On a disk that hangs, say. No handle of the database is used in it."""
+    one, inside, end, order = lease(60), threading.Event(), threading.Event(), list[str]()
+    one.take()
 
     def slow(*_: object) -> None:
         inside.set()
-        time.sleep(0.3)
+        end.wait(20)
         order.append("closed")
 
     thread = threading.Thread(target=lambda: Store(str(folder)).change(slow))
-    Store(str(folder.parent))
-    lease(1).store.change(lambda *_: None)
     thread.start()
-    inside.wait()
-    child = os.fork()
-    if not child:
-        try:
-            one = lease(10)
-            one.take()
-            os._exit(0 if order == ["closed"] and locks.in_use is None else 1)
-        finally:
-            os._exit(2)
+    inside.wait(20)
+
+    def child() -> bool:
+        with pytest.raises(MemguardError, match=r"was forked while the database .*\n    fix: fork it again"):
+            lease(10).take()
+        with pytest.raises(MemguardError, match="was forked while the database"):
+            held(folder)
+        return True
+
+    forked(child)
     order.append("forked")
+    end.set()
     thread.join()
-    assert os.waitpid(child, 0)[1] == 0 and order == ["closed", "forked"]
+    assert order == ["forked", "closed"] and held(folder) == [60]
+    forked(lambda: held(folder) == [60])
+    one.close()
 
 
 def test_a_forked_child_gives_nothing_of_its_parents_back(folder: Path) -> None:

@@ -9,8 +9,10 @@ A process's own locks do not show in F_GETLK: `File.held` has them.
 The same file has a byte for each process that is being suspended or resumed, and for each place in the queue of a
 restore (`_node.suspend.store`). A lock needs no room on the disk, and does not wait for the database.
 
-The database beside it is used by one thread at a time (`turn`). A fork waits for that: so a child has
-no handle of the database, and what SQLite knows of locks is true there (sqlite.org/howtocorrupt.html, 2.2 and 2.6).
+The database beside it is used by one thread at a time (`turn`), for the milliseconds of one transaction; nobody waits
+for another process while it is open. A fork gives it as long to be closed, so that the child has no handle of it, and
+what SQLite knows of locks is true there (sqlite.org/howtocorrupt.html, 2.2 and 2.6). A child that was forked all the
+same, on a disk that hangs or in a signal handler, uses no database (`torn`).
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ _FLOCK = struct.Struct("hhqqi4x")
 """`struct flock`: l_type, l_whence, l_start, l_len, l_pid."""
 _WAIT = 10.0
 """Seconds for which a thread waits for `_opening`."""
-_FORK = 60.0
-"""Seconds for which a fork waits at most."""
+_FORK = 0.1
+"""Seconds within which a fork lets a transaction of another thread end."""
 _MOST = 64
 """Bytes that are listed of one lock: another program may have locked the whole file."""
 _lock = threading.RLock()
@@ -42,7 +44,7 @@ _opening = Turn()
 _files: dict[tuple[int, int], File] = {}
 """By device and inode: two paths may lead to one file."""
 torn = False
-"""Whether this process was forked in the midst of a change, by a signal handler: it must not touch the database."""
+"""Whether this process was forked while its parent had the database open: it must not touch the database."""
 _of_parent: list[object] = []
 in_use: object = None
 """What a child must neither use nor let go of: the database's connection, while there is one."""
@@ -192,6 +194,7 @@ def _in_parent() -> None:
 
 def _in_child() -> None:
     global _lock, turn, _opening, torn, in_use
+    torn = torn or in_use is not None or not _lock._is_owned()  # type: ignore[attr-defined]
     _lock = threading.RLock()
     turn, _opening = Turn(_lock), Turn()
     for file in [*_files.values()]:
@@ -201,7 +204,7 @@ def _in_child() -> None:
     _files.clear()
     if in_use is not None:
         _of_parent.append(in_use)
-        torn, in_use = True, None
+        in_use = None
 
 
 @functools.cache

@@ -131,13 +131,13 @@ class Store:
 
         Raises MemguardError, with what to do, if the database cannot be used; whatever `work` raises.
         """
-        return self._done(lambda: self._attempts(work, patience, writes=True), patience)
+        return self._attempts(work, patience, writes=True)
 
     def read(self, work: Work[T], patience: float = PATIENCE) -> T | None:
         """The same without a change; None if there is no database."""
         if not os.path.lexists(self.path) or not os.path.lexists(self.locks):
             return None
-        return self._done(lambda: self._attempts(work, patience, writes=False), patience)
+        return self._attempts(work, patience, writes=False)
 
     def claims(self, patience: float = PATIENCE) -> list[Claim]:
         """Those of living processes, first come first. Changes nothing."""
@@ -148,18 +148,6 @@ class Store:
         found = self.read(lambda connection, _: connection.execute("PRAGMA quick_check").fetchone())
         return str(found[0]) if found else "ok"
 
-    def _done(self, do: Callable[[], T], patience: float) -> T:
-        if locks.turn.mine:
-            raise MemguardError(
-                "a lease is being changed on this thread, and this call came within that, from a signal handler or a "
-                "finalizer",
-                fix="call it once the other call has returned",
-            )
-        done = locks.turn.take(do, patience)
-        if done is None:
-            raise MemguardError(f"another thread of this process has had {self.path} for {patience:.0f} s")
-        return done[0]
-
     def _attempts(self, work: Work[T], patience: float, writes: bool) -> T:
         try:
             import sqlite3
@@ -169,17 +157,27 @@ class Store:
                 fix="use a Python that has it, or take 'lease' out of the budget",
             ) from None
 
+        if locks.turn.mine:
+            raise MemguardError(
+                "a lease is being changed on this thread, and this call came within that, from a signal handler or a "
+                "finalizer",
+                fix="call it once the other call has returned",
+            )
         until = time.monotonic() + patience
+        done: tuple[T] | None
         while True:
             try:
-                return self._once(work, writes)
+                done = locks.turn.take(self._once, max(until - time.monotonic(), 0.0), work, writes)
+                if done is None:
+                    raise MemguardError(f"another thread of this process has had {self.path} for {patience:.0f} s")
+                return done[0]
             except sqlite3.OperationalError as error:
                 code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)  # none: a text that is no UTF-8
                 if code & 0xFF == sqlite3.SQLITE_ERROR:  # such as a table or column that is missing
                     raise self._unusable(f"is damaged ({error})") from None
                 busy = any(word in str(error) for word in ("locked", "busy"))
                 if busy and time.monotonic() < until:
-                    time.sleep(random.uniform(0.002, 0.02))
+                    time.sleep(random.uniform(0.002, 0.02))  # without the turn: a fork may come meanwhile
                     continue
                 if busy:
                     text = f"{self.path} is in use by another process for {patience:.0f} s"
@@ -204,8 +202,8 @@ class Store:
 
         if locks.torn:
             raise MemguardError(
-                "this process was forked while a lease was being changed, so it cannot use leases",
-                fix="do not fork in a signal handler",
+                "this process was forked while the database of leases was open in its parent, so it cannot use leases",
+                fix="fork it again, or start it by `spawn`; do not fork in a signal handler",
             )
         if isinstance(locks.in_use, sqlite3.Connection):  # an interrupted call left it open
             locks.in_use.close()
