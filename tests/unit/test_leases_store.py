@@ -10,14 +10,18 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from leasing import GPU, OTHER, heard, lease, other, parts, told, until
+from leasing import GPU, OTHER, TOTAL, heard, lease, other, parts, told, until
 
 from memguard._node.identity import Process
 from memguard._node.leases import folders, locks, store
+from memguard._node.leases import lease as leases
 from memguard._node.leases.lease import Lease
 from memguard._node.leases.store import Store
 from memguard._node.leases.types import Part
@@ -131,8 +135,6 @@ def test_the_time_to_wait_ends(folder: Path) -> None:
 
 
 def test_it_is_said_again_while_it_lasts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from memguard._node.leases import lease as leases
-
     monkeypatch.setattr(leases, "AGAIN", 0.1)
     with other(folder, 60) as child:
         assert heard(child) == "held"
@@ -525,12 +527,135 @@ def test_leases_of_simulated_gpus_are_apart() -> None:
 
 
 def test_a_claim_of_another_container_has_no_pid(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from memguard._node.leases import lease as leases
-
     one = lease(60)
     one.take()
     monkeypatch.setattr(leases, "machine", lambda: "another")
     with pytest.raises(LeaseRefused, match=r": a process of another container \(.*budget.yaml\) holds 60 B") as no:
         lease(50).take()
     assert no.value.holders[0]["pid"] is None
+    one.close()
+
+
+# Waking who waits.
+
+
+@pytest.fixture
+def never(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody who waits looks by itself."""
+    monkeypatch.setattr(leases, "LOOK", (1000.0, 1000.0))
+    monkeypatch.setattr(leases, "AGAIN", 1000.0)
+
+
+@contextlib.contextmanager
+def waits(folder: Path, size: int) -> Iterator[Lease]:
+    """It waits on a thread, and has looked."""
+    one, ended = lease(size), threading.Event()
+    seen: list[object] = []
+    thread = threading.Thread(target=lambda: (one.take(60, look=seen.append), ended.set()))
+    thread.start()
+    until(lambda: bool(seen))
+    try:
+        yield one
+    finally:
+        thread.join(20)
+        assert ended.is_set() and one.held
+        one.close()
+        assert wakes(folder) == []
+
+
+def wakes(folder: Path) -> list[str]:
+    return [path.name for path in folder.glob("leases.wake-*")]
+
+
+@pytest.mark.usefixtures("never")
+def test_who_is_granted_is_woken_and_so_is_who_comes_first_then(folder: Path) -> None:
+    """The third cannot be granted with the second, and looks by itself once the first has ended."""
+    with other(folder, 60) as first:
+        assert heard(first) == "held"
+        with waits(folder, 50) as second, waits(folder, 40) as third:
+            assert not second.held and not third.held and len(wakes(folder)) == 2
+            told(first)
+            until(lambda: second.held and third.held)
+
+
+@pytest.mark.usefixtures("never")
+def test_who_comes_first_after_one_gave_up_is_woken(folder: Path) -> None:
+    with other(folder, 60) as first:
+        assert heard(first) == "held"
+        with other(folder, 60, 60) as second:
+            heard(second)
+            with waits(folder, 30) as third:
+                assert not third.held
+                os.kill(second.pid, signal.SIGINT)  # closes it
+                until(lambda: third.held)
+
+
+def test_the_bell_of_one_that_was_killed_is_removed(folder: Path) -> None:
+    with other(folder, 60) as first:
+        assert heard(first) == "held"
+        with other(folder, 60, 60) as second:
+            heard(second)
+            until(lambda: len(wakes(folder)) == 1)
+            second.kill()
+            second.wait()
+            assert len(wakes(folder)) == 1
+            lease(1).take()
+            assert wakes(folder) == []
+
+
+@pytest.mark.parametrize(("ahead", "least", "most"), [(0, 240, 960), (1, 60, 240), (20, 3, 5), (100, 3, 5)])
+def test_the_more_come_before_one_that_waits_the_more_seldom_it_looks(
+    folder: Path, ahead: int, least: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a minute: the first eight times a second, the last of many when it is woken, and some times."""
+    clock, looks = [0.0], []
+    read = Store.read
+
+    def wait(_: object, seconds: float) -> bool:
+        clock[0] += seconds
+        return False
+
+    def add(connection: sqlite3.Connection, file: locks.File) -> None:
+        for _ in range(ahead + 1):
+            number = store.add(connection, leases.claimer("b.yaml"), None, parts(TOTAL))
+            file.take(number)
+        store.serve(connection)
+
+    lease(1).store.change(add)
+    monkeypatch.setattr(leases.Bell, "wait", wait)
+    monkeypatch.setattr(leases, "time", SimpleNamespace(monotonic=lambda: clock[0], time=time.time))
+    monkeypatch.setattr(Store, "read", lambda self, *given: (looks.append(clock[0]), read(self, *given))[1])
+    one = lease(TOTAL)
+    with pytest.raises(LeaseRefused, match="after 60 s"):
+        one.take(60)
+    assert least <= len(looks) <= most and looks[-1] == 60.0, "a last look at the end"
+    Store(str(folder)).change(lambda connection, _: connection.execute("DELETE FROM claims"))
+    locks.let_go(0, 1 << 40)
+
+
+def test_where_no_bell_can_hang_it_looks_by_itself(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise OSError("no FIFO here")
+
+    monkeypatch.setattr(os, "mkfifo", fails)
+    with other(folder, 60) as first:
+        assert heard(first) == "held"
+        with waits(folder, 50):
+            told(first)
+
+
+def test_one_that_changes_the_database_keeps_others_from_opening_it(folder: Path, monkeypatch: Any) -> None:
+    one = lease(60)
+    one.take()
+    file = locks.hold(one.store.locks, (store._WRITER,))
+    assert file is not None
+
+    def child() -> bool:
+        monkeypatch.setattr(sqlite3, "connect", lambda *_, **__: os._exit(3))
+        with pytest.raises(MemguardError, match="in use by another process for 0 s"):
+            Store(str(folder)).change(lambda *_: None, 0.0)
+        return True
+
+    forked(child)
+    locks.release(file, (store._WRITER,))
     one.close()

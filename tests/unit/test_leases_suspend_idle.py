@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -315,7 +316,9 @@ def test_a_process_comes_back_although_the_database_cannot_be_used(
 ) -> None:
     """It claims its lease once it is back."""
     waited: list[float] = []
-    sleep, claim = time.sleep, for_lease._claim
+    clock = SimpleNamespace(**{name: getattr(time, name) for name in ("time", "monotonic")})
+    clock.sleep = lambda seconds: (waited.append(seconds), time.sleep(seconds))
+    claim = for_lease._claim
     memguard.init(BUDGET, simulate="h200")
     memguard.suspend()
     database = folder / "leases.sqlite"
@@ -323,7 +326,7 @@ def test_a_process_comes_back_although_the_database_cannot_be_used(
         other.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     whole = database.read_bytes()
     monkeypatch.setattr(store, "_in_vain", float("-inf"))
-    monkeypatch.setattr(store.time, "sleep", lambda seconds: (waited.append(seconds), sleep(seconds)))
+    monkeypatch.setattr(store, "time", clock)
     with contextlib.closing(sqlite3.connect(database, isolation_level=None)) as other:
         if how == "held":
             other.execute("PRAGMA locking_mode = EXCLUSIVE")

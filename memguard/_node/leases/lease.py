@@ -19,6 +19,7 @@ from memguard._base.logs import text_of
 from memguard._devices import proc
 from memguard._node.identity import machine, this_process
 from memguard._node.leases import decide, locks, said, store
+from memguard._node.leases.bell import Bell
 from memguard._node.leases.decide import Want
 from memguard._node.leases.folders import folder
 from memguard._node.leases.locks import File
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
     from memguard._base.types import Plan
 
 LOOK = (0.05, 0.2)
-"""The least and the most seconds from one look to the next, by chance: so that those who wait do not look at once."""
+"""The least and the most seconds from one look to the next of the first who waits, by chance: so that those who wait do
+not look at once. Others are woken (`bell`), and look the more seldom by themselves the more come before them."""
 AGAIN = 30.0
 """Seconds after which it is said again who holds what."""
 _END = 2.0
@@ -130,23 +132,40 @@ class Lease:
         look: Look | None,
         hurry: bool = False,
     ) -> None:
-        heard = None
-        while not self.held:
-            now = time.monotonic()
-            if unwanted is not None and unwanted():
-                raise NotActive("this budget was shut down while it waited for its lease")
-            if self._over or self._state == "off":
-                raise NotActive("its lease was given back while it waited for it")
-            if now - began >= wait:
-                raise self._refused(wait if wait > 0 else None)
-            if say is not None and (heard is None or now - heard >= AGAIN):
-                heard = now
-                say(self._waiting())
-            if look is not None:
-                look(self._seen)
-            time.sleep(min(random.uniform(*LOOK), began + wait - now))
-            if self._read(hurry) is not False:
-                self._change(self._look, hurry)
+        heard, due, last = None, float("-inf"), False
+        rings = Bell(self.store.folder)
+        try:
+            while not self.held:
+                now = time.monotonic()
+                if unwanted is not None and unwanted():
+                    raise NotActive("this budget was shut down while it waited for its lease")
+                if self._over or self._state == "off":
+                    raise NotActive("its lease was given back while it waited for it")
+                over = now - began >= wait
+                if over and (last or wait <= 0):
+                    raise self._refused(wait if wait > 0 else None)
+                if say is not None and (heard is None or now - heard >= AGAIN):
+                    heard = now
+                    say(self._waiting())
+                number = self.number
+                if number is not None and rings.hang(number):
+                    due = now
+                if now < due and not over:
+                    if rings.wait(min(due, began + wait) - now):
+                        due = now
+                    continue
+                last = over
+                if self._read(hurry) is not False:
+                    self._change(self._look, hurry)
+                if look is not None:
+                    look(self._seen)
+                due = time.monotonic() + self._pause(rings)
+        finally:
+            rings.close()
+
+    def _pause(self, rings: Bell) -> float:
+        _, ahead = self._others()
+        return min(random.uniform(*LOOK) * (1 + ahead) ** 2, AGAIN if rings.hangs else 10 * LOOK[1])
 
     def _read(self, hurry: bool) -> bool | None:
         if hurry:

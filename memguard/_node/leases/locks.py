@@ -117,7 +117,10 @@ def opened(path: str) -> Iterator[File]:
             raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), path)
         yield done[0]
     finally:
-        _opening.take(_left, _WAIT, look)
+        try:
+            _opening.take(_left, _WAIT, look)
+        finally:  # again: a Ctrl-C may have come into the one before
+            _opening.take(_left, _WAIT, look)
 
 
 def _looked(path: str, look: object) -> File:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from memguard._base.text import visible
 from memguard._node.identity import Process, lives, machine
-from memguard._node.leases import decide, locks
+from memguard._node.leases import bell, decide, locks
 from memguard._node.leases.columns import DamageError, checked, maybe, number, seconds, size, start, state, text
 from memguard._node.leases.decide import Want
 from memguard._node.leases.locks import File
@@ -57,6 +57,11 @@ _REMEMBERED = 60.0
 """Seconds after a wait in vain in which nothing waits that long again."""
 _in_vain = float("-inf")
 """When a wait of `soon` was in vain last, by the monotonic clock."""
+_WRITER = 1 << 43
+"""The byte of the file of locks whose holder may change the database: to ask for it costs microseconds, and to open
+the database in vain a millisecond, which hundreds of processes would spend at once."""
+_AGAIN = (0.005, 0.25)
+"""Seconds from the first try to the next, and at most."""
 _SCHEMA = """
 CREATE TABLE meta (lock INTEGER NOT NULL);
 CREATE TABLE processes (
@@ -96,6 +101,10 @@ SELECT claims.id, pid, start, machine, command, budget, state, asked, since, rep
     gpu, bytes, total, number, name
 FROM claims JOIN processes ON processes.id = claims.process JOIN parts ON parts.claim = claims.id
 ORDER BY claims.id, gpu
+"""
+_GRANTED = "SELECT id FROM claims WHERE state = 'held' AND since >= ?"
+_FIRST = """
+SELECT DISTINCT min(claims.id) FROM claims JOIN parts ON parts.claim = claims.id WHERE state = 'waiting' GROUP BY gpu
 """
 _COLUMNS = (
     number, number, start, text, text, text, state, seconds, maybe(seconds), maybe(number), maybe(seconds),
@@ -163,7 +172,7 @@ class Store:
                 "finalizer",
                 fix="call it once the other call has returned",
             )
-        until = time.monotonic() + patience
+        until, pause = time.monotonic() + patience, _AGAIN[0]
         done: tuple[T] | None
         while True:
             try:
@@ -172,12 +181,16 @@ class Store:
                     raise MemguardError(f"another thread of this process has had {self.path} for {patience:.0f} s")
                 return done[0]
             except sqlite3.OperationalError as error:
-                code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)  # none: a text that is no UTF-8
-                if code & 0xFF == sqlite3.SQLITE_ERROR:  # such as a table or column that is missing
-                    raise self._unusable(f"is damaged ({error})") from None
                 busy = any(word in str(error) for word in ("locked", "busy"))
+                code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)  # none: a text that is no UTF-8
+                if not busy and code & 0xFF == sqlite3.SQLITE_ERROR:  # such as a table or column that is missing
+                    raise self._unusable(f"is damaged ({error})") from None
                 if busy and time.monotonic() < until:
-                    time.sleep(random.uniform(0.002, 0.02))  # without the turn: a fork may come meanwhile
+                    left = max(until - time.monotonic(), 0.0)
+                    time.sleep(
+                        min(random.uniform(0.5, 1.0) * pause, left)
+                    )  # without the turn: a fork may come meanwhile
+                    pause = min(1.5 * pause, _AGAIN[1])
                     continue
                 if busy:
                     text = f"{self.path} is in use by another process for {patience:.0f} s"
@@ -210,13 +223,21 @@ class Store:
         for path in (self.path, self.locks):
             made(path)
         with locks.opened(self.locks) as file:
-            connection = sqlite3.connect(self.path, timeout=0, isolation_level=None, check_same_thread=False)
-            locks.in_use = connection
             try:
-                return self._transaction(connection, file, work, writes)
+                if writes and not file.take(_WRITER):
+                    raise sqlite3.OperationalError("locked")
+                connection = sqlite3.connect(self.path, timeout=0, isolation_level=None, check_same_thread=False)
+                locks.in_use = connection
+                try:
+                    return self._transaction(connection, file, work, writes)
+                finally:
+                    connection.close()
+                    locks.in_use = None
             finally:
-                connection.close()
-                locks.in_use = None
+                try:
+                    file.drop(_WRITER)
+                finally:  # again: a Ctrl-C may have come into the one before
+                    file.drop(_WRITER)
 
     def _transaction(self, connection: Connection, file: File, work: Work[T], writes: bool) -> T:
         connection.execute("PRAGMA foreign_keys = ON")
@@ -226,18 +247,25 @@ class Store:
             if mode != "wal":
                 fix = "set MEMGUARD_LEASES to a folder on another file system, such as /dev/shm/leases"
                 raise MemguardError(f"{self.path}: SQLite cannot share memory here", fix=fix)
+        began = time.time()
         connection.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
+        dead, awaited = list[int](), set[int]()
         try:
             self._prepare(connection, writes)
             if writes:
                 self._same_locks(connection, file)
-                _tidy(connection, file)
+                dead = _tidy(connection, file)
             result = work(connection, file)
+            if writes:
+                found = [*connection.execute(_GRANTED, (began,)), *connection.execute(_FIRST)]
+                awaited = {claim for (claim,) in checked(found, number)}
             connection.execute("COMMIT")
         except BaseException:
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
             raise
+        bell.remove(self.folder, dead)
+        bell.ring(self.folder, awaited)
         return result
 
     def _prepare(self, connection: Connection, writes: bool) -> None:
@@ -299,7 +327,8 @@ def made(path: str) -> None:
         raise MemguardError(f"{path} is not a file of this user's only, so it cannot be trusted", fix="remove it")
 
 
-def _tidy(connection: Connection, file: File) -> None:
+def _tidy(connection: Connection, file: File) -> list[int]:
+    """Remove the claims of the dead. Their numbers."""
     claims = checked(connection.execute("SELECT id FROM claims"), number)
     dead = [(claim,) for (claim,) in claims if not file.alive(claim)]
     listed = checked(connection.execute("SELECT id FROM processes WHERE listed"), number)
@@ -308,6 +337,7 @@ def _tidy(connection: Connection, file: File) -> None:
         connection.executemany("DELETE FROM claims WHERE id = ?", dead)
         connection.executemany("UPDATE processes SET listed = 0 WHERE id = ?", gone)
         forget(connection)
+    return [claim for (claim,) in dead]
 
 
 def forget(connection: Connection) -> None:
