@@ -544,6 +544,28 @@ def test_the_driver_hangs_when_it_is_started(machine: Machine, monkeypatch: pyte
     assert off.end is End.UNTOUCHED and "does not answer" in off.text and client.pid is None
 
 
+@pytest.mark.parametrize("named", ["", None, "python3"])
+@pytest.mark.parametrize("installed", [True, False])
+def test_no_python_of_the_path_is_taken(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, named: str | None, installed: bool
+) -> None:
+    """A program that embeds Python has no `sys.executable`. What PATH has may be anybody's."""
+    for name in ("python3", "python"):
+        (tmp_path / name).write_text(f"#!/bin/sh\ntouch {tmp_path}/taken\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(sys, "executable", named)
+    if not installed:
+        monkeypatch.setattr(sys, "base_exec_prefix", str(tmp_path / "nowhere"))
+    answer = machine.client().state(machine.process)
+    assert not (tmp_path / "taken").exists()
+    if installed:
+        assert answer.state is State.RUNNING
+    else:
+        assert answer.trouble == "start" and "does not know its interpreter: set sys.executable" in answer.text
+
+
 def test_it_cannot_be_started(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     off = machine.off(machine.client())

@@ -8,6 +8,7 @@ nobody waits for any more, and ends.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import select
@@ -39,6 +40,21 @@ _SCRUBBED = ("MEMGUARD_", "PYTHON", "CUDA_VISIBLE_DEVICES", "CUDA_INJECTION")
 _CODE = "import sys; sys.path[:] = {path!r}\nfrom memguard._node.suspend.driver import helper; helper.main({parent})"
 
 
+def _python() -> str:
+    """This interpreter's program. One that is found in PATH could be of another version, or anybody's.
+
+    A program that embeds Python may not know it. Raises OSError then, unless Python's own installation has it.
+    """
+    if sys.executable and os.path.isabs(sys.executable):
+        return sys.executable
+    own = os.path.join(sys.base_exec_prefix, "bin", f"python{sys.version_info[0]}.{sys.version_info[1]}")
+    if os.path.isabs(own) and os.access(own, os.X_OK):
+        return own
+    raise FileNotFoundError(
+        errno.ENOENT, f"this program embeds Python, and does not know its interpreter: set sys.executable; not {own}"
+    )
+
+
 class _Connection:
     """One helper process. It reads for whoever waits: one thread at a time, no thread of its own."""
 
@@ -58,7 +74,7 @@ class _Connection:
             with stdin:
                 self.process = subprocess.Popen(
                     # -I -S: nothing of the environment's is imported, and MEMGUARD_CONFIG's file is not read
-                    [sys.executable or "python3", "-I", "-S", "-c", _CODE.format(path=path, parent=os.getpid())],
+                    [_python(), "-I", "-S", "-c", _CODE.format(path=path, parent=os.getpid())],
                     stdin=stdin.fileno(),
                     stdout=subprocess.PIPE,
                     stderr=self.said,
