@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from leasing import lease
 
-from memguard._node.leases import locks
+from memguard._node.leases import locks, store
 from memguard._node.leases.lease import Lease
 from memguard._node.leases.store import Store
 from memguard.errors import LeaseRefused, MemguardError, NotActive
@@ -168,4 +172,27 @@ def test_what_was_not_given_back_is_held(folder: Path, full: Callable[[], None],
         one.leave()
     assert one.held and states(folder) == ["held"]
     monkeypatch.undo()
+    one.close()
+
+
+def test_one_in_a_hurry_does_not_wait_for_a_thread_that_waits_for_the_database(
+    folder: Path, left: Left, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread brings the process back in its turn, and `memguard.resume` wants it now."""
+    one, blocker = left
+    blocker.close()
+    waits, pause = threading.Event(), time.sleep
+    clock = SimpleNamespace(monotonic=time.monotonic, time=time.time, sleep=lambda s: (waits.set(), pause(s)))
+    monkeypatch.setattr(store, "time", clock)
+    monkeypatch.setattr(store, "_in_vain", float("-inf"))
+    thread = threading.Thread(target=one.back)
+    with contextlib.closing(sqlite3.connect(folder / "leases.sqlite", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        thread.start()
+        assert waits.wait(20)
+        with pytest.raises(MemguardError, match="is in use by another process"):
+            one.back(hurry=True)
+        assert thread.is_alive()
+    thread.join(20)
+    assert one.held and states(folder) == ["held"]
     one.close()

@@ -219,13 +219,13 @@ class Lease:
             try:
                 with self._count:
                     self._returning += 1
-                    self._change(self._again, hurry)
+                self._change(self._again, hurry)
                 self._until(began, wait, say, unwanted, look, hurry)
             finally:
-                with self._count:
+                with self._count:  # not for the change: one in a hurry does not wait for another's database
                     self._returning -= 1
-                    if self._returning == 0 and not self.held:
-                        self._change(self._give_up, hurry)
+                if self._returning == 0 and not self.held:
+                    self._change(self._give_up, hurry)
         except LeaseRefused:
             if not self.held:  # else its turn came with the end of the time
                 raise
@@ -238,7 +238,7 @@ class Lease:
 
     def _give_up(self, connection: Connection, file: File) -> None:
         self._see(store.serve(connection))
-        if not self.held and self.number is not None:
+        if not self.held and self.number is not None and self._returning == 0:
             self._see(store.leave(connection, self.number))
 
     def _enter(self, connection: Connection, file: File, waits: bool) -> None:
