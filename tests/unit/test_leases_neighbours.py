@@ -272,3 +272,11 @@ def test_a_database_that_cannot_be_read_is_an_error(folder: Path, capsys: pytest
 def test_this_machines_name_says_which_pids_nvml_has() -> None:
     assert leases.pids_mean_the_same(HERE) and not leases.pids_mean_the_same(CONTAINER)
     assert leases.pids_mean_the_same(machine()) == (os.readlink("/proc/self/ns/pid") == "pid:[4026531836]")
+
+
+def test_who_lists_leases_makes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMGUARD_LEASES", str(tmp_path / "leases"))
+    assert listings.read().gpus == () and not list(tmp_path.iterdir())
+    monkeypatch.delenv("MEMGUARD_LEASES")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert listings.read().folder == str(tmp_path / "memguard") and not list(tmp_path.iterdir())

@@ -103,7 +103,7 @@ def listing(claims: Sequence[Claim], listed: neighbours.Listed, here: str) -> tu
 
 def read() -> Listing:
     """Raises MemguardError if the database cannot be read. Without a driver what is used is unknown."""
-    store, here = Store(folder()), machine()
+    store, here = Store(folder(make=False)), machine()
     claims = store.claims()
     wanted = {gpu: part for claim in claims for gpu, part in claim.parts.items()}
     listed, notes = _listed({gpu: part for gpu, part in wanted.items() if not part.simulated})
