@@ -8,6 +8,7 @@ import os
 import pty
 import select
 import signal
+import sqlite3
 import subprocess
 import sys
 import textwrap
@@ -22,7 +23,7 @@ from stub_gpus import GIB, ONE, UUIDS
 from memguard._node.identity import Process, process_of
 from memguard._node.suspend import remote_suspend
 from memguard._node.suspend.driver.client import Client
-from memguard._node.suspend.store import records
+from memguard._node.suspend.store import records, spare
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNNING, LOCKED, CHECKPOINTED = 0, 1, 2
@@ -286,6 +287,32 @@ def test_a_suspend_that_is_killed_is_finished_by_resume(machine: Machine, step: 
     assert (done.code, done.changed) == (0, step == "suspended"), done.text
     assert machine.state(process.pid) == RUNNING and machine.record(process) is None
     assert records.every(machine.where) == []
+
+
+@pytest.mark.parametrize("how", ["damaged", "held", "of memguard 0.1.0"])
+def test_a_process_comes_back_without_the_database(machine: Machine, how: str) -> None:
+    process = machine.start()
+    assert machine.call("suspend", process.pid, "--unsafe").returncode == 0
+    record = machine.record(process)
+    assert record is not None and record.measured
+    database, (message,) = Path(machine.where, "leases.sqlite"), spare.read(machine.where)
+    with contextlib.closing(sqlite3.connect(database, isolation_level=None)) as other:
+        if how == "damaged":
+            database.write_bytes(b"this is no database" * 2000)
+        elif how == "held":
+            other.execute("PRAGMA locking_mode = EXCLUSIVE")
+            other.execute("BEGIN EXCLUSIVE")
+        else:
+            for path in Path(machine.where).iterdir():
+                path.unlink()
+            old = Path(records.path_of(process, machine.where))
+            old.write_text(json.dumps({key: value for key, value in message.items() if key != "written"}))
+            old.chmod(0o600)
+        row = machine.row(process)
+        assert (row["state"], row["step"], row["bytes"]) == ("suspended", "suspended", {UUIDS[0]: GIB})
+        back = machine.call("resume", process.pid)
+        assert back.returncode == 0 and machine.state(process.pid) == RUNNING, back.stderr
+        assert spare.read(machine.where) == [] and not os.path.exists(records.path_of(process, machine.where))
 
 
 @pytest.mark.parametrize("step", ["room", "restore", "unlock"])
