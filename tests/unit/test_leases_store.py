@@ -590,7 +590,7 @@ def test_who_comes_first_after_one_gave_up_is_woken(folder: Path) -> None:
                 until(lambda: third.held)
 
 
-def test_the_bell_of_one_that_was_killed_is_removed(folder: Path) -> None:
+def test_the_fifo_of_a_killed_process_is_removed(folder: Path) -> None:
     with other(folder, 60) as first:
         assert heard(first) == "held"
         with other(folder, 60, 60) as second:
@@ -622,7 +622,7 @@ def test_the_more_come_before_one_that_waits_the_more_seldom_it_looks(
         store.serve(connection)
 
     lease(1).store.change(add)
-    monkeypatch.setattr(leases.Bell, "wait", wait)
+    monkeypatch.setattr(leases.WakeupFifo, "wait", wait)
     monkeypatch.setattr(leases, "time", SimpleNamespace(monotonic=lambda: clock[0], time=time.time))
     monkeypatch.setattr(Store, "read", lambda self, *given: (looks.append(clock[0]), read(self, *given))[1])
     one = lease(TOTAL)
@@ -633,7 +633,7 @@ def test_the_more_come_before_one_that_waits_the_more_seldom_it_looks(
     locks.let_go(0, 1 << 40)
 
 
-def test_where_no_bell_can_hang_it_looks_by_itself(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_polls_where_no_fifo_can_be_made(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise OSError("no FIFO here")
 

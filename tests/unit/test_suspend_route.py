@@ -82,7 +82,7 @@ def test_without_a_place_for_the_record_nothing_is_touched(
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwrite", fails)
         patched.setattr(sqlite3, "connect", fails)
-        with pytest.raises(CannotSuspend, match="its record cannot be written: .*No space left"):
+        with pytest.raises(CannotSuspend, match=r"its record cannot be written: .*No space left"):
             route.off("asked", 1.0, Calls(), lambda: None)
     assert isinstance(route.door, Direct) and route.door.driver.targets[os.getpid()].calls == []
     os.chmod(folder(), 0o777)

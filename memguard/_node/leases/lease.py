@@ -19,12 +19,12 @@ from memguard._base.logs import text_of
 from memguard._devices import proc
 from memguard._node.identity import machine, this_process
 from memguard._node.leases import decide, locks, said, store
-from memguard._node.leases.bell import Bell
 from memguard._node.leases.decide import Want
 from memguard._node.leases.folders import folder
 from memguard._node.leases.locks import File
 from memguard._node.leases.store import Store, UnusableDatabaseError
 from memguard._node.leases.types import Claim, Part, State, parts_of
+from memguard._node.leases.wakeups import WakeupFifo
 from memguard.errors import LeaseRefused, MemguardError, NotActive
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from memguard._base.types import Plan
 
 LOOK = (0.05, 0.2)
-"""The least and the most seconds from one look to the next of the first who waits, by chance: so that those who wait do
-not look at once. Others are woken (`bell`), and look the more seldom by themselves the more come before them."""
+"""The least and the most seconds between two polls of the first waiting claim; random, so that processes do not poll at
+once. The others are woken (`wakeups`), and poll the more seldom the more claims are before theirs."""
 AGAIN = 30.0
 """Seconds after which it is said again who holds what."""
 _END = 2.0
@@ -133,7 +133,7 @@ class Lease:
         hurry: bool = False,
     ) -> None:
         heard, due, last = None, float("-inf"), False
-        rings = Bell(self.store.folder)
+        wakeup = WakeupFifo(self.store.folder)
         try:
             while not self.held:
                 now = time.monotonic()
@@ -148,10 +148,10 @@ class Lease:
                     heard = now
                     say(self._waiting())
                 number = self.number
-                if number is not None and rings.hang(number):
+                if number is not None and wakeup.open_for(number):
                     due = now
                 if now < due and not over:
-                    if rings.wait(min(due, began + wait) - now):
+                    if wakeup.wait(min(due, began + wait) - now):
                         due = now
                     continue
                 last = over
@@ -159,13 +159,14 @@ class Lease:
                     self._change(self._look, hurry)
                 if look is not None:
                     look(self._seen)
-                due = time.monotonic() + self._pause(rings)
+                due = time.monotonic() + self._pause(wakeup)
         finally:
-            rings.close()
+            wakeup.close()
 
-    def _pause(self, rings: Bell) -> float:
+    def _pause(self, wakeup: WakeupFifo) -> float:
+        """Seconds until this claim polls the database again."""
         _, ahead = self._others()
-        return min(random.uniform(*LOOK) * (1 + ahead) ** 2, AGAIN if rings.hangs else 10 * LOOK[1])
+        return min(random.uniform(*LOOK) * (1 + ahead) ** 2, AGAIN if wakeup.is_open else 10 * LOOK[1])
 
     def _read(self, hurry: bool) -> bool | None:
         if hurry:

@@ -36,11 +36,11 @@ _WAIT = 10.0
 _FORK = 0.1
 """Seconds within which a fork lets a transaction of another thread end."""
 _MOST = 64
-"""Bytes that are listed of one lock: another program may have locked the whole file."""
+"""Bytes that `holders` lists of one lock: another program may have locked the whole file."""
 _lock = threading.RLock()
 turn = Turn(_lock)
 _opening = Turn()
-"""Guards `_files`, and who has one open. Held for system calls that do not wait."""
+"""Guards `_files` and `File.looks`. Held only for system calls that do not block."""
 _files: dict[tuple[int, int], File] = {}
 """By device and inode: two paths may lead to one file."""
 torn = False
@@ -112,18 +112,18 @@ def opened(path: str) -> Iterator[File]:
     watch_forks()
     look = object()
     try:
-        done = _opening.take(_looked, _WAIT, path, look)
+        done = _opening.take(_open_for, _WAIT, path, look)
         if done is None:
             raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), path)
         yield done[0]
     finally:
         try:
-            _opening.take(_left, _WAIT, look)
+            _opening.take(_close_for, _WAIT, look)
         finally:  # again: a Ctrl-C may have come into the one before
-            _opening.take(_left, _WAIT, look)
+            _opening.take(_close_for, _WAIT, look)
 
 
-def _looked(path: str, look: object) -> File:
+def _open_for(path: str, look: object) -> File:
     found = os.stat(path, follow_symlinks=False)
     identity = found.st_dev, found.st_ino
     file = _files.get(identity)
@@ -136,7 +136,7 @@ def _looked(path: str, look: object) -> File:
     return file
 
 
-def _left(look: object) -> None:
+def _close_for(look: object) -> None:
     for file in [*_files.values()]:
         file.looks.discard(look)
     _close_idle()

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from memguard._base.text import visible
 from memguard._node.identity import Process, lives, machine
-from memguard._node.leases import bell, decide, locks
+from memguard._node.leases import decide, locks, wakeups
 from memguard._node.leases.columns import DamageError, checked, maybe, number, seconds, size, start, state, text
 from memguard._node.leases.decide import Want
 from memguard._node.leases.locks import File
@@ -52,16 +52,16 @@ _PROCESSES = 1 << 40
 PATIENCE = 30.0
 """Seconds in which the database must be had. A change takes milliseconds."""
 BRIEF = 0.5
-"""Seconds for which a restore, and what it needs, waits for the database."""
+"""Seconds that a restore waits for the database in all."""
 _REMEMBERED = 60.0
-"""Seconds after a wait in vain in which nothing waits that long again."""
+"""Seconds after a failure of `soon` during which it does not wait again."""
 _in_vain = float("-inf")
-"""When a wait of `soon` was in vain last, by the monotonic clock."""
+"""When `soon` failed last, by the monotonic clock."""
 _WRITER = 1 << 43
-"""The byte of the file of locks whose holder may change the database: to ask for it costs microseconds, and to open
-the database in vain a millisecond, which hundreds of processes would spend at once."""
+"""The byte of the file of locks whose holder may change the database. A failed attempt to lock it takes microseconds; a
+failed attempt to begin a transaction takes a millisecond, which hundreds of processes would spend at once."""
 _AGAIN = (0.005, 0.25)
-"""Seconds from the first try to the next, and at most."""
+"""Seconds between the first two attempts, and between two attempts at most."""
 _SCHEMA = """
 CREATE TABLE meta (lock INTEGER NOT NULL);
 CREATE TABLE processes (
@@ -113,9 +113,10 @@ _COLUMNS = (
 
 
 def soon(do: Callable[[float], T], writes: bool = False) -> T:
-    """`do(patience)` for one that must not be delayed, such as a restore: all such waits together take BRIEF at most.
+    """Call `do(patience)` for a caller that must not be delayed, such as a restore.
 
-    After one in vain the database is only tried, for a minute, until it can be written again. Raises as `do`.
+    It waits BRIEF seconds for the database. After a wait without success, further calls make one attempt without
+    waiting, until a write succeeds or _REMEMBERED seconds without a failure have passed. Raises as `do`.
     """
     global _in_vain
     try:
@@ -264,8 +265,8 @@ class Store:
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
             raise
-        bell.remove(self.folder, dead)
-        bell.ring(self.folder, awaited)
+        wakeups.remove(self.folder, dead)
+        wakeups.wake(self.folder, awaited)
         return result
 
     def _prepare(self, connection: Connection, writes: bool) -> None:
@@ -351,7 +352,7 @@ def byte_of(row: int) -> int:
 
 
 def unlist() -> None:
-    """Let go of this process's own byte. Without it, it counts as listed nowhere."""
+    """Unlock this process's own byte: without it, no reader lists the process."""
     locks.let_go(_PROCESSES, 2 * _PROCESSES - 1)
 
 

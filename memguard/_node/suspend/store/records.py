@@ -201,7 +201,8 @@ def budgets(where: str | None = None) -> list[Budgeted]:
 
 
 def own() -> str:
-    """The folder of this process's own records, made if need be: the leases', or the user's. Raises as `folder`."""
+    """The folder into which this process writes records: the leases', else the user's. Created if missing. Raises as
+    `folder`."""
     try:
         return leases()
     except MemguardError:
@@ -209,8 +210,10 @@ def own() -> str:
 
 
 def places(process: Process | None = None) -> list[str]:
-    """Where this user's processes may have said something of themselves, this one's own folder first; `process` too if
-    it was started with others. Only folders that are there. Raises as `folder`."""
+    """The existing folders that may contain records and databases, this process's own first.
+
+    With `process`, also those of the environment that it was started with. Raises as `folder`.
+    """
     found = []
     with contextlib.suppress(OSError, MemguardError):
         found.append(leases(make=False))
@@ -220,12 +223,12 @@ def places(process: Process | None = None) -> list[str]:
 
 
 def databases(process: Process | None = None) -> list[str]:
-    """Those of `places` that may have a database: not on network file systems. Empty where nobody may trust them."""
+    """The `places` that may contain a database: not on network file systems. Empty if the user's folder is not safe."""
     return [path for path in _places(process, None) if trusted(path)]
 
 
 def folders(process: Process | None = None) -> list[str]:
-    """The users' own folders of this process, which comes first, and of `process`, if they are there.
+    """The existing runtime folders of this user: this process's own first, then those of `process` and the defaults.
 
     One that was started elsewhere (cron, a job, another session) may have another XDG_RUNTIME_DIR or TMPDIR than this
     one. Only folders that nobody else can enter. Raises as `folder`.

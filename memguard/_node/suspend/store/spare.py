@@ -26,17 +26,17 @@ NAME = "suspended.spare"
 LIMIT = 1 << 20
 """Bytes of the file that are read at most."""
 SPARE = 1 << 42
-"""The byte of the file of locks whose holder may write. Claims, processes and marks have others."""
+"""The byte of the file of locks whose holder may write. Claims, processes and suspensions have other bytes."""
 _SLOT, _SLOTS = 4096, 16
 """Bytes of a slot, and how many of them are reserved. More are added while the disk has room."""
 _WAIT = 0.25
 """Seconds for which the byte is waited for. It is held for microseconds, unless its holder was stopped."""
 _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-Fits = Callable[[Mapping[str, Any]], bool]
+Match = Callable[[Mapping[str, Any]], bool]
 
 
 def read(folder: str) -> list[dict[str, Any]]:
-    """What is in it, unchecked; nothing if there is no file that only this user can write."""
+    """The messages in the file, unchecked. Empty if there is no file, or if others can write it."""
     try:
         with _opened(folder, os.O_RDONLY) as fd:
             return [message for _, message in _slots(fd) if message is not None]
@@ -46,27 +46,32 @@ def read(folder: str) -> list[dict[str, Any]]:
         return []
 
 
-def write(folder: str, message: Mapping[str, Any], same: Fits, free: Fits) -> None:
-    """Put it into the slot whose message is the `same` process's, else into an empty one, one that is `free`, or a new
-    one. Raises OSError, or MemguardError if the folder has no file of locks and none can be made."""
+def write(folder: str, message: Mapping[str, Any], same: Match, free: Match) -> None:
+    """Write the message into the slot of the `same` process, else into an empty or `free` one, else into a new one.
+
+    Raises OSError.
+    """
     data = json.dumps(message, ensure_ascii=False).encode("utf-8", "replace")
     if len(data) >= _SLOT:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), os.path.join(folder, NAME))
-    with _alone(folder), _opened(folder, os.O_RDWR | os.O_CREAT) as fd:
+    with _exclusive(folder), _opened(folder, os.O_RDWR | os.O_CREAT) as fd:
         if os.fstat(fd).st_size == 0:
             with contextlib.suppress(OSError):  # the disk is full: one slot may have room yet
                 os.posix_fallocate(fd, 0, _SLOT * _SLOTS)
         slots = list(_slots(fd))
         own = [place for place, found in slots if found is not None and same(found)]
         others = [place for place, found in slots if found is None or free(found)]
-        _put(fd, (own or others or [len(slots)])[0], data)
+        place = (own or others or [len(slots)])[0]
+        if place >= LIMIT // _SLOT:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.path.join(folder, NAME))
+        _put(fd, place, data)
 
 
-def clear(folder: str, same: Fits) -> None:
-    """Empty the slots of the `same` process. Nothing is written if there are none. Raises as `write`."""
+def clear(folder: str, same: Match) -> None:
+    """Empty the slots of the `same` process. Writes nothing if there are none. Raises OSError."""
     if not any(map(same, read(folder))):
         return
-    with _alone(folder), _opened(folder, os.O_RDWR) as fd:
+    with _exclusive(folder), _opened(folder, os.O_RDWR) as fd:
         for place, found in _slots(fd):
             if found is not None and same(found):
                 _put(fd, place, b"")
@@ -103,7 +108,7 @@ def _put(fd: int, place: int, data: bytes) -> None:
 
 
 @contextlib.contextmanager
-def _alone(folder: str) -> Iterator[None]:
+def _exclusive(folder: str) -> Iterator[None]:
     path, until = os.path.join(folder, LOCKS), time.monotonic() + _WAIT
     try:
         made(path)

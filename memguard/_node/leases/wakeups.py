@@ -1,7 +1,8 @@
-"""Wakes a process that waits for a lease: a FIFO in the folder, named by the number of its claim.
+"""Wake-ups of processes that wait for a lease: one FIFO for each waiting claim, in the folder of the database.
 
-Whoever changes the database rings for the claims that it has granted, and for those that are the first to wait for a
-GPU now. A ring that is lost costs time only: who waits looks again by itself, the later the more come before it.
+Whoever changes the database writes to the FIFOs of the claims that the change granted, and of those that are now the
+first to wait for a GPU. A lost wake-up costs time only: a waiting process also polls, the more seldom the more claims
+are before its own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from memguard._base.logs import log as _log
 
 _PREFIX = "leases.wake-"
 _SLICE = 0.5
-"""Seconds for which one waits at a time: a signal handler or another thread may have ended the wait meanwhile."""
+"""Seconds that `wait` blocks at most: a signal handler or another thread may have ended the wait meanwhile."""
 _OPEN = os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -25,8 +26,8 @@ def path_of(folder: str, number: int) -> str:
     return os.path.join(folder, f"{_PREFIX}{number}")
 
 
-def ring(folder: str, numbers: Iterable[int]) -> None:
-    """Nothing happens where nobody waits."""
+def wake(folder: str, numbers: Iterable[int]) -> None:
+    """Wake the processes that wait with these claims. Claims without a waiting process are skipped."""
     for number in numbers:
         with contextlib.suppress(OSError):
             fd = os.open(path_of(folder, number), os.O_WRONLY | _OPEN)
@@ -38,64 +39,64 @@ def ring(folder: str, numbers: Iterable[int]) -> None:
 
 
 def remove(folder: str, numbers: Iterable[int]) -> None:
-    """The bells of claims that are gone."""
+    """Remove the FIFOs of claims whose processes died."""
     for number in numbers:
         with contextlib.suppress(OSError):
             os.unlink(path_of(folder, number))
 
 
-class Bell:
-    """The bell of one claim at a time, for one thread that waits. Other threads may have the same claim's."""
+class WakeupFifo:
+    """The FIFO of one claim at a time, for one waiting thread. Other threads may open the same claim's."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._fd = -1
         self._path = ""
 
-    def hang(self, number: int) -> bool:
-        """Let it hang for this claim. Whether it is new: what came before was not heard."""
+    @property
+    def is_open(self) -> bool:
+        return self._fd >= 0
+
+    def open_for(self, number: int) -> bool:
+        """Create and open the claim's FIFO. Returns True if it was not open before: earlier wake-ups are lost."""
         path = path_of(self._folder, number)
         if path != self._path:
             self.close()
-        with contextlib.suppress(OSError):  # else another thread took it down
+        with contextlib.suppress(OSError):  # raised if another thread removed it
             if self._fd >= 0 and os.path.samestat(os.fstat(self._fd), os.lstat(path)):
                 return False
-        self._drop()
+        self._close_fd()
         try:
             with contextlib.suppress(FileExistsError):
                 os.mkfifo(path, 0o600)
             self._fd, self._path = os.open(path, os.O_RDWR | _OPEN), path
         except OSError as error:
-            _log.debug("whoever waits for a lease looks by itself: %s", error)
+            _log.debug("no wake-up while this process waits for its lease, so it polls: %s", error)
             return False
         return True
 
     def wait(self, seconds: float) -> bool:
-        """Wait until it rings, at most so long, and not longer than a slice of it. Whether it rang."""
+        """Block until a wake-up, for at most `seconds` and at most _SLICE. Returns whether one came."""
         seconds = max(min(seconds, _SLICE), 0.0)
         if self._fd < 0:
             time.sleep(seconds)
             return False
         poll = select.poll()
         poll.register(self._fd, select.POLLIN)
-        rang = bool(poll.poll(1000 * seconds))
-        if rang:
+        woken = bool(poll.poll(1000 * seconds))
+        if woken:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._fd, 4096)
-        return rang
-
-    @property
-    def hangs(self) -> bool:
-        return self._fd >= 0
+        return woken
 
     def close(self) -> None:
-        """Take it down."""
+        """Remove and close it."""
         if self._fd >= 0:
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
-        self._drop()
+        self._close_fd()
 
-    def _drop(self) -> None:
+    def _close_fd(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
