@@ -512,6 +512,22 @@ def test_a_database_that_was_removed_begins_anew_and_who_waits_goes_on(folder: P
         assert [claim.id for claim in Store(str(folder)).claims()] != [1], "the first has that byte"
 
 
+def test_a_database_that_is_removed_within_a_look_is_looked_at_again(folder: Path) -> None:
+    one, looks = lease(60), []
+    one.take()
+
+    def look(connection: sqlite3.Connection, _: locks.File) -> int:
+        looks.append(connection)
+        if len(looks) == 1:
+            for path in folder.glob("leases.sqlite*"):
+                path.unlink()
+            raise sqlite3.OperationalError("disk I/O error")
+        return len(looks)
+
+    assert Store(str(folder)).read(look) == 2
+    one.close()
+
+
 def test_leases_of_simulated_gpus_are_apart() -> None:
     real = Lease(parts(100))
     real.take()

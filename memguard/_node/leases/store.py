@@ -176,13 +176,14 @@ class Store:
         until, pause = time.monotonic() + patience, _AGAIN[0]
         done: tuple[T] | None
         while True:
+            before = _inode(self.path)  # an attempt fails in many ways if somebody removes the database meanwhile
             try:
                 done = locks.turn.take(self._once, max(until - time.monotonic(), 0.0), work, writes)
                 if done is None:
                     raise MemguardError(f"another thread of this process has had {self.path} for {patience:.0f} s")
                 return done[0]
             except sqlite3.OperationalError as error:
-                busy = any(word in str(error) for word in ("locked", "busy"))
+                busy = any(word in str(error) for word in ("locked", "busy")) or _inode(self.path) != before
                 code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)  # none: a text that is no UTF-8
                 if not busy and code & 0xFF == sqlite3.SQLITE_ERROR:  # such as a table or column that is missing
                     raise self._unusable(f"is damaged ({error})") from None
@@ -309,6 +310,12 @@ class Store:
             fix=f"end the processes that have leases, then `rm {self.folder}/leases.*`; they "
             "must all use one version of memguard",
         )
+
+
+def _inode(path: str) -> int | None:
+    with contextlib.suppress(OSError):
+        return os.lstat(path).st_ino
+    return None
 
 
 def made(path: str) -> None:
