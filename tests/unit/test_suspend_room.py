@@ -303,6 +303,15 @@ def test_who_came_first_is_waited_for(tmp_path: Any) -> None:
 
 
 @pytest.mark.usefixtures("quick")
+def test_who_came_first_may_be_of_another_container(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel shows no PID of it."""
+    monkeypatch.setattr(Turn, "ahead", lambda self: {GPU: (0,)})
+    lacking, _ = _wait(_Door(9 * GIB), tmp_path, timeout=0.01)
+    assert "a process of another container came before it and waits for its turn" in lacking
+    assert "; if a process of another container stands still, all behind it wait" in lacking
+
+
+@pytest.mark.usefixtures("quick")
 def test_who_came_first_and_is_stopped_keeps_nobody_waiting(tmp_path: Any) -> None:
     """`memguard resume PID`, and Ctrl-Z while it waits for room."""
     code = (

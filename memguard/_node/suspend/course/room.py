@@ -154,14 +154,19 @@ def _words(
             reasons.append(f"{wait.uuid}: {_before(ahead.get(wait.uuid, ()))}")
     longer = f"wait longer (`memguard resume {pid} --wait 1h`; without --wait, until there is room)"
     fix = f"end or suspend one of those below, or {longer}" if held else longer
-    if first := next((pids[0] for pids in ahead.values()), None):
-        fix += f"; if process {first} stands still, all behind it wait until it is ended"
+    first = next((pids[0] for pids in ahead.values()), None)
+    if first is not None:
+        fix += f"; if {_name(first)} stands still, all behind it wait until it is ended"
     return Advice("; ".join(reasons), "\n".join([fix, *held]))
 
 
 def _before(pids: tuple[int, ...]) -> str:
     """Who comes first: the first of them keeps all others waiting."""
     if len(pids) == 1:
-        return f"process {pids[0]} came before it and waits for its turn"
+        return f"{_name(pids[0])} came before it and waits for its turn"
     shown = ", ".join(map(str, pids[:4])) + (" ..." if len(pids) > 4 else "")
     return f"{len(pids)} came before it and wait for their turns (processes {shown})"
+
+
+def _name(pid: int) -> str:
+    return f"process {pid}" if pid else "a process of another container"
