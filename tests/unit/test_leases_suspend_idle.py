@@ -273,7 +273,8 @@ def test_a_process_leaves_only_while_somebody_waits_for_its_lease(
     until(lambda: sorted(state for _, state in states()) == ["held", "waiting"])
     assert listener._leave().why == "lease"
     waiter.join(20)
-    assert sorted(state for _, state in states()) == ["held", "waiting"]
+    assert waiting.held
+    until(lambda: sorted(state for _, state in states()) == ["held", "waiting"])  # on a thread of its own
     waiting.close()
     until(lambda: suspension.now is None)
     assert for_lease.current() is not None and states() == [(os.getpid(), "held")]
