@@ -1,4 +1,7 @@
-"""This process's own suspension: one at a time. Whatever interrupts it, it is on its GPUs or off them, and says so."""
+"""Suspend the calling process, one call at a time. Each call ends in RUNNING, OFF or LOST, whatever interrupts it.
+
+`_devices.phase` has the table of the transitions between these phases, `_devices.suspension` the phase now.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Protocol
 
 from memguard._base import life
+from memguard._base.advice import Advice
 from memguard._base.locks import Rank, Turn
 from memguard._base.logs import log as _log
 from memguard._base.types import Event
 from memguard._base.undo import Undo
 from memguard._base.units import format_size
 from memguard._devices import contexts, suspension
+from memguard._devices.phase import Phase
 from memguard._node.identity import Process
 from memguard._node.suspend import pause_memguard
 from memguard._node.suspend.course.task import Calls, Task
@@ -59,7 +64,9 @@ class _Own:
         self.guard = this.session.guard if this.session is not None else None
         self.gate: Gate | None = None
         self.suspension: Suspension | None = None
-        self.shutting = self.over = False
+        """Once the process is off its GPUs."""
+        self.lost: Advice | None = None
+        """In the phase LOST: what happened."""
 
     def shut(self) -> None:
         """Quiet, then the gates."""
@@ -68,7 +75,6 @@ class _Own:
         except BaseException:
             self.open()
             raise
-        self.shutting = True
 
     def _shut(self) -> None:
         pause_memguard.begin(self.undo, QUIET, self.way.memory)
@@ -79,6 +85,12 @@ class _Own:
         pause_memguard.end()  # first: what waited at the gates may call memguard
         self.undo.run()
         suspension.catch_up()
+
+    def off(self, error: BaseException | None = None, sizes: dict[str, int] | None = None) -> None:
+        """The process is off its GPUs, or lost, as the error of the driver's calls says."""
+        if isinstance(error, CannotResume) and error.lost:
+            self.lost = error.advice
+        suspension.enter(Phase.OFF if self.lost is None else Phase.LOST, sizes)
 
 
 _turn = Turn(rank=Rank.SUSPENSION)
@@ -158,14 +170,15 @@ def _leave(own: _Own, timeout: float, why: Why, calls: Calls) -> Suspension:
     try:
         found = own.way.off(why, timeout, calls, own.shut)
     except BaseException as error:
-        if isinstance(error, CannotSuspend) or not own.shutting:
+        if isinstance(error, CannotSuspend) or suspension.phase() is Phase.RUNNING:
             own.open()
             own.way.close()
-        else:  # nobody knows where it is: the gates stay closed, and `resume` asks again
+        else:  # lost, or nobody knows: the gates stay closed, and `resume` asks the driver again
+            own.off(error)
             own.suspension = Suspension(Process(own.pid, 0), {}, None, time.time(), 0.0, why)
             at_exit.arrange(_at_exit)
         raise
-    pause_memguard.left(dict(found.bytes))
+    own.off(sizes=dict(found.bytes))
     own.suspension = found
     lease = _lease()
     if lease is not None:
@@ -199,6 +212,8 @@ def resume(timeout: float | None, progress: Progress | None, only: Suspension | 
 def _resume(timeout: float | None, progress: Progress | None, only: Suspension | None) -> None:
     own = _now
     if own is not None and own.suspension is not None and (only is None or only is own.suspension):
+        if own.lost is not None:
+            raise CannotResume(own.lost, lost=True)
         _return(own, timeout, progress)
 
 
@@ -215,12 +230,12 @@ def _return(own: _Own, timeout: float | None, progress: Progress | None) -> None
     def go(calls: Calls) -> bool:
         lease = _lease()
         left = timeout if lease is None else lease.have(timeout, calls.stop.is_set, calls.tell)
-        pause_memguard.moves()
+        suspension.enter(Phase.RETURNING)
         try:
             own.way.back(found, left, calls)
         except BaseException as error:
-            pause_memguard.stays()
-            if lease is not None and not (isinstance(error, CannotResume) and error.lost):
+            own.off(error)
+            if lease is not None and own.lost is None:
                 lease.given_back()
             raise
         return True
@@ -239,13 +254,10 @@ def _return(own: _Own, timeout: float | None, progress: Progress | None) -> None
 def _came_back(own: _Own, by: str = "") -> None:
     """It is on its GPUs again. Any thread that has the turn; what an interrupted call left is done by the next."""
     global _now
-    if own.over:  # it may be off them once more: nothing of that is undone here
+    if _now is not own or own.lost is not None:  # it may be off them once more: nothing of that is undone here
         return
     own.open()
-    own.over = True
-    found = own.suspension
-    if _now is own:
-        _now = None
+    found, _now = own.suspension, None
     lease = _lease()
     if lease is not None:
         lease.is_back(bool(by))
@@ -260,14 +272,14 @@ def _came_back(own: _Own, by: str = "") -> None:
 
 def _watch(own: _Own) -> None:
     """Another process may bring it back (`memguard resume PID`)."""
-    while not own.over and own.pid == os.getpid():
+    while _now is own and own.lost is None:
         try:
             back = own.way.returned(_LOOK)
         except Exception as error:
             _log.debug("whether the process is still suspended is unknown: %s", str(error))
             time.sleep(_LOOK)
             continue
-        while back and not own.over:  # while `resume` here is at it, it has the turn
+        while back and _now is own and own.lost is None:  # while `resume` here is at it, it has the turn
             _turn.take(_came_back, _LOOK, own, ", brought back by another process")
 
 
@@ -301,7 +313,7 @@ def awaited() -> bool:
 def used(pid: int) -> bool | None:
     """Whether another process has used a GPU since that was asked last. This one cannot ask NVML itself, being off."""
     own = _now
-    return None if own is None or own.over else own.way.used(pid)
+    return None if own is None else own.way.used(pid)
 
 
 def refusals() -> contextlib.ExitStack:
@@ -354,7 +366,6 @@ def _forked() -> None:
     at_exit.dismiss()
     if own is not None:
         _of_parent.append(own)  # what it keeps alive would call CUDA at its end
-        own.over = True
         if own.gate is not None:
             own.gate.closed = False
         if own.guard is not None:
