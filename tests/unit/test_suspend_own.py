@@ -24,7 +24,7 @@ from memguard._devices import suspension
 from memguard._frameworks.simulated.adapter import SimulatedFramework
 from memguard._guard.guard import Guard
 from memguard._node.suspend import self_suspend
-from memguard._node.suspend.triggers import at_exit, for_lease, when_idle
+from memguard._node.suspend.triggers import at_exit, for_lease, own_lease, when_idle
 from memguard._node.suspend.types import Wait
 from memguard._runtime import runtime
 from memguard.errors import CannotResume, CannotSuspend, MemguardError, Suspended
@@ -224,7 +224,7 @@ def test_who_leaves_unasked_does_not_wait_for_that(
     leave: Callable[[Any], object], way: FakeWay, ends_late: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has seen that nothing runs, and tries again soon: what begins during a wait must not lose its GPU."""
-    monkeypatch.setattr(for_lease, "current", lambda: SimpleNamespace(held=True))
+    monkeypatch.setattr(own_lease, "current", lambda: SimpleNamespace(held=True))
     monkeypatch.setattr(for_lease, "_unneeded", lambda _: "")
     monkeypatch.setattr(for_lease, "_at_work", lambda: "")
     monkeypatch.setattr(when_idle, "has_gpu", lambda: True)

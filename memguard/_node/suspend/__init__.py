@@ -17,18 +17,15 @@ triggers/  what starts a suspension or ends it besides the program's own call
 from __future__ import annotations
 
 import threading
-from typing import Literal, get_args
+from typing import get_args
 
 from memguard._base.blocks import Block, End
 from memguard._base.logs import log as _log
 from memguard._base.units import parse_duration
-from memguard._node.suspend.types import Progress, Suspension, Why
+from memguard._node.suspend.types import TIMEOUT, HostMemory, Progress, Suspension, Why
 from memguard.errors import MemguardError
 
 __all__ = ["Suspension", "resume", "suspend", "suspended"]
-HostMemory = Literal["check", "ignore"]
-TIMEOUT = 60.0
-"""Seconds that the GPUs' work may take to end before the process leaves them."""
 
 
 def suspend(*, timeout: float | str = TIMEOUT, why: Why = "asked", host_memory: HostMemory | None = None) -> Suspension:
@@ -100,18 +97,11 @@ def _seconds(given: float | str) -> float:
         raise MemguardError(str(error)) from None
 
 
-def ignores_host_memory() -> bool:
-    """Whether the active budget has `suspend: {host_memory: ignore}`."""
-    from memguard._runtime.runtime import this
-
-    session = this.session
-    section = session.guard.budget.suspend if session is not None and session.active else None
-    return section is not None and section.host_memory == "ignore"
-
-
 def _ignored(host_memory: HostMemory | None) -> bool:
     if host_memory is None:
-        return ignores_host_memory()
+        from memguard._node.suspend import self_suspend
+
+        return self_suspend.ignores_host_memory()
     if host_memory not in get_args(HostMemory):
         raise ValueError(f"host_memory is 'check' or 'ignore', found {host_memory!r}")
     return host_memory == "ignore"

@@ -139,6 +139,13 @@ def suspend(
     return done[0]
 
 
+def ignores_host_memory() -> bool:
+    """Whether the active budget has `suspend: {host_memory: ignore}`."""
+    session = this.session
+    section = session.guard.budget.suspend if session is not None and session.active else None
+    return section is not None and section.host_memory == "ignore"
+
+
 def _suspend(timeout: float, why: Why, owner: int | None, ignore_host_memory: bool) -> Suspension:
     global _now
     _refuse_twice()
@@ -182,7 +189,7 @@ def _leave(own: _Own, timeout: float, why: Why, calls: Calls) -> Suspension:
     own.suspension = found
     lease = _lease()
     if lease is not None:
-        lease.given_back()
+        lease.give_back()
     at_exit.arrange(_at_exit)
     threading.Thread(target=_watch, args=(own,), name="memguard-suspended", daemon=True).start()
     return found
@@ -229,14 +236,14 @@ def _return(own: _Own, timeout: float | None, progress: Progress | None) -> None
 
     def go(calls: Calls) -> bool:
         lease = _lease()
-        left = timeout if lease is None else lease.have(timeout, calls.stop.is_set, calls.tell)
+        left = timeout if lease is None else lease.claim(timeout, calls.stop.is_set, calls.tell, used)
         suspension.enter(Phase.RETURNING)
         try:
             own.way.back(found, left, calls)
         except BaseException as error:
             own.off(error)
             if lease is not None and own.lost is None:
-                lease.given_back()
+                lease.give_back()
             raise
         return True
 
@@ -299,9 +306,9 @@ def _lease() -> ModuleType | None:
     session = this.session
     if session is None or session.lease is None or not session.guard.active:
         return None
-    from memguard._node.suspend.triggers import for_lease
+    from memguard._node.suspend.triggers import own_lease
 
-    return for_lease
+    return own_lease
 
 
 def awaited() -> bool:
