@@ -35,6 +35,8 @@ _AT: Mapping[State | None, At] = {
     State.LOCKED: "locked",
     State.CHECKPOINTED: "suspended",
     State.FAILED: "failed",
+    State.CHECKPOINTING: "locked",
+    State.RESTORING: "locked",
     None: "unknown",
 }
 STATE, STATES = 3.0, 20.0
