@@ -31,10 +31,15 @@ class FakeGate:
     def __init__(self, owner: int | None) -> None:
         self.owner, self.closed = owner, True
         self.told: Callable[[], object] = lambda: None
+        self.destroys: Callable[[], object] = lambda: None
+
+    def lift(self) -> None:
+        self.closed = False
+        self.told()
 
     def open(self) -> None:
         self.closed = False
-        self.told()
+        self.destroys()
 
     def on_this_thread(self) -> contextlib.ExitStack:
         return contextlib.ExitStack()
@@ -62,7 +67,7 @@ class FakeWay:
 
     def gate(self, owner: int | None, undo: Any) -> FakeGate:
         made = FakeGate(owner)
-        undo.add("the gate", made.open)
+        undo.add("the gate", made.lift)
         self.gates.append(made)
         return made
 
@@ -137,7 +142,8 @@ def forget() -> None:
     own = self_suspend._now
     assert own is not None and suspension.phase() is Phase.LOST
     suspension.now = self_suspend._now = None
-    own.open()
+    own.on()
+    own.finish()
     own.way.close()
 
 

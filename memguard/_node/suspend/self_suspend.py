@@ -65,26 +65,38 @@ class _Own:
         self.gate: Gate | None = None
         self.suspension: Suspension | None = None
         """Once the process is off its GPUs."""
+        self.events: list[Event] = []
+        """Not announced yet."""
         self.lost: Advice | None = None
         """In the phase LOST: what happened."""
 
     def shut(self) -> None:
-        """Quiet, then the gates."""
+        """Pause memguard, then close the gates."""
         try:
-            self._shut()
+            pause_memguard.begin(self.undo, QUIET, self.way.memory)
+            self.gate = closed_gate(self.owner, self.undo)
         except BaseException:
-            self.open()
+            self.on()
             raise
 
-    def _shut(self) -> None:
-        pause_memguard.begin(self.undo, QUIET, self.way.memory)
-        self.gate = closed_gate(self.owner, self.undo)
-
-    def open(self) -> None:
-        """The process is on its GPUs. It may be called again: it does what is left."""
+    def on(self) -> None:
+        """The process is on its GPUs. On the thread of the task, which no interruption reaches, or the watcher's."""
         pause_memguard.end()  # first: what waited at the gates may call memguard
         self.undo.run()
+
+    def finish(self) -> None:
+        """Once it is on its GPUs: destroy what waited for that, and tell of the return. On the thread of the call.
+
+        PyCUDA frees nothing on another thread than the one that allocated it. A second call does what is left.
+        """
+        if suspension.phase() is not Phase.RUNNING:
+            return
+        if self.gate is not None:
+            self.gate.open()
         suspension.catch_up()
+        events, self.events = self.events, []
+        for event in events:
+            _announce(event)
 
     def off(self, error: BaseException | None = None, sizes: dict[str, int] | None = None) -> None:
         """The process is off its GPUs, or lost, as the error of the driver's calls says."""
@@ -152,24 +164,19 @@ def _suspend(timeout: float, why: Why, owner: int | None, ignore_host_memory: bo
     _refuse_here()
     _watch_forks()
     own = _now = _Own(chosen_way(), owner)
+    task = Task(functools.partial(_leave, own, timeout, why))
     try:
-        try:
-            own.way.check(ignore_host_memory)
-        except BaseException:
-            own.way.close()
-            raise
-        task = Task(functools.partial(_leave, own, timeout, why))
-        try:
-            return task.wait()
-        except BaseException:
-            if task.result is not None and not task.given_up:  # the interruption came when it was off already
-                _take_back(own)
-            elif task.result is not None:
-                _log.warning("the process stays suspended. fix: memguard.resume()")
-            raise
-    finally:
+        own.way.check(ignore_host_memory)
+        return task.wait(after=own.finish)
+    except BaseException:
         if own.suspension is None:
             _now = None
+            own.way.close()
+        elif task.result is not None and not task.given_up:  # the interruption came when it was off already
+            _take_back(own)
+        elif task.result is not None:
+            _log.warning("the process stays suspended. fix: memguard.resume()")
+        raise
 
 
 def _leave(own: _Own, timeout: float, why: Why, calls: Calls) -> Suspension:
@@ -178,7 +185,7 @@ def _leave(own: _Own, timeout: float, why: Why, calls: Calls) -> Suspension:
         found = own.way.off(why, timeout, calls, own.shut)
     except BaseException as error:
         if isinstance(error, CannotSuspend) or suspension.phase() is Phase.RUNNING:
-            own.open()
+            own.on()
             own.way.close()
         else:  # lost, or nobody knows: the gates stay closed, and `resume` asks the driver again
             own.off(error)
@@ -231,39 +238,30 @@ def _at_exit(patience: float) -> None:
 
 def _return(own: _Own, timeout: float | None, progress: Progress | None) -> None:
     """With the turn."""
+    Task(functools.partial(_restore, own, timeout)).wait(progress, after=own.finish)
+
+
+def _restore(own: _Own, timeout: float | None, calls: Calls) -> bool:
+    """On the thread of the task."""
     assert own.suspension is not None
-    found = own.suspension
-
-    def go(calls: Calls) -> bool:
-        lease = _lease()
-        left = timeout if lease is None else lease.claim(timeout, calls.stop.is_set, calls.tell, used)
-        suspension.enter(Phase.RETURNING)
-        try:
-            own.way.back(found, left, calls)
-        except BaseException as error:
-            own.off(error)
-            if lease is not None and own.lost is None:
-                lease.give_back()
-            raise
-        return True
-
-    task = Task(go)
+    lease = _lease()
+    left = timeout if lease is None else lease.claim(timeout, calls.stop.is_set, calls.tell, used)
+    suspension.enter(Phase.RETURNING)
     try:
-        task.wait(progress)
-    finally:
-        if task.result:  # on this thread, as PyCUDA frees nothing on another than the one that allocated it
-            try:
-                _came_back(own)
-            finally:
-                _came_back(own)  # again: a Ctrl-C may have come into the one before
+        own.way.back(own.suspension, left, calls)
+    except BaseException as error:
+        own.off(error)
+        if lease is not None and own.lost is None:
+            lease.give_back()
+        raise
+    _is_back(own)
+    return True
 
 
-def _came_back(own: _Own, by: str = "") -> None:
-    """It is on its GPUs again. Any thread that has the turn; what an interrupted call left is done by the next."""
+def _is_back(own: _Own, by: str = "") -> None:
+    """It is on its GPUs again: all that needs no particular thread."""
     global _now
-    if _now is not own or own.lost is not None:  # it may be off them once more: nothing of that is undone here
-        return
-    own.open()
+    own.on()
     found, _now = own.suspension, None
     lease = _lease()
     if lease is not None:
@@ -274,7 +272,14 @@ def _came_back(own: _Own, by: str = "") -> None:
         seconds = max(time.time() - found.since, 0.0)
         text = f"back on its GPUs after {seconds:,.0f} s{by}: {format_size(found.total)}"
         _log.info("%s", text)
-        _announce(Event(time.time(), "resumed", text, seconds=seconds, bytes=found.total))
+        own.events.append(Event(time.time(), "resumed", text, seconds=seconds, bytes=found.total))
+
+
+def _came_back(own: _Own, by: str) -> None:
+    """Another process has resumed it. With the turn."""
+    if _now is own and own.lost is None:  # else it may be off its GPUs once more: nothing of that is undone here
+        _is_back(own, by)
+        own.finish()
 
 
 def _watch(own: _Own) -> None:
