@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -37,7 +38,7 @@ UUID = "GPU-00000000-0000-4000-8000-000000000000"
 def way(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeWay]:
     with way_of(monkeypatch, {UUID: 3 * GIB}) as found:
         yield found
-    assert not at_exit._wanted
+    assert not isinstance(sys.exit, at_exit._Exit)
     assert not [thread for thread in threading.enumerate() if thread.name == "memguard-suspend"]
 
 

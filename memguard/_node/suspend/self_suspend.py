@@ -232,8 +232,7 @@ def _resume(timeout: float | None, progress: Progress | None, only: Suspension |
 
 
 def _at_exit(patience: float) -> None:
-    if current() is not None:
-        resume(patience, None)
+    resume(patience, None)
 
 
 def _return(own: _Own, timeout: float | None, progress: Progress | None) -> None:
