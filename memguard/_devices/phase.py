@@ -40,9 +40,3 @@ class IllegalTransition(RuntimeError):
 
     def __init__(self, before: Phase, after: Phase) -> None:
         super().__init__(f"a process cannot change from {before.name} to {after.name}")
-
-
-def check(before: Phase, after: Phase) -> None:
-    """Raise IllegalTransition for a change that is not in the table. To stay in a phase is legal."""
-    if before is not after and (before, after) not in TRANSITIONS:
-        raise IllegalTransition(before, after)

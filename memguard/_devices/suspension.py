@@ -17,8 +17,7 @@ from memguard._base.advice import Advice
 from memguard._base.logs import log as _log
 from memguard._base.logs import text_of
 from memguard._base.units import format_size
-from memguard._devices import phase as phases
-from memguard._devices.phase import Phase
+from memguard._devices.phase import SETTLED, TRANSITIONS, IllegalTransition, Phase
 from memguard.errors import Suspended
 
 
@@ -34,7 +33,7 @@ class Off:
     @property
     def moving(self) -> bool:
         """Whether it is leaving or returning."""
-        return self.phase not in phases.SETTLED
+        return self.phase not in SETTLED
 
     def __str__(self) -> str:
         """`suspended, 12.3 GiB in host memory`."""
@@ -70,11 +69,14 @@ def phase() -> Phase:
 def enter(new: Phase, sizes: dict[str, int] | None = None) -> None:
     """Change the phase. For the thread that has the turn to suspend or resume.
 
-    `sizes`: the bytes that leave each GPU; without them those known before stay. Raises IllegalTransition.
+    `sizes`: the bytes that leave each GPU; without them those known before stay. To stay in a phase is legal.
+    Raises IllegalTransition for a change that the table does not have.
     """
     global now
     off = now
-    phases.check(Phase.RUNNING if off is None else off.phase, new)
+    before = Phase.RUNNING if off is None else off.phase
+    if new is not before and (before, new) not in TRANSITIONS:
+        raise IllegalTransition(before, new)
     if new is Phase.RUNNING:
         now = None
     elif off is None:

@@ -17,7 +17,6 @@ from suspending import FakeWay, forget, way_of
 
 import memguard
 from memguard._base.units import GIB
-from memguard._devices import phase as phases
 from memguard._devices import suspension
 from memguard._devices.phase import SETTLED, TRANSITIONS, IllegalTransition, Phase
 from memguard._node.suspend import self_suspend
@@ -80,14 +79,15 @@ def test_every_phase_is_reached_and_only_the_lost_process_stays_where_it_is() ->
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Phase, Phase]]:
     """Each change of the phase."""
     changes: list[tuple[Phase, Phase]] = []
-    check = phases.check
+    enter = suspension.enter
 
-    def noted(before: Phase, after: Phase) -> None:
-        check(before, after)
-        if before is not after:
-            changes.append((before, after))
+    def noted(new: Phase, sizes: dict[str, int] | None = None) -> None:
+        before = suspension.phase()
+        enter(new, sizes)
+        if before is not new:
+            changes.append((before, new))
 
-    monkeypatch.setattr(phases, "check", noted)
+    monkeypatch.setattr(suspension, "enter", noted)
     return changes
 
 
