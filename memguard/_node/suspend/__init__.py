@@ -4,7 +4,8 @@
         work_that_needs_no_gpu()
 
 `self_suspend` is the suspension of this process, by a `backend`; `pause_memguard` keeps memguard from calling CUDA and
-NVML meanwhile. `remote_suspend` does it with other processes, which `processes` lists and `sockets` connects.
+NVML meanwhile. `_devices.phase` has the phases that it goes through. `remote_suspend` does it with other processes,
+which `processes` lists; `requests` asks one of them over `sockets`.
 
 course/    the steps of a suspension and of a resumption: what is next, its calls, the wait for room, the messages
 driver/    the driver's checkpoint calls, through a helper process or simulated
