@@ -1,4 +1,4 @@
-"""The reclaimable bytes of each framework, for `memguard.reclaimable()` and `memguard reclaim --dry-run`. Pure."""
+"""The reclaimable bytes of each framework, for `memguard.reclaimable()`. Pure."""
 
 from __future__ import annotations
 

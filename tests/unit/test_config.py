@@ -43,7 +43,6 @@ from memguard._budget.schema import MODELS
 from memguard._frameworks.specs import SPECS
 from memguard.cli.check import check
 from memguard.cli.plan import plan
-from memguard.cli.schema import schema
 from memguard.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -700,7 +699,7 @@ def test_the_schema_is_a_schema_and_names_what_the_models_name() -> None:
 
 
 def test_the_commands() -> None:
-    assert json.loads(CliRunner().invoke(schema).output) == json_schema()
+    assert json.loads(CliRunner().invoke(check, ["--schema"]).output) == json_schema()
     output = CliRunner().invoke(check, [str(CONFIGS / "several-gpus.yaml")]).output
     assert f"{UUID}: limit 40GiB" in output
     assert "GPU 0: limit 50% of what CUDA can give" in output

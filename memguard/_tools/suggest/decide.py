@@ -195,7 +195,7 @@ def _misfit(
         fixes.append(
             "the frameworks peaked on different GPUs, and a budget has one figure for all: use several processes"
         )
-    fixes.append("choose a larger GPU with --for, or run the frameworks' peaks one after the other")
+    fixes.append("choose a larger GPU with --device, or run the frameworks' peaks one after the other")
     return problem, "; or ".join(fixes)
 
 

@@ -89,6 +89,6 @@ def _plan(parts: Mapping[str, int], devices: Sequence[Device], named: bool) -> P
     try:
         return policy.plan(budget, devices)
     except PlanError as error:  # its fix is for a file, and there is none yet
-        larger = "name a larger GPU with --for"
+        larger = "name a larger GPU with --device"
         fix = larger if named else f"leave this GPU out with CUDA_VISIBLE_DEVICES, or {larger}"
         raise MemguardError(f"no first budget fits: {error.problems[0].message}", fix=fix) from None
