@@ -238,7 +238,7 @@ class Reclaimer:
     ) -> dict[str, lending.Part]:
         """The figures for `lending`, by allocator as `usages`. `spent`: allocators whose trim returned nothing."""
         parts: dict[str, lending.Part] = {}
-        offers = {one.name: one.most for one in lending.reclaimable_caches(usages, "")}
+        caches = {one.name: one for one in lending.reclaimable_caches(usages, "") if one.name not in spent}
         for name, cap in shared_pool.caps_of(plan).items():
             allocator, usage = self._caps.allocators[name], usages.get(name)
             least, most = plan.elastic.get(name, (cap, cap))
@@ -249,8 +249,9 @@ class Reclaimer:
                 held = max(held, cap)
             else:
                 promised = self._reserved.not_taken(name, plan.device.uuid, policy.in_use(usage))
-            idle = 0 if name in spent else offers.get(name, 0)
-            parts[name] = lending.Part(least, most, cap, held + promised, idle, allocator.asks, promised)
+            cache = caches.get(name)
+            idle, sure = (0, True) if cache is None else (cache.most, cache.sure)
+            parts[name] = lending.Part(least, most, cap, held + promised, idle, allocator.asks, promised, sure)
         return parts
 
     def _set(self, device: Device, caps: Mapping[str, int]) -> bool:
