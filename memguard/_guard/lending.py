@@ -76,8 +76,8 @@ class CapChange(NamedTuple):
     """The steps that raise a cap, in bytes.
 
     `caps`: the changed caps, lowered ones first; empty while `calls` or `missing` is not. `calls`: siblings to trim
-    first, with the bytes; plan again after that. `missing`: the bytes that are not available. `live`: the bytes that
-    siblings hold in live arrays above their min, or above their cap if it cannot move.
+    first, with the bytes; plan again after that. `missing`: the bytes that are not available. `live`, if any are
+    missing: the bytes that siblings hold in live arrays above their min, or above their cap if it cannot move.
     """
 
     caps: Mapping[str, int]
@@ -95,20 +95,20 @@ def plan_raise(parts: Mapping[str, Part], room: int, who: str, wanted: int) -> C
         return CapChange({}, missing=wanted - own.most)
     siblings = {name: part for name, part in parts.items() if name != who}
     need = wanted - room_left(room, [part.taken for part in siblings.values()])
-    caps = _lowered(siblings, need)
-    need -= sum(siblings[name].cap - cap for name, cap in caps.items())
+    caps, need = _lowered(siblings, need)
     if need <= 0:
         return CapChange({**caps, **_further(siblings, caps, who, own, wanted, -need)})
-    live = {name: stuck for name, part in siblings.items() if (stuck := _live(part)) > 0}
     cached = {name: part.cached for name, part in siblings.items()}
     calls = []
     for name in sorted(cached, key=lambda one: trim_order(cached[one], siblings[one].sure)):
         if need > 0 and cached[name] > 0:
             calls.append((name, min(cached[name], need)))
             need -= cached[name]
-    if need > 0:  # even all caches are too small
-        return CapChange({}, missing=round_up(need), live=live)  # a multiple of the granule, as caps are
-    return CapChange({}, tuple(calls), live=live)
+    if need <= 0:
+        return CapChange({}, tuple(calls))
+    # Even all caches are too small.
+    live = {name: stuck for name, part in siblings.items() if (stuck := _live(part)) > 0}
+    return CapChange({}, missing=round_up(need), live=live)  # a multiple of the granule, as caps are
 
 
 def _further(
@@ -141,9 +141,9 @@ def rebalance(parts: Mapping[str, Part], room: int) -> dict[str, int]:
     negative, unused memory is called back first.
     """
     spare = room_left(room, [part.taken for part in parts.values()])
-    lowered = _lowered(parts, -spare)
+    lowered, missing = _lowered(parts, -spare)
     if lowered:
-        spare += sum(parts[name].cap - cap for name, cap in lowered.items())
+        spare = -missing
         parts = {name: part._replace(cap=lowered.get(name, part.cap)) for name, part in parts.items()}
     poor = {name: part for name, part in parts.items() if not part.asks and part.cap - part.held < _low(part)}
     if not poor:
@@ -169,19 +169,19 @@ def rebalance(parts: Mapping[str, Part], room: int) -> dict[str, int]:
 def called_back(parts: Mapping[str, Part], room: int) -> dict[str, int]:
     """The caps to lower while caps and held memory together exceed the room, because a framework holds more than its
     cap."""
-    return _lowered(parts, -room_left(room, [part.taken for part in parts.values()]))
+    return _lowered(parts, -room_left(room, [part.taken for part in parts.values()]))[0]
 
 
-def _lowered(parts: Mapping[str, Part], need: int) -> dict[str, int]:
-    """The caps lowered by unused memory to free `need` bytes, or as many as possible. Takes unused memory of frameworks
-    that can request room first, of these the largest."""
+def _lowered(parts: Mapping[str, Part], need: int) -> tuple[dict[str, int], int]:
+    """The caps lowered by unused memory to free `need` bytes, and the bytes still missing (negative: freed beyond
+    `need`). Takes unused memory of frameworks that can request room first, of these the largest."""
     caps: dict[str, int] = {}
     unused = {name: part.unused for name, part in parts.items()} if need > 0 else {}
     for name in sorted(unused, key=lambda one: (not parts[one].asks, -unused[one])):
         if need > 0 and (taken := min(round_down(unused[name]), round_up(need))) > 0:
             caps[name] = parts[name].cap - taken
             need -= taken
-    return caps
+    return caps, need
 
 
 class ReclaimableCache(NamedTuple):
