@@ -43,7 +43,7 @@ def init(
 
     Call it first; frameworks may be imported before or after. The same budget again does nothing; another one
     needs `replace=True`. `simulate="h200"` (or several names) applies it to simulated GPUs instead of real ones; under
-    `memguard run --simulate`, and with `MEMGUARD_SIMULATE=h200`, it need not be given again.
+    `memguard run --device`, and with `MEMGUARD_SIMULATE=h200`, it need not be given again.
 
     Without `simulate`, `MEMGUARD_DISABLE=1` makes it apply nothing. `missing_gpu` says what happens if this process has
     no GPU (no driver, none visible, not Linux): "raise" DeviceError; "warn" once and apply nothing; "simulate" one, an

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from memguard._base.locks import InterruptSafeLock, Rank, Turn, ranked
 from memguard._base.logs import log as _log
 from memguard._base.types import (
+    POOL,
     Device,
     DevicePlan,
     Drift,
@@ -71,6 +72,11 @@ class CappedFramework:
         self.framework = framework
         self.enforcement = Enforcement.PENDING
         self.drift: tuple[Drift, ...] = ()
+
+    @property
+    def movable(self) -> bool:
+        """Whether the cap can be changed now."""
+        return self.enforcement in (Enforcement.ENFORCED, Enforcement.PENDING) and not self.framework.fixed()
 
     @property
     def drift_reason(self) -> str:
@@ -169,10 +175,6 @@ class CapTable:
         asked = self.entry(framework).framework
         return [part for part in parts if asked.usage(part.device)] or parts[:1]
 
-    def movable(self, name: str) -> bool:
-        """Whether the framework's cap can be changed now."""
-        return self.entry(name).enforcement in (Enforcement.ENFORCED, Enforcement.PENDING)
-
     def set_cap(self, name: str, uuid: str, cap: int) -> None:
         """Set a framework's cap on one GPU, in bytes. Callers hold the lock. Users call `Guard.resize`."""
         if self.off is not None:
@@ -181,19 +183,20 @@ class CapTable:
         plan = policy.with_cap(before, uuid, name, cap)
         if cap > self.part(uuid).caps[name]:  # first: after an interruption the cap may be below the plan, never above
             self.plan = plan
-        if self.entry(name).enforcement is not Enforcement.PENDING:  # else the framework's import applies this cap
+        entry = self.entry(name)
+        if entry.enforcement is not Enforcement.PENDING:  # else the framework's import applies this cap
             try:
-                self.resize(name, plan)
+                self.resize(name, entry.framework, plan)
             except Exception:
                 self.plan = before
                 raise
         self.plan = plan
 
-    def resize(self, name: str, plan: Plan) -> None:
+    def resize(self, name: str, framework: Framework, plan: Plan) -> None:
         """Make the allocator enforce the caps of the plan. Drift readings taken meanwhile are invalid (`_resized`)."""
         try:
             self._resized += 1
-            self.entry(name).framework.resize(plan.caps(name))
+            framework.resize(plan.caps(name))
         finally:
             self._resized += self._resized % 2  # even and larger than before: odd means in progress
 
@@ -208,9 +211,10 @@ class CapTable:
     def install(self, entries: dict[str, CappedFramework]) -> None:
         """Replace the frameworks and their allocators. Other threads may iterate over the old ones."""
         self.frameworks = {name: entry.framework for name, entry in entries.items()}
-        pool = () if self.shared_pool is None or not entries else (self.shared_pool,)
-        alone = [one for one in self.frameworks.values() if not one.pooled]
-        self.allocators = {one.name: one for one in (*alone, *pool)}
+        allocators: dict[str, Allocator] = {name: one for name, one in self.frameworks.items() if not one.pooled}
+        if self.shared_pool is not None and entries:
+            allocators[self.shared_pool.name] = self.shared_pool
+        self.allocators = allocators
         self.entries = entries
 
     def serving(self, framework: str, part: DevicePlan) -> Allocator:
@@ -355,7 +359,7 @@ class CapTable:
 
     def _shared_pool(self) -> SharedPool | None:
         """The shared pool, not yet created on the GPU; None without one. Raises PlanError on simulated GPUs."""
-        found = {part.device.uuid: shared_pool.caps_of(part).get(shared_pool.POOL) for part in self.plan.devices}
+        found = {part.device.uuid: shared_pool.caps_of(part).get(POOL) for part in self.plan.devices}
         caps = {uuid: cap for uuid, cap in found.items() if cap is not None}
         if caps and self.host.simulated:
             fix = "write 'strategy: caps' for the simulation, or leave out simulate="
@@ -365,7 +369,7 @@ class CapTable:
             return None
         from memguard._frameworks.shared_pool import SharedPool
 
-        return SharedPool(caps, self.warn, clients=shared_pool.clients(self.plan.devices[0], shared_pool.POOL))
+        return SharedPool(caps, self.warn, clients=shared_pool.clients(self.plan.devices[0], POOL))
 
 
 def size_of(size: int | str) -> int:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from memguard._base.framework_spec import KERNELS, SECOND_CONTEXT
 from memguard._base.locks import Rank, Turn, interrupting
-from memguard._base.specs import setting
 from memguard._base.types import (
+    POOL,
     Device,
     DevicePlan,
     DeviceSample,
@@ -25,11 +25,11 @@ from memguard._base.types import (
 )
 from memguard._base.units import GRANULE, MIB, format_size
 from memguard._budget.policy import modules
-from memguard._budget.shared_pool import POOL
 from memguard._devices import contexts
 from memguard._devices.host import Host
 from memguard._frameworks import driver_pages, registry, second_contexts
 from memguard._frameworks.base import Framework
+from memguard._frameworks.specs import setting
 from memguard._ledger.overhead import Overhead, held_by, own_bytes, same_held
 from memguard._ledger.rows import Reading, device_ledger, reading_of, sample_of_reading
 from memguard._ledger.types import EXCHANGE, DeviceLedger, Lent
@@ -215,7 +215,7 @@ class LedgerReader:
                 break
         (known, live, exact, at_least), state = held_by(usages), self._state(uuid)
         with_libraries, with_contexts, with_uncounted = self._overriding(frameworks)
-        active = host.context_active(device)
+        active = True if now else host.context_active(device)  # with memory there, it has a context
         own = own_bytes(processes, pid, bool(active) or bool(live and active is None))
         found = [libraries for name, one in with_libraries if name in live and (libraries := one.libraries())]
         appeared = live.union(*found, _CONTEXT if active or own else ())
@@ -238,8 +238,7 @@ class LedgerReader:
         if state.charged + state.slabs > part.reserve:
             self._warn_of_overhead(state, part)
         lent = self._lent(device) if _LOANS in sys.modules else _NO_LOANS
-        bypasses = [(name, what) for name, one in with_uncounted if name in live and (what := one.uncounted())]
-        uncounted = tuple([what for _, what in sorted(bypasses)])
+        uncounted = tuple([what for name, one in with_uncounted if name in live and (what := one.uncounted())])
         return reading_of((device, memory, own, usages, state, moved, owners, lent, uncounted))
 
     def _still(
@@ -347,7 +346,7 @@ class LedgerReader:
             and self._overrides[1] == len(self._created)
         ):
             return self._overrides[2]
-        known = {**self._created, **frameworks}.items()
+        known = sorted({**self._created, **frameworks}.items())
         found = tuple(
             tuple((name, one) for name, one in known if getattr(getattr(one, what), "__func__", None) is not default)
             for what, default in _DEFAULTS.items()

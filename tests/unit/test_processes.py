@@ -634,10 +634,10 @@ def test_an_edit_that_is_wrong_leaves_the_budget_before(edit: Any, error: type[M
 
 def test_an_edit_whose_cap_cannot_hold_brings_the_budget_back(monkeypatch: pytest.MonkeyPatch) -> None:
     class Refuses(SimulatedFramework):
-        def apply(self, caps: Any, options: Any) -> Applied:
+        def apply(self, caps: Any, options: Any, undo: Any) -> Applied:
             if min(caps.values()) < 3 << 30:
                 raise CapNotApplied(self.name, "it is too small", "ask for more")
-            return super().apply(caps, options)
+            return super().apply(caps, options, undo)
 
     monkeypatch.setattr(registry, "create", lambda name, host: Refuses(host, name, imported=True))
     start()
@@ -798,7 +798,7 @@ def cli(*words):
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exc_info
     return [done.exit_code, done.output]
 result = {"check": cli("check", "budget.yaml"), "plan": cli("plan", "budget.yaml", "--device", "h200"),
-          "schema": cli("schema"), "here": cli("plan", "budget.yaml")}
+          "schema": cli("check", "--schema"), "here": cli("plan", "budget.yaml")}
 guard = memguard.init("budget.yaml", simulate="h200")
 result["active"], result["sum"] = guard.active, sum(row.bytes or 0 for row in memguard.ledger().devices[0].rows)
 memguard.require("torch", "1GiB")
@@ -834,6 +834,6 @@ def test_run_on_another_system_starts_the_program_and_has_its_exit_code(tmp_path
     done = program(
         tmp_path,
         ELSEWHERE.format(system=system)
-        + f"main(['run', '-c', 'budget.yaml', '--simulate', 'h200', '--', sys.executable, '-c', {code!r}])",
+        + f"main(['run', '-c', 'budget.yaml', '--device', 'h200', '--', sys.executable, '-c', {code!r}])",
     )
     assert (done.returncode, done.stdout) == (6, "True\n"), done.stderr

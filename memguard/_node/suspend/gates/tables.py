@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memguard._base import specs
+from memguard._frameworks import specs
 from memguard._frameworks.optional_modules import Gates
 
 
