@@ -8,8 +8,8 @@ import pytest
 from doctor_facts import edited, load
 
 from memguard._tools.doctor.checks import build
-from memguard._tools.doctor.checks.install import built_by_the_driver, libraries_for, maybe_conda, pytorch, with_cuda
 from memguard._tools.doctor.facts import Facts
+from memguard._tools.doctor.wording import built_by_the_driver, libraries_for, maybe_conda, pytorch, with_cuda
 
 INDEX = "https://download.pytorch.org/whl/"
 PREFIX = "/conda/envs/train"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from doctor_facts import edited
+from doctor_facts import edited, of
 
 from memguard._tools.doctor.checks import cudnn, import_order, libraries
-from memguard._tools.doctor.checks.cuda_libraries import cuda_libraries_not_opened, major, mapped, parse
-from memguard._tools.doctor.checks.install import pip_packages
+from memguard._tools.doctor.cuda_libraries import libraries_not_opened, major, mapped, parse
 from memguard._tools.doctor.facts import Facts
+from memguard._tools.doctor.wording import pip_packages
 
 WHEELS = "/venv/lib/python3.12/site-packages/nvidia"
 
@@ -78,7 +78,8 @@ def test_missing_libraries_are_cudas_only() -> None:
         "Could not load dynamic library 'libcufft.so.11'; dlerror: libcufft.so.11: cannot open shared object file",
         "Unable to load cuPTI. Is it installed?\nUnable to load frobnicator. Is it installed?",
     ]
-    assert cuda_libraries_not_opened(said) == ("libcublas.so.12", "libcufft.so.11", "libcupti.so")
+    cudas = [name for name in libraries_not_opened(said) if parse(name)]
+    assert cudas == ["libcublas.so.12", "libcufft.so.11", "libcupti.so"]
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,7 @@ def test_cudnn_needs_its_major_and_at_least_its_minor(built: str, loaded: str, o
 
 
 def _names(facts: Facts) -> list[tuple[str, str]]:
-    return sorted((f.name, f.subject) for check in libraries.CHECKS for f in check(facts))
+    return sorted((f.name, f.subject) for f in of(facts, libraries, cudnn, import_order))
 
 
 def _torch(**changes: Any) -> Facts:

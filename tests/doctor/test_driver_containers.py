@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from doctor_facts import edited, findings, load
 
-from memguard._tools.doctor.checks import driver, explanations
+from memguard._tools.doctor import derived
+from memguard._tools.doctor.checks import driver
 from memguard._tools.doctor.facts import Facts
 from memguard._tools.doctor.finding import Finding, Severity
 
@@ -25,9 +26,9 @@ def test_apptainer_shows_the_hosts_devices_and_not_its_libraries() -> None:
     assert "without its libraries" in found.cause
     assert not any("NVIDIA_VISIBLE_DEVICES" in line for line in found.evidence), "apptainer does not want it"
     facts = edited("apptainer-without-nv.json", {"environment": {"NVIDIA_DRIVER_CAPABILITIES": "utility"}})
-    assert explanations.blocked_by(facts) == "container-without-gpu"
+    assert derived.blocked_by(facts) == "container-without-gpu"
     without_module = edited("apptainer-without-nv.json", {"driver": {"module": None}})
-    assert explanations.blocked_by(without_module) == "driver-absent"
+    assert derived.blocked_by(without_module) == "driver-absent"
 
 
 def test_a_container_in_wsl_is_not_told_to_install_a_driver_on_windows() -> None:
@@ -39,19 +40,19 @@ def test_a_container_in_wsl_is_not_told_to_install_a_driver_on_windows() -> None
 
 def test_a_libcuda_of_the_image_is_not_taken_for_a_linux_driver_in_wsl() -> None:
     facts = edited("wsl-linux-driver.json", {"system": {"container": "docker"}, "driver": {"files": None}})
-    assert explanations.blocked_by(facts) == "container-without-gpu"
+    assert derived.blocked_by(facts) == "container-without-gpu"
     given = edited(
         "wsl-linux-driver.json", {"system": {"container": "docker"}, "driver": {"files": {"/dev/dxg": "ok"}}}
     )
-    assert explanations.blocked_by(given) == "wsl"
+    assert derived.blocked_by(given) == "wsl"
 
 
 def test_wsl_with_its_device_and_without_libcuda() -> None:
     has = {"system": {"container": "docker"}, "driver": {"files": {"/dev/dxg": "ok"}}}
-    assert explanations.blocked_by(edited("wsl-container-without-gpu.json", has)) == "driver-absent"
+    assert derived.blocked_by(edited("wsl-container-without-gpu.json", has)) == "driver-absent"
     utility = {**has, "environment": {"NVIDIA_DRIVER_CAPABILITIES": "utility"}}
-    assert explanations.blocked_by(edited("wsl-container-without-gpu.json", utility)) == "container-capabilities"
-    assert explanations.blocked_by(load("wsl-without-windows-driver.json")) == "driver-absent"
+    assert derived.blocked_by(edited("wsl-container-without-gpu.json", utility)) == "container-capabilities"
+    assert derived.blocked_by(load("wsl-without-windows-driver.json")) == "driver-absent"
 
 
 @pytest.mark.parametrize("name", ["container-without-compute.json", "container-without-utility.json"])

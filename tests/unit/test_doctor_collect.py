@@ -17,8 +17,9 @@ from doctor_processes import TORCH, environ, write
 
 import memguard
 from memguard import _budget
-from memguard._tools.doctor.collect import answers, gather, machine, missing_libraries, script, this_process
+from memguard._tools.doctor.collect import answers, gather, machine, script, this_process
 from memguard._tools.doctor.collect.processes import Ended
+from memguard._tools.doctor.cuda_libraries import libraries_not_opened
 from memguard._tools.doctor.examine import examine
 from memguard._tools.doctor.facts import Cuda, CudaDevice, Driver, Facts, NvmlDevice, NvmlFacts
 from memguard._tools.doctor.finding import Severity
@@ -425,7 +426,7 @@ def test_a_program_that_cannot_be_read(tmp_path: Path, source: bytes | None, err
     ],
 )  # fmt: skip
 def test_libraries_that_could_not_be_opened(text: str, names: tuple[str, ...]) -> None:
-    assert missing_libraries.libraries_not_opened([text, text]) == names
+    assert libraries_not_opened([text, text]) == names
 
 
 LOGGED = (
@@ -442,7 +443,7 @@ LOGGED = (
 
 @pytest.mark.parametrize(("level", "count"), [(0, 6), (1, 3), (2, 2), (3, 1)])
 def test_what_the_user_has_silenced_is_not_told(level: int, count: int) -> None:
-    assert missing_libraries.shown(LOGGED, level) == LOGGED[-count:]
+    assert answers.shown(LOGGED, level) == LOGGED[-count:]
 
 
 @pytest.mark.parametrize(
@@ -627,5 +628,5 @@ def test_a_python_that_does_not_start_is_named_with_what_it_said(site: Path, tmp
 
 def test_a_text_that_begins_a_library_s_name_again_and_again_is_soon_read() -> None:
     started = time.process_time()
-    assert missing_libraries.libraries_not_opened(["lib" * 40000]) == ()
+    assert libraries_not_opened(["lib" * 40000]) == ()
     assert time.process_time() - started < 3

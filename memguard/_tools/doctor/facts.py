@@ -6,9 +6,11 @@ value could not be read; an empty tuple means that there is none. Sizes are byte
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterator
-from typing import Annotated, Final, Literal
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from typing import Annotated, Any, Concatenate, Final, Literal, ParamSpec, Self, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -24,6 +26,34 @@ Name = Annotated[str, Field(pattern=f"^{NAME}$")]
 
 class _Fact(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @cached_property
+    def derived(self) -> dict[Any, Any]:
+        """What functions with `once` have computed from this object."""
+        return {}
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        copied = super().model_copy(update=update, deep=deep)
+        copied.__dict__.pop("derived", None)  # of an edited copy something else follows
+        return copied
+
+
+F = TypeVar("F", bound=_Fact)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def once(derive: Callable[Concatenate[F, P], R]) -> Callable[Concatenate[F, P], R]:
+    """A pure function of facts, whose result is kept with them: facts are frozen, so it is computed once."""
+
+    @functools.wraps(derive)
+    def computed(facts: F, /, *args: P.args, **more: P.kwargs) -> R:
+        key = (derive, *args)
+        if key not in facts.derived:
+            facts.derived[key] = derive(facts, *args, **more)
+        return cast("R", facts.derived[key])
+
+    return cast("Callable[Concatenate[F, P], R]", computed)
 
 
 class System(_Fact):

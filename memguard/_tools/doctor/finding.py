@@ -1,11 +1,13 @@
-"""A finding and its severity."""
+"""A finding and its severity, and what makes a function a check."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from memguard._base.findings import Name
+from memguard._base import findings
+from memguard._tools.doctor.facts import Facts
 
 
 class Severity(StrEnum):
@@ -30,7 +32,7 @@ class Finding:
     remedy    a command, a line of the budget or one sentence; shown to the user, never run
     """
 
-    name: Name
+    name: str
     severity: Severity
     cause: str
     evidence: tuple[str, ...]
@@ -41,3 +43,43 @@ class Finding:
     def page(self) -> str:
         """Its page in the documentation."""
         return f"docs/doctor/{self.name}.md"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a check yields. Without a severity or a name it has its page's first severity, and the check's first name.
+
+    Empty lines of evidence are left out.
+    """
+
+    cause: str
+    evidence: Iterable[str]
+    remedy: str
+    subject: str = ""
+    severity: Severity | None = None
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A function from facts to findings. `names`: of all that it can find; `order`: its place among the checks."""
+
+    names: tuple[str, ...]
+    order: float
+    function: Callable[[Facts], Iterable[Found]]
+
+    def __call__(self, facts: Facts) -> Iterator[Finding]:
+        for found in self.function(facts):
+            name = found.name or self.names[0]
+            severity = found.severity or Severity(findings.page(name).severities[0])
+            evidence = tuple(filter(None, found.evidence))
+            yield Finding(name, severity, found.cause, evidence, found.remedy, found.subject)
+
+
+def check(*names: str, order: float = float("inf")) -> Callable[[Callable[[Facts], Iterable[Found]]], Check]:
+    """Make a function of a module in `checks/` a check, which `examine` then finds.
+
+    Each name needs a page, `docs/doctor/<name>.md`, whose front matter has the finding's severities. Findings of one
+    severity are shown in the order of their checks.
+    """
+    return lambda function: Check(names, order, function)

@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING, Any
 from memguard._base.specs import SPECS
 from memguard._base.text import shown, visible
 from memguard._base.units import format_size
-from memguard._tools.doctor.checks.cpu_only import kept_off
-from memguard._tools.doctor.checks.failures import STEPS, step
-from memguard._tools.doctor.checks.phrases import listing
-from memguard._tools.doctor.checks.probe_outcomes import computes, did_not_finish, died
+from memguard._tools.doctor.derived import STEPS, computes, did_not_finish, died, kept_off, step
 from memguard._tools.doctor.examine import examine
 from memguard._tools.doctor.facts import Facts, FrameworkFacts, Probe
 from memguard._tools.doctor.finding import Finding, Severity
+from memguard._tools.doctor.wording import listing
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from memguard._tools.doctor.checks.cuda_libraries import major, mapped
-from memguard._tools.doctor.checks.phrases import full_name
-from memguard._tools.doctor.checks.probe_outcomes import did_not_finish, messages
+from memguard._tools.doctor.cuda_libraries import major, mapped
+from memguard._tools.doctor.derived import did_not_finish, messages
 from memguard._tools.doctor.facts import Facts, FrameworkFacts
-from memguard._tools.doctor.finding import Finding, Severity
+from memguard._tools.doctor.finding import Found, Severity, check
+from memguard._tools.doctor.wording import full_name
 
 Version = tuple[int, ...]
 
@@ -63,7 +63,8 @@ def _dotted(number: Version) -> str:
     return ".".join(map(str, number))
 
 
-def cudnn_older(facts: Facts) -> Iterator[Finding]:
+@check("cudnn-older", order=325)
+def cudnn_older(facts: Facts) -> Iterator[Found]:
     for name, found in facts.frameworks.items():
         pair = _pair(found)
         if pair is None or found.probe is None or not too_old(found):
@@ -77,9 +78,7 @@ def cudnn_older(facts: Facts) -> Iterator[Finding]:
         cuda = major(found.cuda)
         package = f"nvidia-cudnn-cu{cuda}" if cuda is not None else "nvidia-cudnn-cu13"
         least = _dotted(built[:2])
-        yield Finding(
-            "cudnn-older",
-            Severity.ERROR if message or did_not_finish(found.probe) or loaded[0] != built[0] else Severity.WARNING,
+        yield Found(
             f"{full_name(facts, name)} was compiled with cuDNN {_dotted(built)} and found cuDNN {_dotted(loaded)}: "
             "it needs the same major and at least that minor",
             tuple(
@@ -95,4 +94,7 @@ def cudnn_older(facts: Facts) -> Iterator[Finding]:
             f"pip install '{package}>={least},<{built[0] + 1}'"
             + (f", with {' and '.join(outside)} out of LD_LIBRARY_PATH" if outside else ""),
             name,
+            severity=Severity.ERROR
+            if message or did_not_finish(found.probe) or loaded[0] != built[0]
+            else Severity.WARNING,
         )

@@ -2,39 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 
-from memguard._base.findings import Name
 from memguard._base.units import format_size
-from memguard._tools.doctor.checks import shell, visible_devices
-from memguard._tools.doctor.checks.architectures import oldest, without_code
-from memguard._tools.doctor.checks.explanations import blocked_by, readable, visible
-from memguard._tools.doctor.checks.gpu_memory import (
+from memguard._tools.doctor import visible_devices
+from memguard._tools.doctor.derived import (
+    blocked_by,
+    busy,
+    computes,
     exclusive,
+    failed_stage,
     filled_by_itself,
     filled_by_others,
     has_context,
     held_by_itself,
     held_by_others,
+    oldest,
+    out_of_memory,
+    readable,
     same_gpu,
+    visible,
+    without_code,
 )
-from memguard._tools.doctor.checks.phrases import error_line, full_name, listing
-from memguard._tools.doctor.checks.probe_outcomes import busy, computes, failed_stage, out_of_memory
 from memguard._tools.doctor.facts import CudaDevice, Facts, NvmlDevice
-from memguard._tools.doctor.finding import Finding, Severity
+from memguard._tools.doctor.finding import Found, Severity, check
+from memguard._tools.doctor.wording import error_line, full_name, listing, valid_uuids
 
 _ORDER = "CUDA_DEVICE_ORDER"
 _IN_A_SHELL = "end this process and run `memguard doctor` in a shell: beside this process they cannot be tried"
 
 
-def hidden(facts: Facts) -> Iterator[Finding]:
+@check("visible-devices-none", "visible-devices-unknown", "visible-devices-mixed", order=205)
+def hidden(facts: Facts) -> Iterator[Found]:
     """CUDA_VISIBLE_DEVICES leaves no GPU, or fewer than it names."""
     seen, blocked = visible(facts), blocked_by(facts)
     # NVML does not list MIG instances: only CUDA says whether one exists.
     gone = seen is not None and seen.kind == "MIG-" and blocked == "visible-devices-unknown"
     if seen is None or (not seen.why and seen.entries and not gone) or (blocked is None and seen.only_ended):
         return
-    name: Name
+    name: str
     named = sum(bool(entry.strip()) for entry in seen.value.split(","))
     if blocked in ("visible-devices-none", "visible-devices-unknown"):
         name, left = blocked, "no framework sees a GPU"
@@ -65,9 +71,7 @@ def hidden(facts: Facts) -> Iterator[Finding]:
         remedy = "unset CUDA_VISIBLE_DEVICES"
     if gone:
         remedy = "nvidia-smi -L  # lists the instances with their UUIDs: export CUDA_VISIBLE_DEVICES=MIG-..."
-    yield Finding(
-        name,
-        Severity.ERROR if blocked is not None else Severity.WARNING,
+    yield Found(
         f"CUDA_VISIBLE_DEVICES {why}, so {left}",
         (
             f"CUDA_VISIBLE_DEVICES={seen.value} (environment)",
@@ -75,10 +79,13 @@ def hidden(facts: Facts) -> Iterator[Finding]:
             f"cuInit: {facts.driver.cuda.init}, GPUs shown: {len(facts.driver.cuda.devices)}",
         ),
         remedy,
+        severity=Severity.ERROR if blocked is not None else Severity.WARNING,
+        name=name,
     )
 
 
-def order(facts: Facts) -> Iterator[Finding]:
+@check("device-order", order=210)
+def order(facts: Facts) -> Iterator[Found]:
     """cuda:0 is not GPU 0 of nvidia-smi, and nobody asked for another order."""
     shown, cards = facts.driver.cuda.devices, facts.driver.nvml.devices
     indices = [next((card.index for card in cards if same_gpu(card.uuid, device.uuid)), -1) for device in shown]
@@ -96,25 +103,23 @@ def order(facts: Facts) -> Iterator[Finding]:
     if asked is not None and asked != indices:
         wrong = next(place for place, pair in enumerate(zip(asked, indices, strict=True)) if pair[0] != pair[1])
         setting = facts.environment.get(_ORDER)
-        yield Finding(
-            "device-order",
-            Severity.WARNING,
+        yield Found(
             f"CUDA numbers the GPUs fastest first and nvidia-smi by their place on the bus: cuda:{wrong} is GPU "
             f"{indices[wrong]} of nvidia-smi and not GPU {asked[wrong]}",
             (*evidence, f"{_ORDER}={setting} (environment)" if setting else f"{_ORDER} is not set"),
             f"export {_ORDER}=PCI_BUS_ID",
         )
     elif value is not None and indices != sorted(indices):
-        yield Finding(
-            "device-order",
-            Severity.INFO,
+        yield Found(
             f"CUDA_VISIBLE_DEVICES orders the GPUs differently from nvidia-smi: {first}",
             evidence,
             "nothing to do if this is meant; in a budget name GPUs by their UUIDs",
+            severity=Severity.INFO,
         )
 
 
-def capability(facts: Facts) -> Iterator[Finding]:
+@check("compute-capability", order=215)
+def capability(facts: Facts) -> Iterator[Found]:
     """A framework has no code for a GPU."""
     if blocked_by(facts) is not None:
         return
@@ -136,19 +141,19 @@ def capability(facts: Facts) -> Iterator[Finding]:
             older = min(device.capability for device in lacking) < oldest(framework.architectures)
             remedy += ": an older release, as new ones drop old GPUs" if older else ", usually a newer release"
         if works and others:
-            remedy += f"; or leave the GPU out: CUDA_VISIBLE_DEVICES={shell.uuids(device.uuid for device in others)}"
-        yield Finding(
-            "compute-capability",
-            Severity.WARNING if works else Severity.ERROR,
+            remedy += f"; or leave the GPU out: CUDA_VISIBLE_DEVICES={valid_uuids(device.uuid for device in others)}"
+        yield Found(
             f"{full_name(facts, name)} has no code for {listing(_called(device) for device in lacking)} (compute "
             f"capability {versions})",
             tuple(evidence),
             remedy,
             name,
+            severity=Severity.WARNING if works else Severity.ERROR,
         )
 
 
-def mig(facts: Facts) -> Iterator[Finding]:
+@check("mig", order=220)
+def mig(facts: Facts) -> Iterator[Found]:
     """GPUs divided by MIG, of which CUDA shows one instance or none."""
     divided = [card for card in facts.driver.nvml.devices if card.mig]
     blocked, shown = blocked_by(facts), facts.driver.cuda.devices
@@ -170,9 +175,7 @@ def mig(facts: Facts) -> Iterator[Finding]:
         remedy = "nvidia-smi -L  # lists the instances; on the host sudo nvidia-smi mig -cgi PROFILE -C makes one"
         if alone:
             remedy += f"; without MIG: {off}"
-    yield Finding(
-        "mig",
-        Severity.INFO if blocked is None and facts.budget is None else Severity.ERROR,
+    yield Found(
         cause,
         (
             *(f"NVML: GPU {card.index} ({card.uuid}) has MIG enabled" for card in divided),
@@ -181,10 +184,12 @@ def mig(facts: Facts) -> Iterator[Finding]:
         ),
         remedy,
         divided[0].uuid if one else "",
+        severity=Severity.INFO if blocked is None and facts.budget is None else Severity.ERROR,
     )
 
 
-def mode(facts: Facts) -> Iterator[Finding]:
+@check("compute-mode", order=225)
+def mode(facts: Facts) -> Iterator[Found]:
     """GPUs that allow one process at a time, or none."""
     if blocked_by(facts) is not None:
         return
@@ -211,9 +216,7 @@ def mode(facts: Facts) -> Iterator[Finding]:
             )
         else:
             cause = f"GPU {card.index} ({card.name}) allows one process at a time (compute mode {card.mode})"
-        yield Finding(
-            "compute-mode",
-            Severity.INFO if not (prohibited or refused) else Severity.WARNING if own else Severity.ERROR,
+        yield Found(
             cause,
             tuple(evidence),
             _IN_A_SHELL
@@ -222,10 +225,12 @@ def mode(facts: Facts) -> Iterator[Finding]:
             if prohibited or refused
             else f"nothing to do for one process; for several: sudo nvidia-smi -i {card.index} -c DEFAULT",
             card.uuid,
+            severity=Severity.INFO if not (prohibited or refused) else Severity.WARNING if own else Severity.ERROR,
         )
 
 
-def peers(facts: Facts) -> Iterator[Finding]:
+@check("peer-access", order=230)
+def peers(facts: Facts) -> Iterator[Found]:
     """GPUs that cannot read each other's memory."""
     shown = facts.driver.cuda.devices
     if any(device.uuid.startswith("MIG-") for device in shown):
@@ -240,9 +245,7 @@ def peers(facts: Facts) -> Iterator[Finding]:
         pairs = len(shown) * (len(shown) - 1) // 2
         which = "no two GPUs can" if len(apart) == pairs else f"{len(apart)} of {pairs} pairs of GPUs cannot"
         named = listing(f"cuda:{one} and cuda:{other}" for one, other in apart[:4])
-        yield Finding(
-            "peer-access",
-            Severity.INFO,
+        yield Found(
             f"{which} reach each other's memory, so copies between them go through host memory",
             (
                 f"cuDeviceCanAccessPeer: no for {named}{f' and {len(apart) - 4} more' if len(apart) > 4 else ''}",
@@ -252,7 +255,8 @@ def peers(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def full(facts: Facts) -> Iterator[Finding]:
+@check("card-filled", order=235)
+def full(facts: Facts) -> Iterator[Found]:
     """GPUs on which other processes leave little or no memory."""
     if blocked_by(facts) is not None:
         return
@@ -275,19 +279,19 @@ def full(facts: Facts) -> Iterator[Finding]:
         end = "nvidia-smi on the host shows who; "
         if holders and not facts.system.container:  # in a container these are PIDs of the host
             end = f"end process {holders[0][0]}, "
-        yield Finding(
-            "card-filled",
-            Severity.ERROR if victims else Severity.WARNING,
+        yield Found(
             f"other processes have filled GPU {card.index} ({card.name}): {format_size(card.free)} of "
             f"{format_size(card.total)} are free, {most}"
             + (f", and {listing(victims)} ran out of memory" if victims else ""),
             tuple(evidence),
             f"{end}use another GPU (CUDA_VISIBLE_DEVICES=...), or wait",
             card.uuid,
+            severity=Severity.ERROR if victims else Severity.WARNING,
         )
 
 
-def full_of_itself(facts: Facts) -> Iterator[Finding]:
+@check("card-filled", order=240)
+def full_of_itself(facts: Facts) -> Iterator[Found]:
     """GPUs on which the process that called the doctor leaves too little memory for the probes."""
     if blocked_by(facts) is not None:
         return
@@ -299,9 +303,7 @@ def full_of_itself(facts: Facts) -> Iterator[Finding]:
         lines = [f"NVML: {format_size(card.free)} free of {format_size(card.total)}"]
         lines.append(f"NVML: {format_size(own)} held by this process" if own else "NVML does not say what it holds")
         lines += [error_line(facts, name) for name in victims]
-        yield Finding(
-            "card-filled",
-            Severity.WARNING,
+        yield Found(
             f"{holds}, {format_size(card.free)} are free, and "
             + (
                 f"{listing(victims)} ran out of memory in the probe"
@@ -311,6 +313,7 @@ def full_of_itself(facts: Facts) -> Iterator[Finding]:
             tuple(lines),
             _IN_A_SHELL,
             card.uuid,
+            severity=Severity.WARNING,
         )
 
 
@@ -339,15 +342,3 @@ def _called(device: CudaDevice) -> str:
 
 def _dotted(device: CudaDevice) -> str:
     return f"{device.capability[0]}.{device.capability[1]}"
-
-
-CHECKS: tuple[Callable[[Facts], Iterable[Finding]], ...] = (
-    hidden,
-    order,
-    capability,
-    mig,
-    mode,
-    peers,
-    full,
-    full_of_itself,
-)

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 
 from memguard._base.units import format_size
-from memguard._tools.doctor.checks.driver_answers import (
+from memguard._tools.doctor.derived import blocked_by, capable, computes, device_files, same_gpu
+from memguard._tools.doctor.facts import Facts
+from memguard._tools.doctor.finding import Found, Severity, check
+from memguard._tools.doctor.wording import (
     broken_off,
     driver_messages,
     driver_state,
+    listing,
     start,
     with_capabilities,
     without_init,
 )
-from memguard._tools.doctor.checks.explanations import blocked_by, capable, device_files
-from memguard._tools.doctor.checks.gpu_memory import same_gpu
-from memguard._tools.doctor.checks.phrases import listing
-from memguard._tools.doctor.checks.probe_outcomes import computes
-from memguard._tools.doctor.checks.versions import forward, minor, mismatch, too_old_for
-from memguard._tools.doctor.facts import Facts
-from memguard._tools.doctor.finding import Finding, Severity
 
 _CAUSES = {
     "CUDA_ERROR_SYSTEM_NOT_READY": (
@@ -79,7 +76,8 @@ _NVML = {
 }
 
 
-def absent(facts: Facts) -> Iterator[Finding]:
+@check("driver-absent", order=105)
+def absent(facts: Facts) -> Iterator[Found]:
     """The kernel module, the libraries or both are missing."""
     if blocked_by(facts) != "driver-absent":
         return
@@ -113,10 +111,11 @@ def absent(facts: Facts) -> Iterator[Finding]:
     else:
         cause = "this machine has no NVIDIA GPU and no NVIDIA driver"
         remedy = "run on a machine with an NVIDIA GPU; memguard.init(..., simulate='h200') tries a budget without one"
-    yield Finding("driver-absent", Severity.ERROR, cause, driver_state(facts), remedy)
+    yield Found(cause, driver_state(facts), remedy)
 
 
-def container(facts: Facts) -> Iterator[Finding]:
+@check("container-without-gpu", "container-capabilities", order=110)
+def container(facts: Facts) -> Iterator[Found]:
     """A container without a GPU, or without a part of the driver."""
     given = facts.environment.get("NVIDIA_DRIVER_CAPABILITIES", "")
     shown = facts.environment.get("NVIDIA_VISIBLE_DEVICES")
@@ -136,14 +135,12 @@ def container(facts: Facts) -> Iterator[Finding]:
             evidence.append(f"NVIDIA_VISIBLE_DEVICES={shown} (environment)")
         elif kind != "apptainer":  # which does not need it
             evidence.append("NVIDIA_VISIBLE_DEVICES is not set")
-        yield Finding("container-without-gpu", Severity.ERROR, cause, tuple(evidence), start(kind))
+        yield Found(cause, tuple(evidence), start(kind))
     compute = blocked == "container-capabilities"
     utility = blocked is None and facts.driver.nvml.error == "NVMLError_LibraryNotFound" and _no_utility(facts)
     if compute or utility:
         lacks, what = ("compute", "CUDA (libcuda.so.1)") if compute else ("utility", "NVML (libnvidia-ml.so.1)")
-        yield Finding(
-            "container-capabilities",
-            Severity.ERROR if compute else without_init(facts),
+        yield Found(
             f"the container was started without the driver capability {lacks!r} and has no {what}"
             + ("" if compute else ", so memory cannot be read and memguard.init fails"),
             (
@@ -151,10 +148,13 @@ def container(facts: Facts) -> Iterator[Finding]:
                 f"libcuda: {facts.driver.cuda.error}" if compute else f"NVML: {facts.driver.nvml.error}",
             ),
             with_capabilities(facts.system.container),
+            severity=Severity.ERROR if compute else without_init(facts),
+            name="container-capabilities",
         )
 
 
-def files(facts: Facts) -> Iterator[Finding]:
+@check("device-files", order=115)
+def files(facts: Facts) -> Iterator[Found]:
     """Device files that are missing or cannot be opened."""
     if blocked_by(facts) != "device-files":
         return
@@ -188,9 +188,7 @@ def files(facts: Facts) -> Iterator[Finding]:
             if facts.system.container
             else "sudo nvidia-modprobe -c 0 && sudo nvidia-modprobe -u -c 0  # nvidia-persistenced does this at boot"
         )
-    yield Finding(
-        "device-files",
-        Severity.ERROR,
+    yield Found(
         cause,
         (*(f"{path}: {state}" for path, state in sorted(found.items())), *driver_messages(facts)),
         remedy,
@@ -198,7 +196,8 @@ def files(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def initialisation(facts: Facts) -> Iterator[Finding]:
+@check("cuda-init-failed", order=130)
+def initialisation(facts: Facts) -> Iterator[Found]:
     """cuInit fails for a reason that no other check explains, or libcuda exists and cannot be loaded."""
     if blocked_by(facts) != "cuda-init-failed":
         return
@@ -230,10 +229,16 @@ def initialisation(facts: Facts) -> Iterator[Finding]:
     )
     # If our process failed and frameworks work, they are not affected.
     works = broken is not None and any(computes(framework) for framework in facts.frameworks.values())
-    yield Finding("cuda-init-failed", Severity.WARNING if works else Severity.ERROR, cause, evidence, remedy)
+    yield Found(
+        cause,
+        evidence,
+        remedy,
+        severity=Severity.WARNING if works else Severity.ERROR,
+    )
 
 
-def nvml(facts: Facts) -> Iterator[Finding]:
+@check("nvml-blocked", order=145)
+def nvml(facts: Facts) -> Iterator[Found]:
     """CUDA works and NVML does not: frameworks run, and nobody can tell who holds how much memory."""
     read = facts.driver.nvml
     missing = read.error == "NVMLError_LibraryNotFound" and _no_utility(facts)
@@ -241,9 +246,7 @@ def nvml(facts: Facts) -> Iterator[Finding]:
     if blocked_by(facts) is not None or not facts.driver.cuda.devices:
         return
     if read.error is not None and not elsewhere:
-        yield Finding(
-            "nvml-blocked",
-            without_init(facts),
+        yield Found(
             f"CUDA works and NVML does not ({read.error}), so memory cannot be read and memguard.init fails",
             (
                 f"NVML: {read.error}{f': {read.text}' if read.text else ''}",
@@ -251,11 +254,12 @@ def nvml(facts: Facts) -> Iterator[Finding]:
                 f"cuInit: {facts.driver.cuda.init}, GPUs shown: {len(facts.driver.cuda.devices)}",
             ),
             _NVML.get(read.error, "nvidia-smi  # uses NVML too and tells more"),
+            severity=without_init(facts),
         )
     yield from _cards(facts)
 
 
-def _cards(facts: Facts) -> Iterator[Finding]:
+def _cards(facts: Facts) -> Iterator[Found]:
     """GPUs that NVML counts and gives no handle for. GPUs of other jobs, which CUDA does not show, do no harm."""
     refused = [card for card in facts.driver.nvml.devices if card.error is not None]
     known = [card.uuid for card in facts.driver.nvml.devices if card.error is None]
@@ -268,19 +272,16 @@ def _cards(facts: Facts) -> Iterator[Finding]:
         if card.error == "NVMLError_NoPermission" and (not unlisted or nodes[card.index] != "ok")
     ]
     for card in (card for card in refused if card not in foreign):
-        yield Finding(
-            "nvml-blocked",
-            without_init(facts) if unlisted else Severity.WARNING,
+        yield Found(
             f"NVML counts GPU {card.index} and refuses access to it ({card.error})",
             (f"NVML, GPU {card.index}: {card.error}", *(f"CUDA shows {uuid}, and NVML does not" for uuid in unlisted)),
             _NVML.get(card.error or "", f"nvidia-smi -i {card.index}  # uses NVML too and tells more"),
             card.uuid or f"GPU {card.index}",
+            severity=without_init(facts) if unlisted else Severity.WARNING,
         )
     if foreign:
         count = len(facts.driver.nvml.devices)
-        yield Finding(
-            "nvml-blocked",
-            Severity.INFO,
+        yield Found(
             f"this process may not use {len(foreign)} of the {count} GPUs that NVML counts, as when a scheduler or a "
             "container gives a job some of them",
             tuple(
@@ -289,18 +290,18 @@ def _cards(facts: Facts) -> Iterator[Finding]:
                 for card in foreign
             ),
             "nothing to do",
+            severity=Severity.INFO,
         )
 
 
-def windows(facts: Facts) -> Iterator[Finding]:
+@check("wsl", order=150)
+def windows(facts: Facts) -> Iterator[Found]:
     """WSL: what NVML cannot tell there, and a Linux driver that hides the Windows driver."""
     if not facts.system.wsl:
         return
     cuda = facts.driver.cuda
     if blocked_by(facts) == "wsl":
-        yield Finding(
-            "wsl",
-            Severity.ERROR,
+        yield Found(
             "under WSL the GPU is used through the Windows driver, and a Linux driver's libcuda hides it",
             (
                 f"libcuda: {cuda.path}",
@@ -310,25 +311,23 @@ def windows(facts: Facts) -> Iterator[Finding]:
             "sudo apt purge 'libnvidia-compute-*' 'nvidia-driver-*' && sudo ldconfig  # and /usr/lib/wsl/lib first in "
             "LD_LIBRARY_PATH",
             cuda.path or "",
+            severity=Severity.ERROR,
         )
     elif blocked_by(facts) is None:
-        yield Finding(
-            "wsl",
-            Severity.INFO,
+        yield Found(
             "under WSL NVML does not say which process holds how much, so the ledger shows that as unknown",
             (f"kernel: {facts.system.kernel}", f"libcuda: {cuda.path}"),
             "nothing to do; the budget's caps hold",
         )
 
 
-def spills(facts: Facts) -> Iterator[Finding]:
+@check("sysmem-fallback", order=155)
+def spills(facts: Facts) -> Iterator[Found]:
     """WSL: memory of a full GPU comes from the machine, without an error."""
     cards = facts.driver.cuda.devices
     if not facts.system.wsl or blocked_by(facts) is not None or not cards:
         return
-    yield Finding(
-        "sysmem-fallback",
-        Severity.INFO,
+    yield Found(
         "under WSL an allocation for which the GPU has no room may be served from the machine's memory: no "
         "out-of-memory error comes, and everything gets slow",
         (f"kernel: {facts.system.kernel}", *(f"CUDA: {card.name}, {format_size(card.total)}" for card in cards)),
@@ -342,18 +341,3 @@ def _no_utility(facts: Facts) -> bool:
 
 def _branch(module: str | None) -> str:
     return (module or "").partition(".")[0] or "..."
-
-
-CHECKS: tuple[Callable[[Facts], Iterable[Finding]], ...] = (
-    absent,
-    container,
-    files,
-    mismatch,
-    forward,
-    initialisation,
-    too_old_for,
-    minor,
-    nvml,
-    windows,
-    spills,
-)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from memguard._tools.doctor.checks.phrases import built_for, how_it_ended
-from memguard._tools.doctor.checks.probe_outcomes import did_not_finish, died, killed
+from memguard._tools.doctor.derived import did_not_finish, died, killed
 from memguard._tools.doctor.facts import Facts, Together
-from memguard._tools.doctor.finding import Finding, Severity
+from memguard._tools.doctor.finding import Found, Severity, check
+from memguard._tools.doctor.wording import built_for, how_it_ended
 
 _CURE = "`import torch` before `import tensorflow`, or memguard.init(...) with both in the budget above the two imports"
 
@@ -64,7 +64,8 @@ def _imported(facts: Facts) -> tuple[str, str] | None:
     return None
 
 
-def findings(facts: Facts) -> Iterator[Finding]:
+@check("import-order", order=330)
+def findings(facts: Facts) -> Iterator[Found]:
     witness = _witness(facts)
     if witness is None:
         return
@@ -74,9 +75,7 @@ def findings(facts: Facts) -> Iterator[Finding]:
     severity = Severity.INFO if cured else Severity.ERROR if who is not None else Severity.WARNING
     does = "dies" if died(witness.probe) and not killed(witness.probe) else "reads its GPU wrongly"
     built = [name for name in ("tensorflow", "torch") if name in facts.frameworks and facts.frameworks[name].cuda]
-    yield Finding(
-        "import-order",
-        severity,
+    yield Found(
         f"torch {does} in a process that has imported tensorflow before it, because it then finds functions of "
         "tensorflow's CUDA in place of its own" + (": this budget prevents it" if cured else ""),
         tuple(
@@ -96,4 +95,5 @@ def findings(facts: Facts) -> Iterator[Finding]:
         ),
         "nothing to do while both are in the budget" if cured else _CURE,
         "torch",
+        severity=severity,
     )

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import combinations
 
-from memguard._tools.doctor.checks import cudnn, import_order
-from memguard._tools.doctor.checks.cpu_only import without_cuda
-from memguard._tools.doctor.checks.cuda_libraries import (
-    Mapped,
-    by_stem,
-    cuda_libraries_not_opened,
-    major,
-    mapped,
-    parse,
-)
-from memguard._tools.doctor.checks.explanations import no_gpu
-from memguard._tools.doctor.checks.install import libraries_for, pip_packages
-from memguard._tools.doctor.checks.phrases import built_for, few, full_name, listing
-from memguard._tools.doctor.checks.probe_outcomes import did_not_finish, messages
+from memguard._tools.doctor.checks import import_order
+from memguard._tools.doctor.cuda_libraries import Mapped, by_stem, major, mapped, parse
+from memguard._tools.doctor.derived import did_not_finish, messages, no_gpu, not_opened, without_cuda
 from memguard._tools.doctor.facts import Facts, FrameworkFacts
-from memguard._tools.doctor.finding import Finding, Severity
+from memguard._tools.doctor.finding import Found, Severity, check
+from memguard._tools.doctor.wording import built_for, few, full_name, libraries_for, listing, pip_packages
 
 # NVRTC opens the builtins of its own version, so a second copy is never called.
 _NO_STATE = frozenset({"libnvrtc-builtins"})
@@ -44,7 +34,7 @@ def absent(facts: Facts, framework: str) -> tuple[str, ...]:
     """The CUDA libraries that it could not open."""
     found = facts.frameworks[framework]
     named = tuple(name for name in found.missing if parse(name) is not None)
-    return named or cuda_libraries_not_opened(messages(found.probe))
+    return named or tuple(dict.fromkeys(name for _, name in not_opened(found) if parse(name) is not None))
 
 
 def without_libraries(facts: Facts, framework: str) -> bool:
@@ -53,7 +43,8 @@ def without_libraries(facts: Facts, framework: str) -> bool:
     return bool(absent(facts, framework)) or any(_TENSORFLOW_SAYS in text for text in texts)
 
 
-def library_missing(facts: Facts) -> Iterator[Finding]:
+@check("library-missing", order=305)
+def library_missing(facts: Facts) -> Iterator[Found]:
     for name, found in facts.frameworks.items():
         if found.probe is None or not without_libraries(facts, name):
             continue
@@ -66,18 +57,18 @@ def library_missing(facts: Facts) -> Iterator[Finding]:
         what = listing(names) if names else "CUDA libraries that its message does not name"
         packages = pip_packages(names, wanted)
         lines = [line.strip() for text in messages(found.probe) for line in text.splitlines()]
-        evidence = [line for line in lines if cuda_libraries_not_opened([line]) or _TENSORFLOW_SAYS in line]
+        reported = {line for line, lib in not_opened(found) if parse(lib) is not None}
+        evidence = [line for line in lines if line in reported or _TENSORFLOW_SAYS in line]
         fails = did_not_finish(found.probe) or found.gpus == 0
         sees = "" if fails else "; it works without"
-        yield Finding(
-            "library-missing",
-            Severity.ERROR if fails else Severity.INFO,
+        yield Found(
             f"{full_name(facts, name)} could not open {what}"
             + (f", which {listing(packages)} would install" if packages else "")
             + sees,
             few([f"{name}: {line}" for line in evidence] or [f"{name} could not open {lib}" for lib in names]),
             libraries_for(facts, name, wanted, names),
             name,
+            severity=Severity.ERROR if fails else Severity.INFO,
         )
 
 
@@ -94,7 +85,8 @@ def _wrong(found: FrameworkFacts) -> tuple[Mapped, ...]:
     )
 
 
-def library_wrong_major(facts: Facts) -> Iterator[Finding]:
+@check("library-wrong-major", order=310)
+def library_wrong_major(facts: Facts) -> Iterator[Found]:
     for name, found in facts.frameworks.items():
         files = _wrong(found)
         if not files or found.probe is None:
@@ -108,9 +100,7 @@ def library_wrong_major(facts: Facts) -> Iterator[Finding]:
         ]
         twice = [f"two copies: {first.path} and {second.path}" for first, second in _copies(found.probe.libraries)]
         folders = _searched(facts, files)
-        yield Finding(
-            "library-wrong-major",
-            Severity.ERROR if did_not_finish(found.probe) else Severity.WARNING,
+        yield Found(
             f"{full_name(facts, name)} was built for CUDA {found.cuda} and runs with {runs_with} of {kinds}, "
             "whose functions may differ",
             (
@@ -122,6 +112,7 @@ def library_wrong_major(facts: Facts) -> Iterator[Finding]:
             libraries_for(facts, name, major(found.cuda), (file.library.stem + ".so" for file in files))
             + (f", with {listing(folders)} out of LD_LIBRARY_PATH" if folders else ""),
             name,
+            severity=Severity.ERROR if did_not_finish(found.probe) else Severity.WARNING,
         )
 
 
@@ -168,7 +159,8 @@ def _members(facts: Facts, process: str) -> list[str]:
     return process.split(" then ")
 
 
-def library_twice(facts: Facts) -> Iterator[Finding]:
+@check("library-twice", order=315)
+def library_twice(facts: Facts) -> Iterator[Found]:
     """One finding for each pair of folders. Files that `library_wrong_major` reports are left out."""
     wrong = {name: {file.path for file in _wrong(found)} for name, found in facts.frameworks.items()}
     found_in: dict[tuple[str, str], dict[str, list[tuple[Mapped, Mapped]]]] = {}
@@ -186,7 +178,7 @@ def library_twice(facts: Facts) -> Iterator[Finding]:
 
 def _twice(
     facts: Facts, folders: tuple[str, str], pairs: list[tuple[Mapped, Mapped]], where: str, subjects: list[str]
-) -> Finding:
+) -> Found:
     renamed = all(first.renamed or second.renamed for first, second in pairs)
     compilers = all(first.library.stem in _COMPILERS for first, _ in pairs)
     members = _members(facts, where)
@@ -206,9 +198,7 @@ def _twice(
         packages = sorted({name for first, _ in pairs for name in _installed(facts, first)})
         remedy = f"take {listing(variables)}" if variables else "keep one of them: uninstall the other's package"
         remedy += f" (pip show -f {' '.join(packages)} lists its files)" if packages and not variables else ""
-    return Finding(
-        "library-twice",
-        Severity.INFO if renamed or compilers else Severity.WARNING,
+    return Found(
         f"{listing(first.library.stem for first, _ in pairs)} is loaded twice into {into}, from "
         f"{listing(folders)}: {why}",
         (
@@ -217,6 +207,7 @@ def _twice(
         ),
         remedy,
         ", ".join(subjects or members) or where,
+        severity=Severity.INFO if renamed or compilers else Severity.WARNING,
     )
 
 
@@ -227,7 +218,8 @@ def _installed(facts: Facts, file: Mapped) -> Iterator[str]:
             yield name
 
 
-def cuda_majors_mixed(facts: Facts) -> Iterator[Finding]:
+@check("cuda-majors-mixed", order=320)
+def cuda_majors_mixed(facts: Facts) -> Iterator[Found]:
     """Two CUDAs in a framework's own process, or in one of several if nothing before explains it."""
     explained: set[str] = set()
     alone: dict[tuple[str, ...], list[str]] = {}
@@ -262,7 +254,7 @@ def cuda_majors_mixed(facts: Facts) -> Iterator[Finding]:
         yield _mixed_together(facts, name, files, kinds)
 
 
-def _mixed_alone(facts: Facts, strangers: tuple[str, ...], names: list[str]) -> Finding:
+def _mixed_alone(facts: Facts, strangers: tuple[str, ...], names: list[str]) -> Found:
     files = mapped(strangers)
     stems = listing(file.name for file in files)
     packages = {package: facts.packages[package] for file in files for package in _installed(facts, file)}
@@ -270,9 +262,7 @@ def _mixed_alone(facts: Facts, strangers: tuple[str, ...], names: list[str]) -> 
     right = [device.multiprocessors for device in facts.driver.cuda.devices][:1]
     counts = {name: found[:1] for name in names if (found := facts.frameworks[name].multiprocessors)}
     misread = [f"{name} counts {count[0]} multiprocessors" for name, count in counts.items() if [*count] != right]
-    return Finding(
-        "cuda-majors-mixed",
-        Severity.ERROR if right and misread else Severity.WARNING,
+    return Found(
         f"{stems} ({listing(file.of for file in files)}) is loaded into {listing(names)}, built for CUDA "
         f"{listing(sorted({str(major(facts.frameworks[name].cuda)) for name in names}))}: "
         "a call may reach the wrong one",
@@ -286,10 +276,11 @@ def _mixed_alone(facts: Facts, strangers: tuple[str, ...], names: list[str]) -> 
         if packages
         else f"keep {listing(file.folder for file in files)} out of the paths of this Python",
         ", ".join(names),
+        severity=Severity.ERROR if right and misread else Severity.WARNING,
     )
 
 
-def _mixed_together(facts: Facts, name: str, files: list[Mapped], kinds: tuple[int, ...]) -> Finding:
+def _mixed_together(facts: Facts, name: str, files: list[Mapped], kinds: tuple[int, ...]) -> Found:
     groups: dict[int, list[str]] = {}
     for framework in _members(facts, name):
         built = major(facts.frameworks[framework].cuda) if framework in facts.frameworks else None
@@ -297,9 +288,7 @@ def _mixed_together(facts: Facts, name: str, files: list[Mapped], kinds: tuple[i
             groups.setdefault(built, []).append(framework)
     fewest = min((names for _, names in sorted(groups.items())), key=len) if len(groups) > 1 else []
     who = " beside ".join(f"{listing(names)} for CUDA {built}" for built, names in sorted(groups.items()))
-    return Finding(
-        "cuda-majors-mixed",
-        Severity.WARNING,
+    return Found(
         f"{who or name} in one process: libraries of CUDA {listing(map(str, kinds))} are loaded, "
         "so there are two CUDA runtimes, each with its memory and state",
         (
@@ -309,13 +298,3 @@ def _mixed_together(facts: Facts, name: str, files: list[Mapped], kinds: tuple[i
         "install builds for one CUDA major, or run them in separate processes",
         ", ".join(fewest) or name,
     )
-
-
-CHECKS: tuple[Callable[[Facts], Iterable[Finding]], ...] = (
-    library_missing,
-    library_wrong_major,
-    library_twice,
-    cuda_majors_mixed,
-    cudnn.cudnn_older,
-    import_order.findings,
-)

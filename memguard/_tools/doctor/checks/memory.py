@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from memguard._base.framework_spec import OVERHEADS, SECOND_CONTEXT
 from memguard._base.specs import SPECS
+from memguard._base.types import Device, DevicePlan, Plan
 from memguard._base.units import MIB, format_size
+from memguard._budget import mps
 from memguard._frameworks.jax.adapter import as_mapping
-from memguard._tools.doctor.checks.cpu_only import kept_off
-from memguard._tools.doctor.checks.explanations import both_xla_fractions, no_gpu
-from memguard._tools.doctor.checks.gpu_memory import filled_by_others, held_by_itself, same_gpu
-from memguard._tools.doctor.checks.phrases import few, last_line, listing
-from memguard._tools.doctor.checks.probe_outcomes import failed_stage
+from memguard._tools.doctor.derived import (
+    both_xla_fractions,
+    failed_stage,
+    filled_by_others,
+    held_by_itself,
+    kept_off,
+    no_gpu,
+    same_gpu,
+)
 from memguard._tools.doctor.facts import BudgetFacts, Facts, NvmlDevice
-from memguard._tools.doctor.finding import Finding, Severity
+from memguard._tools.doctor.finding import Found, Severity, check
+from memguard._tools.doctor.wording import few, last_line, listing
 
 _JAX_OPTIONS = "JAX_PJRT_CLIENT_CREATE_OPTIONS"
 """The variable from which JAX reads the option jax_pjrt_client_create_options, as key:value;key:value."""
@@ -32,7 +39,8 @@ _CAPPED = ("cudaMallocAsync", "cupy.cuda.memory.MemoryPool")
 """Allocators besides the default one on which a cap holds."""
 
 
-def async_allocator(facts: Facts) -> Iterator[Finding]:
+@check("async-allocator", order=505)
+def async_allocator(facts: Facts) -> Iterator[Found]:
     """An allocator on which no cap can be set. What `init` refuses is an error, with the same reason."""
     for framework, spec in SPECS.items():
         if not _has_gpu_build(facts, framework):
@@ -52,13 +60,12 @@ def async_allocator(facts: Facts) -> Iterator[Finding]:
                 cause = f"with {setting}={value} its cap cannot be set, and memguard.init refuses it"
             option, _, key = setting.partition(" ")
             remedy = f"take {key} out of {option}" if key else f"unset {setting}"
-            yield Finding(
-                "async-allocator",
-                Severity.ERROR if limits else Severity.INFO,
+            yield Found(
                 cause,
                 (f"{setting}={value} ({where})", *limits[1:], f"{value.strip().lower()} {why}"),
                 remedy if limits else f"{remedy} before you limit {spec.title}",
                 framework,
+                severity=Severity.ERROR if limits else Severity.INFO,
             )
             break
 
@@ -76,13 +83,12 @@ def _chosen_allocators(facts: Facts, framework: str) -> Iterator[tuple[str, str,
             yield option, facts.process.allocators.get(framework, ""), "this process"
 
 
-def async_pool(facts: Facts) -> Iterator[Finding]:
+@check("async-allocator", order=510)
+def async_pool(facts: Facts) -> Iterator[Found]:
     """CuPy's async pool: its limit only says when memory is given back, and refuses no allocation."""
     limits = _cupy_limits(facts)
     if facts.process is not None and _has_async_pool(facts) and limits:
-        yield Finding(
-            "async-allocator",
-            Severity.ERROR,
+        yield Found(
             f"with {_ASYNC_POOL} CuPy has no memory limit: {limits[0]} does not hold",
             (
                 f"cupy allocates from {facts.process.allocators['cupy']} (this process)",
@@ -118,7 +124,8 @@ def _limits(facts: Facts, framework: str) -> tuple[str, ...]:
     return (own[0], f"{own[0]} (environment)") if framework == "jax" and own else ()
 
 
-def xla_fractions(facts: Facts) -> Iterator[Finding]:
+@check("xla-fractions", order=515)
+def xla_fractions(facts: Facts) -> Iterator[Found]:
     """Both names of one setting, of which JAX accepts only one."""
     both = both_xla_fractions(facts)
     cards = facts.driver.cuda.devices or facts.driver.nvml.devices
@@ -128,9 +135,7 @@ def xla_fractions(facts: Facts) -> Iterator[Finding]:
     lines = [] if stage is None or not stage.error else [f"jax: {last_line(stage.error)}"]
     if facts.frameworks["jax"].gpus == 0:
         lines.append("jax sees no GPU")
-    yield Finding(
-        "xla-fractions",
-        Severity.ERROR,
+    yield Found(
         "XLA_CLIENT_MEM_FRACTION and the deprecated XLA_PYTHON_CLIENT_MEM_FRACTION are both set, which JAX refuses: "
         "it loads no GPU backend and uses the CPU",
         (*(f"{setting} (environment)" for setting in both), *lines),
@@ -139,7 +144,8 @@ def xla_fractions(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def second_context(facts: Facts) -> Iterator[Finding]:
+@check("second-context", order=520)
+def second_context(facts: Facts) -> Iterator[Found]:
     """PyCUDA in its own context, beside frameworks that share the primary one."""
     process, script = facts.process, facts.script
     evidence: list[str] = []
@@ -168,10 +174,8 @@ def second_context(facts: Facts) -> Iterator[Finding]:
         yield _second_context(others, sorted(evidence))
 
 
-def _second_context(others: tuple[str, ...], evidence: Sequence[str]) -> Finding:
-    return Finding(
-        "second-context",
-        Severity.WARNING,
+def _second_context(others: tuple[str, ...], evidence: Sequence[str]) -> Found:
+    return Found(
         f"PyCUDA makes a second CUDA context beside that of {listing(others)}: {_SECOND_CONTEXT} MiB more (measured on "
         "an H200), and streams and kernels that the others cannot use",
         tuple(evidence),
@@ -183,7 +187,8 @@ def _second_context(others: tuple[str, ...], evidence: Sequence[str]) -> Finding
     )
 
 
-def preallocation(facts: Facts) -> Iterator[Finding]:
+@check("preallocation", order=525)
+def preallocation(facts: Facts) -> Iterator[Found]:
     """A framework that takes the GPU at its first operation, in one process with others."""
     if facts.process is not None and facts.process.budget:
         return
@@ -195,9 +200,7 @@ def preallocation(facts: Facts) -> Iterator[Finding]:
         if not others or name in budget or framework is None or framework.gpu is False or not framework.gpus:
             continue
         if name == "tensorflow" and facts.environment.get(_GROWTH) != "true" and _own_pool(facts, name):
-            yield Finding(
-                "preallocation",
-                Severity.INFO,
+            yield Found(
                 "TensorFlow takes nearly all free memory of every GPU at its first operation, unless the program says "
                 f"otherwise, and {listing(others)} in the same process then finds none",
                 (*where, f"{_GROWTH} is not set to true", "measured on an H200: 141,350 of 143,156 MiB"),
@@ -207,9 +210,7 @@ def preallocation(facts: Facts) -> Iterator[Finding]:
         if name == "jax" and _jax_preallocates(facts):
             totals = [device.total for device in facts.driver.cuda.devices if device.total]
             size = f": {format_size(totals[0] * 3 // 4)} of GPU 0" if totals else ""
-            yield Finding(
-                "preallocation",
-                Severity.INFO,
+            yield Found(
                 "JAX takes 75% of each GPU's memory at its first operation, unless the program says otherwise, and "
                 f"{listing(others)} in the same process must do with the rest",
                 (*where, f"neither {_PREALLOCATE} nor {_FRACTIONS[0]} is set", f"JAX's default is 75%{size}"),
@@ -236,30 +237,28 @@ def _together(facts: Facts) -> list[tuple[str, tuple[str, ...]]]:
     return list(found.items())
 
 
-def allocator_swap(facts: Facts) -> Iterator[Finding]:
+@check("allocator-swap", order=530)
+def allocator_swap(facts: Facts) -> Iterator[Found]:
     """Memory from another allocator than the one that is capped."""
     budget = facts.budget.frameworks if facts.budget is not None else ()
     if _NO_CACHING in facts.environment and _has_gpu_build(facts, "torch"):
         capped = "torch" in budget
         off = f"{_NO_CACHING} switches PyTorch's caching allocator off"
-        yield Finding(
-            "allocator-swap",
-            Severity.WARNING if capped else Severity.INFO,
+        yield Found(
             f"{off} and with it every limit: its cap cannot be set"
             if capped
             else f"{off}: each tensor is allocated from the driver",
             (f"{_NO_CACHING}={facts.environment[_NO_CACHING]} (environment)", *_capped_by(facts.budget, "torch")),
             f"unset {_NO_CACHING}" + (", or leave torch out of the budget" if capped else ""),
             "torch",
+            severity=Severity.WARNING if capped else Severity.INFO,
         )
     if facts.process is None or facts.process.budget:  # init has already reported it
         return
     for name, allocator in facts.process.allocators.items():
         elsewhere = name == "jax" or (name == "cupy" and _has_async_pool(facts))  # another finding says it
         if name in budget and allocator not in _CAPPED and not elsewhere:
-            yield Finding(
-                "allocator-swap",
-                Severity.WARNING,
+            yield Found(
                 f"{name} allocates from {allocator} in this process, so its cap may not hold",
                 (f"{name} allocates from {allocator} (this process)", *_capped_by(facts.budget, name)),
                 f"call memguard.init before {name}'s allocator is replaced, or leave {name} out of the budget",
@@ -271,7 +270,8 @@ def _capped_by(budget: BudgetFacts | None, name: str) -> tuple[str, ...]:
     return (f"{budget.source} caps {name}",) if budget is not None and name in budget.frameworks else ()
 
 
-def budget_too_large(facts: Facts) -> Iterator[Finding]:
+@check("budget-too-large", order=535)
+def budget_too_large(facts: Facts) -> Iterator[Found]:
     """A budget that does not fit these GPUs, at all or at present."""
     budget = facts.budget
     if budget is None or no_gpu(facts):
@@ -280,9 +280,7 @@ def budget_too_large(facts: Facts) -> Iterator[Finding]:
         lines = [line.strip() for error in budget.errors for line in error.splitlines() if line.strip()]
         fixes = [line.removeprefix("fix:").strip() for line in lines if line.startswith("fix:")]
         errors = [line for line in lines if not line.startswith("fix:")]
-        yield Finding(
-            "budget-too-large",
-            Severity.ERROR,
+        yield Found(
             "the budget cannot be applied to the GPUs here",
             few(errors),
             fixes[0] if fixes else f"memguard plan {budget.source}",
@@ -298,30 +296,28 @@ def budget_too_large(facts: Facts) -> Iterator[Finding]:
                 yield _not_now(budget, device, limit, available)
 
 
-def _not_now(budget: BudgetFacts, device: NvmlDevice, limit: int, available: int) -> Finding:
+def _not_now(budget: BudgetFacts, device: NvmlDevice, limit: int, available: int) -> Found:
     held = [f"PID {pid} holds {format_size(size)} (NVML)" for pid, size in device.processes.items() if size]
     total = f" of {format_size(device.total)}" if device.total else ""
-    return Finding(
-        "budget-too-large",
-        Severity.WARNING,
+    return Found(
         f"the limit of {format_size(limit)} on {device.name or device.uuid} does not fit at present: "
         f"{format_size(available)} is left",
         (f"{budget.source}: {format_size(limit)}", f"NVML: {format_size(device.free)} free{total}", *few(held)),
         f"stop what holds the memory, or lower device.limit to {available // MIB}MiB",
         device.uuid,
+        severity=Severity.WARNING,
     )
 
 
-def unified(facts: Facts) -> Iterator[Finding]:
+@check("unified-memory", order=540)
+def unified(facts: Facts) -> Iterator[Found]:
     """A GPU that uses the machine's memory, of which NVML has no figures."""
     cards = {device.uuid: device for device in facts.driver.nvml.devices if device.uuid and device.error is None}
     for device in facts.driver.cuda.devices:
         card = next((card for uuid, card in cards.items() if same_gpu(uuid, device.uuid)), None)
         if card is None or card.total or card.mig or not device.total:
             continue
-        yield Finding(
-            "unified-memory",
-            Severity.INFO,
+        yield Found(
             f"NVML does not report the memory of {device.name}, as of a GPU that uses the machine's: the ledger adds "
             "up to this process, and shows the rest as unknown",
             (f"CUDA: {format_size(device.total)} in all", "NVML: no figures"),
@@ -347,13 +343,23 @@ def _of(modules: Iterable[str], *more: str) -> tuple[str, ...]:
     return tuple(name for name in dict.fromkeys(names) if name in _PRIMARY or name in more)
 
 
-CHECKS: tuple[Callable[[Facts], Iterable[Finding]], ...] = (
-    async_allocator,
-    async_pool,
-    xla_fractions,
-    second_context,
-    preallocation,
-    allocator_swap,
-    budget_too_large,
-    unified,
-)
+@check("mps-limit", order=605)
+def mps_limit(facts: Facts) -> Iterator[Found]:
+    """A limit of CUDA's Multi-Process Service (docs/mps.md) below the budget's, or that MPS drops with all others."""
+    given, shown = facts.environment.get(mps.LIMIT, ""), facts.driver.cuda.devices
+    if not given.strip() or not shown:
+        return
+    limits = facts.budget.limits if facts.budget is not None else {}
+    parts = []
+    for gpu in shown:
+        device = Device(gpu.uuid, gpu.name or gpu.uuid, gpu.ordinal, gpu.total or 0, None, "unknown", gpu.ordinal)
+        size = next((size for uuid, size in limits.items() if same_gpu(uuid, gpu.uuid)), 0)
+        parts.append(DevicePlan(device, size, 0, {}, size))
+    visible = f"CUDA shows {', '.join(gpu.uuid for gpu in shown[:4])}{' and others' if len(shown) > 4 else ''}"
+    source = [facts.budget.source] if facts.budget is not None and limits else []
+    for said in mps.shortfalls(Plan(tuple(parts)), given):
+        yield Found(
+            said.reason,
+            (f"{mps.LIMIT}={given} (environment)", visible, *(f"{name} has the limit" for name in source)),
+            said.fix or f"unset {mps.LIMIT} and start the program by `memguard run --mps`, or lower device.limit",
+        )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 
-from memguard._tools.doctor.checks.phrases import listing
 from memguard._tools.doctor.facts import Facts
-from memguard._tools.doctor.finding import Finding, Severity
+from memguard._tools.doctor.finding import Found, check
+from memguard._tools.doctor.wording import listing
 
 HARMLESS: tuple[tuple[str, str], ...] = (
     (
@@ -47,7 +47,8 @@ def _short(line: str) -> str:
     return message if len(message) <= 100 else message[:100].rpartition(" ")[0] + " …"
 
 
-def harmless_message(facts: Facts) -> Iterator[Finding]:
+@check("harmless-message", order=805)
+def harmless_message(facts: Facts) -> Iterator[Found]:
     """One finding for all harmless messages."""
     seen: dict[str, tuple[str, str]] = {}
     who: dict[str, None] = {}
@@ -59,13 +60,8 @@ def harmless_message(facts: Facts) -> Iterator[Finding]:
                 who.update(dict.fromkeys(name.split(" then ")) if name not in facts.frameworks else {name: None})
     if seen:
         what = f"{len(seen)} kinds of message look like errors" if len(seen) > 1 else "a message looks like an error"
-        yield Finding(
-            "harmless-message",
-            Severity.INFO,
+        yield Found(
             f"{what} and {'are' if len(seen) > 1 else 'is'} harmless, from {listing(who)}",
             tuple(f"{name}: {_short(line)} ({explanation})" for explanation, (name, line) in seen.items()),
             "nothing to do",
         )
-
-
-CHECKS: tuple[Callable[[Facts], Iterable[Finding]], ...] = (harmless_message,)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 
 from memguard._node.suspend.checks import refusals
-from memguard._tools.doctor.checks.gpu_memory import same_gpu
+from memguard._tools.doctor.derived import same_gpu
 from memguard._tools.doctor.facts import Facts
-from memguard._tools.doctor.finding import Finding, Severity
+from memguard._tools.doctor.finding import Found, check
 
 
-def impossible(facts: Facts) -> Iterator[Finding]:
+@check("suspend-impossible", order=705)
+def impossible(facts: Facts) -> Iterator[Found]:
     """What makes it impossible for every process: the driver, the system, or the kind of GPU."""
     budget, shown = facts.budget, facts.driver.cuda.devices
     if budget is None or not budget.suspend or not shown:
@@ -40,14 +41,9 @@ def impossible(facts: Facts) -> Iterator[Finding]:
         f"driver: {version or 'unknown'}",
         *(f"NVML: GPU {card.index} ({card.name}) is {card.uuid}" for _, card in cards[:4]),
     ]
-    yield Finding(
-        "suspend-impossible",
-        Severity.WARNING,
+    yield Found(
         f"no process can be suspended here, so that section does nothing: {found[0].reason}",
         (*read, *(f"also: {reason.reason}" for reason in found[1:])),
         found[0].remedy,
         budget.source,
     )
-
-
-CHECKS: tuple[Callable[[Facts], Iterable[Finding]], ...] = (impossible,)

@@ -4,20 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from memguard._tools.doctor.checks.driver_answers import PROC, digits, driver_messages, driver_state, without_init
-from memguard._tools.doctor.checks.explanations import blocked_by
-from memguard._tools.doctor.checks.install import built_by_the_driver
-from memguard._tools.doctor.checks.phrases import built_for, error_line, last_line, listing
-from memguard._tools.doctor.checks.probe_outcomes import computes, failed_stage, too_old, unsupported_ptx
-from memguard._tools.doctor.checks.version_numbers import cuda_of, cuda_of_driver, libcuda_version, numbers
+from memguard._tools.doctor.derived import (
+    blocked_by,
+    computes,
+    cuda_of,
+    cuda_of_driver,
+    failed_stage,
+    libcuda_version,
+    numbers,
+    too_old,
+    unsupported_ptx,
+)
 from memguard._tools.doctor.facts import Facts
-from memguard._tools.doctor.finding import Finding, Severity
+from memguard._tools.doctor.finding import Found, Severity, check
+from memguard._tools.doctor.wording import (
+    PROC,
+    built_by_the_driver,
+    built_for,
+    digits,
+    driver_messages,
+    driver_state,
+    error_line,
+    last_line,
+    listing,
+    without_init,
+)
 
 MINIMUM = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
 """The oldest driver for Linux by CUDA major (CUDA toolkit release notes, minor version compatibility)."""
 
 
-def mismatch(facts: Facts) -> Iterator[Finding]:
+@check("driver-mismatch", order=120)
+def mismatch(facts: Facts) -> Iterator[Found]:
     """Kernel module and libraries of different drivers."""
     blocked = blocked_by(facts)
     nvml = blocked is None and facts.driver.nvml.error == "NVMLError_LibRmVersionMismatch"
@@ -28,19 +46,19 @@ def mismatch(facts: Facts) -> Iterator[Finding]:
     then = ", as after an update without a reboot"
     if nvml:
         then = ": CUDA works and NVML does not, so memguard.init fails"
-    yield Finding(
-        "driver-mismatch",
-        without_init(facts) if nvml else Severity.ERROR,
+    yield Found(
         f"the loaded kernel module and the driver's libraries are of different versions{versions}{then}",
         driver_state(facts),
         "restart the container, so it gets the libraries of the host's driver; if that does not help, reboot the host"
         if facts.system.container
         else "reboot; or stop everything that uses the GPU and run: "
         "sudo modprobe -r nvidia_drm nvidia_modeset nvidia_uvm nvidia; sudo modprobe nvidia",
+        severity=without_init(facts) if nvml else Severity.ERROR,
     )
 
 
-def forward(facts: Facts) -> Iterator[Finding]:
+@check("forward-compatibility", order=125)
+def forward(facts: Facts) -> Iterator[Found]:
     """A libcuda of cuda-compat instead of the driver's."""
     blocked, cuda = blocked_by(facts), facts.driver.cuda
     module, library = numbers(facts.driver.module), libcuda_version(facts)
@@ -69,7 +87,13 @@ def forward(facts: Facts) -> Iterator[Finding]:
     else:
         return
     evidence = (f"libcuda: {cuda.path}", f"{PROC}: {facts.driver.module}", *driver_messages(facts))
-    yield Finding("forward-compatibility", severity, cause, evidence, remedy, cuda.path or "")
+    yield Found(
+        cause,
+        evidence,
+        remedy,
+        cuda.path or "",
+        severity=severity,
+    )
 
 
 def overridden(facts: Facts) -> bool:
@@ -83,7 +107,8 @@ def _is_told(facts: Facts) -> bool:
     return facts.driver.nvml.error != "NVMLError_LibRmVersionMismatch"
 
 
-def too_old_for(facts: Facts) -> Iterator[Finding]:
+@check("driver-too-old", order=135)
+def too_old_for(facts: Facts) -> Iterator[Found]:
     """Frameworks built for a CUDA major that is newer than the driver's."""
     names = [name for name, framework in facts.frameworks.items() if too_old(facts, framework)]
     if blocked_by(facts) is not None or not names or overridden(facts):
@@ -97,9 +122,7 @@ def too_old_for(facts: Facts) -> Iterator[Finding]:
     for name in names:
         stage = failed_stage(facts.frameworks[name])
         lines.append(built_for(facts, name) + (f": {last_line(stage.error or '')}" if stage else ""))
-    yield Finding(
-        "driver-too-old",
-        Severity.ERROR,
+    yield Found(
         f"the driver {version} supports CUDA {driver}, and {listing(names)} {'needs' if one else 'need'} CUDA "
         f"{needed[0]}" + (f", for which the driver must be {oldest} or newer" if oldest else ""),
         tuple(lines),
@@ -109,7 +132,8 @@ def too_old_for(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def minor(facts: Facts) -> Iterator[Finding]:
+@check("driver-minor-version", order=140)
+def minor(facts: Facts) -> Iterator[Found]:
     """Frameworks for a newer CUDA of the driver's major: all works but code that is compiled at run time."""
     driver = cuda_of_driver(facts)
     if blocked_by(facts) is not None or len(driver) < 2:
@@ -119,13 +143,12 @@ def minor(facts: Facts) -> Iterator[Finding]:
     for name, framework in facts.frameworks.items():
         if unsupported_ptx(framework):
             other = built_by_the_driver(facts, name)
-            yield Finding(
-                "driver-minor-version",
-                Severity.ERROR,
+            yield Found(
                 f"{name} compiles code at run time with a newer CUDA than the driver's {text}, which refuses it",
                 (error_line(facts, name), gives),
                 f"update the NVIDIA driver{f', or {other}' if other else ''}",
                 name,
+                severity=Severity.ERROR,
             )
     newer = [
         name
@@ -133,9 +156,7 @@ def minor(facts: Facts) -> Iterator[Finding]:
         if computes(framework) and (built := cuda_of(framework))[:1] == driver[:1] and built > driver
     ]
     if newer:
-        yield Finding(
-            "driver-minor-version",
-            Severity.INFO,
+        yield Found(
             f"{listing(newer)} {'was' if len(newer) == 1 else 'were'} built for a newer CUDA than the driver's {text}, "
             "which is allowed within one major",
             (*(f"{built_for(facts, name)} and computes" for name in newer), gives),

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from memguard._base.types import Device
-from memguard._tools.doctor.collect import broken_python
-from memguard._tools.doctor.collect.missing_libraries import libraries_not_opened, shown
+from memguard._tools.doctor.cuda_libraries import libraries_not_opened
 from memguard._tools.doctor.facts import NAME, Driver, FrameworkFacts, Namesakes, Probe, Stage, Together
 from memguard.errors import FactsError
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from memguard._tools.doctor.collect.processes import Ended
 
 F = TypeVar("F", bound=BaseModel)
+_ERROR = re.compile(r"[A-Za-z_][\w.]*: \S")
+_FRAME = re.compile(r'File "([^"]*)", line \d+')
+_STANDARD = re.compile(r"/(python3[^/]*|pypy3[^/]*)(/|$)")
 
 
 @dataclass
@@ -44,11 +48,11 @@ def installed(ended: Ended, python: Sequence[str] = ("python",)) -> Installed:
     if not isinstance(own.get("packages"), dict):
         how = "did not answer" if ended.hung else f"ended with {ended.signal or ended.exit}"
         errors = [str(stage["error"]) for stage in ended.reported if stage.get("error")]
-        error = errors[-1] if errors else broken_python.quoted(ended.said)
+        error = errors[-1] if errors else _quoted(ended.said)
         raise FactsError(
             f"the Python to examine, {shlex.join(python)}, {how} after {ended.seconds:.1f} s"
             f"{': ' + error if error else ''}",
-            fix=f"{broken_python.remedy(python, ended.said)}",
+            fix=_remedy(python, ended.said),
         )
     names = [str(line["of"]) for line in ended.reported if line.get("of")]
     return Installed(
@@ -58,6 +62,21 @@ def installed(ended: Ended, python: Sequence[str] = ("python",)) -> Installed:
         {name: _facts(ended, name) for name in dict.fromkeys(names)},
         _checked(Namesakes, own["namesakes"]) if isinstance(own.get("namesakes"), dict) else None,
     )
+
+
+def _quoted(stderr: Sequence[str]) -> str:
+    """The line to quote: the traceback's error, if there is one, else the last line."""
+    return next((line.strip() for line in reversed(stderr) if _ERROR.match(line)), stderr[-1].strip() if stderr else "")
+
+
+def _remedy(python: Sequence[str], stderr: Sequence[str]) -> str:
+    """What to do about an interpreter that runs nothing."""
+    for path in (match[1] for line in stderr for match in _FRAME.finditer(line)):
+        folder, name = os.path.split(path)
+        if name.removesuffix(".py") in sys.stdlib_module_names and folder and not _STANDARD.search(folder):
+            return f"rename {name} in {folder}: it hides Python's own module of that name"
+    command = shlex.join((*python, "-c", "pass"))
+    return f"`{command}` must work, with Python 3.8 or newer: check its sitecustomize and PYTHONPATH"
 
 
 def framework(found: Mapping[str, Any], ended: Ended | None, level: int = 0) -> FrameworkFacts:
@@ -192,3 +211,19 @@ def _checked(model: type[F], found: Mapping[str, Any]) -> F:
             if not wrong:
                 raise
             known = {name: value for name, value in known.items() if name not in wrong}
+
+
+_OPENED = re.compile("Successfully opened dynamic library lib")
+
+
+def shown(lines: Iterable[str], level: int) -> tuple[str, ...]:
+    """The lines that the user sees too: the probe makes TensorFlow log more than the user's TF_CPP_MIN_LOG_LEVEL."""
+    return tuple(line for line in lines if not _OPENED.search(line) and _severity(line) >= level)
+
+
+def _severity(line: str) -> int:
+    """TensorFlow's severity: 0 info, 1 warning, 2 error, 3 fatal. Lines of other loggers are 3: always shown."""
+    if line.startswith("To enable the following instructions"):  # the second half of an info message
+        return 0
+    found = re.match(r"([IWEF])\d{4} |[\d: .-]+([IWEF]) \w+/", line)
+    return "IWEF".index(found[1] or found[2]) if found else 3

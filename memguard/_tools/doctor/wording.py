@@ -1,14 +1,158 @@
-"""Commands that install what is missing: by framework, by CUDA, and by what installed it before."""
+"""How findings say it: phrases, quotes of what was read, and commands that users copy into a shell."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from memguard._tools.doctor.checks import shell
-from memguard._tools.doctor.checks.cuda_libraries import parse
-from memguard._tools.doctor.checks.version_numbers import cuda_of_driver, numbers
-from memguard._tools.doctor.facts import Facts, FrameworkFacts
+from memguard._tools.doctor.cuda_libraries import parse
+from memguard._tools.doctor.derived import (
+    Version,
+    cuda_of_driver,
+    device_files,
+    failed_stage,
+    killed,
+    numbers,
+)
+from memguard._tools.doctor.facts import Facts, FrameworkFacts, Probe
+from memguard._tools.doctor.finding import Severity
+
+# phrases
+
+
+_ENOUGH = 4
+
+
+def listing(names: Iterable[str]) -> str:
+    """a, b and c."""
+    *most, last = dict.fromkeys(names)
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def few(lines: Sequence[str]) -> tuple[str, ...]:
+    """The first lines, and how many more there are."""
+    rest = len(lines) - _ENOUGH
+    return tuple(lines) if rest <= 0 else (*lines[:_ENOUGH], f"and {rest} more")
+
+
+def last_line(text: str) -> str:
+    """The last line of an error, which is what people quote."""
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+
+
+def full_name(facts: Facts, framework: str) -> str:
+    """The framework with its version."""
+    found = facts.frameworks.get(framework)
+    return f"{framework} {found.version}" if found is not None and found.version else framework
+
+
+def error_line(facts: Facts, framework: str) -> str:
+    """A line of evidence: the last line of its probe's error."""
+    stage = failed_stage(facts.frameworks[framework])
+    return f"{framework}: {last_line((stage.error if stage else None) or '')}"
+
+
+def built_for(facts: Facts, framework: str) -> str:
+    """A line of evidence: the CUDA that it was built for."""
+    return f"{full_name(facts, framework)} was built for CUDA {facts.frameworks[framework].cuda}"
+
+
+def how_it_ended(probe: Probe) -> str:
+    if killed(probe):
+        return f"was ended from outside ({'SIGKILL' if probe.signal else 'exit code 137'})"
+    if probe.signal:
+        return f"was ended by {probe.signal}"
+    return f"ended {'' if probe.complete else 'early '}with exit code {probe.exit}"
+
+
+# how findings about the driver quote what was read
+
+
+PROC = "/proc/driver/nvidia/version"
+START = "docker run --gpus all ..."
+
+
+def driver_state(facts: Facts) -> tuple[str, ...]:
+    """Kernel module, bus, device files, libcuda and NVML, one line of evidence each."""
+    driver = facts.driver
+    found = device_files(facts)
+    if facts.system.wsl:
+        return driver_messages(facts)
+    return (
+        f"{PROC}: {'not there' if driver.module is None else driver.module or 'without a version'}",
+        f"NVIDIA GPUs on the bus: {', '.join(driver.pci) or 'none seen'}",
+        f"device files: {', '.join(sorted(found)) or 'none'}",
+        *driver_messages(facts),
+    )
+
+
+def driver_messages(facts: Facts) -> tuple[str, ...]:
+    """What libcuda and NVML returned."""
+    cuda, read = facts.driver.cuda, facts.driver.nvml
+    return (
+        *([f"libcuda: {cuda.error}"] if cuda.error is not None else []),
+        *([f"cuInit: {cuda.init} ({cuda.path})"] if cuda.init is not None else []),
+        *([f"NVML: {read.error}"] if read.error is not None else []),
+    )
+
+
+def broken_off(facts: Facts) -> str | None:
+    """How the process that queries the driver ended too early; None if it finished."""
+    cuda = facts.driver.cuda
+    answer = cuda.init if cuda.init is not None or cuda.path else facts.driver.nvml.error
+    found = re.match(r"no answer in \d+ s|ended by \w+|ended with exit code -?\d+", answer or "")
+    return found[0].replace("no answer", "gave no answer") if found else None
+
+
+def start(kind: str | None) -> str:
+    """The command that starts a container of this kind with GPUs."""
+    return {
+        "podman": "podman run --device nvidia.com/gpu=all ...",
+        "kubernetes": "resources: {limits: {nvidia.com/gpu: 1}}   in the container's spec",
+        "apptainer": "apptainer exec --nv ...",
+        "lxc": "lxc config device add NAME gpu gpu && lxc config set NAME nvidia.runtime=true",
+    }.get(kind or "", START)
+
+
+def with_capabilities(kind: str | None) -> str:
+    """The command that starts a container of this kind with the driver's CUDA and NVML."""
+    return {
+        "podman": "podman run --device nvidia.com/gpu=all -e NVIDIA_DRIVER_CAPABILITIES=compute,utility ...",
+        "kubernetes": "env: [{name: NVIDIA_DRIVER_CAPABILITIES, value: 'compute,utility'}]   in the container's spec",
+        "apptainer": "apptainer exec --nv ...",
+        "lxc": "lxc config set NAME nvidia.driver.capabilities=compute,utility && lxc restart NAME",
+    }.get(kind or "", START.replace("...", "-e NVIDIA_DRIVER_CAPABILITIES=compute,utility ..."))
+
+
+def without_init(facts: Facts) -> Severity:
+    """The severity if frameworks work and memguard.init fails: an error if a budget is to be applied."""
+    return Severity.ERROR if facts.budget is not None else Severity.WARNING
+
+
+def digits(version: Version) -> str:
+    """The version with the zeros of driver names: 580.65.06."""
+    return ".".join(str(part) if place < 2 else f"{part:02d}" for place, part in enumerate(version))
+
+
+# what may get into a command
+
+
+_VERSION = re.compile(r"[A-Za-z0-9][\w.+!-]{0,60}", re.ASCII)
+_UUID = re.compile(r"(GPU|MIG)-[\w-]+", re.ASCII)
+
+
+def exactly(version: str | None) -> str:
+    """`==2.11.0`; empty if there is no version, or an invalid one."""
+    return f"=={version}" if version and _VERSION.fullmatch(version) else ""
+
+
+def valid_uuids(values: Iterable[str]) -> str:
+    """The valid UUIDs of GPUs and MIG instances, for CUDA_VISIBLE_DEVICES."""
+    return ",".join(value for value in values if _UUID.fullmatch(value))
+
+
+# commands that install what is missing
+
 
 _PYTORCH = ((13, 0), (12, 8), (12, 6), (11, 8))
 """CUDA versions that download.pytorch.org has builds for, one for each minimum driver."""
@@ -33,7 +177,7 @@ def libraries_for(facts: Facts, framework: str, wanted: int | None, libraries: I
 
 def _by_pip(facts: Facts, framework: str, wanted: int | None, libraries: Iterable[str]) -> str:
     found = facts.frameworks[framework]
-    release = shell.release(found.version)
+    release = exactly(found.version)
     if framework == "tensorflow":
         return f"pip install 'tensorflow[and-cuda]{release}'"
     if framework == "jax" and wanted is not None:

@@ -13,8 +13,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from memguard._tools.doctor.collect.missing_libraries import libraries_not_opened
-
 
 @dataclass(frozen=True)
 class Library:
@@ -156,6 +154,43 @@ def major(version: str | None) -> int | None:
     return number // 1000 if number >= 1000 else number
 
 
-def cuda_libraries_not_opened(texts: Iterable[str]) -> tuple[str, ...]:
-    """SONAMEs of the CUDA libraries that these messages report as not opened, without the driver's."""
-    return tuple(name for name in libraries_not_opened(texts) if parse(name) is not None)
+_NAME = r"lib[\w.+-]{1,100}?\.so(?:\.\d+)*"
+_MISSING = (
+    re.compile(rf"({_NAME}): cannot open shared object file"),  # the loader, in an ImportError
+    re.compile(rf"Could not load dynamic library '({_NAME})'"),  # TensorFlow
+    re.compile(rf"Could not load library ({_NAME})"),  # cuDNN 8
+    re.compile(rf"failed to open ({_NAME})"),  # NVRTC, of its builtins
+    re.compile(rf'Failure finding "({_NAME})["\s]'),  # cuda-pathfinder, which Numba and cuda-bindings ask
+    re.compile(rf"CuPy failed to load ({_NAME})"),
+)
+_ANY = re.compile(r"Unable to load any of \{([^}]*)\}")  # cuDNN 9: one library by several names
+_SPOKEN = re.compile(r"Unable to load (cu\w+)\. Is it installed\?", re.IGNORECASE)  # JAX, without a version
+
+
+def not_opened(texts: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    """The libraries that these texts report as not opened, in order: the line, and the library's name.
+
+    One library may be reported in several lines. `libcudart.so.12` is a name.
+    """
+    found: list[tuple[str, str]] = []
+    for text in texts:
+        at = [(match.start(1), match[1]) for pattern in _MISSING for match in pattern.finditer(text)]
+        for match in _ANY.finditer(text):
+            names = re.findall(_NAME, match[1])
+            short = [name for name in names if re.search(r"\.so\.\d+$", name)]
+            at += [(match.start(1), name) for name in (short or names)[:1]]
+        at += [(match.start(1), _stem(match[1]) + ".so") for match in _SPOKEN.finditer(text)]
+        for place, name in sorted(at):
+            line = text[text.rfind("\n", 0, place) + 1 :].partition("\n")[0]
+            found.append((line.strip(), name))
+    return tuple(found)
+
+
+def libraries_not_opened(texts: Iterable[str]) -> tuple[str, ...]:
+    """The names of `not_opened`, each once."""
+    return tuple(dict.fromkeys(name for _, name in not_opened(texts)))
+
+
+def _stem(spoken: str) -> str:
+    """The beginning of a library's name, from JAX's `cuDNN`."""
+    return "libcudart" if spoken.lower() == "cuda" else f"lib{spoken.lower()}"

@@ -1,0 +1,518 @@
+"""What follows from the facts: pure functions, shared by the checks.
+
+A function with `once` is computed once for each `Facts`, or each of its parts, however many checks call it.
+"""
+
+from __future__ import annotations
+
+import re
+
+from memguard._base.units import GIB
+from memguard._oom import classify
+from memguard._tools.doctor import cuda_libraries, visible_devices
+from memguard._tools.doctor.facts import CudaDevice, Facts, FrameworkFacts, NvmlDevice, Probe, Stage, once
+from memguard._tools.doctor.visible_devices import Visible
+
+# versions of driver and CUDA
+
+
+Version = tuple[int, ...]
+
+
+def numbers(text: str | None) -> Version:
+    """`580.159.04` as numbers; empty if there are none."""
+    found = re.match(r"\d+(\.\d+)*", text or "")
+    return tuple(int(part) for part in found.group().split(".")) if found else ()
+
+
+def cuda_of_driver(facts: Facts) -> Version:
+    """The driver's CUDA: (13, 0). From libcuda first, which may differ from NVML (cuda-compat)."""
+    number = facts.driver.cuda.version or facts.driver.nvml.cuda
+    return (number // 1000, number % 1000 // 10) if number else ()
+
+
+def cuda_of(framework: FrameworkFacts) -> Version:
+    """The CUDA that it was built for, as two numbers; empty if unknown or not built for CUDA."""
+    return numbers(framework.cuda)[:2] if framework.gpu is not False else ()
+
+
+def libcuda_version(facts: Facts) -> Version:
+    """The driver's version in the name of libcuda's file; under WSL the name has none."""
+    found = re.search(r"libcuda\.so\.(\d{3,}(?:\.\d+)+)$", facts.driver.cuda.path or "")
+    return numbers(found.group(1)) if found else ()
+
+
+def compat(facts: Facts) -> bool:
+    """Whether the loaded libcuda is from a cuda-compat package."""
+    return re.search(r"/compat/|/cuda-compat", facts.driver.cuda.path or "") is not None
+
+
+# probes
+
+
+_UNSUPPORTED_PTX = re.compile(r"UNSUPPORTED_PTX_VERSION|unsupported toolchain|Unsupported \.version", re.IGNORECASE)
+_BUSY = re.compile(r"DEVICE_UNAVAILABLE|DevicesUnavailable|busy or unavailable", re.IGNORECASE)
+
+
+@once
+def failed_stage(framework: FrameworkFacts) -> Stage | None:
+    """The first step of its probe that raised."""
+    return framework.probe.failed if framework.probe is not None else None
+
+
+def fails_at(framework: FrameworkFacts, stage: str) -> bool:
+    """Whether that step of its probe is the one that raised."""
+    failed = failed_stage(framework)
+    return failed is not None and failed.name == stage
+
+
+@once
+def computes(framework: FrameworkFacts) -> bool:
+    """Whether its probe computed on a GPU."""
+    stages = framework.probe.stages if framework.probe is not None else ()
+    return bool(framework.gpus) and any(stage.name == "compute" and stage.error is None for stage in stages)
+
+
+def too_old(facts: Facts, framework: FrameworkFacts) -> bool:
+    """Whether the driver's CUDA major is lower than the framework's and it did not compute."""
+    built, driver = cuda_of(framework), cuda_of_driver(facts)
+    return bool(built and driver) and built[0] > driver[0] and not computes(framework)
+
+
+@once
+def unsupported_ptx(framework: FrameworkFacts) -> bool:
+    """Whether the driver refused code of a newer compiler."""
+    stage = failed_stage(framework)
+    return stage is not None and _UNSUPPORTED_PTX.search(stage.error or "") is not None
+
+
+def out_of_memory(stage: Stage | None) -> bool:
+    """Whether it failed for lack of GPU memory."""
+    return stage is not None and _out_of_memory(stage)
+
+
+@once
+def _out_of_memory(stage: Stage) -> bool:
+    if stage.error is None:
+        return False
+    kind = stage.kind or stage.error.partition(":")[0]
+    mro = (kind, "builtins.Exception")
+    return classify.classify(classify.ErrorFacts(kind, mro, stage.error, {})).memory == "gpu"
+
+
+@once
+def busy(framework: FrameworkFacts) -> bool:
+    """Whether its probe got the error that the GPU is busy, as under compute mode Exclusive_Process."""
+    stage = failed_stage(framework)
+    return stage is not None and _BUSY.search(stage.error or "") is not None
+
+
+def messages(probe: Probe | None) -> tuple[str, ...]:
+    """All its messages: errors of its steps, then lines on stderr."""
+    if probe is None:
+        return ()
+    return (*(stage.error for stage in probe.stages if stage.error is not None), *probe.said)
+
+
+@once
+def not_opened(framework: FrameworkFacts) -> tuple[tuple[str, str], ...]:
+    """The libraries that its messages report as not opened: the line, and the library's name."""
+    return cuda_libraries.not_opened(messages(framework.probe))
+
+
+def did_not_finish(probe: Probe | None) -> bool:
+    """Whether it failed, hung or died."""
+    return probe is not None and (probe.failed is not None or probe.hung or died(probe))
+
+
+def died(probe: Probe) -> bool:
+    """Whether it died: by a signal, or by an exit that no step explains."""
+    early = probe.exit not in (None, 0) or not probe.complete
+    return not probe.hung and (probe.signal is not None or (early and probe.failed is None))
+
+
+def killed(probe: Probe) -> bool:
+    """Whether it was killed by SIGKILL, which no library does to itself. A shell in between reports it as 137."""
+    return not probe.hung and (probe.signal == "SIGKILL" or (probe.signal is None and probe.exit == 137))
+
+
+STEPS = ("import", "devices", "compute")
+
+
+def step(probe: Probe, steps: tuple[str, ...]) -> str:
+    """The step that it was in: the facts have only finished ones."""
+    ended_ones = {stage.name for stage in probe.stages}
+    following = next((step for step in steps if step not in ended_ones), None)
+    return f"in the step {following}" if following is not None else "at its end"
+
+
+NO_NVCC = re.compile(r"nvcc was not found|No such file or directory: '[^']*nvcc'|error invoking '[^']*nvcc")
+NO_COMPILER = re.compile(
+    r"Failed to find C compiler|nvcc fatal *: Failed to preprocess host compiler|(?:gcc|g\+\+|cc1plus)['\"]?: "
+    r"(?:command )?not found|No such file or directory: '[^']*(?:gcc|g\+\+|cc)'"
+)
+
+
+def elsewhere(found: FrameworkFacts) -> bool:
+    """Whether it was imported from outside the folder that its package is installed in."""
+    if found.path is None or not found.folder:
+        return False
+    return not found.path.startswith(found.folder.rstrip("/") + "/")
+
+
+# architectures
+
+
+_NO_KERNEL = re.compile(r"no kernel image is available|NO_BINARY_FOR_GPU|NO_KERNEL_IMAGE|NoKernelImage", re.IGNORECASE)
+_ARCHITECTURE = re.compile(r"(sm|compute)_(\d+)(\d)([af]?)")
+
+
+def runs_on(architectures: tuple[str, ...], capability: tuple[int, int]) -> bool:
+    """Whether code of these architectures runs on a GPU of this capability.
+
+    Machine code (sm_) runs within its major from its minor upwards, PTX (compute_) from its capability upwards. With an
+    `a` code runs on exactly its capability; with an `f` PTX too only within its major.
+    """
+    for found in filter(None, map(_ARCHITECTURE.fullmatch, architectures)):
+        major, minor = int(found[2]), int(found[3])
+        if found[4] == "a":
+            fits = capability == (major, minor)
+        elif found[1] == "sm" or found[4] == "f":
+            fits = capability[0] == major and capability[1] >= minor
+        else:
+            fits = capability >= (major, minor)
+        if fits:
+            return True
+    return False
+
+
+def oldest(architectures: tuple[str, ...]) -> tuple[int, int]:
+    """The lowest capability among these architectures."""
+    parsed = filter(None, map(_ARCHITECTURE.fullmatch, architectures))
+    return min(((int(found[2]), int(found[3])) for found in parsed), default=(0, 0))
+
+
+def without_code(facts: Facts, framework: FrameworkFacts) -> tuple[CudaDevice, ...]:
+    """The visible GPUs that it has no code for, by its list of architectures, or by its probe's error."""
+    stage = failed_stage(framework)
+    if not framework.architectures:
+        refused = stage is not None and _NO_KERNEL.search(stage.error or "") is not None
+        return facts.driver.cuda.devices[:1] if refused else ()
+    proven = 1 if computes(framework) else 0  # a probe computes on GPU 0: if that worked, the list is wrong
+    return tuple(
+        device
+        for device in facts.driver.cuda.devices[proven:]
+        if not runs_on(framework.architectures, device.capability)
+    )
+
+
+# memory of the GPUs
+
+
+NO_ROOM = 2 * GIB
+"""Bytes. With less free a probe may run out of memory: context and workspaces take 0.6 to 1.5 GiB (H200)."""
+LITTLE = 0.1
+"""A GPU with less than this part free counts as full."""
+
+
+def same_gpu(one: str, other: str) -> bool:
+    """Whether two UUIDs name one GPU; PyTorch's have no prefix."""
+    return one.lower().removeprefix("gpu-") == other.lower().removeprefix("gpu-") != ""
+
+
+@once
+def visible_cards(facts: Facts) -> tuple[NvmlDevice, ...]:
+    """NVML's entries for the GPUs that CUDA shows, without those divided by MIG."""
+    shown = facts.driver.cuda.devices
+    return tuple(
+        card
+        for card in facts.driver.nvml.devices
+        if not card.mig and any(same_gpu(card.uuid, device.uuid) for device in shown)
+    )
+
+
+@once
+def exclusive(facts: Facts) -> tuple[NvmlDevice, ...]:
+    """The visible GPUs that only one process at a time may use, or no process."""
+    return tuple(card for card in visible_cards(facts) if card.mode not in (None, "Default"))
+
+
+def has_context(facts: Facts, card: NvmlDevice) -> bool:
+    """Whether the process that called the doctor has a context on it."""
+    return facts.process is not None and any(same_gpu(uuid, card.uuid) for uuid in facts.process.contexts)
+
+
+def held_by_itself(facts: Facts, card: NvmlDevice) -> int | None:
+    """Bytes that the process that called the doctor holds; None if it has a context and NVML does not say."""
+    contexts = facts.process.contexts if facts.process is not None else {}
+    total = 0
+    for size in (size for uuid, size in contexts.items() if same_gpu(uuid, card.uuid)):
+        if size is None:
+            return None
+        total += size
+    return total
+
+
+def held_by_others(facts: Facts, card: NvmlDevice) -> int | None:
+    """Bytes that neither the doctor nor the process that called it holds; None if unknown."""
+    own = held_by_itself(facts, card)
+    return None if card.used is None or own is None else max(0, card.used - own)
+
+
+@once
+def filled_by_others(facts: Facts) -> tuple[NvmlDevice, ...]:
+    """The visible GPUs that other processes fill: less than a tenth is free, or too little for a probe that ran out."""
+    ran_out = _ran_out(facts)
+    return tuple(
+        card
+        for card in visible_cards(facts)
+        if _little(card, ran_out) and (held_by_others(facts, card) or 0) > (card.total or 0) / 2
+    )
+
+
+@once
+def filled_by_itself(facts: Facts) -> tuple[NvmlDevice, ...]:
+    """The visible GPUs on which a probe ran out of memory and the process that called the doctor has a share in it."""
+    if not _ran_out(facts):
+        return ()
+    others = filled_by_others(facts)
+    return tuple(
+        card for card in visible_cards(facts) if card not in others and _little(card, True) and has_context(facts, card)
+    )
+
+
+@once
+def _ran_out(facts: Facts) -> bool:
+    return any(out_of_memory(stage) for _, probe in facts.probes() for stage in probe.stages)
+
+
+def _little(card: NvmlDevice, ran_out: bool) -> bool:
+    if card.free is None or not card.total:
+        return False
+    return card.free < LITTLE * card.total or (ran_out and card.free < NO_ROOM)
+
+
+# what says why no framework has a GPU
+
+
+_NODE = re.compile(r"/dev/nvidia\d+")
+_CONTROL, _UVM, _DXG = "/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/dxg"
+_VAGUE = (
+    "CUDA_SUCCESS",
+    "CUDA_ERROR_NO_DEVICE",
+    "CUDA_ERROR_UNKNOWN",
+    "CUDA_ERROR_OPERATING_SYSTEM",
+    "CUDA_ERROR_NOT_PERMITTED",
+)
+"""What cuInit returns for many reasons; success counts if it shows no GPU."""
+
+
+@once
+def blocked_by(facts: Facts) -> str | None:
+    """The finding that says why no framework can use a GPU; None if CUDA shows one, or was not asked.
+
+    It is the first cause in this order: libcuda, kernel module, device files, versions, then what hides the GPUs.
+    """
+    cuda, files = facts.driver.cuda, device_files(facts)
+    if cuda.error is None and cuda.init is None:
+        # libcuda was loaded and cuInit did not return, or the process that queries the driver ended in NVML.
+        return "cuda-init-failed" if cuda.path or facts.driver.nvml.error is not None else None
+    if cuda.error is None and cuda.init == "CUDA_SUCCESS" and cuda.devices:
+        return None
+    if facts.system.wsl and facts.system.container and cuda.error is None and _DXG not in facts.driver.files:
+        return "container-without-gpu"
+    if facts.system.wsl and cuda.error is None and "/wsl/" not in (cuda.path or "/wsl/"):
+        return "wsl"
+    if cuda.error is not None:
+        return _not_loaded(facts, cuda.error)
+    init = cuda.init or ""
+    if init == "CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE":
+        return "forward-compatibility"
+    if init == "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH":
+        return "forward-compatibility" if compat(facts) else "driver-mismatch"
+    if init not in _VAGUE:
+        return "cuda-init-failed"
+    return (None if facts.system.wsl else _without_module(facts, files)) or _hidden(facts, init) or "cuda-init-failed"
+
+
+def _not_loaded(facts: Facts, error: str) -> str:
+    """The cause if libcuda could not be loaded."""
+    if "cannot open shared object file" not in error:
+        return "cuda-init-failed"  # it exists and is damaged
+    if facts.system.container and (facts.system.wsl or facts.driver.module is not None):
+        # Apptainer always mounts the host's /dev; the libraries come with --nv.
+        if facts.system.container == "apptainer" or (_DXG if facts.system.wsl else _CONTROL) not in facts.driver.files:
+            return "container-without-gpu"
+        if not capable(facts, "compute"):
+            return "container-capabilities"
+    return "driver-absent"
+
+
+def _without_module(facts: Facts, files: dict[str, str]) -> str | None:
+    """The cause if the kernel module is missing, not accessible, or of another version."""
+    nodes = [path for path in files if _NODE.fullmatch(path)]
+    if facts.driver.module is None and _CONTROL not in files:
+        return "driver-absent"
+    if not nodes or _CONTROL not in files:
+        return "container-without-gpu" if facts.system.container else "device-files"
+    if _versions_differ(facts):
+        return "forward-compatibility" if compat(facts) else "driver-mismatch"
+    if all(files[path] != "ok" for path in nodes) or any(files.get(path) != "ok" for path in (_CONTROL, _UVM)):
+        return "device-files"
+    return None
+
+
+def _hidden(facts: Facts, init: str) -> str | None:
+    """The cause if the driver works and shows no GPU."""
+    if init == "CUDA_ERROR_UNKNOWN":
+        return None
+    seen = visible(facts)
+    if seen is not None and not seen.entries:
+        return "visible-devices-unknown" if seen.why in ("absent", "ambiguous") else "visible-devices-none"
+    if seen is not None and seen.kind == "MIG-":
+        return "visible-devices-unknown"  # MIG instances come and go: the one that is named no longer exists
+    cards = facts.driver.nvml.devices
+    return "mig" if cards and all(card.mig for card in cards) else None
+
+
+def _versions_differ(facts: Facts) -> bool:
+    """Whether the kernel module and the libraries are of different drivers."""
+    if facts.driver.nvml.error == "NVMLError_LibRmVersionMismatch":
+        return True
+    module, library = numbers(facts.driver.module), libcuda_version(facts)
+    return bool(module and library) and module != library
+
+
+def no_gpu(facts: Facts) -> bool:
+    """Whether a finding about the driver or the devices says why no framework can use a GPU."""
+    return blocked_by(facts) is not None
+
+
+@once
+def device_files(facts: Facts) -> dict[str, str]:
+    """The device files that CUDA needs, each with the result of opening it."""
+    return {
+        path: state for path, state in facts.driver.files.items() if path in (_CONTROL, _UVM) or _NODE.fullmatch(path)
+    }
+
+
+def readable(facts: Facts) -> tuple[NvmlDevice, ...]:
+    """The GPUs that NVML shows. Others that it counts are lost or another job's, and CUDA shows none of those."""
+    return tuple(card for card in facts.driver.nvml.devices if card.error is None)
+
+
+@once
+def visible(facts: Facts) -> Visible | None:
+    """CUDA_VISIBLE_DEVICES applied to the GPUs that NVML shows; None if it is not set."""
+    value = facts.environment.get(visible_devices.VARIABLE)
+    if value is None:
+        return None
+    cards = readable(facts) if facts.driver.nvml.error is None else ()
+    uuids = [card.uuid for card in cards] if cards and all(card.uuid for card in cards) else None
+    nodes = sum(_NODE.fullmatch(path) is not None for path in facts.driver.files)
+    return visible_devices.read(value, len(cards) or nodes or None, uuids)
+
+
+def capable(facts: Facts, capability: str) -> bool:
+    """Whether NVIDIA_DRIVER_CAPABILITIES gives a container this capability; true if the variable is not set."""
+    given = facts.environment.get("NVIDIA_DRIVER_CAPABILITIES")
+    return not given or not {capability, "all"}.isdisjoint(part.strip() for part in given.split(","))
+
+
+def both_xla_fractions(facts: Facts) -> tuple[str, ...]:
+    """The two variables that keep JAX off the GPU if both are set, as NAME=value; empty if JAX has a GPU."""
+    names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+    found = tuple(f"{name}={facts.environment[name]}" for name in names if facts.environment.get(name))
+    jax = facts.frameworks.get("jax")
+    return found if len(found) == len(names) and jax is not None and jax.gpu is not False and not jax.gpus else ()
+
+
+@once
+def explained(facts: Facts, name: str) -> bool:
+    """Whether a finding about driver, devices or memory already says why this framework failed in its probe."""
+    framework = facts.frameworks.get(name)
+    if framework is None:
+        return False
+    return bool(
+        no_gpu(facts)
+        or too_old(facts, framework)
+        or unsupported_ptx(framework)
+        or (without_code(facts, framework) and not computes(framework))
+        or ((filled_by_others(facts) or filled_by_itself(facts)) and out_of_memory(failed_stage(framework)))
+        or (exclusive(facts) and busy(framework))
+        or (name == "jax" and both_xla_fractions(facts) and not fails_at(framework, "import"))
+    )
+
+
+# NumPy
+
+
+_COMPILED = re.compile(
+    r"compiled using NumPy 1\.x cannot be run in|_ARRAY_API not found|numpy\.dtype size changed"
+    r"|numpy\.ndarray size changed|numpy\.core\.multiarray failed to import|numpy\._core\.multiarray failed to import"
+    r"|module compiled against (?:ABI|API) version",
+)
+NUMBA_NEEDS = re.compile(r"Numba needs NumPy (?P<major>\d+)\.(?P<minor>\d+) or (?P<which>less|greater)")
+TAKEN_AWAY = re.compile(r"module 'numpy' has no attribute '(\w+)'")
+
+
+@once
+def numpy_messages(facts: Facts, framework: str) -> tuple[str, ...]:
+    """The lines of its messages that are about NumPy's version."""
+    patterns = (_COMPILED, NUMBA_NEEDS, TAKEN_AWAY)
+    return tuple(
+        line
+        for text in messages(facts.frameworks[framework].probe)
+        for line in text.splitlines()
+        if any(pattern.search(line) for pattern in patterns)
+    )
+
+
+# frameworks that do not use the GPU
+
+
+_JAX_SAYS = "CUDA-enabled jaxlib is not installed"
+_NO_NUMBA_CUDA = re.compile(r"No module named 'numba\.cuda'|cannot import name 'cuda' from 'numba'")
+
+
+@once
+def without_cuda(facts: Facts, name: str) -> bool:
+    """Whether it is a build for CPUs."""
+    found = facts.frameworks[name]
+    if name == "jax" and any(_JAX_SAYS in text for text in messages(found.probe)):
+        return True
+    if name == "numba" and "numba-cuda" not in (*found.distributions, *facts.packages):
+        return _numba_without(facts)
+    return found.gpu is False
+
+
+def _numba_without(facts: Facts) -> bool:
+    """Whether Numba has no CUDA beyond its own old part, which needs the toolkit of the system.
+
+    Numba is mostly installed as a compiler for CPUs, so an error of that part is no error of a Numba meant for the GPU.
+    """
+    found = facts.frameworks["numba"]
+    failed = found.probe.failed if found.probe is not None else None
+    if found.gpu is False or any(_NO_NUMBA_CUDA.search(text) for text in messages(found.probe)):
+        return True
+    return failed is not None and failed.name != "import" and not numpy_messages(facts, "numba")
+
+
+def wants_cuda(facts: Facts, name: str) -> bool:
+    """Whether it is meant for a GPU. Numba alone is just as often meant for CPUs, the others are not."""
+    if name != "numba":
+        return True
+    if facts.budget is not None and name in facts.budget.frameworks:
+        return True
+    imported = [module for module, _ in facts.script.imports] if facts.script is not None else []
+    there = facts.process.modules if facts.process is not None else ()
+    return any(module == "numba.cuda" or module.startswith("numba.cuda.") for module in (*imported, *there))
+
+
+def kept_off(facts: Facts, name: str) -> bool:
+    """Whether a variable keeps it from using a GPU."""
+    given = facts.environment
+    if name == "jax":
+        asked = given.get("JAX_PLATFORMS") or given.get("JAX_PLATFORM_NAME") or ""
+        return bool(asked) and not re.search("cuda|gpu", asked)
+    return name == "numba" and any(given.get(key) == "1" for key in ("NUMBA_DISABLE_CUDA", "NUMBA_ENABLE_CUDASIM"))
