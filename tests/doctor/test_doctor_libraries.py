@@ -8,7 +8,8 @@ import pytest
 from doctor_facts import edited, of
 
 from memguard._tools.doctor.checks import cudnn, import_order, libraries
-from memguard._tools.doctor.cuda_libraries import libraries_not_opened, major, mapped, parse
+from memguard._tools.doctor.cuda_libraries import libraries_not_opened, major, parse
+from memguard._tools.doctor.derived import mapped
 from memguard._tools.doctor.facts import Facts
 from memguard._tools.doctor.wording import pip_packages
 
@@ -130,7 +131,7 @@ def _torch(**changes: Any) -> Facts:
 
 
 def _with(*paths: str) -> Facts:
-    own = [file.path for file in mapped(edited("healthy-h200.json", {}).frameworks["torch"].probe.libraries)]  # type: ignore[union-attr]
+    own = [file.path for file in mapped(edited("healthy-h200.json", {}).frameworks["torch"].probe)]  # type: ignore[arg-type]
     return _torch(probe={"libraries": [*own, *paths]})
 
 

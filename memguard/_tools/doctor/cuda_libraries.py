@@ -6,6 +6,7 @@ Since CUDA 13 most packages have no suffix (`nvidia-cublas-cu12`, but `nvidia-cu
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections import defaultdict
@@ -105,7 +106,7 @@ class Mapped:
     def folder(self) -> str:
         return os.path.dirname(self.path)
 
-    @property
+    @functools.cached_property
     def majors(self) -> frozenset[int]:
         return self.library.majors(self.version)
 
@@ -129,11 +130,6 @@ def parse(path: str) -> Mapped | None:
     if library is None:
         return None
     return Mapped(path, library, found["version"] or "", found["hash"] is not None)
-
-
-def mapped(paths: Iterable[str]) -> tuple[Mapped, ...]:
-    """The files of CUDA among these paths, each once."""
-    return tuple(found for found in map(parse, dict.fromkeys(paths)) if found is not None)
 
 
 def by_stem(files: Iterable[Mapped]) -> dict[str, tuple[Mapped, ...]]:

@@ -6,11 +6,13 @@ A function with `once` is computed once for each `Facts`, or each of its parts, 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from memguard._base.units import GIB
 from memguard._oom import classify
 from memguard._tools.doctor import cuda_libraries, visible_devices
-from memguard._tools.doctor.facts import CudaDevice, Facts, FrameworkFacts, NvmlDevice, Probe, Stage, once
+from memguard._tools.doctor.cuda_libraries import Mapped, by_stem, parse
+from memguard._tools.doctor.facts import CudaDevice, Facts, FrameworkFacts, NvmlDevice, Probe, Process, Stage, once
 from memguard._tools.doctor.visible_devices import Visible
 
 # versions of driver and CUDA
@@ -112,6 +114,18 @@ def messages(probe: Probe | None) -> tuple[str, ...]:
     if probe is None:
         return ()
     return (*(stage.error for stage in probe.stages if stage.error is not None), *probe.said)
+
+
+@once
+def mapped(process: Probe | Process) -> tuple[Mapped, ...]:
+    """The files of CUDA's libraries that a process has mapped, each once."""
+    return tuple(found for found in map(parse, dict.fromkeys(process.libraries)) if found is not None)
+
+
+@once
+def by_library(process: Probe | Process) -> Mapping[str, tuple[Mapped, ...]]:
+    """The same files by library."""
+    return by_stem(mapped(process))
 
 
 @once

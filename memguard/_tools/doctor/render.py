@@ -279,7 +279,8 @@ def _wrap(start: Line, words: str, style: str, indent: int) -> list[Line]:
 
 def _clean(words: str) -> str:
     """One line without control characters, which a terminal would obey: much of the text is from other programs."""
-    return " ".join("".join(char if char.isprintable() else " " for char in words).split())
+    plain = words if words.isprintable() else "".join(char if char.isprintable() else " " for char in words)
+    return " ".join(plain.split())
 
 
 def _count(number: int, what: str) -> str:

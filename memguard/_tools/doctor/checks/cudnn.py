@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from memguard._tools.doctor.cuda_libraries import major, mapped
-from memguard._tools.doctor.derived import did_not_finish, messages
-from memguard._tools.doctor.facts import Facts, FrameworkFacts
+from memguard._tools.doctor.cuda_libraries import major
+from memguard._tools.doctor.derived import did_not_finish, mapped, messages
+from memguard._tools.doctor.facts import Facts, FrameworkFacts, once
 from memguard._tools.doctor.finding import Found, Severity, check
 from memguard._tools.doctor.wording import full_name
 
@@ -38,6 +38,7 @@ def version(text: str | None) -> Version:
     return tuple(numbers)
 
 
+@once
 def _pair(found: FrameworkFacts) -> tuple[Version, Version, str] | None:
     """The version found, the version compiled with, and the message that says so, if any."""
     stderr = "\n".join(found.probe.said) if found.probe is not None else ""  # JAX's message has several
@@ -70,9 +71,7 @@ def cudnn_older(facts: Facts) -> Iterator[Found]:
         if pair is None or found.probe is None or not too_old(found):
             continue
         loaded, built, message = pair
-        files = [
-            file for file in mapped(found.probe.libraries) if file.path.rpartition("/")[2].startswith("libcudnn.so")
-        ]
+        files = [file for file in mapped(found.probe) if file.path.rpartition("/")[2].startswith("libcudnn.so")]
         search = {folder.rstrip("/") for folder in facts.environment.get("LD_LIBRARY_PATH", "").split(":")}
         outside = sorted({file.folder for file in files if "/nvidia/cudnn/" not in file.path} & search)
         cuda = major(found.cuda)

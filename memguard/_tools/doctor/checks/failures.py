@@ -136,7 +136,7 @@ def probe_crashed(facts: Facts) -> Iterator[Found]:
             where = f"{name}: the process", f" after {found.probe.seconds:.1f} s"
             remedy = f"python -X faulthandler -c 'import {name}' shows where; then reinstall {name} with its libraries"
             yield _crashed(name, what, step(found.probe, STEPS), where, found.probe, remedy)
-    if any(import_order.findings(facts)):
+    if import_order.witness(facts) is not None:
         return
     for together in facts.together:
         if died(together.probe) and _fine(facts, together.order):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from memguard._tools.doctor.derived import did_not_finish, died, killed
-from memguard._tools.doctor.facts import Facts, Together
+from memguard._tools.doctor.facts import Facts, Together, once
 from memguard._tools.doctor.finding import Found, Severity, check
 from memguard._tools.doctor.wording import built_for, how_it_ended
 
@@ -37,7 +37,8 @@ def breaks(facts: Facts, together: Together) -> bool:
     )
 
 
-def _witness(facts: Facts) -> Together | None:
+@once
+def witness(facts: Facts) -> Together | None:
     """The probe with the two in that order that broke, if each alone and the other order work."""
     if any(
         did_not_finish(facts.frameworks[name].probe) for name in ("tensorflow", "torch") if name in facts.frameworks
@@ -66,14 +67,14 @@ def _imported(facts: Facts) -> tuple[str, str] | None:
 
 @check("import-order", order=330)
 def findings(facts: Facts) -> Iterator[Found]:
-    witness = _witness(facts)
-    if witness is None:
+    broken = witness(facts)
+    if broken is None:
         return
-    count, right, who = witness.multiprocessors.get("torch"), _right(facts), _imported(facts)
+    count, right, who = broken.multiprocessors.get("torch"), _right(facts), _imported(facts)
     budget = facts.budget is not None and {"tensorflow", "torch"} <= set(facts.budget.frameworks)
     cured = budget and (who is None or who[0] != "this process")
     severity = Severity.INFO if cured else Severity.ERROR if who is not None else Severity.WARNING
-    does = "dies" if died(witness.probe) and not killed(witness.probe) else "reads its GPU wrongly"
+    does = "dies" if died(broken.probe) and not killed(broken.probe) else "reads its GPU wrongly"
     built = [name for name in ("tensorflow", "torch") if name in facts.frameworks and facts.frameworks[name].cuda]
     yield Found(
         f"torch {does} in a process that has imported tensorflow before it, because it then finds functions of "
@@ -82,8 +83,8 @@ def findings(facts: Facts) -> Iterator[Found]:
             filter(
                 None,
                 (
-                    f"a process that imported {' then '.join(witness.order)} {how_it_ended(witness.probe)}"
-                    if died(witness.probe)
+                    f"a process that imported {' then '.join(broken.order)} {how_it_ended(broken.probe)}"
+                    if died(broken.probe)
                     else "",
                     f"GPU 0's multiprocessors as torch counts them there: {count}; in truth: {right}"
                     if count is not None and count != right

@@ -7,9 +7,17 @@ from collections.abc import Iterable, Iterator
 from itertools import combinations
 
 from memguard._tools.doctor.checks import import_order
-from memguard._tools.doctor.cuda_libraries import Mapped, by_stem, major, mapped, parse
-from memguard._tools.doctor.derived import did_not_finish, messages, no_gpu, not_opened, without_cuda
-from memguard._tools.doctor.facts import Facts, FrameworkFacts
+from memguard._tools.doctor.cuda_libraries import Mapped, by_stem, major, parse
+from memguard._tools.doctor.derived import (
+    by_library,
+    did_not_finish,
+    mapped,
+    messages,
+    no_gpu,
+    not_opened,
+    without_cuda,
+)
+from memguard._tools.doctor.facts import Facts, FrameworkFacts, Probe, Process, once
 from memguard._tools.doctor.finding import Found, Severity, check
 from memguard._tools.doctor.wording import built_for, few, full_name, libraries_for, listing, pip_packages
 
@@ -72,6 +80,7 @@ def library_missing(facts: Facts) -> Iterator[Found]:
         )
 
 
+@once
 def _wrong(found: FrameworkFacts) -> tuple[Mapped, ...]:
     """Mapped files for another CUDA than it was built for, if no other file of that library fits."""
     built = major(found.cuda)
@@ -79,7 +88,7 @@ def _wrong(found: FrameworkFacts) -> tuple[Mapped, ...]:
         return ()
     return tuple(
         file
-        for files in by_stem(mapped(found.probe.libraries)).values()
+        for files in by_library(found.probe).values()
         if not any(not file.majors or built in file.majors for file in files)
         for file in files
     )
@@ -95,10 +104,10 @@ def library_wrong_major(facts: Facts) -> Iterator[Found]:
         kinds = listing(sorted({file.of for file in files}))
         also = [
             f"it has loaded {listing(file.name for file in group)}"
-            for group in by_stem(mapped(found.probe.libraries)).values()
+            for group in by_library(found.probe).values()
             if _disjoint(group)
         ]
-        twice = [f"two copies: {first.path} and {second.path}" for first, second in _copies(found.probe.libraries)]
+        twice = [f"two copies: {first.path} and {second.path}" for first, second in _copies(found.probe)]
         folders = _searched(facts, files)
         yield Found(
             f"{full_name(facts, name)} was built for CUDA {found.cuda} and runs with {runs_with} of {kinds}, "
@@ -126,12 +135,13 @@ def _disjoint(files: Iterable[Mapped]) -> bool:
     return any(a.majors and b.majors and not a.majors & b.majors for a, b in combinations(files, 2))
 
 
-def _copies(paths: Iterable[str]) -> list[tuple[Mapped, Mapped]]:
+@once
+def _copies(process: Probe | Process) -> list[tuple[Mapped, Mapped]]:
     """Pairs of files that are the same library for the same CUDA.
 
     If the process has two CUDAs, a file name that both use (libcusparse.so.12) proves nothing.
     """
-    groups = by_stem(mapped(sorted(set(paths))))
+    groups = by_stem(sorted(mapped(process), key=lambda file: file.path))
     two_cudas = any(map(_disjoint, groups.values()))
     return [
         (first, second)
@@ -143,12 +153,11 @@ def _copies(paths: Iterable[str]) -> list[tuple[Mapped, Mapped]]:
     ]
 
 
-def _processes(facts: Facts) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Mapped files by process: each framework alone, then several together, then the process that asked."""
-    for name, probe in facts.probes():
-        yield name, probe.libraries
+def _processes(facts: Facts) -> Iterator[tuple[str, Probe | Process]]:
+    """The processes by name: each framework alone, then several together, then the process that called the doctor."""
+    yield from facts.probes()
     if facts.process is not None:
-        yield "this process", facts.process.libraries
+        yield "this process", facts.process
 
 
 def _members(facts: Facts, process: str) -> list[str]:
@@ -164,9 +173,9 @@ def library_twice(facts: Facts) -> Iterator[Found]:
     """One finding for each pair of folders. Files that `library_wrong_major` reports are left out."""
     wrong = {name: {file.path for file in _wrong(found)} for name, found in facts.frameworks.items()}
     found_in: dict[tuple[str, str], dict[str, list[tuple[Mapped, Mapped]]]] = {}
-    for name, paths in _processes(facts):
+    for name, process in _processes(facts):
         reported = {path for member in _members(facts, name) for path in wrong.get(member, ())}
-        for first, second in _copies(paths):
+        for first, second in _copies(process):
             if first.path not in reported and second.path not in reported:
                 folders = (min(first.folder, second.folder), max(first.folder, second.folder))
                 found_in.setdefault(folders, {}).setdefault(name, []).append((first, second))
@@ -222,7 +231,7 @@ def _installed(facts: Facts, file: Mapped) -> Iterator[str]:
 def cuda_majors_mixed(facts: Facts) -> Iterator[Found]:
     """Two CUDAs in a framework's own process, or in one of several if nothing before explains it."""
     explained: set[str] = set()
-    alone: dict[tuple[str, ...], list[str]] = {}
+    alone: dict[tuple[Mapped, ...], list[str]] = {}
     for name, found in facts.frameworks.items():
         built = major(found.cuda)
         wrong = {file.path for file in _wrong(found)}
@@ -230,8 +239,8 @@ def cuda_majors_mixed(facts: Facts) -> Iterator[Found]:
         if wrong or built is None or found.probe is None:
             continue
         strangers = tuple(
-            file.path
-            for files in by_stem(mapped(found.probe.libraries)).values()
+            file
+            for files in by_library(found.probe).values()
             if _disjoint(files)
             for file in files
             if built not in file.majors
@@ -239,13 +248,13 @@ def cuda_majors_mixed(facts: Facts) -> Iterator[Found]:
         if strangers:
             alone.setdefault(strangers, []).append(name)
     for strangers, names in alone.items():
-        explained |= set(strangers)
+        explained |= {file.path for file in strangers}
         yield _mixed_alone(facts, strangers, names)
-    if any(import_order.findings(facts)):
+    if import_order.witness(facts) is not None:
         return  # it says what the two CUDAs do to each other
     seen: set[tuple[int, ...]] = set()
-    for name, paths in _processes(facts):
-        rest = mapped(path for path in paths if path not in explained)
+    for name, process in _processes(facts):
+        rest = [file for file in mapped(process) if file.path not in explained]
         files = [file for group in by_stem(rest).values() if _disjoint(group) for file in group]
         kinds = tuple(sorted({number for file in files if len(file.majors) == 1 for number in file.majors}))
         if name in facts.frameworks or not files or kinds in seen:
@@ -254,11 +263,10 @@ def cuda_majors_mixed(facts: Facts) -> Iterator[Found]:
         yield _mixed_together(facts, name, files, kinds)
 
 
-def _mixed_alone(facts: Facts, strangers: tuple[str, ...], names: list[str]) -> Found:
-    files = mapped(strangers)
+def _mixed_alone(facts: Facts, files: tuple[Mapped, ...], names: list[str]) -> Found:
     stems = listing(file.name for file in files)
     packages = {package: facts.packages[package] for file in files for package in _installed(facts, file)}
-    lines = [f"{name} has mapped {path}" for name in names for path in strangers]
+    lines = [f"{name} has mapped {file.path}" for name in names for file in files]
     right = [device.multiprocessors for device in facts.driver.cuda.devices][:1]
     counts = {name: found[:1] for name in names if (found := facts.frameworks[name].multiprocessors)}
     misread = [f"{name} counts {count[0]} multiprocessors" for name, count in counts.items() if [*count] != right]
