@@ -113,7 +113,7 @@ def test_in_a_schedulers_job_cuda_counts_the_gpus_that_it_was_given() -> None:
 
 
 def test_an_order_in_a_schedulers_job_is_nobodys_doing() -> None:
-    assert list(devices.order(load("scheduler-job-of-the-last-gpu.json"))) == []
+    assert list(devices.device_order(load("scheduler-job-of-the-last-gpu.json"))) == []
 
 
 def test_where_cuda_shows_more_than_the_list_leaves_the_list_is_not_to_blame() -> None:
@@ -141,16 +141,16 @@ def test_an_order_by_uuids_is_what_was_asked_for() -> None:
 
 def test_an_order_of_gpus_that_nvml_does_not_show_is_not_guessed() -> None:
     facts = edited("device-order.json", {"driver": {"nvml": {"devices": []}}})
-    assert list(devices.order(facts)) == []
+    assert list(devices.device_order(facts)) == []
 
 
 def test_an_order_that_nobody_can_explain_is_not_told() -> None:
     facts = edited("device-order.json", {"environment": {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}})
-    assert list(devices.order(facts)) == []
+    assert list(devices.device_order(facts)) == []
     unknown = [{**device.model_dump(mode="json"), "uuid": "GPU-3"} for device in facts.driver.cuda.devices]
-    assert list(devices.order(edited("device-order.json", {"driver": {"cuda": {"devices": unknown}}}))) == []
+    assert list(devices.device_order(edited("device-order.json", {"driver": {"cuda": {"devices": unknown}}}))) == []
     first = facts.driver.cuda.devices[0].model_dump(mode="json")
-    assert list(devices.order(edited("device-order.json", {"driver": {"cuda": {"devices": [first]}}}))) == []
+    assert list(devices.device_order(edited("device-order.json", {"driver": {"cuda": {"devices": [first]}}}))) == []
 
 
 @pytest.mark.parametrize(
@@ -190,12 +190,12 @@ def test_code_that_is_missing_says_which_way_to_go() -> None:
 
 def test_what_was_computed_counts_for_more_than_a_list() -> None:
     facts = edited("healthy-h200.json", {"frameworks": {"torch": {"architectures": ["sm_50"]}}})
-    assert list(devices.capability(facts)) == []
+    assert list(devices.compute_capability(facts)) == []
 
 
 def test_a_build_for_other_gpus_than_nvidias_has_no_code_to_look_for() -> None:
     torch = {"gpu": False, "architectures": ["gfx90a"], "gpus": None, "probe": None}
-    assert list(devices.capability(edited("healthy-h200.json", {"frameworks": {"torch": torch}}))) == []
+    assert list(devices.compute_capability(edited("healthy-h200.json", {"frameworks": {"torch": torch}}))) == []
 
 
 def test_the_gpu_that_a_build_has_no_code_for_can_be_left_out() -> None:
@@ -252,7 +252,7 @@ def test_a_divided_gpu_beside_a_whole_one_that_cuda_shows_is_no_finding() -> Non
 def test_the_memory_of_a_divided_gpu_says_nothing_of_its_instances() -> None:
     card = load("card-filled.json").driver.nvml.devices[0].model_dump(mode="json")
     facts = edited("card-filled.json", {"driver": {"nvml": {"devices": [{**card, "mig": True}]}}})
-    assert list(devices.full(facts)) == []
+    assert list(devices.card_filled_by_others(facts)) == []
 
 
 def test_who_has_an_exclusive_gpu_is_named() -> None:
@@ -291,7 +291,7 @@ def test_what_the_calling_process_holds_is_not_laid_on_others(own: int | None) -
     # In JSON's merge patch a null takes an entry away: None has to come in otherwise.
     facts = load("card-filled-by-oneself.json").model_copy(update={"process": Process(contexts={A: own})})
     assert derived.held_by_others(facts, facts.driver.nvml.devices[0]) == (None if own is None else 524288000)
-    assert list(devices.full(facts)) == [] and list(devices.full_of_itself(facts)) == []
+    assert list(devices.card_filled_by_others(facts)) == [] and list(devices.card_filled_by_caller(facts)) == []
 
 
 def test_where_it_cannot_be_said_whose_memory_it_is_nobody_is_named() -> None:
@@ -349,7 +349,7 @@ def _with(free: int, used: int, ran_out: bool) -> Facts:
 )
 def test_how_full_is_full(free: int, used: int, ran_out: bool, severities: list[str]) -> None:
     facts = _with(free, used, ran_out)
-    assert [str(finding.severity) for finding in devices.full(facts)] == severities
+    assert [str(finding.severity) for finding in devices.card_filled_by_others(facts)] == severities
     assert derived.explained(facts, "torch") is (severities == ["error"])
 
 
@@ -358,9 +358,12 @@ def test_of_two_full_cards_the_probes_ran_out_of_the_first() -> None:
     cards = [card, {**card, "index": 1, "uuid": B}]
     shown = [device.model_dump(mode="json") for device in load("two-gpus.json").driver.cuda.devices]
     facts = edited("card-filled.json", {"driver": {"cuda": {"devices": shown}, "nvml": {"devices": cards}}})
-    assert [(str(found.severity), found.subject) for found in devices.full(facts)] == [("error", A), ("warning", B)]
+    assert [(str(found.severity), found.subject) for found in devices.card_filled_by_others(facts)] == [
+        ("error", A),
+        ("warning", B),
+    ]
     facts = edited("card-filled.json", {"driver": {"cuda": {"devices": shown}, "nvml": {"devices": [cards[1]]}}})
-    assert [(str(found.severity), found.subject) for found in devices.full(facts)] == [("error", B)]
+    assert [(str(found.severity), found.subject) for found in devices.card_filled_by_others(facts)] == [("error", B)]
 
 
 def test_running_out_of_other_memory_is_not_a_full_card() -> None:

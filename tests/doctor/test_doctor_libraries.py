@@ -226,7 +226,7 @@ BROKEN = {"order": ["tensorflow", "torch"], "multiprocessors": {"torch": 1}, "pr
 )
 def test_import_order_is_as_bad_as_what_is_done(changes: dict[str, Any], severity: str) -> None:
     facts = edited("healthy-h200.json", {"together": [BROKEN], **changes})
-    assert [str(found.severity) for found in import_order.findings(facts)] == [severity]
+    assert [str(found.severity) for found in import_order.import_order(facts)] == [severity]
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_import_order_is_as_bad_as_what_is_done(changes: dict[str, Any], severit
     ],
 )
 def test_no_import_order_without_proof(changes: dict[str, Any]) -> None:
-    assert list(import_order.findings(edited("healthy-h200.json", changes))) == []
+    assert list(import_order.import_order(edited("healthy-h200.json", changes))) == []
 
 
 CU12, CU13 = f"{WHEELS}/cublas/lib/libcublas.so.12", f"{WHEELS}/cu13/lib/libcublas.so.13"

@@ -58,7 +58,7 @@ def test_a_driver_that_is_absent_says_which_half() -> None:
 
 def test_a_container_is_not_told_to_install_a_driver() -> None:
     facts = load("driver-not-installed.json").model_copy(update={"system": System(container="docker")})
-    assert "--gpus all" in next(iter(driver.absent(facts))).remedy
+    assert "--gpus all" in next(iter(driver.driver_absent(facts))).remedy
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_capabilities_that_are_not_set_are_no_finding() -> None:
 
 def test_nvml_that_refuses_for_a_reason_of_its_own_is_told_in_a_container_without_utility_too() -> None:
     facts = edited("container-without-utility.json", {"driver": {"nvml": {"error": "NVMLError_GpuIsLost"}}})
-    assert [finding.name for finding in driver.nvml(facts)] == ["nvml-blocked"]
+    assert [finding.name for finding in driver.nvml_blocked(facts)] == ["nvml-blocked"]
     assert list(driver.container(facts)) == []
 
 
@@ -151,7 +151,9 @@ def test_ptx_that_the_driver_does_not_know_names_the_package_of_its_cuda_where_o
     failed = {"probe": {"stages": plain("ptx-newer-than-the-driver.json")["frameworks"]["numba"]["probe"]["stages"]}}
     for number, package in ((13000, "nvidia-cuda-nvrtc==13.0.*"), (12040, "nvidia-cuda-nvrtc-cu12==12.4.*")):
         changes = {"frameworks": {"numba": None, "cupy": failed}, "driver": {"cuda": {"version": number}}}
-        assert any(package in finding.remedy for finding in versions.minor(edited("healthy-h200.json", changes)))
+        assert any(
+            package in finding.remedy for finding in versions.driver_minor_version(edited("healthy-h200.json", changes))
+        )
 
 
 def test_an_older_compat_library_is_the_one_cause_of_all_that_it_makes_too_old() -> None:
@@ -169,7 +171,7 @@ def test_compat_that_lies_about_and_is_not_loaded_is_no_finding() -> None:
     facts = edited(
         "healthy-h200.json", {"driver": {"cuda": {"candidates": ["/usr/local/cuda/compat/libcuda.so.550.54.15"]}}}
     )
-    assert list(versions.forward(facts)) == []
+    assert list(versions.forward_compatibility(facts)) == []
 
 
 @pytest.mark.parametrize(
@@ -200,18 +202,18 @@ def test_a_driver_that_could_not_be_asked_is_said_with_how_that_ended() -> None:
 def test_a_driver_that_could_not_be_asked_is_no_error_where_a_framework_computes() -> None:
     torch = load("healthy-h200.json").frameworks["torch"].model_dump(mode="json")
     facts = edited("survey-fails.json", {"frameworks": {"torch": torch}})
-    assert [finding.severity for finding in driver.initialisation(facts)] == [Severity.WARNING]
+    assert [finding.severity for finding in driver.cuda_init_failed(facts)] == [Severity.WARNING]
 
 
 def test_a_code_that_nobody_foresaw_is_named() -> None:
     facts = edited("init-unknown-error.json", {"driver": {"cuda": {"init": "CUDA_ERROR_NVLINK_UNCORRECTABLE"}}})
-    (found,) = driver.initialisation(facts)
+    (found,) = driver.cuda_init_failed(facts)
     assert "CUDA_ERROR_NVLINK_UNCORRECTABLE" in found.cause
 
 
 def test_a_stub_that_knows_no_names_of_errors_is_known_by_its_folder() -> None:
     facts = edited("stub-library.json", {"driver": {"cuda": {"init": "error 34"}}})
-    assert "stub" in next(iter(driver.initialisation(facts))).cause
+    assert "stub" in next(iter(driver.cuda_init_failed(facts))).cause
 
 
 def test_codes_that_name_their_cause_are_not_laid_on_device_files() -> None:
@@ -226,11 +228,11 @@ def test_device_files_say_what_is_wrong_with_which() -> None:
     assert "usermod" in one("device-files-denied.json", "device-files").remedy
     assert "--gpus all" in one("device-files-by-rule.json", "device-files").remedy
     facts = edited("device-files-denied.json", {"driver": {"files": dict.fromkeys(load(BUSY).driver.files)}})
-    (found,) = driver.files(facts)
+    (found,) = driver.device_files_unusable(facts)
     assert "/dev/nvidia0, /dev/nvidiactl and /dev/nvidia-uvm are missing" in found.cause
     assert "nvidia-modprobe" in found.remedy
 
 
 def test_nvml_is_no_finding_where_nothing_works() -> None:
     facts = Facts(driver=Driver(cuda=Cuda(error=NOTHING), nvml=NvmlFacts(error="NVMLError_LibraryNotFound")))
-    assert list(driver.nvml(facts)) == []
+    assert list(driver.nvml_blocked(facts)) == []

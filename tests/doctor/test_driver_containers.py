@@ -76,38 +76,38 @@ def test_capabilities_are_asked_for_as_each_kind_of_container_has_it(name: str, 
 @pytest.mark.parametrize("name", ["driver-libraries-missing.json", "driver-not-installed.json"])
 def test_no_kind_of_container_is_told_dockers_way(name: str, kind: str) -> None:
     facts = edited(name, {"system": {"container": kind}})
-    every = [*driver.absent(facts), *driver.container(facts)]
+    every = [*driver.driver_absent(facts), *driver.container(facts)]
     assert len(every) == 1 and ("docker" in every[0].remedy) == (kind == "docker")
 
 
 def test_the_gpus_of_other_jobs_are_told_once_and_as_no_trouble() -> None:
-    (found,) = driver.nvml(load("scheduler-job-of-one-gpu.json"))
+    (found,) = driver.nvml_blocked(load("scheduler-job-of-one-gpu.json"))
     assert found.severity is Severity.INFO and "may not use 3 of the 4 GPUs that NVML counts" in found.cause
     assert found.evidence[0] == "NVML, GPU 1: NVMLError_NoPermission, /dev/nvidia1: EPERM"
     devices = [card.model_dump(mode="json") for card in load("scheduler-job-of-one-gpu.json").driver.nvml.devices]
     budgeted = edited("scheduler-job-of-one-gpu.json", {"budget": {"frameworks": ["torch"]}})
-    assert [finding.severity for finding in driver.nvml(budgeted)] == [Severity.INFO]
+    assert [finding.severity for finding in driver.nvml_blocked(budgeted)] == [Severity.INFO]
     devices[1]["error"] = "NVMLError_GpuIsLost"
     lost = edited("scheduler-job-of-one-gpu.json", {"driver": {"nvml": {"devices": devices}}})
-    assert sorted((str(finding.severity), finding.subject) for finding in driver.nvml(lost)) == [
+    assert sorted((str(finding.severity), finding.subject) for finding in driver.nvml_blocked(lost)) == [
         ("info", ""),
         ("warning", "GPU 1"),
     ]
 
 
 def test_a_gpu_that_cuda_shows_and_nvml_refuses_is_told() -> None:
-    (found,) = driver.nvml(load("nvml-not-permitted-for-one-gpu.json"))
+    (found,) = driver.nvml_blocked(load("nvml-not-permitted-for-one-gpu.json"))
     assert found.severity is Severity.WARNING
     assert any(line.startswith("CUDA shows GPU-1c2f6a64") for line in found.evidence)
     budget = {"budget": {"frameworks": ["torch"]}}
-    (found,) = driver.nvml(edited("nvml-not-permitted-for-one-gpu.json", budget))
+    (found,) = driver.nvml_blocked(edited("nvml-not-permitted-for-one-gpu.json", budget))
     assert found.severity is Severity.ERROR
 
 
 def test_an_instance_of_mig_is_no_gpu_that_nvml_keeps_to_itself() -> None:
     cards = [card.model_dump(mode="json") for card in load("mig.json").driver.nvml.devices]
     cards.append({"index": 1, "error": "NVMLError_NoPermission"})
-    (found,) = driver.nvml(edited("mig.json", {"driver": {"nvml": {"devices": cards}}}))
+    (found,) = driver.nvml_blocked(edited("mig.json", {"driver": {"nvml": {"devices": cards}}}))
     assert found.severity is Severity.INFO and "may not use 1 of the 2 GPUs that NVML counts" in found.cause
 
 

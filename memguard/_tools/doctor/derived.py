@@ -27,13 +27,13 @@ def numbers(text: str | None) -> Version:
     return tuple(int(part) for part in found.group().split(".")) if found else ()
 
 
-def cuda_of_driver(facts: Facts) -> Version:
+def driver_cuda(facts: Facts) -> Version:
     """The driver's CUDA: (13, 0). From libcuda first, which may differ from NVML (cuda-compat)."""
     number = facts.driver.cuda.version or facts.driver.nvml.cuda
     return (number // 1000, number % 1000 // 10) if number else ()
 
 
-def cuda_of(framework: FrameworkFacts) -> Version:
+def framework_cuda(framework: FrameworkFacts) -> Version:
     """The CUDA that it was built for, as two numbers; empty if unknown or not built for CUDA."""
     return numbers(framework.cuda)[:2] if framework.gpu is not False else ()
 
@@ -44,7 +44,7 @@ def libcuda_version(facts: Facts) -> Version:
     return numbers(found.group(1)) if found else ()
 
 
-def compat(facts: Facts) -> bool:
+def is_compat(facts: Facts) -> bool:
     """Whether the loaded libcuda is from a cuda-compat package."""
     return re.search(r"/compat/|/cuda-compat", facts.driver.cuda.path or "") is not None
 
@@ -77,7 +77,7 @@ def computes(framework: FrameworkFacts) -> bool:
 
 def too_old(facts: Facts, framework: FrameworkFacts) -> bool:
     """Whether the driver's CUDA major is lower than the framework's and it did not compute."""
-    built, driver = cuda_of(framework), cuda_of_driver(facts)
+    built, driver = framework_cuda(framework), driver_cuda(facts)
     return bool(built and driver) and built[0] > driver[0] and not computes(framework)
 
 
@@ -167,7 +167,7 @@ NO_COMPILER = re.compile(
 )
 
 
-def elsewhere(found: FrameworkFacts) -> bool:
+def imported_from_elsewhere(found: FrameworkFacts) -> bool:
     """Whether it was imported from outside the folder that its package is installed in."""
     if found.path is None or not found.folder:
         return False
@@ -256,7 +256,7 @@ def has_context(facts: Facts, card: NvmlDevice) -> bool:
     return facts.process is not None and any(same_gpu(uuid, card.uuid) for uuid in facts.process.contexts)
 
 
-def held_by_itself(facts: Facts, card: NvmlDevice) -> int | None:
+def held_by_caller(facts: Facts, card: NvmlDevice) -> int | None:
     """Bytes that the process that called the doctor holds; None if it has a context and NVML does not say."""
     contexts = facts.process.contexts if facts.process is not None else {}
     total = 0
@@ -269,38 +269,38 @@ def held_by_itself(facts: Facts, card: NvmlDevice) -> int | None:
 
 def held_by_others(facts: Facts, card: NvmlDevice) -> int | None:
     """Bytes that neither the doctor nor the process that called it holds; None if unknown."""
-    own = held_by_itself(facts, card)
+    own = held_by_caller(facts, card)
     return None if card.used is None or own is None else max(0, card.used - own)
 
 
 @once
 def filled_by_others(facts: Facts) -> tuple[NvmlDevice, ...]:
     """The visible GPUs that other processes fill: less than a tenth is free, or too little for a probe that ran out."""
-    ran_out = _ran_out(facts)
+    ran_out = _any_out_of_memory(facts)
     return tuple(
         card
         for card in visible_cards(facts)
-        if _little(card, ran_out) and (held_by_others(facts, card) or 0) > (card.total or 0) / 2
+        if _is_low(card, ran_out) and (held_by_others(facts, card) or 0) > (card.total or 0) / 2
     )
 
 
 @once
-def filled_by_itself(facts: Facts) -> tuple[NvmlDevice, ...]:
+def filled_by_caller(facts: Facts) -> tuple[NvmlDevice, ...]:
     """The visible GPUs on which a probe ran out of memory and the process that called the doctor has a share in it."""
-    if not _ran_out(facts):
+    if not _any_out_of_memory(facts):
         return ()
     others = filled_by_others(facts)
     return tuple(
-        card for card in visible_cards(facts) if card not in others and _little(card, True) and has_context(facts, card)
+        card for card in visible_cards(facts) if card not in others and _is_low(card, True) and has_context(facts, card)
     )
 
 
 @once
-def _ran_out(facts: Facts) -> bool:
+def _any_out_of_memory(facts: Facts) -> bool:
     return any(out_of_memory(stage) for _, probe in facts.probes() for stage in probe.stages)
 
 
-def _little(card: NvmlDevice, ran_out: bool) -> bool:
+def _is_low(card: NvmlDevice, ran_out: bool) -> bool:
     if card.free is None or not card.total:
         return False
     return card.free < LITTLE * card.total or (ran_out and card.free < NO_ROOM)
@@ -343,7 +343,7 @@ def blocked_by(facts: Facts) -> str | None:
     if init == "CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE":
         return "forward-compatibility"
     if init == "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH":
-        return "forward-compatibility" if compat(facts) else "driver-mismatch"
+        return "forward-compatibility" if is_compat(facts) else "driver-mismatch"
     if init not in _VAGUE:
         return "cuda-init-failed"
     return (None if facts.system.wsl else _without_module(facts, files)) or _hidden(facts, init) or "cuda-init-failed"
@@ -357,7 +357,7 @@ def _not_loaded(facts: Facts, error: str) -> str:
         # Apptainer always mounts the host's /dev; the libraries come with --nv.
         if facts.system.container == "apptainer" or (_DXG if facts.system.wsl else _CONTROL) not in facts.driver.files:
             return "container-without-gpu"
-        if not capable(facts, "compute"):
+        if not has_capability(facts, "compute"):
             return "container-capabilities"
     return "driver-absent"
 
@@ -370,7 +370,7 @@ def _without_module(facts: Facts, files: dict[str, str]) -> str | None:
     if not nodes or _CONTROL not in files:
         return "container-without-gpu" if facts.system.container else "device-files"
     if _versions_differ(facts):
-        return "forward-compatibility" if compat(facts) else "driver-mismatch"
+        return "forward-compatibility" if is_compat(facts) else "driver-mismatch"
     if all(files[path] != "ok" for path in nodes) or any(files.get(path) != "ok" for path in (_CONTROL, _UVM)):
         return "device-files"
     return None
@@ -410,7 +410,7 @@ def device_files(facts: Facts) -> dict[str, str]:
     }
 
 
-def readable(facts: Facts) -> tuple[NvmlDevice, ...]:
+def readable_cards(facts: Facts) -> tuple[NvmlDevice, ...]:
     """The GPUs that NVML shows. Others that it counts are lost or another job's, and CUDA shows none of those."""
     return tuple(card for card in facts.driver.nvml.devices if card.error is None)
 
@@ -421,13 +421,13 @@ def visible(facts: Facts) -> Visible | None:
     value = facts.environment.get(visible_devices.VARIABLE)
     if value is None:
         return None
-    cards = readable(facts) if facts.driver.nvml.error is None else ()
+    cards = readable_cards(facts) if facts.driver.nvml.error is None else ()
     uuids = [card.uuid for card in cards] if cards and all(card.uuid for card in cards) else None
     nodes = sum(_NODE.fullmatch(path) is not None for path in facts.driver.files)
     return visible_devices.read(value, len(cards) or nodes or None, uuids)
 
 
-def capable(facts: Facts, capability: str) -> bool:
+def has_capability(facts: Facts, capability: str) -> bool:
     """Whether NVIDIA_DRIVER_CAPABILITIES gives a container this capability; true if the variable is not set."""
     given = facts.environment.get("NVIDIA_DRIVER_CAPABILITIES")
     return not given or not {capability, "all"}.isdisjoint(part.strip() for part in given.split(","))
@@ -452,7 +452,7 @@ def explained(facts: Facts, name: str) -> bool:
         or too_old(facts, framework)
         or unsupported_ptx(framework)
         or (without_code(facts, framework) and not computes(framework))
-        or ((filled_by_others(facts) or filled_by_itself(facts)) and out_of_memory(failed_stage(framework)))
+        or ((filled_by_others(facts) or filled_by_caller(facts)) and out_of_memory(failed_stage(framework)))
         or (exclusive(facts) and busy(framework))
         or (name == "jax" and both_xla_fractions(facts) and not fails_at(framework, "import"))
     )
@@ -467,13 +467,13 @@ _COMPILED = re.compile(
     r"|module compiled against (?:ABI|API) version",
 )
 NUMBA_NEEDS = re.compile(r"Numba needs NumPy (?P<major>\d+)\.(?P<minor>\d+) or (?P<which>less|greater)")
-TAKEN_AWAY = re.compile(r"module 'numpy' has no attribute '(\w+)'")
+REMOVED = re.compile(r"module 'numpy' has no attribute '(\w+)'")
 
 
 @once
 def numpy_messages(facts: Facts, framework: str) -> tuple[str, ...]:
     """The lines of its messages that are about NumPy's version."""
-    patterns = (_COMPILED, NUMBA_NEEDS, TAKEN_AWAY)
+    patterns = (_COMPILED, NUMBA_NEEDS, REMOVED)
     return tuple(
         line
         for text in messages(facts.frameworks[framework].probe)
@@ -485,7 +485,7 @@ def numpy_messages(facts: Facts, framework: str) -> tuple[str, ...]:
 # frameworks that do not use the GPU
 
 
-_JAX_SAYS = "CUDA-enabled jaxlib is not installed"
+_JAX_WITHOUT_CUDA = "CUDA-enabled jaxlib is not installed"
 _NO_NUMBA_CUDA = re.compile(r"No module named 'numba\.cuda'|cannot import name 'cuda' from 'numba'")
 
 
@@ -493,14 +493,14 @@ _NO_NUMBA_CUDA = re.compile(r"No module named 'numba\.cuda'|cannot import name '
 def without_cuda(facts: Facts, name: str) -> bool:
     """Whether it is a build for CPUs."""
     found = facts.frameworks[name]
-    if name == "jax" and any(_JAX_SAYS in text for text in messages(found.probe)):
+    if name == "jax" and any(_JAX_WITHOUT_CUDA in text for text in messages(found.probe)):
         return True
     if name == "numba" and "numba-cuda" not in (*found.distributions, *facts.packages):
-        return _numba_without(facts)
+        return _numba_without_cuda(facts)
     return found.gpu is False
 
 
-def _numba_without(facts: Facts) -> bool:
+def _numba_without_cuda(facts: Facts) -> bool:
     """Whether Numba has no CUDA beyond its own old part, which needs the toolkit of the system.
 
     Numba is mostly installed as a compiler for CPUs, so an error of that part is no error of a Numba meant for the GPU.

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from memguard._tools.doctor.cuda_libraries import parse
 from memguard._tools.doctor.derived import (
     Version,
-    cuda_of_driver,
     device_files,
+    driver_cuda,
     failed_stage,
     killed,
     numbers,
@@ -29,7 +29,7 @@ def listing(names: Iterable[str]) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
-def few(lines: Sequence[str]) -> tuple[str, ...]:
+def shortened(lines: Sequence[str]) -> tuple[str, ...]:
     """The first lines, and how many more there are."""
     rest = len(lines) - _ENOUGH
     return tuple(lines) if rest <= 0 else (*lines[:_ENOUGH], f"and {rest} more")
@@ -72,21 +72,21 @@ PROC = "/proc/driver/nvidia/version"
 START = "docker run --gpus all ..."
 
 
-def driver_state(facts: Facts) -> tuple[str, ...]:
+def driver_evidence(facts: Facts) -> tuple[str, ...]:
     """Kernel module, bus, device files, libcuda and NVML, one line of evidence each."""
     driver = facts.driver
     found = device_files(facts)
     if facts.system.wsl:
-        return driver_messages(facts)
+        return driver_errors(facts)
     return (
         f"{PROC}: {'not there' if driver.module is None else driver.module or 'without a version'}",
         f"NVIDIA GPUs on the bus: {', '.join(driver.pci) or 'none seen'}",
         f"device files: {', '.join(sorted(found)) or 'none'}",
-        *driver_messages(facts),
+        *driver_errors(facts),
     )
 
 
-def driver_messages(facts: Facts) -> tuple[str, ...]:
+def driver_errors(facts: Facts) -> tuple[str, ...]:
     """What libcuda and NVML returned."""
     cuda, read = facts.driver.cuda, facts.driver.nvml
     return (
@@ -96,7 +96,7 @@ def driver_messages(facts: Facts) -> tuple[str, ...]:
     )
 
 
-def broken_off(facts: Facts) -> str | None:
+def survey_failure(facts: Facts) -> str | None:
     """How the process that queries the driver ended too early; None if it finished."""
     cuda = facts.driver.cuda
     answer = cuda.init if cuda.init is not None or cuda.path else facts.driver.nvml.error
@@ -114,7 +114,7 @@ def start(kind: str | None) -> str:
     }.get(kind or "", START)
 
 
-def with_capabilities(kind: str | None) -> str:
+def capabilities_command(kind: str | None) -> str:
     """The command that starts a container of this kind with the driver's CUDA and NVML."""
     return {
         "podman": "podman run --device nvidia.com/gpu=all -e NVIDIA_DRIVER_CAPABILITIES=compute,utility ...",
@@ -124,7 +124,7 @@ def with_capabilities(kind: str | None) -> str:
     }.get(kind or "", START.replace("...", "-e NVIDIA_DRIVER_CAPABILITIES=compute,utility ..."))
 
 
-def without_init(facts: Facts) -> Severity:
+def severity_if_init_fails(facts: Facts) -> Severity:
     """The severity if frameworks work and memguard.init fails: an error if a budget is to be applied."""
     return Severity.ERROR if facts.budget is not None else Severity.WARNING
 
@@ -167,10 +167,10 @@ _CONDA = {
 """conda-forge's packages, which depend on CUDA's libraries."""
 
 
-def libraries_for(facts: Facts, framework: str, wanted: int | None, libraries: Iterable[str] = ()) -> str:
+def install_libraries(facts: Facts, framework: str, wanted: int | None, libraries: Iterable[str] = ()) -> str:
     """The command that installs CUDA's libraries for it; `wanted`: the major of the CUDA that it was built for."""
     with_pip = _by_pip(facts, framework, wanted, libraries)
-    if not maybe_conda(facts, facts.frameworks[framework]):
+    if not may_be_conda(facts, facts.frameworks[framework]):
         return with_pip
     return f"{_by_conda(framework, wanted)}; where pip has installed {framework}: {with_pip}"
 
@@ -184,16 +184,18 @@ def _by_pip(facts: Facts, framework: str, wanted: int | None, libraries: Iterabl
         return f"pip install 'jax[cuda{wanted}]{release}'"
     if framework == "cupy" and wanted is not None:
         if finds_packages(found):
-            return cupy_wheel(found, wanted, release)
+            return install_cupy(found, wanted, release)
         toolkit = f"install CUDA's toolkit {wanted} and add its lib64 to LD_LIBRARY_PATH"
         if wanted < 12:  # CuPy 14 has no build for it
             return toolkit
-        newer = cupy_wheel(found, wanted, ">=14")
+        newer = install_cupy(found, wanted, ">=14")
         return f"{newer} (an older CuPy does not look into pip's packages), or {toolkit}"
     packages = pip_packages(libraries, wanted)
     if packages:
         return f"pip install {' '.join(packages)}"
-    return pytorch(numbers(found.cuda)) if framework == "torch" else f"pip install --force-reinstall {framework}"
+    return (
+        install_pytorch(numbers(found.cuda)) if framework == "torch" else f"pip install --force-reinstall {framework}"
+    )
 
 
 def finds_packages(cupy: FrameworkFacts) -> bool:
@@ -202,7 +204,7 @@ def finds_packages(cupy: FrameworkFacts) -> bool:
     return not release or release >= (14,)
 
 
-def cupy_wheel(found: FrameworkFacts, cuda: int, release: str = "") -> str:
+def install_cupy(found: FrameworkFacts, cuda: int, release: str = "") -> str:
     """CuPy with CUDA's libraries. A wheel for another CUDA is uninstalled first, as it uses the same folder."""
     wheel = f"cupy-cuda{cuda}x"
     others = [name for name in found.distributions if re.match(r"cupy(-|$)", name) and name != wheel]
@@ -227,7 +229,7 @@ def pip_packages(libraries: Iterable[str], wanted: int | None) -> list[str]:
     return list(packages)
 
 
-def pytorch(cuda: tuple[int, ...]) -> str:
+def install_pytorch(cuda: tuple[int, ...]) -> str:
     """PyTorch for this CUDA. It is uninstalled first, else pip keeps the installed build."""
     build = _pytorch_build(cuda)
     if build is None and cuda[:1] == (12,):
@@ -244,18 +246,18 @@ def _pytorch_build(cuda: tuple[int, ...]) -> tuple[int, int] | None:
     return next((known for known in _PYTORCH if known[0] == major and known <= cuda[:2]), None)
 
 
-def with_cuda(facts: Facts, framework: str) -> str:
+def install_with_cuda(facts: Facts, framework: str) -> str:
     """The command that installs the build for the driver's CUDA."""
-    driver = cuda_of_driver(facts)
+    driver = driver_cuda(facts)
     known = min(driver[0], 13) if driver and driver[0] >= 12 else 12
     command = {
         "tensorflow": "pip uninstall -y tensorflow-cpu tensorflow && pip install 'tensorflow[and-cuda]'",
         "jax": f"pip install 'jax[cuda{known}]'",
         "numba": f"pip install 'numba-cuda[cu{known}]'",
-        "torch": pytorch(driver),
-        "cupy": cupy_wheel(facts.frameworks[framework], known),
+        "torch": install_pytorch(driver),
+        "cupy": install_cupy(facts.frameworks[framework], known),
     }.get(framework, f"pip install --force-reinstall {framework}")
-    if not maybe_conda(facts, facts.frameworks[framework]):
+    if not may_be_conda(facts, facts.frameworks[framework]):
         return command
     return f"{_by_conda(framework, known)}; where pip has installed {framework}: {command}"
 
@@ -265,7 +267,7 @@ def _by_conda(framework: str, cuda: int | None) -> str:
     return f"conda install -c conda-forge {_CONDA.get(framework, framework)}{version}"
 
 
-def maybe_conda(facts: Facts, found: FrameworkFacts) -> bool:
+def may_be_conda(facts: Facts, found: FrameworkFacts) -> bool:
     """Whether it is in the active conda environment, with no sign that pip installed it."""
     prefix = facts.environment.get("CONDA_PREFIX", "").rstrip("/")
     if not prefix or not (found.folder or "").startswith(prefix + "/"):
@@ -275,17 +277,17 @@ def maybe_conda(facts: Facts, found: FrameworkFacts) -> bool:
     return not wheels and re.search(r"\+c(u\d|pu)", found.version or "") is None
 
 
-def built_by_the_driver(facts: Facts, framework: str) -> str | None:
+def match_driver(facts: Facts, framework: str) -> str | None:
     """What makes it compile with the driver's CUDA at run time; None if only a newer driver helps.
 
     Only CuPy uses the NVRTC that is installed. Each build of PyTorch contains its own. Numba, JAX and Triton use parts
     of several packages that belong together.
     """
-    driver = cuda_of_driver(facts)
+    driver = driver_cuda(facts)
     found = facts.frameworks[framework]
     if framework == "cupy" and finds_packages(found) and len(driver) == 2:
         suffix = f"-cu{driver[0]}" if driver[0] < 13 else ""
         return f"compile with its CUDA: pip install 'nvidia-cuda-nvrtc{suffix}=={driver[0]}.{driver[1]}.*'"
     if framework == "torch" and _pytorch_build(driver) is not None:
-        return f"install a build for its CUDA: {pytorch(driver)}"
+        return f"install a build for its CUDA: {install_pytorch(driver)}"
     return None

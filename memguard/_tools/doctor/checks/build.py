@@ -12,8 +12,8 @@ from memguard._tools.doctor.derived import (
     NO_COMPILER,
     NO_NVCC,
     did_not_finish,
-    elsewhere,
     explained,
+    imported_from_elsewhere,
     messages,
     no_gpu,
     wants_cuda,
@@ -21,7 +21,7 @@ from memguard._tools.doctor.derived import (
 )
 from memguard._tools.doctor.facts import Facts
 from memguard._tools.doctor.finding import Found, Severity, check
-from memguard._tools.doctor.wording import exactly, full_name, last_line, listing, with_cuda
+from memguard._tools.doctor.wording import exactly, full_name, install_with_cuda, last_line, listing
 
 _COMPILERS = ("gcc", "g++", "cc")
 # Distributions that put the same module into the same folder.
@@ -98,7 +98,7 @@ def compiler_missing(facts: Facts) -> Iterator[Found]:
 @check("unexpected-path", order=420)
 def unexpected_path(facts: Facts) -> Iterator[Found]:
     for name, found in facts.frameworks.items():
-        if not elsewhere(found) or found.path is None:
+        if not imported_from_elsewhere(found) or found.path is None:
             continue
         folders = [folder for folder in facts.environment.get("PYTHONPATH", "").split(":") if folder]
         from_path = [folder for folder in folders if found.path.startswith(folder.rstrip("/") + "/")]
@@ -211,7 +211,7 @@ def cpu_build(facts: Facts) -> Iterator[Found]:
                 *((f"{name} counts {found.gpus} GPUs",) if found.gpus is not None else ()),
                 *(f"{name}: {last_line(text)}" for text in errors),
             ),
-            with_cuda(facts, name),
+            install_with_cuda(facts, name),
             name,
             severity=Severity.WARNING if wants_cuda(facts, name) else Severity.INFO,
         )

@@ -14,7 +14,7 @@ from memguard._tools.doctor.wording import full_name
 Version = tuple[int, ...]
 
 # each matches the version found and the version compiled with
-_SAID = (
+_VERSION_MESSAGES = (
     re.compile(r"Loaded runtime CuDNN library: (?P<found>[\d.]+) but source was compiled with:? (?P<built>[\d.]+)"),
     re.compile(
         r"PyTorch was compiled\s+against \((?P<built>[\d, ]+)\) but (?:found runtime version|linked against) "
@@ -43,7 +43,7 @@ def _pair(found: FrameworkFacts) -> tuple[Version, Version, str] | None:
     """The version found, the version compiled with, and the message that says so, if any."""
     stderr = "\n".join(found.probe.said) if found.probe is not None else ""  # JAX's message has several
     for text in (*messages(found.probe), stderr):
-        for pattern in _SAID:
+        for pattern in _VERSION_MESSAGES:
             if match := pattern.search(text):
                 line = " ".join(text.split())
                 return version(match["found"]), version(match["built"]), line[max(line.find(match[0][:20]), 0) :][:240]

@@ -12,14 +12,14 @@ from memguard._tools.doctor.derived import (
     computes,
     exclusive,
     failed_stage,
-    filled_by_itself,
+    filled_by_caller,
     filled_by_others,
     has_context,
-    held_by_itself,
+    held_by_caller,
     held_by_others,
     oldest,
     out_of_memory,
-    readable,
+    readable_cards,
     same_gpu,
     visible,
     without_code,
@@ -50,7 +50,7 @@ def hidden(facts: Facts) -> Iterator[Found]:
         left = f"CUDA shows {count} GPU{'' if count == 1 else 's'} of the {named} that it names"
     else:
         return
-    cards = readable(facts)
+    cards = readable_cards(facts)
     has = f"the GPUs here are {listing(_spelled(card) for card in cards)}" if cards else ""
     why = {
         "empty": "is empty" if not seen.value.strip() else "has an empty entry, which ends the list",
@@ -85,7 +85,7 @@ def hidden(facts: Facts) -> Iterator[Found]:
 
 
 @check("device-order", order=210)
-def order(facts: Facts) -> Iterator[Found]:
+def device_order(facts: Facts) -> Iterator[Found]:
     """cuda:0 is not GPU 0 of nvidia-smi, and nobody asked for another order."""
     shown, cards = facts.driver.cuda.devices, facts.driver.nvml.devices
     indices = [next((card.index for card in cards if same_gpu(card.uuid, device.uuid)), -1) for device in shown]
@@ -119,7 +119,7 @@ def order(facts: Facts) -> Iterator[Found]:
 
 
 @check("compute-capability", order=215)
-def capability(facts: Facts) -> Iterator[Found]:
+def compute_capability(facts: Facts) -> Iterator[Found]:
     """A framework has no code for a GPU."""
     if blocked_by(facts) is not None:
         return
@@ -189,7 +189,7 @@ def mig(facts: Facts) -> Iterator[Found]:
 
 
 @check("compute-mode", order=225)
-def mode(facts: Facts) -> Iterator[Found]:
+def compute_mode(facts: Facts) -> Iterator[Found]:
     """GPUs that allow one process at a time, or none."""
     if blocked_by(facts) is not None:
         return
@@ -230,7 +230,7 @@ def mode(facts: Facts) -> Iterator[Found]:
 
 
 @check("peer-access", order=230)
-def peers(facts: Facts) -> Iterator[Found]:
+def peer_access(facts: Facts) -> Iterator[Found]:
     """GPUs that cannot read each other's memory."""
     shown = facts.driver.cuda.devices
     if any(device.uuid.startswith("MIG-") for device in shown):
@@ -256,7 +256,7 @@ def peers(facts: Facts) -> Iterator[Found]:
 
 
 @check("card-filled", order=235)
-def full(facts: Facts) -> Iterator[Found]:
+def card_filled_by_others(facts: Facts) -> Iterator[Found]:
     """GPUs on which other processes leave little or no memory."""
     if blocked_by(facts) is not None:
         return
@@ -291,13 +291,13 @@ def full(facts: Facts) -> Iterator[Found]:
 
 
 @check("card-filled", order=240)
-def full_of_itself(facts: Facts) -> Iterator[Found]:
+def card_filled_by_caller(facts: Facts) -> Iterator[Found]:
     """GPUs on which the process that called the doctor leaves too little memory for the probes."""
     if blocked_by(facts) is not None:
         return
-    for card in filled_by_itself(facts):
+    for card in filled_by_caller(facts):
         victims = [name for name, framework in facts.frameworks.items() if out_of_memory(failed_stage(framework))]
-        own = held_by_itself(facts, card)
+        own = held_by_caller(facts, card)
         called = f"GPU {card.index} ({card.name})"
         holds = f"this process holds {format_size(own)} of {called}" if own else f"this process is on {called}"
         lines = [f"NVML: {format_size(card.free)} free of {format_size(card.total)}"]

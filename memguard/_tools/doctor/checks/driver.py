@@ -6,17 +6,17 @@ import re
 from collections.abc import Iterator
 
 from memguard._base.units import format_size
-from memguard._tools.doctor.derived import blocked_by, capable, computes, device_files, same_gpu
+from memguard._tools.doctor.derived import blocked_by, computes, device_files, has_capability, same_gpu
 from memguard._tools.doctor.facts import Facts
 from memguard._tools.doctor.finding import Found, Severity, check
 from memguard._tools.doctor.wording import (
-    broken_off,
-    driver_messages,
-    driver_state,
+    capabilities_command,
+    driver_errors,
+    driver_evidence,
     listing,
+    severity_if_init_fails,
     start,
-    with_capabilities,
-    without_init,
+    survey_failure,
 )
 
 _CAUSES = {
@@ -77,7 +77,7 @@ _NVML = {
 
 
 @check("driver-absent", order=105)
-def absent(facts: Facts) -> Iterator[Found]:
+def driver_absent(facts: Facts) -> Iterator[Found]:
     """The kernel module, the libraries or both are missing."""
     if blocked_by(facts) != "driver-absent":
         return
@@ -90,7 +90,7 @@ def absent(facts: Facts) -> Iterator[Found]:
     elif module:
         cause = f"the driver's kernel module {driver.module} is loaded and its libraries (libcuda.so.1) are not found"
         remedy = (
-            f"on a host with the NVIDIA Container Toolkit: {with_capabilities(facts.system.container)}"
+            f"on a host with the NVIDIA Container Toolkit: {capabilities_command(facts.system.container)}"
             if facts.system.container
             else f"sudo apt install libnvidia-compute-{_branch(driver.module)}  # or your system's package; if they "
             "are installed, add their folder to /etc/ld.so.conf.d and run sudo ldconfig"
@@ -111,7 +111,7 @@ def absent(facts: Facts) -> Iterator[Found]:
     else:
         cause = "this machine has no NVIDIA GPU and no NVIDIA driver"
         remedy = "run on a machine with an NVIDIA GPU; memguard.init(..., simulate='h200') tries a budget without one"
-    yield Found(cause, driver_state(facts), remedy)
+    yield Found(cause, driver_evidence(facts), remedy)
 
 
 @check("container-without-gpu", "container-capabilities", order=110)
@@ -123,7 +123,7 @@ def container(facts: Facts) -> Iterator[Found]:
     if blocked == "container-without-gpu":
         kind = facts.system.container
         cause = f"the host has an NVIDIA driver, and this container ({kind}) was started without a GPU"
-        evidence = [*driver_state(facts)]
+        evidence = [*driver_evidence(facts)]
         if facts.system.wsl:
             cause = f"this container ({kind}) was started without a GPU: it has no /dev/dxg of WSL"
             evidence.append(f"/dev/dxg: {facts.driver.files.get('/dev/dxg', 'not there')}")
@@ -137,7 +137,7 @@ def container(facts: Facts) -> Iterator[Found]:
             evidence.append("NVIDIA_VISIBLE_DEVICES is not set")
         yield Found(cause, tuple(evidence), start(kind))
     compute = blocked == "container-capabilities"
-    utility = blocked is None and facts.driver.nvml.error == "NVMLError_LibraryNotFound" and _no_utility(facts)
+    utility = blocked is None and facts.driver.nvml.error == "NVMLError_LibraryNotFound" and _lacks_utility(facts)
     if compute or utility:
         lacks, what = ("compute", "CUDA (libcuda.so.1)") if compute else ("utility", "NVML (libnvidia-ml.so.1)")
         yield Found(
@@ -147,14 +147,14 @@ def container(facts: Facts) -> Iterator[Found]:
                 f"NVIDIA_DRIVER_CAPABILITIES={given} (environment)",
                 f"libcuda: {facts.driver.cuda.error}" if compute else f"NVML: {facts.driver.nvml.error}",
             ),
-            with_capabilities(facts.system.container),
-            severity=Severity.ERROR if compute else without_init(facts),
+            capabilities_command(facts.system.container),
+            severity=Severity.ERROR if compute else severity_if_init_fails(facts),
             name="container-capabilities",
         )
 
 
 @check("device-files", order=115)
-def files(facts: Facts) -> Iterator[Found]:
+def device_files_unusable(facts: Facts) -> Iterator[Found]:
     """Device files that are missing or cannot be opened."""
     if blocked_by(facts) != "device-files":
         return
@@ -190,18 +190,18 @@ def files(facts: Facts) -> Iterator[Found]:
         )
     yield Found(
         cause,
-        (*(f"{path}: {state}" for path, state in sorted(found.items())), *driver_messages(facts)),
+        (*(f"{path}: {state}" for path, state in sorted(found.items())), *driver_errors(facts)),
         remedy,
         next(iter(denied or broken), ""),
     )
 
 
 @check("cuda-init-failed", order=130)
-def initialisation(facts: Facts) -> Iterator[Found]:
+def cuda_init_failed(facts: Facts) -> Iterator[Found]:
     """cuInit fails for a reason that no other check explains, or libcuda exists and cannot be loaded."""
     if blocked_by(facts) != "cuda-init-failed":
         return
-    cuda, broken = facts.driver.cuda, broken_off(facts)
+    cuda, broken = facts.driver.cuda, survey_failure(facts)
     if cuda.error is not None:
         cause = "the driver's library libcuda.so.1 exists and cannot be loaded"
         remedy = "reinstall the NVIDIA driver: its libraries are damaged, or for another architecture"
@@ -224,7 +224,7 @@ def initialisation(facts: Facts) -> Iterator[Found]:
     hidden = facts.environment.get("CUDA_VISIBLE_DEVICES")
     read = cuda.path or facts.driver.module is not None or facts.driver.files
     evidence = (
-        *(driver_state(facts) if read or broken is None else driver_messages(facts)),
+        *(driver_evidence(facts) if read or broken is None else driver_errors(facts)),
         *([f"CUDA_VISIBLE_DEVICES={hidden} (environment)"] if hidden is not None else []),
     )
     # If our process failed and frameworks work, they are not affected.
@@ -238,10 +238,10 @@ def initialisation(facts: Facts) -> Iterator[Found]:
 
 
 @check("nvml-blocked", order=145)
-def nvml(facts: Facts) -> Iterator[Found]:
+def nvml_blocked(facts: Facts) -> Iterator[Found]:
     """CUDA works and NVML does not: frameworks run, and nobody can tell who holds how much memory."""
     read = facts.driver.nvml
-    missing = read.error == "NVMLError_LibraryNotFound" and _no_utility(facts)
+    missing = read.error == "NVMLError_LibraryNotFound" and _lacks_utility(facts)
     elsewhere = missing or read.error == "NVMLError_LibRmVersionMismatch"
     if blocked_by(facts) is not None or not facts.driver.cuda.devices:
         return
@@ -254,7 +254,7 @@ def nvml(facts: Facts) -> Iterator[Found]:
                 f"cuInit: {facts.driver.cuda.init}, GPUs shown: {len(facts.driver.cuda.devices)}",
             ),
             _NVML.get(read.error, "nvidia-smi  # uses NVML too and tells more"),
-            severity=without_init(facts),
+            severity=severity_if_init_fails(facts),
         )
     yield from _cards(facts)
 
@@ -277,7 +277,7 @@ def _cards(facts: Facts) -> Iterator[Found]:
             (f"NVML, GPU {card.index}: {card.error}", *(f"CUDA shows {uuid}, and NVML does not" for uuid in unlisted)),
             _NVML.get(card.error or "", f"nvidia-smi -i {card.index}  # uses NVML too and tells more"),
             card.uuid or f"GPU {card.index}",
-            severity=without_init(facts) if unlisted else Severity.WARNING,
+            severity=severity_if_init_fails(facts) if unlisted else Severity.WARNING,
         )
     if foreign:
         count = len(facts.driver.nvml.devices)
@@ -295,7 +295,7 @@ def _cards(facts: Facts) -> Iterator[Found]:
 
 
 @check("wsl", order=150)
-def windows(facts: Facts) -> Iterator[Found]:
+def wsl(facts: Facts) -> Iterator[Found]:
     """WSL: what NVML cannot tell there, and a Linux driver that hides the Windows driver."""
     if not facts.system.wsl:
         return
@@ -306,7 +306,7 @@ def windows(facts: Facts) -> Iterator[Found]:
             (
                 f"libcuda: {cuda.path}",
                 *(f"also found: {path}" for path in cuda.candidates if path != cuda.path),
-                *driver_messages(facts),
+                *driver_errors(facts),
             ),
             "sudo apt purge 'libnvidia-compute-*' 'nvidia-driver-*' && sudo ldconfig  # and /usr/lib/wsl/lib first in "
             "LD_LIBRARY_PATH",
@@ -322,7 +322,7 @@ def windows(facts: Facts) -> Iterator[Found]:
 
 
 @check("sysmem-fallback", order=155)
-def spills(facts: Facts) -> Iterator[Found]:
+def sysmem_fallback(facts: Facts) -> Iterator[Found]:
     """WSL: memory of a full GPU comes from the machine, without an error."""
     cards = facts.driver.cuda.devices
     if not facts.system.wsl or blocked_by(facts) is not None or not cards:
@@ -335,8 +335,8 @@ def spills(facts: Facts) -> Iterator[Found]:
     )
 
 
-def _no_utility(facts: Facts) -> bool:
-    return facts.system.container is not None and not capable(facts, "utility")
+def _lacks_utility(facts: Facts) -> bool:
+    return facts.system.container is not None and not has_capability(facts, "utility")
 
 
 def _branch(module: str | None) -> str:

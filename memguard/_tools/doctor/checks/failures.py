@@ -14,8 +14,8 @@ from memguard._tools.doctor.derived import (
     NO_NVCC,
     STEPS,
     died,
-    elsewhere,
     explained,
+    imported_from_elsewhere,
     kept_off,
     killed,
     not_opened,
@@ -32,7 +32,7 @@ _APART = "run them in separate processes, or try another order of their imports"
 _OUTSIDE = "usually for lack of host memory: check `dmesg | grep -i oom` and the container's memory limit"
 
 
-def _known(facts: Facts, name: str) -> bool:
+def _explained_elsewhere(facts: Facts, name: str) -> bool:
     """Whether another finding says why it fails."""
     found = facts.frameworks[name]
     return (
@@ -40,7 +40,7 @@ def _known(facts: Facts, name: str) -> bool:
         or without_libraries(facts, name)
         or too_old(found)
         or bool(numpy_messages(facts, name))
-        or elsewhere(found)
+        or imported_from_elsewhere(found)
         or without_cuda(facts, name)
         or _lacks_a_tool(found)
     )
@@ -83,7 +83,7 @@ def framework_fails(facts: Facts) -> Iterator[Found]:
     """An exception in a step, or a framework that sees no GPU although CUDA shows one."""
     for name, found in facts.frameworks.items():
         probe = found.probe
-        if probe is None or probe.hung or died(probe) or _known(facts, name):
+        if probe is None or probe.hung or died(probe) or _explained_elsewhere(facts, name):
             continue
         failed = probe.failed
         if failed is not None:
@@ -105,7 +105,7 @@ def framework_fails(facts: Facts) -> Iterator[Found]:
     yield from _together(facts)
 
 
-def _fine(facts: Facts, names: tuple[str, ...]) -> bool:
+def _each_works_alone(facts: Facts, names: tuple[str, ...]) -> bool:
     """Whether each of them works alone."""
     probes = [facts.frameworks[name].probe for name in names if name in facts.frameworks]
     return all(probe is None or not (probe.failed or probe.hung or died(probe)) for probe in probes)
@@ -115,7 +115,7 @@ def _together(facts: Facts) -> Iterator[Found]:
     """An exception in a process of several frameworks that none of them raises alone."""
     for together in facts.together:
         failed = together.probe.failed
-        if failed is None or not _fine(facts, together.order) or import_order.breaks(facts, together):
+        if failed is None or not _each_works_alone(facts, together.order) or import_order.breaks(facts, together):
             continue
         if out_of_memory(failed) or any(explained(facts, name) for name in together.order):
             continue
@@ -131,7 +131,7 @@ def _together(facts: Facts) -> Iterator[Found]:
 @check("probe-crashed", order=445)
 def probe_crashed(facts: Facts) -> Iterator[Found]:
     for name, found in facts.frameworks.items():
-        if found.probe is not None and died(found.probe) and not _known(facts, name):
+        if found.probe is not None and died(found.probe) and not _explained_elsewhere(facts, name):
             what = f"a process that only imports and uses {full_name(facts, name)}"
             where = f"{name}: the process", f" after {found.probe.seconds:.1f} s"
             remedy = f"python -X faulthandler -c 'import {name}' shows where; then reinstall {name} with its libraries"
@@ -139,7 +139,7 @@ def probe_crashed(facts: Facts) -> Iterator[Found]:
     if import_order.witness(facts) is not None:
         return
     for together in facts.together:
-        if died(together.probe) and _fine(facts, together.order):
+        if died(together.probe) and _each_works_alone(facts, together.order):
             what = f"a process of {listing(together.order)}"
             at = f"{step(together.probe, together.order)}, and each works alone"
             where = f"{' then '.join(together.order)}: the process", ""
@@ -163,7 +163,7 @@ def probe_hung(facts: Facts) -> Iterator[Found]:
         if found.probe is not None and found.probe.hung and not explained(facts, name):
             yield _hung(name, full_name(facts, name), found.probe, STEPS)
     for together in facts.together:
-        if together.probe.hung and _fine(facts, together.order):
+        if together.probe.hung and _each_works_alone(facts, together.order):
             names = listing(together.order)
             yield _hung(", ".join(together.order), names, together.probe, together.order)
 

@@ -66,7 +66,7 @@ def _imported(facts: Facts) -> tuple[str, str] | None:
 
 
 @check("import-order", order=330)
-def findings(facts: Facts) -> Iterator[Found]:
+def import_order(facts: Facts) -> Iterator[Found]:
     broken = witness(facts)
     if broken is None:
         return

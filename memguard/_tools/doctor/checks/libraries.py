@@ -19,7 +19,7 @@ from memguard._tools.doctor.derived import (
 )
 from memguard._tools.doctor.facts import Facts, FrameworkFacts, Probe, Process, once
 from memguard._tools.doctor.finding import Found, Severity, check
-from memguard._tools.doctor.wording import built_for, few, full_name, libraries_for, listing, pip_packages
+from memguard._tools.doctor.wording import built_for, full_name, install_libraries, listing, pip_packages, shortened
 
 # NVRTC opens the builtins of its own version, so a second copy is never called.
 _NO_STATE = frozenset({"libnvrtc-builtins"})
@@ -73,15 +73,15 @@ def library_missing(facts: Facts) -> Iterator[Found]:
             f"{full_name(facts, name)} could not open {what}"
             + (f", which {listing(packages)} would install" if packages else "")
             + sees,
-            few([f"{name}: {line}" for line in evidence] or [f"{name} could not open {lib}" for lib in names]),
-            libraries_for(facts, name, wanted, names),
+            shortened([f"{name}: {line}" for line in evidence] or [f"{name} could not open {lib}" for lib in names]),
+            install_libraries(facts, name, wanted, names),
             name,
             severity=Severity.ERROR if fails else Severity.INFO,
         )
 
 
 @once
-def _wrong(found: FrameworkFacts) -> tuple[Mapped, ...]:
+def _wrong_cuda(found: FrameworkFacts) -> tuple[Mapped, ...]:
     """Mapped files for another CUDA than it was built for, if no other file of that library fits."""
     built = major(found.cuda)
     if built is None or found.probe is None:
@@ -97,7 +97,7 @@ def _wrong(found: FrameworkFacts) -> tuple[Mapped, ...]:
 @check("library-wrong-major", order=310)
 def library_wrong_major(facts: Facts) -> Iterator[Found]:
     for name, found in facts.frameworks.items():
-        files = _wrong(found)
+        files = _wrong_cuda(found)
         if not files or found.probe is None:
             continue
         runs_with = listing(file.library.stem for file in files)
@@ -114,11 +114,11 @@ def library_wrong_major(facts: Facts) -> Iterator[Found]:
             "whose functions may differ",
             (
                 built_for(facts, name),
-                *few([f"{name} has mapped {file.path} ({file.of})" for file in files]),
+                *shortened([f"{name} has mapped {file.path} ({file.of})" for file in files]),
                 *also,
                 *twice,
             ),
-            libraries_for(facts, name, major(found.cuda), (file.library.stem + ".so" for file in files))
+            install_libraries(facts, name, major(found.cuda), (file.library.stem + ".so" for file in files))
             + (f", with {listing(folders)} out of LD_LIBRARY_PATH" if folders else ""),
             name,
             severity=Severity.ERROR if did_not_finish(found.probe) else Severity.WARNING,
@@ -171,7 +171,7 @@ def _members(facts: Facts, process: str) -> list[str]:
 @check("library-twice", order=315)
 def library_twice(facts: Facts) -> Iterator[Found]:
     """One finding for each pair of folders. Files that `library_wrong_major` reports are left out."""
-    wrong = {name: {file.path for file in _wrong(found)} for name, found in facts.frameworks.items()}
+    wrong = {name: {file.path for file in _wrong_cuda(found)} for name, found in facts.frameworks.items()}
     found_in: dict[tuple[str, str], dict[str, list[tuple[Mapped, Mapped]]]] = {}
     for name, process in _processes(facts):
         reported = {path for member in _members(facts, name) for path in wrong.get(member, ())}
@@ -182,10 +182,10 @@ def library_twice(facts: Facts) -> Iterator[Found]:
     for folders, where in found_in.items():
         subjects = [name for name in where if name in facts.frameworks]
         first_seen = subjects[0] if subjects else next(iter(where))
-        yield _twice(facts, folders, where[first_seen], first_seen, subjects)
+        yield _loaded_twice(facts, folders, where[first_seen], first_seen, subjects)
 
 
-def _twice(
+def _loaded_twice(
     facts: Facts, folders: tuple[str, str], pairs: list[tuple[Mapped, Mapped]], where: str, subjects: list[str]
 ) -> Found:
     renamed = all(first.renamed or second.renamed for first, second in pairs)
@@ -211,7 +211,7 @@ def _twice(
         f"{listing(first.library.stem for first, _ in pairs)} is loaded twice into {into}, from "
         f"{listing(folders)}: {why}",
         (
-            *few([f"{where} has mapped {file.path}" for pair in pairs for file in pair]),
+            *shortened([f"{where} has mapped {file.path}" for pair in pairs for file in pair]),
             *(f"{name} names it (environment)" for name in ("LD_PRELOAD",) if any(name in item for item in variables)),
         ),
         remedy,
@@ -234,7 +234,7 @@ def cuda_majors_mixed(facts: Facts) -> Iterator[Found]:
     alone: dict[tuple[Mapped, ...], list[str]] = {}
     for name, found in facts.frameworks.items():
         built = major(found.cuda)
-        wrong = {file.path for file in _wrong(found)}
+        wrong = {file.path for file in _wrong_cuda(found)}
         explained |= wrong
         if wrong or built is None or found.probe is None:
             continue
@@ -276,7 +276,7 @@ def _mixed_alone(facts: Facts, files: tuple[Mapped, ...], names: list[str]) -> F
         "a call may reach the wrong one",
         (
             *(built_for(facts, name) for name in names),
-            *few(lines),
+            *shortened(lines),
             *(f"{line}, the driver {right[0]}" for line in misread if right),
             *(f"{package} {version} is installed" for package, version in packages.items()),
         ),
@@ -301,7 +301,7 @@ def _mixed_together(facts: Facts, name: str, files: list[Mapped], kinds: tuple[i
         "so there are two CUDA runtimes, each with its memory and state",
         (
             *(built_for(facts, framework) for names in groups.values() for framework in names),
-            *few([f"{file.path} ({file.of})" for file in files]),
+            *shortened([f"{file.path} ({file.of})" for file in files]),
         ),
         "install builds for one CUDA major, or run them in separate processes",
         ", ".join(fewest) or name,

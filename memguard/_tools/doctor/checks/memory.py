@@ -14,14 +14,14 @@ from memguard._tools.doctor.derived import (
     both_xla_fractions,
     failed_stage,
     filled_by_others,
-    held_by_itself,
+    held_by_caller,
     kept_off,
     no_gpu,
     same_gpu,
 )
 from memguard._tools.doctor.facts import BudgetFacts, Facts, NvmlDevice
 from memguard._tools.doctor.finding import Found, Severity, check
-from memguard._tools.doctor.wording import few, last_line, listing
+from memguard._tools.doctor.wording import last_line, listing, shortened
 
 _JAX_OPTIONS = "JAX_PJRT_CLIENT_CREATE_OPTIONS"
 """The variable from which JAX reads the option jax_pjrt_client_create_options, as key:value;key:value."""
@@ -282,7 +282,7 @@ def budget_too_large(facts: Facts) -> Iterator[Found]:
         errors = [line for line in lines if not line.startswith("fix:")]
         yield Found(
             "the budget cannot be applied to the GPUs here",
-            few(errors),
+            shortened(errors),
             fixes[0] if fixes else f"memguard plan {budget.source}",
             budget.source,
         )
@@ -290,19 +290,19 @@ def budget_too_large(facts: Facts) -> Iterator[Found]:
     for device in facts.driver.nvml.devices:
         limit = next((size for uuid, size in budget.limits.items() if same_gpu(uuid, device.uuid)), None)
         if limit is not None and device.free is not None and not device.mig and device not in taken:
-            own = held_by_itself(facts, device)
+            own = held_by_caller(facts, device)
             available = None if own is None else device.free + own
             if available is not None and limit > available:
-                yield _not_now(budget, device, limit, available)
+                yield _too_large_at_present(budget, device, limit, available)
 
 
-def _not_now(budget: BudgetFacts, device: NvmlDevice, limit: int, available: int) -> Found:
+def _too_large_at_present(budget: BudgetFacts, device: NvmlDevice, limit: int, available: int) -> Found:
     held = [f"PID {pid} holds {format_size(size)} (NVML)" for pid, size in device.processes.items() if size]
     total = f" of {format_size(device.total)}" if device.total else ""
     return Found(
         f"the limit of {format_size(limit)} on {device.name or device.uuid} does not fit at present: "
         f"{format_size(available)} is left",
-        (f"{budget.source}: {format_size(limit)}", f"NVML: {format_size(device.free)} free{total}", *few(held)),
+        (f"{budget.source}: {format_size(limit)}", f"NVML: {format_size(device.free)} free{total}", *shortened(held)),
         f"stop what holds the memory, or lower device.limit to {available // MIB}MiB",
         device.uuid,
         severity=Severity.WARNING,
@@ -310,7 +310,7 @@ def _not_now(budget: BudgetFacts, device: NvmlDevice, limit: int, available: int
 
 
 @check("unified-memory", order=540)
-def unified(facts: Facts) -> Iterator[Found]:
+def unified_memory(facts: Facts) -> Iterator[Found]:
     """A GPU that uses the machine's memory, of which NVML has no figures."""
     cards = {device.uuid: device for device in facts.driver.nvml.devices if device.uuid and device.error is None}
     for device in facts.driver.cuda.devices:

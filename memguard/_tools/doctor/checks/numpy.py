@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from memguard._tools.doctor.derived import NUMBA_NEEDS, TAKEN_AWAY, numpy_messages
+from memguard._tools.doctor.derived import NUMBA_NEEDS, REMOVED, numpy_messages
 from memguard._tools.doctor.facts import Facts
 from memguard._tools.doctor.finding import Found, Severity, check
-from memguard._tools.doctor.wording import few, full_name, last_line, listing
+from memguard._tools.doctor.wording import full_name, last_line, listing, shortened
 
 # The second try of Numba's probe, with the function that NumPy 2.5 removed and numba-cuda 0.30 needs.
 _PUT_BACK = "compute with numpy.row_stack"
@@ -41,14 +41,14 @@ def numpy_abi(facts: Facts) -> Iterator[Found]:
     affected = {name: lines for name in facts.frameworks if (lines := numpy_messages(facts, name))}
     numpy = f"NumPy {facts.packages['numpy']}" if "numpy" in facts.packages else "the NumPy that is installed"
     if affected:
-        gone = [name for lines in affected.values() for line in lines for name in TAKEN_AWAY.findall(line)]
+        gone = [name for lines in affected.values() for line in lines for name in REMOVED.findall(line)]
         failed = [
             name for name in affected if (probe := facts.frameworks[name].probe) and (probe.failed or probe.signal)
         ]
         yield Found(
             f"{listing(full_name(facts, name) for name in affected)} (or a module that it imports) does not support "
             f"{numpy}" + (f", which no longer has {listing(gone)}" if gone else ""),
-            few([f"{name}: {last_line(line)}" for name, lines in affected.items() for line in lines]),
+            shortened([f"{name}: {last_line(line)}" for name, lines in affected.items() for line in lines]),
             _remedy([line for lines in affected.values() for line in lines], " ".join(affected), _put_back(facts)),
             ", ".join(affected),
             severity=Severity.ERROR if failed else Severity.WARNING,

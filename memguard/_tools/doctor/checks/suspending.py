@@ -11,7 +11,7 @@ from memguard._tools.doctor.finding import Found, check
 
 
 @check("suspend-impossible", order=705)
-def impossible(facts: Facts) -> Iterator[Found]:
+def suspend_impossible(facts: Facts) -> Iterator[Found]:
     """What makes it impossible for every process: the driver, the system, or the kind of GPU."""
     budget, shown = facts.budget, facts.driver.cuda.devices
     if budget is None or not budget.suspend or not shown:

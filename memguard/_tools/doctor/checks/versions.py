@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from memguard._tools.doctor.derived import (
     blocked_by,
     computes,
-    cuda_of,
-    cuda_of_driver,
+    driver_cuda,
     failed_stage,
+    framework_cuda,
     libcuda_version,
     numbers,
     too_old,
@@ -19,15 +19,15 @@ from memguard._tools.doctor.facts import Facts
 from memguard._tools.doctor.finding import Found, Severity, check
 from memguard._tools.doctor.wording import (
     PROC,
-    built_by_the_driver,
     built_for,
     digits,
-    driver_messages,
-    driver_state,
+    driver_errors,
+    driver_evidence,
     error_line,
     last_line,
     listing,
-    without_init,
+    match_driver,
+    severity_if_init_fails,
 )
 
 MINIMUM = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
@@ -35,7 +35,7 @@ MINIMUM = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
 
 
 @check("driver-mismatch", order=120)
-def mismatch(facts: Facts) -> Iterator[Found]:
+def driver_mismatch(facts: Facts) -> Iterator[Found]:
     """Kernel module and libraries of different drivers."""
     blocked = blocked_by(facts)
     nvml = blocked is None and facts.driver.nvml.error == "NVMLError_LibRmVersionMismatch"
@@ -48,17 +48,17 @@ def mismatch(facts: Facts) -> Iterator[Found]:
         then = ": CUDA works and NVML does not, so memguard.init fails"
     yield Found(
         f"the loaded kernel module and the driver's libraries are of different versions{versions}{then}",
-        driver_state(facts),
+        driver_evidence(facts),
         "restart the container, so it gets the libraries of the host's driver; if that does not help, reboot the host"
         if facts.system.container
         else "reboot; or stop everything that uses the GPU and run: "
         "sudo modprobe -r nvidia_drm nvidia_modeset nvidia_uvm nvidia; sudo modprobe nvidia",
-        severity=without_init(facts) if nvml else Severity.ERROR,
+        severity=severity_if_init_fails(facts) if nvml else Severity.ERROR,
     )
 
 
 @check("forward-compatibility", order=125)
-def forward(facts: Facts) -> Iterator[Found]:
+def forward_compatibility(facts: Facts) -> Iterator[Found]:
     """A libcuda of cuda-compat instead of the driver's."""
     blocked, cuda = blocked_by(facts), facts.driver.cuda
     module, library = numbers(facts.driver.module), libcuda_version(facts)
@@ -73,20 +73,20 @@ def forward(facts: Facts) -> Iterator[Found]:
                 "data-centre GPUs, and this GPU is not one (error 804)"
             )
             remedy += "; if the framework needs a newer CUDA, update the NVIDIA driver"
-    elif blocked is None and overridden(facts):
+    elif blocked is None and older_than_driver(facts):
         names = [name for name, framework in facts.frameworks.items() if too_old(facts, framework)]
         cause = (
             f"libcuda {ours} is older than the driver {theirs} and is loaded instead of its libcuda, so frameworks get "
-            f"CUDA {digits(cuda_of_driver(facts))} at most" + (f", too old for {listing(names)}" if names else "")
+            f"CUDA {digits(driver_cuda(facts))} at most" + (f", too old for {listing(names)}" if names else "")
         )
         severity = Severity.ERROR if names else Severity.WARNING
-    elif blocked is None and module and library > module and _is_told(facts):
+    elif blocked is None and module and library > module and _libraries_match(facts):
         cause = f"cuda-compat's libcuda {ours} is loaded instead of that of the older driver {theirs}, and works"
         remedy = "nothing to do; with a newer NVIDIA driver it is not needed"
         severity = Severity.INFO
     else:
         return
-    evidence = (f"libcuda: {cuda.path}", f"{PROC}: {facts.driver.module}", *driver_messages(facts))
+    evidence = (f"libcuda: {cuda.path}", f"{PROC}: {facts.driver.module}", *driver_errors(facts))
     yield Found(
         cause,
         evidence,
@@ -96,25 +96,25 @@ def forward(facts: Facts) -> Iterator[Found]:
     )
 
 
-def overridden(facts: Facts) -> bool:
+def older_than_driver(facts: Facts) -> bool:
     """Whether a libcuda older than the driver is loaded, and works."""
     module, library = numbers(facts.driver.module), libcuda_version(facts)
-    return bool(module and library) and library < module and _is_told(facts)
+    return bool(module and library) and library < module and _libraries_match(facts)
 
 
-def _is_told(facts: Facts) -> bool:
+def _libraries_match(facts: Facts) -> bool:
     """Whether cuda-compat explains different versions: NVML would report a stale part of the driver."""
     return facts.driver.nvml.error != "NVMLError_LibRmVersionMismatch"
 
 
 @check("driver-too-old", order=135)
-def too_old_for(facts: Facts) -> Iterator[Found]:
+def driver_too_old(facts: Facts) -> Iterator[Found]:
     """Frameworks built for a CUDA major that is newer than the driver's."""
     names = [name for name, framework in facts.frameworks.items() if too_old(facts, framework)]
-    if blocked_by(facts) is not None or not names or overridden(facts):
+    if blocked_by(facts) is not None or not names or older_than_driver(facts):
         return
-    needed = max(cuda_of(facts.frameworks[name]) for name in names)
-    driver = digits(cuda_of_driver(facts))
+    needed = max(framework_cuda(facts.frameworks[name]) for name in names)
+    driver = digits(driver_cuda(facts))
     version = facts.driver.module or facts.driver.nvml.driver or "of this machine"
     oldest = MINIMUM.get(needed[0])
     one = len(names) == 1
@@ -133,16 +133,16 @@ def too_old_for(facts: Facts) -> Iterator[Found]:
 
 
 @check("driver-minor-version", order=140)
-def minor(facts: Facts) -> Iterator[Found]:
+def driver_minor_version(facts: Facts) -> Iterator[Found]:
     """Frameworks for a newer CUDA of the driver's major: all works but code that is compiled at run time."""
-    driver = cuda_of_driver(facts)
+    driver = driver_cuda(facts)
     if blocked_by(facts) is not None or len(driver) < 2:
         return
     text = digits(driver)
     gives = f"the driver supports CUDA {text} (cuDriverGetVersion: {facts.driver.cuda.version})"
     for name, framework in facts.frameworks.items():
         if unsupported_ptx(framework):
-            other = built_by_the_driver(facts, name)
+            other = match_driver(facts, name)
             yield Found(
                 f"{name} compiles code at run time with a newer CUDA than the driver's {text}, which refuses it",
                 (error_line(facts, name), gives),
@@ -153,7 +153,7 @@ def minor(facts: Facts) -> Iterator[Found]:
     newer = [
         name
         for name, framework in facts.frameworks.items()
-        if computes(framework) and (built := cuda_of(framework))[:1] == driver[:1] and built > driver
+        if computes(framework) and (built := framework_cuda(framework))[:1] == driver[:1] and built > driver
     ]
     if newer:
         yield Found(
