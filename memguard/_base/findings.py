@@ -1,7 +1,7 @@
-"""The doctor's findings, found by discovery: the pages of `docs/doctor`, one for each.
+"""Names and pages of the doctor's findings: each file in `docs/doctor` is the page of one finding.
 
-The name of a page is the name of its finding, which is public: `doctor: {ignore: [...]}` in a budget uses it. The front
-matter of a page is the only home of the finding's title, severities and place in the index.
+The file's name is the finding's name. Names are public: `doctor: {ignore: [...]}` in a budget uses them. Only the
+page's front matter states the finding's title, severities and place in the index.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pathlib import Path
 from memguard._base.advice import MemguardError
 
 PAGES = Path(__file__).resolve().parents[1] / "_tools" / "doctor" / "pages"
-"""In a checkout a link to docs/doctor, in an installed package the files themselves."""
+"""In a checkout a symbolic link to docs/doctor; in an installed package a folder with the pages."""
 
 
 @dataclass(frozen=True)
 class Page:
-    """The page of a finding. `severities` are all that the finding may have, the usual one first."""
+    """The page of a finding. `severities`: every severity that the finding may have, the usual one first."""
 
     name: str
     title: str
@@ -27,7 +27,7 @@ class Page:
     section: str
     order: int
     text: str
-    """What `memguard doctor --explain` prints: Markdown without the front matter, which its first sentence quotes."""
+    """What `memguard doctor --explain` prints: the title and the body, without the front matter."""
 
 
 def page(name: str) -> Page:
@@ -50,7 +50,7 @@ def _read(path: Path) -> Page:
     keys = {key: value.strip().strip('"') for key, _, value in (line.partition(":") for line in head.splitlines())}
     severities = tuple(keys["severity"].split(", "))
     heading, _, rest = body.strip().partition("\n\n")
-    if rest.startswith("#"):  # nothing to say about the severity but its name
+    if rest.startswith("#"):  # the body has no sentence about the severity
         rest = f"{severities[0].capitalize()}.\n\n{rest}"
     text = f"{heading}\n\n**{keys['title']}.** {rest}"
     return Page(path.stem, keys["title"], severities, keys["section"], int(keys["order"]), text)
@@ -75,7 +75,7 @@ def nearest(name: str) -> str | None:
 
 
 def known(given: Iterable[str]) -> frozenset[str]:
-    """The names, validated. Raises MemguardError for an unknown name. Without any page every name passes."""
+    """The names, validated. Raises MemguardError for an unknown name. If no page is installed, accept every name."""
     for name in given:
         if names() and name not in names():
             meant = nearest(name)

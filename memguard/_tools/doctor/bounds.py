@@ -1,6 +1,6 @@
-"""How large facts may be. Gathered facts are cut to these bounds; a file that exceeds them is refused.
+"""Size limits for facts. Collected facts are cut to the limits; a file beyond them is refused.
 
-The checks search texts with patterns and compare entries in pairs, so an unbounded file could keep them busy for ever.
+The checks search texts with patterns and compare entries in pairs, so a file without limits could occupy them for ever.
 """
 
 from __future__ import annotations
@@ -9,25 +9,25 @@ import math
 from typing import Any, Final
 
 TEXT: Final = 16 << 20
-"""Bytes of a file of facts; a real one has about 50 thousand."""
+"""The largest facts file, in bytes; a real one has about 50 thousand."""
 _LONG, _MANY, _LARGE, _DEEP = 4000, 4096, 1 << 64, 16
-"""Characters of a text, entries of a list or an object, the largest number, and the depth of nesting."""
+"""Limits: characters of a text, entries of a list or object, numbers, depth of nesting."""
 _LINE = 600
-"""Characters of a line on a process's stderr."""
+"""The longest line of stderr, in characters."""
 _FEWER = {
     "said": 400, "devices": 128, "peers": 128, "frameworks": 16, "together": 16, "stages": 64, "libraries": 256,
     "missing": 64, "modules": 64, "candidates": 128, "processes": 1024,
 }  # fmt: skip
-"""Entries of what the checks read repeatedly, by its name in `Facts`."""
+"""Lower limits for the lists that checks read repeatedly, by field name in `Facts`."""
 
 
 def printable(text: str) -> str:
-    """The text with undecodable bytes of a path or a variable written as `\\udcff`, so that a file can hold it."""
+    """Write undecodable bytes of a path or variable as `\\udcff`, so that the text can be encoded as UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def clip(value: Any, name: str = "", deep: int = 0) -> Any:
-    """The same plain data cut to the bounds; None for numbers out of range and for what is nested too deep."""
+    """Cut plain data to the limits. Numbers out of range and values nested too deeply become None."""
     if isinstance(value, str):
         value = printable(value) if not value.isascii() else value
         half = (_LONG - 3) // 2
@@ -46,7 +46,7 @@ def clip(value: Any, name: str = "", deep: int = 0) -> Any:
 
 
 def outside(facts: Any) -> str | None:
-    """The first thing in plain data that is out of bounds, with its place; None if everything is within."""
+    """The first value beyond the limits, with its path; None if there is none."""
     waiting: list[tuple[str, Any]] = [("", facts)]
     while waiting:
         where, value = waiting.pop()

@@ -1,6 +1,6 @@
-"""CUDA's libraries by file name: which CUDA a file belongs to, and which pip package installs it.
+"""CUDA's libraries by file name: their CUDA version, their pip package, and messages that report them as missing.
 
-SONAMEs as in NVIDIA's wheels: cuFFT and cuSOLVER have their own numbers, and cuSPARSE 12 is in CUDA 12 and CUDA 13.
+SONAMEs as in NVIDIA's wheels: cuFFT and cuSOLVER have their own numbers; cuSPARSE 12 is part of CUDA 12 and 13.
 Since CUDA 13 most packages have no suffix (`nvidia-cublas-cu12`, but `nvidia-cublas`).
 """
 
@@ -17,9 +17,9 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class Library:
-    """`soname`: the first number of its SONAME by CUDA major; empty if that says nothing about CUDA.
+    """`soname`: the first number of its SONAME by CUDA major; empty if the number does not depend on CUDA.
 
-    `package` has no suffix; `suffixed`: it has one for CUDA 13 too. `renamed`: the package's name in other CUDAs.
+    `package`: the pip package without suffix; `suffixed`: also for CUDA 13 with one. `renamed`: by CUDA major.
     """
 
     stem: str
@@ -29,12 +29,12 @@ class Library:
     renamed: Mapping[int, str] = field(default_factory=dict, hash=False)
 
     def majors(self, version: str) -> frozenset[int]:
-        """The CUDA majors whose library has this version; empty if the version says nothing."""
+        """The CUDA majors whose library has this version; empty if unknown."""
         first = re.match(r"\d+", version)
         return frozenset(major for major, number in self.soname.items() if first and number == int(first.group()))
 
     def pip(self, major: int) -> str:
-        """The package that installs it for this CUDA."""
+        """The pip package of the library for this CUDA major."""
         name = self.renamed.get(major, self.package)
         return name if major >= 13 and not self.suffixed else f"{name}-cu{major}"
 
@@ -85,7 +85,6 @@ TABLE: Mapping[str, Library] = MappingProxyType(
     }
 )
 
-# JAX names a library as people do: "Unable to load cuPTI. Is it installed?"
 # libcudart.so.13, libcublasLt.so.13.1.0.3; libcudart.faf08d9a.so.13 and libcudart-faf08d9a.so.13.0.96 are copies that
 # auditwheel renamed
 _FILE = re.compile(
@@ -95,7 +94,7 @@ _FILE = re.compile(
 
 @dataclass(frozen=True)
 class Mapped:
-    """A file of CUDA that a process has mapped. `renamed`: a wheel's copy under another name."""
+    """A file of a CUDA library that a process has mapped. `renamed`: auditwheel's copy with a hash in its name."""
 
     path: str
     library: Library
@@ -116,12 +115,12 @@ class Mapped:
 
     @property
     def of(self) -> str:
-        """The CUDA that it belongs to, for messages."""
+        """The CUDA version of the file, for messages."""
         return "CUDA " + " or ".join(str(major) for major in sorted(self.majors)) if self.majors else "any CUDA"
 
 
 def parse(path: str) -> Mapped | None:
-    """The library of a file; None if it is not one of CUDA. cuDNN's parts count as cuDNN."""
+    """The CUDA library of a file; None for other files. cuDNN's parts count as cuDNN."""
     found = _FILE.fullmatch(os.path.basename(path))
     if found is None:
         return None
@@ -133,7 +132,7 @@ def parse(path: str) -> Mapped | None:
 
 
 def by_stem(files: Iterable[Mapped]) -> dict[str, tuple[Mapped, ...]]:
-    """The files by library. Of cuDNN's many files only libcudnn.so itself counts."""
+    """Group the files by library. Of cuDNN's files only libcudnn.so counts."""
     groups: dict[str, list[Mapped]] = defaultdict(list)
     for file in files:
         if re.match(re.escape(file.library.stem) + r"[.-]", os.path.basename(file.path)):
@@ -142,7 +141,7 @@ def by_stem(files: Iterable[Mapped]) -> dict[str, tuple[Mapped, ...]]:
 
 
 def major(version: str | None) -> int | None:
-    """CUDA's major, from 13.0, 12.5.1 or 13000."""
+    """Parse CUDA's major from 13.0, 12.5.1 or 13000."""
     found = re.match(r"\d+", version or "")
     if found is None:
         return None
@@ -183,10 +182,10 @@ def not_opened(texts: Iterable[str]) -> tuple[tuple[str, str], ...]:
 
 
 def libraries_not_opened(texts: Iterable[str]) -> tuple[str, ...]:
-    """The names of `not_opened`, each once."""
+    """The distinct library names of `not_opened`."""
     return tuple(dict.fromkeys(name for _, name in not_opened(texts)))
 
 
 def _stem(spoken: str) -> str:
-    """The beginning of a library's name, from JAX's `cuDNN`."""
+    """The file name's stem for JAX's `cuDNN`."""
     return "libcudart" if spoken.lower() == "cuda" else f"lib{spoken.lower()}"

@@ -1,6 +1,6 @@
-"""What follows from the facts: pure functions, shared by the checks.
+"""Facts derived from the collected ones, shared by the checks. All functions are pure.
 
-A function with `once` is computed once for each `Facts`, or each of its parts, however many checks call it.
+A function with `once` is computed once for each facts object, however many checks call it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def numbers(text: str | None) -> Version:
 
 
 def driver_cuda(facts: Facts) -> Version:
-    """The driver's CUDA: (13, 0). From libcuda first, which may differ from NVML (cuda-compat)."""
+    """The CUDA version of the driver: (13, 0). libcuda's counts before NVML's, as cuda-compat replaces only libcuda."""
     number = facts.driver.cuda.version or facts.driver.nvml.cuda
     return (number // 1000, number % 1000 // 10) if number else ()
 
 
 def framework_cuda(framework: FrameworkFacts) -> Version:
-    """The CUDA that it was built for, as two numbers; empty if unknown or not built for CUDA."""
+    """The CUDA version of a framework's build, as two numbers; empty if unknown or built without CUDA."""
     return numbers(framework.cuda)[:2] if framework.gpu is not False else ()
 
 
@@ -58,38 +58,38 @@ _BUSY = re.compile(r"DEVICE_UNAVAILABLE|DevicesUnavailable|busy or unavailable",
 
 @once
 def failed_stage(framework: FrameworkFacts) -> Stage | None:
-    """The first step of its probe that raised."""
+    """The first step of the framework's probe that raised."""
     return framework.probe.failed if framework.probe is not None else None
 
 
 def fails_at(framework: FrameworkFacts, stage: str) -> bool:
-    """Whether that step of its probe is the one that raised."""
+    """Whether this step of the framework's probe raised."""
     failed = failed_stage(framework)
     return failed is not None and failed.name == stage
 
 
 @once
 def computes(framework: FrameworkFacts) -> bool:
-    """Whether its probe computed on a GPU."""
+    """Whether the framework's probe computed on a GPU."""
     stages = framework.probe.stages if framework.probe is not None else ()
     return bool(framework.gpus) and any(stage.name == "compute" and stage.error is None for stage in stages)
 
 
 def too_old(facts: Facts, framework: FrameworkFacts) -> bool:
-    """Whether the driver's CUDA major is lower than the framework's and it did not compute."""
+    """Whether the driver's CUDA major is lower than the framework's, and the probe did not compute."""
     built, driver = framework_cuda(framework), driver_cuda(facts)
     return bool(built and driver) and built[0] > driver[0] and not computes(framework)
 
 
 @once
 def unsupported_ptx(framework: FrameworkFacts) -> bool:
-    """Whether the driver refused code of a newer compiler."""
+    """Whether the driver refused PTX of a newer compiler."""
     stage = failed_stage(framework)
     return stage is not None and _UNSUPPORTED_PTX.search(stage.error or "") is not None
 
 
 def out_of_memory(stage: Stage | None) -> bool:
-    """Whether it failed for lack of GPU memory."""
+    """Whether the step failed for lack of GPU memory."""
     return stage is not None and _out_of_memory(stage)
 
 
@@ -104,13 +104,13 @@ def _out_of_memory(stage: Stage) -> bool:
 
 @once
 def busy(framework: FrameworkFacts) -> bool:
-    """Whether its probe got the error that the GPU is busy, as under compute mode Exclusive_Process."""
+    """Whether the probe failed because the GPU is busy, as in compute mode Exclusive_Process."""
     stage = failed_stage(framework)
     return stage is not None and _BUSY.search(stage.error or "") is not None
 
 
 def messages(probe: Probe | None) -> tuple[str, ...]:
-    """All its messages: errors of its steps, then lines on stderr."""
+    """All messages of a probe: the errors of its steps, then its lines on stderr."""
     if probe is None:
         return ()
     return (*(stage.error for stage in probe.stages if stage.error is not None), *probe.said)
@@ -135,18 +135,18 @@ def not_opened(framework: FrameworkFacts) -> tuple[tuple[str, str], ...]:
 
 
 def did_not_finish(probe: Probe | None) -> bool:
-    """Whether it failed, hung or died."""
+    """Whether the probe failed, hung or crashed."""
     return probe is not None and (probe.failed is not None or probe.hung or died(probe))
 
 
 def died(probe: Probe) -> bool:
-    """Whether it died: by a signal, or by an exit that no step explains."""
+    """Whether the probe crashed: by a signal, or by an exit without a failed step."""
     early = probe.exit not in (None, 0) or not probe.complete
     return not probe.hung and (probe.signal is not None or (early and probe.failed is None))
 
 
 def killed(probe: Probe) -> bool:
-    """Whether it was killed by SIGKILL, which no library does to itself. A shell in between reports it as 137."""
+    """Whether another process killed the probe: by SIGKILL, or exit code 137 if a shell ran it."""
     return not probe.hung and (probe.signal == "SIGKILL" or (probe.signal is None and probe.exit == 137))
 
 
@@ -154,7 +154,7 @@ STEPS = ("import", "devices", "compute")
 
 
 def step(probe: Probe, steps: tuple[str, ...]) -> str:
-    """The step that it was in: the facts have only finished ones."""
+    """The step in which the probe ended: the first one of `steps` that did not finish."""
     ended_ones = {stage.name for stage in probe.stages}
     following = next((step for step in steps if step not in ended_ones), None)
     return f"in the step {following}" if following is not None else "at its end"
@@ -168,7 +168,7 @@ NO_COMPILER = re.compile(
 
 
 def imported_from_elsewhere(found: FrameworkFacts) -> bool:
-    """Whether it was imported from outside the folder that its package is installed in."""
+    """Whether `import` loaded the framework from outside its package's folder."""
     if found.path is None or not found.folder:
         return False
     return not found.path.startswith(found.folder.rstrip("/") + "/")
@@ -207,12 +207,12 @@ def oldest(architectures: tuple[str, ...]) -> tuple[int, int]:
 
 
 def without_code(facts: Facts, framework: FrameworkFacts) -> tuple[CudaDevice, ...]:
-    """The visible GPUs that it has no code for, by its list of architectures, or by its probe's error."""
+    """The visible GPUs without code in this framework, by its list of architectures or its probe's error."""
     stage = failed_stage(framework)
     if not framework.architectures:
         refused = stage is not None and _NO_KERNEL.search(stage.error or "") is not None
         return facts.driver.cuda.devices[:1] if refused else ()
-    proven = 1 if computes(framework) else 0  # a probe computes on GPU 0: if that worked, the list is wrong
+    proven = 1 if computes(framework) else 0  # a probe that computed on GPU 0 disproves the list
     return tuple(
         device
         for device in facts.driver.cuda.devices[proven:]
@@ -224,19 +224,19 @@ def without_code(facts: Facts, framework: FrameworkFacts) -> tuple[CudaDevice, .
 
 
 NO_ROOM = 2 * GIB
-"""Bytes. With less free a probe may run out of memory: context and workspaces take 0.6 to 1.5 GiB (H200)."""
+"""Bytes. With less free memory a probe may fail: context and workspaces take 0.6 to 1.5 GiB (H200)."""
 LITTLE = 0.1
-"""A GPU with less than this part free counts as full."""
+"""A GPU with a lower fraction of free memory counts as full."""
 
 
 def same_gpu(one: str, other: str) -> bool:
-    """Whether two UUIDs name one GPU; PyTorch's have no prefix."""
+    """Whether two UUIDs identify one GPU; PyTorch's have no prefix."""
     return one.lower().removeprefix("gpu-") == other.lower().removeprefix("gpu-") != ""
 
 
 @once
 def visible_cards(facts: Facts) -> tuple[NvmlDevice, ...]:
-    """NVML's entries for the GPUs that CUDA shows, without those divided by MIG."""
+    """NVML's devices for the GPUs that CUDA shows, without those divided by MIG."""
     shown = facts.driver.cuda.devices
     return tuple(
         card
@@ -247,17 +247,17 @@ def visible_cards(facts: Facts) -> tuple[NvmlDevice, ...]:
 
 @once
 def exclusive(facts: Facts) -> tuple[NvmlDevice, ...]:
-    """The visible GPUs that only one process at a time may use, or no process."""
+    """The visible GPUs whose compute mode allows only one process, or none."""
     return tuple(card for card in visible_cards(facts) if card.mode not in (None, "Default"))
 
 
 def has_context(facts: Facts, card: NvmlDevice) -> bool:
-    """Whether the process that called the doctor has a context on it."""
+    """Whether the calling process has a context on the GPU."""
     return facts.process is not None and any(same_gpu(uuid, card.uuid) for uuid in facts.process.contexts)
 
 
 def held_by_caller(facts: Facts, card: NvmlDevice) -> int | None:
-    """Bytes that the process that called the doctor holds; None if it has a context and NVML does not say."""
+    """Bytes that the calling process holds; None if it has a context and NVML does not report its bytes."""
     contexts = facts.process.contexts if facts.process is not None else {}
     total = 0
     for size in (size for uuid, size in contexts.items() if same_gpu(uuid, card.uuid)):
@@ -268,14 +268,14 @@ def held_by_caller(facts: Facts, card: NvmlDevice) -> int | None:
 
 
 def held_by_others(facts: Facts, card: NvmlDevice) -> int | None:
-    """Bytes that neither the doctor nor the process that called it holds; None if unknown."""
+    """Bytes that processes other than the doctor and its caller hold; None if unknown."""
     own = held_by_caller(facts, card)
     return None if card.used is None or own is None else max(0, card.used - own)
 
 
 @once
 def filled_by_others(facts: Facts) -> tuple[NvmlDevice, ...]:
-    """The visible GPUs that other processes fill: less than a tenth is free, or too little for a probe that ran out."""
+    """The visible GPUs that other processes fill: less than a tenth is free, or a probe ran out of memory."""
     ran_out = _any_out_of_memory(facts)
     return tuple(
         card
@@ -286,7 +286,7 @@ def filled_by_others(facts: Facts) -> tuple[NvmlDevice, ...]:
 
 @once
 def filled_by_caller(facts: Facts) -> tuple[NvmlDevice, ...]:
-    """The visible GPUs on which a probe ran out of memory and the process that called the doctor has a share in it."""
+    """The visible GPUs on which a probe ran out of memory and the calling process has a context."""
     if not _any_out_of_memory(facts):
         return ()
     others = filled_by_others(facts)
@@ -306,7 +306,7 @@ def _is_low(card: NvmlDevice, ran_out: bool) -> bool:
     return card.free < LITTLE * card.total or (ran_out and card.free < NO_ROOM)
 
 
-# what says why no framework has a GPU
+# the finding that explains a failure
 
 
 _NODE = re.compile(r"/dev/nvidia\d+")
@@ -318,18 +318,18 @@ _VAGUE = (
     "CUDA_ERROR_OPERATING_SYSTEM",
     "CUDA_ERROR_NOT_PERMITTED",
 )
-"""What cuInit returns for many reasons; success counts if it shows no GPU."""
+"""Results of cuInit with many possible causes; CUDA_SUCCESS if it shows no GPU."""
 
 
 @once
 def blocked_by(facts: Facts) -> str | None:
-    """The finding that says why no framework can use a GPU; None if CUDA shows one, or was not asked.
+    """The finding that explains why no framework can use a GPU; None if CUDA shows one, or was not queried.
 
-    It is the first cause in this order: libcuda, kernel module, device files, versions, then what hides the GPUs.
+    Causes in order: libcuda, kernel module, device files, versions, CUDA_VISIBLE_DEVICES, MIG.
     """
     cuda, files = facts.driver.cuda, device_files(facts)
     if cuda.error is None and cuda.init is None:
-        # libcuda was loaded and cuInit did not return, or the process that queries the driver ended in NVML.
+        # cuInit did not return, or the querying process ended while it read NVML.
         return "cuda-init-failed" if cuda.path or facts.driver.nvml.error is not None else None
     if cuda.error is None and cuda.init == "CUDA_SUCCESS" and cuda.devices:
         return None
@@ -352,7 +352,7 @@ def blocked_by(facts: Facts) -> str | None:
 def _not_loaded(facts: Facts, error: str) -> str:
     """The cause if libcuda could not be loaded."""
     if "cannot open shared object file" not in error:
-        return "cuda-init-failed"  # it exists and is damaged
+        return "cuda-init-failed"  # the file exists and is damaged
     if facts.system.container and (facts.system.wsl or facts.driver.module is not None):
         # Apptainer always mounts the host's /dev; the libraries come with --nv.
         if facts.system.container == "apptainer" or (_DXG if facts.system.wsl else _CONTROL) not in facts.driver.files:
@@ -384,13 +384,13 @@ def _hidden(facts: Facts, init: str) -> str | None:
     if seen is not None and not seen.entries:
         return "visible-devices-unknown" if seen.why in ("absent", "ambiguous") else "visible-devices-none"
     if seen is not None and seen.kind == "MIG-":
-        return "visible-devices-unknown"  # MIG instances come and go: the one that is named no longer exists
+        return "visible-devices-unknown"  # the listed MIG instance no longer exists
     cards = facts.driver.nvml.devices
     return "mig" if cards and all(card.mig for card in cards) else None
 
 
 def _versions_differ(facts: Facts) -> bool:
-    """Whether the kernel module and the libraries are of different drivers."""
+    """Whether the kernel module and the libraries have different driver versions."""
     if facts.driver.nvml.error == "NVMLError_LibRmVersionMismatch":
         return True
     module, library = numbers(facts.driver.module), libcuda_version(facts)
@@ -398,20 +398,20 @@ def _versions_differ(facts: Facts) -> bool:
 
 
 def no_gpu(facts: Facts) -> bool:
-    """Whether a finding about the driver or the devices says why no framework can use a GPU."""
+    """Whether no framework can use a GPU, for a reason in `blocked_by`."""
     return blocked_by(facts) is not None
 
 
 @once
 def device_files(facts: Facts) -> dict[str, str]:
-    """The device files that CUDA needs, each with the result of opening it."""
+    """The device files that CUDA needs, with the result of opening each."""
     return {
         path: state for path, state in facts.driver.files.items() if path in (_CONTROL, _UVM) or _NODE.fullmatch(path)
     }
 
 
 def readable_cards(facts: Facts) -> tuple[NvmlDevice, ...]:
-    """The GPUs that NVML shows. Others that it counts are lost or another job's, and CUDA shows none of those."""
+    """The GPUs that NVML gives a handle for. CUDA shows none of the others, which are lost or another job's."""
     return tuple(card for card in facts.driver.nvml.devices if card.error is None)
 
 
@@ -434,7 +434,7 @@ def has_capability(facts: Facts, capability: str) -> bool:
 
 
 def both_xla_fractions(facts: Facts) -> tuple[str, ...]:
-    """The two variables that keep JAX off the GPU if both are set, as NAME=value; empty if JAX has a GPU."""
+    """Both variables of JAX's memory fraction, as NAME=value, if they disable the GPU; empty otherwise."""
     names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
     found = tuple(f"{name}={facts.environment[name]}" for name in names if facts.environment.get(name))
     jax = facts.frameworks.get("jax")
@@ -443,7 +443,7 @@ def both_xla_fractions(facts: Facts) -> tuple[str, ...]:
 
 @once
 def explained(facts: Facts, name: str) -> bool:
-    """Whether a finding about driver, devices or memory already says why this framework failed in its probe."""
+    """Whether a finding about the driver, the devices or memory explains the failure of this framework's probe."""
     framework = facts.frameworks.get(name)
     if framework is None:
         return False
@@ -472,7 +472,7 @@ REMOVED = re.compile(r"module 'numpy' has no attribute '(\w+)'")
 
 @once
 def numpy_messages(facts: Facts, framework: str) -> tuple[str, ...]:
-    """The lines of its messages that are about NumPy's version."""
+    """The lines of a framework's messages that report an unsupported NumPy."""
     patterns = (_COMPILED, NUMBA_NEEDS, REMOVED)
     return tuple(
         line
@@ -482,7 +482,7 @@ def numpy_messages(facts: Facts, framework: str) -> tuple[str, ...]:
     )
 
 
-# frameworks that do not use the GPU
+# frameworks that use no GPU
 
 
 _JAX_WITHOUT_CUDA = "CUDA-enabled jaxlib is not installed"
@@ -491,7 +491,7 @@ _NO_NUMBA_CUDA = re.compile(r"No module named 'numba\.cuda'|cannot import name '
 
 @once
 def without_cuda(facts: Facts, name: str) -> bool:
-    """Whether it is a build for CPUs."""
+    """Whether the framework is built without CUDA."""
     found = facts.frameworks[name]
     if name == "jax" and any(_JAX_WITHOUT_CUDA in text for text in messages(found.probe)):
         return True
@@ -501,9 +501,9 @@ def without_cuda(facts: Facts, name: str) -> bool:
 
 
 def _numba_without_cuda(facts: Facts) -> bool:
-    """Whether Numba has no CUDA beyond its own old part, which needs the toolkit of the system.
+    """Whether Numba lacks numba-cuda. Its built-in CUDA support needs the system's toolkit.
 
-    Numba is mostly installed as a compiler for CPUs, so an error of that part is no error of a Numba meant for the GPU.
+    Most users install Numba as a compiler for CPUs, so an error of the built-in support counts as a CPU build.
     """
     found = facts.frameworks["numba"]
     failed = found.probe.failed if found.probe is not None else None
@@ -513,7 +513,7 @@ def _numba_without_cuda(facts: Facts) -> bool:
 
 
 def wants_cuda(facts: Facts, name: str) -> bool:
-    """Whether it is meant for a GPU. Numba alone is just as often meant for CPUs, the others are not."""
+    """Whether the user wants this framework on a GPU. Numba is as often used for CPUs; the others are not."""
     if name != "numba":
         return True
     if facts.budget is not None and name in facts.budget.frameworks:
@@ -524,7 +524,7 @@ def wants_cuda(facts: Facts, name: str) -> bool:
 
 
 def kept_off(facts: Facts, name: str) -> bool:
-    """Whether a variable keeps it from using a GPU."""
+    """Whether an environment variable disables the GPU for this framework."""
     given = facts.environment
     if name == "jax":
         asked = given.get("JAX_PLATFORMS") or given.get("JAX_PLATFORM_NAME") or ""

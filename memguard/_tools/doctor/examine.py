@@ -1,4 +1,4 @@
-"""Runs every check over the facts. The checks are found by discovery: those of all modules in `checks/`."""
+"""Discovers the checks in the modules of `checks/`, and runs them over the facts."""
 
 from __future__ import annotations
 

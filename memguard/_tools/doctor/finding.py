@@ -1,4 +1,4 @@
-"""A finding and its severity, and what makes a function a check."""
+"""Findings, their severities, and the decorator that makes a function a check."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong, why, and what to do.
+    """A problem, its cause and its remedy.
 
     subject   the framework, GPU or file that it is about; "" for the machine
     cause     one sentence
@@ -41,13 +41,13 @@ class Finding:
 
     @property
     def page(self) -> str:
-        """Its page in the documentation."""
+        """The path of its page in the documentation."""
         return f"docs/doctor/{self.name}.md"
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a check yields. Without a severity or a name it has its page's first severity, and the check's first name.
+    """The result of a check. Defaults: the first name of the check, and the first severity of that finding's page.
 
     Empty lines of evidence are left out.
     """
@@ -62,7 +62,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Check:
-    """A function from facts to findings. `names`: of all that it can find; `order`: its place among the checks."""
+    """A function from facts to findings. `names`: its possible findings; `order`: its place among the checks."""
 
     names: tuple[str, ...]
     order: float
@@ -77,7 +77,7 @@ class Check:
 
 
 def check(*names: str, order: float = float("inf")) -> Callable[[Callable[[Facts], Iterable[Found]]], Check]:
-    """Make a function of a module in `checks/` a check, which `examine` then finds.
+    """Make a function in a module of `checks/` a check, which `examine` discovers.
 
     Each name needs a page, `docs/doctor/<name>.md`, whose front matter has the finding's severities. Findings of one
     severity are shown in the order of their checks.

@@ -1,4 +1,4 @@
-"""How findings say it: phrases, quotes of what was read, and commands that users copy into a shell."""
+"""The words of findings: phrases, lines of evidence, and commands that users copy into a shell."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _ENOUGH = 4
 
 
 def listing(names: Iterable[str]) -> str:
-    """a, b and c."""
+    """Join names: a, b and c."""
     *most, last = dict.fromkeys(names)
     return f"{', '.join(most)} and {last}" if most else last
 
 
 def shortened(lines: Sequence[str]) -> tuple[str, ...]:
-    """The first lines, and how many more there are."""
+    """The first lines, and the number of further ones."""
     rest = len(lines) - _ENOUGH
     return tuple(lines) if rest <= 0 else (*lines[:_ENOUGH], f"and {rest} more")
 
 
 def last_line(text: str) -> str:
-    """The last line of an error, which is what people quote."""
+    """The last line of an error that is not empty."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 
 
@@ -65,7 +65,7 @@ def how_it_ended(probe: Probe) -> str:
     return f"ended {'' if probe.complete else 'early '}with exit code {probe.exit}"
 
 
-# how findings about the driver quote what was read
+# evidence about the driver
 
 
 PROC = "/proc/driver/nvidia/version"
@@ -87,7 +87,7 @@ def driver_evidence(facts: Facts) -> tuple[str, ...]:
 
 
 def driver_errors(facts: Facts) -> tuple[str, ...]:
-    """What libcuda and NVML returned."""
+    """The errors of libcuda, cuInit and NVML, one line of evidence each."""
     cuda, read = facts.driver.cuda, facts.driver.nvml
     return (
         *([f"libcuda: {cuda.error}"] if cuda.error is not None else []),
@@ -97,7 +97,7 @@ def driver_errors(facts: Facts) -> tuple[str, ...]:
 
 
 def survey_failure(facts: Facts) -> str | None:
-    """How the process that queries the driver ended too early; None if it finished."""
+    """How the process that queries the driver ended early; None if it finished."""
     cuda = facts.driver.cuda
     answer = cuda.init if cuda.init is not None or cuda.path else facts.driver.nvml.error
     found = re.match(r"no answer in \d+ s|ended by \w+|ended with exit code -?\d+", answer or "")
@@ -125,16 +125,16 @@ def capabilities_command(kind: str | None) -> str:
 
 
 def severity_if_init_fails(facts: Facts) -> Severity:
-    """The severity if frameworks work and memguard.init fails: an error if a budget is to be applied."""
+    """The severity if frameworks work and `memguard.init` fails: an error with a budget."""
     return Severity.ERROR if facts.budget is not None else Severity.WARNING
 
 
 def digits(version: Version) -> str:
-    """The version with the zeros of driver names: 580.65.06."""
+    """Format a version with the zeros of driver names: 580.65.06."""
     return ".".join(str(part) if place < 2 else f"{part:02d}" for place, part in enumerate(version))
 
 
-# what may get into a command
+# validated parts of commands
 
 
 _VERSION = re.compile(r"[A-Za-z0-9][\w.+!-]{0,60}", re.ASCII)
@@ -142,7 +142,7 @@ _UUID = re.compile(r"(GPU|MIG)-[\w-]+", re.ASCII)
 
 
 def exactly(version: str | None) -> str:
-    """`==2.11.0`; empty if there is no version, or an invalid one."""
+    """A requirement's version, `==2.11.0`; empty for a missing or invalid version."""
     return f"=={version}" if version and _VERSION.fullmatch(version) else ""
 
 
@@ -151,11 +151,11 @@ def valid_uuids(values: Iterable[str]) -> str:
     return ",".join(value for value in values if _UUID.fullmatch(value))
 
 
-# commands that install what is missing
+# install commands: by framework, by CUDA, and by the installer in use
 
 
 _PYTORCH = ((13, 0), (12, 8), (12, 6), (11, 8))
-"""CUDA versions that download.pytorch.org has builds for, one for each minimum driver."""
+"""CUDA versions of the builds on download.pytorch.org, one for each minimum driver."""
 _CONDA = {
     "torch": "pytorch-gpu",
     "tensorflow": "tensorflow-gpu",
@@ -164,11 +164,11 @@ _CONDA = {
     "pycuda": "pycuda",
     "numba": "numba-cuda",
 }
-"""conda-forge's packages, which depend on CUDA's libraries."""
+"""Packages of conda-forge, which depend on CUDA's libraries."""
 
 
 def install_libraries(facts: Facts, framework: str, wanted: int | None, libraries: Iterable[str] = ()) -> str:
-    """The command that installs CUDA's libraries for it; `wanted`: the major of the CUDA that it was built for."""
+    """The command that installs CUDA's libraries for a framework. `wanted`: the CUDA major of its build."""
     with_pip = _by_pip(facts, framework, wanted, libraries)
     if not may_be_conda(facts, facts.frameworks[framework]):
         return with_pip
@@ -186,7 +186,7 @@ def _by_pip(facts: Facts, framework: str, wanted: int | None, libraries: Iterabl
         if finds_packages(found):
             return install_cupy(found, wanted, release)
         toolkit = f"install CUDA's toolkit {wanted} and add its lib64 to LD_LIBRARY_PATH"
-        if wanted < 12:  # CuPy 14 has no build for it
+        if wanted < 12:  # CuPy 14 has no build for CUDA 11
             return toolkit
         newer = install_cupy(found, wanted, ">=14")
         return f"{newer} (an older CuPy does not look into pip's packages), or {toolkit}"
@@ -199,13 +199,13 @@ def _by_pip(facts: Facts, framework: str, wanted: int | None, libraries: Iterabl
 
 
 def finds_packages(cupy: FrameworkFacts) -> bool:
-    """Whether this CuPy opens CUDA's libraries in pip's packages, as 14 and newer do; older ones need the toolkit."""
+    """Whether CuPy finds CUDA's libraries in pip packages: from version 14. Older ones need the toolkit."""
     release = numbers(cupy.version)
     return not release or release >= (14,)
 
 
 def install_cupy(found: FrameworkFacts, cuda: int, release: str = "") -> str:
-    """CuPy with CUDA's libraries. A wheel for another CUDA is uninstalled first, as it uses the same folder."""
+    """The command for CuPy with CUDA's libraries. Uninstalls wheels for other CUDAs, which use the same folder."""
     wheel = f"cupy-cuda{cuda}x"
     others = [name for name in found.distributions if re.match(r"cupy(-|$)", name) and name != wheel]
     first = f"pip uninstall -y {' '.join(others)} && " if others else ""
@@ -213,7 +213,7 @@ def install_cupy(found: FrameworkFacts, cuda: int, release: str = "") -> str:
 
 
 def pip_packages(libraries: Iterable[str], wanted: int | None) -> list[str]:
-    """The pip packages of these SONAMEs. A SONAME that names its CUDA decides, else `wanted`."""
+    """The pip packages of these SONAMEs. If a SONAME identifies its CUDA, that counts, else `wanted`."""
     packages: dict[str, None] = {}
     for name in libraries:
         found = parse(name)
@@ -230,10 +230,10 @@ def pip_packages(libraries: Iterable[str], wanted: int | None) -> list[str]:
 
 
 def install_pytorch(cuda: tuple[int, ...]) -> str:
-    """PyTorch for this CUDA. It is uninstalled first, else pip keeps the installed build."""
+    """The command for PyTorch for this CUDA. Uninstalls it first: pip would keep the installed build."""
     build = _pytorch_build(cuda)
     if build is None and cuda[:1] == (12,):
-        build = (12, 6)  # runs on every driver for CUDA 12
+        build = (12, 6)  # the build for 12.6 runs on every driver for CUDA 12
     if build is None:
         return "pip uninstall -y torch, then the command that https://pytorch.org/get-started gives for your driver"
     index = "".join(map(str, build))
@@ -241,13 +241,13 @@ def install_pytorch(cuda: tuple[int, ...]) -> str:
 
 
 def _pytorch_build(cuda: tuple[int, ...]) -> tuple[int, int] | None:
-    """The newest build of this CUDA's major that is not for a newer CUDA."""
+    """The newest PyTorch build for this CUDA or an older minor of the same major."""
     major = min(cuda[0], 13) if cuda else 0
     return next((known for known in _PYTORCH if known[0] == major and known <= cuda[:2]), None)
 
 
 def install_with_cuda(facts: Facts, framework: str) -> str:
-    """The command that installs the build for the driver's CUDA."""
+    """The command that installs the framework's build for the driver's CUDA."""
     driver = driver_cuda(facts)
     known = min(driver[0], 13) if driver and driver[0] >= 12 else 12
     command = {
@@ -268,7 +268,7 @@ def _by_conda(framework: str, cuda: int | None) -> str:
 
 
 def may_be_conda(facts: Facts, found: FrameworkFacts) -> bool:
-    """Whether it is in the active conda environment, with no sign that pip installed it."""
+    """Whether the framework is in the active conda environment, without signs of an installation by pip."""
     prefix = facts.environment.get("CONDA_PREFIX", "").rstrip("/")
     if not prefix or not (found.folder or "").startswith(prefix + "/"):
         return False
@@ -278,10 +278,10 @@ def may_be_conda(facts: Facts, found: FrameworkFacts) -> bool:
 
 
 def match_driver(facts: Facts, framework: str) -> str | None:
-    """What makes it compile with the driver's CUDA at run time; None if only a newer driver helps.
+    """How to make the framework compile with the driver's CUDA at run time; None if only a newer driver helps.
 
-    Only CuPy uses the NVRTC that is installed. Each build of PyTorch contains its own. Numba, JAX and Triton use parts
-    of several packages that belong together.
+    Only CuPy uses the installed NVRTC. Each build of PyTorch contains its own. Numba, JAX and Triton combine parts of
+    several packages whose versions must match.
     """
     driver = driver_cuda(facts)
     found = facts.frameworks[framework]

@@ -1,4 +1,4 @@
-"""How frameworks were built and installed, and failures of probes that nothing else explains."""
+"""How frameworks were built and installed: compilers, paths, distributions, builds without CUDA."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from memguard._tools.doctor.finding import Found, Severity, check
 from memguard._tools.doctor.wording import exactly, full_name, install_with_cuda, last_line, listing
 
 _COMPILERS = ("gcc", "g++", "cc")
-# Distributions that put the same module into the same folder.
+# Names of distributions that install the same module into the same folder.
 _SAME_MODULE = {
     "tensorflow": re.compile(r"(tensorflow|tf[-_]nightly)([-_](cpu|gpu|rocm))?"),
     "torch": re.compile(r"torch([-_](nightly|cpu))?"),
@@ -34,13 +34,13 @@ _SAME_MODULE = {
 
 
 def _tool_missing(facts: Facts, *names: str) -> bool:
-    """Whether all of them were looked for and not found."""
+    """Whether the facts list all of these tools as not found. Tools that were not looked for do not count."""
     return all(name in facts.tools and not facts.tools[name] for name in names)
 
 
 @check("nvcc-missing", order=405)
 def nvcc_missing(facts: Facts) -> Iterator[Found]:
-    """PyCUDA's SourceModule runs `nvcc` from the PATH to compile a kernel."""
+    """PyCUDA's SourceModule cannot find the `nvcc` that it compiles kernels with."""
     found = facts.frameworks.get("pycuda")
     if found is None or no_gpu(facts):
         return
@@ -64,7 +64,7 @@ def nvcc_missing(facts: Facts) -> Iterator[Found]:
 
 @check("compiler-missing", order=410)
 def compiler_missing(facts: Facts) -> Iterator[Found]:
-    """nvcc needs a host compiler, and Triton builds its launcher with one."""
+    """No C compiler for nvcc, or for Triton, which compiles its kernel launcher."""
     if no_gpu(facts):
         return
     errors = {
@@ -75,7 +75,7 @@ def compiler_missing(facts: Facts) -> Iterator[Found]:
     }
     absent = _tool_missing(facts, *_COMPILERS)
     pycuda = "pycuda" in facts.frameworks and bool(facts.tools.get("nvcc"))
-    named = facts.environment.get("CC")  # Triton reads it, nvcc does not
+    named = facts.environment.get("CC")  # Triton reads CC; nvcc does not
     torch = "triton" in facts.packages and facts.frameworks.get("torch") is not None and not named
     who = list(errors) or [name for name, needs in (("pycuda", pycuda), ("torch", torch)) if needs and absent]
     if not who:
@@ -140,7 +140,7 @@ def two_distributions(facts: Facts) -> Iterator[Found]:
 
 @check("two-distributions", order=430)
 def other_memguard(facts: Facts) -> Iterator[Found]:
-    """Another project's package memguard beside this one, or in its place."""
+    """Another project has installed a package `memguard`, alone or in addition to this one."""
     found = facts.namesakes
     others = [dist for dist in found.distributions if dist != NAME] if found is not None else []
     if found is None or not others:
@@ -177,7 +177,7 @@ def _pinned(dist: str, release: str) -> str:
 
 
 def _keep(facts: Facts, several: Iterable[str]) -> str:
-    """The one for the newest CUDA that the driver has; not a build for CPUs or a nightly one."""
+    """The distribution to keep: for the newest CUDA that the driver supports, rather no CPU or nightly build."""
     driver = major(str(facts.driver.cuda.version)) if facts.driver.cuda.version else None
 
     def rank(dist: str) -> tuple[bool, int, bool]:
@@ -190,7 +190,7 @@ def _keep(facts: Facts, several: Iterable[str]) -> str:
 
 @check("cpu-build", order=435)
 def cpu_build(facts: Facts) -> Iterator[Found]:
-    """Only on a machine with a GPU: elsewhere a build for CPUs is right."""
+    """A CPU build on a machine with a GPU."""
     if no_gpu(facts) or not (facts.driver.cuda.devices or facts.driver.nvml.devices):
         return
     for name, found in facts.frameworks.items():

@@ -13,7 +13,7 @@ from memguard._tools.doctor.wording import full_name
 
 Version = tuple[int, ...]
 
-# each matches the version found and the version compiled with
+# messages with two versions: the cuDNN that was loaded (`found`) and the one of the build (`built`)
 _VERSION_MESSAGES = (
     re.compile(r"Loaded runtime CuDNN library: (?P<found>[\d.]+) but source was compiled with:? (?P<built>[\d.]+)"),
     re.compile(
@@ -29,7 +29,7 @@ _VERSION_MESSAGES = (
 
 
 def version(text: str | None) -> Version:
-    """From 9.19.0, "9, 19, 0", 91900 (cuDNN 9) or 8907 (cuDNN 8); () if there is none."""
+    """Parse 9.19.0, "9, 19, 0", 91900 (cuDNN 9) or 8907 (cuDNN 8); () without a number."""
     numbers = [int(number) for number in re.findall(r"\d+", text or "")]
     if len(numbers) == 1 and numbers[0] >= 1000:
         number = numbers[0]
@@ -40,8 +40,8 @@ def version(text: str | None) -> Version:
 
 @once
 def _pair(found: FrameworkFacts) -> tuple[Version, Version, str] | None:
-    """The version found, the version compiled with, and the message that says so, if any."""
-    stderr = "\n".join(found.probe.said) if found.probe is not None else ""  # JAX's message has several
+    """The loaded cuDNN, the cuDNN of the build, and the message that reports both, if any."""
+    stderr = "\n".join(found.probe.said) if found.probe is not None else ""  # JAX's message spans several lines
     for text in (*messages(found.probe), stderr):
         for pattern in _VERSION_MESSAGES:
             if match := pattern.search(text):
@@ -52,7 +52,7 @@ def _pair(found: FrameworkFacts) -> tuple[Version, Version, str] | None:
 
 
 def too_old(found: FrameworkFacts) -> bool:
-    """Whether the loaded cuDNN does not fit the one that it was compiled with."""
+    """Whether the framework was compiled with another major, or a newer minor, than the loaded cuDNN has."""
     pair = _pair(found)
     if pair is None:
         return False

@@ -1,4 +1,4 @@
-"""The GPUs: which ones CUDA shows, in what order, which frameworks have code for them, and who else uses them."""
+"""The GPUs: which CUDA shows, in which order, which frameworks have code for them, and which processes use them."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _IN_A_SHELL = "end this process and run `memguard doctor` in a shell: beside thi
 
 @check("visible-devices-none", "visible-devices-unknown", "visible-devices-mixed", order=205)
 def hidden(facts: Facts) -> Iterator[Found]:
-    """CUDA_VISIBLE_DEVICES leaves no GPU, or fewer than it names."""
+    """CUDA_VISIBLE_DEVICES leaves CUDA no GPU, or fewer than it lists."""
     seen, blocked = visible(facts), blocked_by(facts)
-    # NVML does not list MIG instances: only CUDA says whether one exists.
+    # NVML does not list MIG instances: only CUDA shows whether one exists.
     gone = seen is not None and seen.kind == "MIG-" and blocked == "visible-devices-unknown"
     if seen is None or (not seen.why and seen.entries and not gone) or (blocked is None and seen.only_ended):
         return
@@ -63,7 +63,7 @@ def hidden(facts: Facts) -> Iterator[Found]:
     }[seen.why or "empty"]
     if gone:
         why = f"names {listing(seen.entries)}, and CUDA shows no such instance of a GPU"
-    # CUDA does not count the GPUs that NVML refuses.
+    # CUDA's indices skip the GPUs that NVML does not let this process use.
     places = range(len(cards)) if len(cards) < len(facts.driver.nvml.devices) else [card.index for card in cards]
     indices = ",".join(str(place) for place in places) or "0"
     remedy = f"name existing GPUs, each once, all by index or all by UUID: export CUDA_VISIBLE_DEVICES={indices}"
@@ -86,7 +86,7 @@ def hidden(facts: Facts) -> Iterator[Found]:
 
 @check("device-order", order=210)
 def device_order(facts: Facts) -> Iterator[Found]:
-    """cuda:0 is not GPU 0 of nvidia-smi, and nobody asked for another order."""
+    """CUDA numbers the GPUs differently from nvidia-smi."""
     shown, cards = facts.driver.cuda.devices, facts.driver.nvml.devices
     indices = [next((card.index for card in cards if same_gpu(card.uuid, device.uuid)), -1) for device in shown]
     if len(cards) < 2 or not indices or -1 in indices:
@@ -154,7 +154,7 @@ def compute_capability(facts: Facts) -> Iterator[Found]:
 
 @check("mig", order=220)
 def mig(facts: Facts) -> Iterator[Found]:
-    """GPUs divided by MIG, of which CUDA shows one instance or none."""
+    """A GPU is divided by MIG: CUDA shows a process one instance, or none."""
     divided = [card for card in facts.driver.nvml.devices if card.mig]
     blocked, shown = blocked_by(facts), facts.driver.cuda.devices
     if blocked is None and not any(device.uuid.startswith("MIG-") for device in shown):
@@ -163,7 +163,7 @@ def mig(facts: Facts) -> Iterator[Found]:
         return
     names = listing(f"GPU {card.index} ({card.name})" for card in divided)
     one = len(divided) == 1
-    # Others may use the other instances: a container must not switch MIG off, nor may it be done under a process.
+    # Switching MIG off ends all instances: advise it only outside containers and if no process uses the GPU.
     alone = not facts.system.container and not any(card.processes for card in divided)
     off = f"sudo nvidia-smi -i {','.join(str(card.index) for card in divided)} -mig 0  # with nothing running on it"
     cause = f"{names} {'is' if one else 'are'} divided by MIG: CUDA shows one instance, and memguard.init refuses it"
@@ -190,7 +190,7 @@ def mig(facts: Facts) -> Iterator[Found]:
 
 @check("compute-mode", order=225)
 def compute_mode(facts: Facts) -> Iterator[Found]:
-    """GPUs that allow one process at a time, or none."""
+    """The compute mode of a GPU allows one process at a time, or none."""
     if blocked_by(facts) is not None:
         return
     refused = [name for name, framework in facts.frameworks.items() if busy(framework)]
@@ -257,14 +257,14 @@ def peer_access(facts: Facts) -> Iterator[Found]:
 
 @check("card-filled", order=235)
 def card_filled_by_others(facts: Facts) -> Iterator[Found]:
-    """GPUs on which other processes leave little or no memory."""
+    """Other processes leave little or no memory on a GPU."""
     if blocked_by(facts) is not None:
         return
     cards = filled_by_others(facts)
     for card in cards:
         victims = [name for name, framework in facts.frameworks.items() if out_of_memory(failed_stage(framework))]
         if len(cards) > 1 and not same_gpu(card.uuid, facts.driver.cuda.devices[0].uuid):
-            victims = []  # probes compute on GPU 0, which is full too
+            victims = []  # the probes ran out of memory on GPU 0, which is full too
         others = held_by_others(facts, card)
         holders = sorted(card.processes.items(), key=lambda pair: -(pair[1] or 0))
         most = "which process holds it is not visible here"
@@ -277,7 +277,7 @@ def card_filled_by_others(facts: Facts) -> Iterator[Found]:
         ]
         evidence += [error_line(facts, name) for name in victims]
         end = "nvidia-smi on the host shows who; "
-        if holders and not facts.system.container:  # in a container these are PIDs of the host
+        if holders and not facts.system.container:  # inside a container NVML's PIDs are those of the host
             end = f"end process {holders[0][0]}, "
         yield Found(
             f"other processes have filled GPU {card.index} ({card.name}): {format_size(card.free)} of "
@@ -292,7 +292,7 @@ def card_filled_by_others(facts: Facts) -> Iterator[Found]:
 
 @check("card-filled", order=240)
 def card_filled_by_caller(facts: Facts) -> Iterator[Found]:
-    """GPUs on which the process that called the doctor leaves too little memory for the probes."""
+    """The process that called the doctor leaves too little memory for the probes."""
     if blocked_by(facts) is not None:
         return
     for card in filled_by_caller(facts):
@@ -318,10 +318,10 @@ def card_filled_by_caller(facts: Facts) -> Iterator[Found]:
 
 
 def _asked(facts: Facts, count: int) -> list[int] | None:
-    """NVML's indices in the order that the user asked for; None if that is by UUID or unknown."""
+    """NVML's indices in the order that the user expects; None if the user lists UUIDs, or if unknown."""
     seen = visible(facts)
     if any(card.error is not None for card in facts.driver.nvml.devices):
-        return None  # in a scheduler's job CUDA numbers only the GPUs of the job
+        return None  # a scheduler hides GPUs: CUDA numbers only those of the job
     if facts.environment.get(_ORDER) == "PCI_BUS_ID":
         return None
     if seen is None:

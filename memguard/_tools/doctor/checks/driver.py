@@ -78,7 +78,7 @@ _NVML = {
 
 @check("driver-absent", order=105)
 def driver_absent(facts: Facts) -> Iterator[Found]:
-    """The kernel module, the libraries or both are missing."""
+    """The driver's kernel module, its libraries or both are missing."""
     if blocked_by(facts) != "driver-absent":
         return
     driver = facts.driver
@@ -116,7 +116,7 @@ def driver_absent(facts: Facts) -> Iterator[Found]:
 
 @check("container-without-gpu", "container-capabilities", order=110)
 def container(facts: Facts) -> Iterator[Found]:
-    """A container without a GPU, or without a part of the driver."""
+    """A container was started without a GPU, or without a part of the driver."""
     given = facts.environment.get("NVIDIA_DRIVER_CAPABILITIES", "")
     shown = facts.environment.get("NVIDIA_VISIBLE_DEVICES")
     blocked = blocked_by(facts)
@@ -133,7 +133,7 @@ def container(facts: Facts) -> Iterator[Found]:
             cause += f": NVIDIA_VISIBLE_DEVICES={shown} excludes all"
         if shown is not None:
             evidence.append(f"NVIDIA_VISIBLE_DEVICES={shown} (environment)")
-        elif kind != "apptainer":  # which does not need it
+        elif kind != "apptainer":  # Apptainer does not read it
             evidence.append("NVIDIA_VISIBLE_DEVICES is not set")
         yield Found(cause, tuple(evidence), start(kind))
     compute = blocked == "container-capabilities"
@@ -155,14 +155,14 @@ def container(facts: Facts) -> Iterator[Found]:
 
 @check("device-files", order=115)
 def device_files_unusable(facts: Facts) -> Iterator[Found]:
-    """Device files that are missing or cannot be opened."""
+    """Device files of the driver are missing or cannot be opened."""
     if blocked_by(facts) != "device-files":
         return
     found = device_files(facts)
     bad = {path: state for path, state in sorted(found.items()) if state != "ok"}
     denied = [
         path for path, state in bad.items() if state in ("denied", "EPERM")
-    ]  # EPERM comes from a container's rules
+    ]  # EPERM: the device rules of a container
     broken = [path for path in bad if path not in denied]
     if denied:
         cause = f"this user may not open {listing(denied)}"
@@ -198,7 +198,7 @@ def device_files_unusable(facts: Facts) -> Iterator[Found]:
 
 @check("cuda-init-failed", order=130)
 def cuda_init_failed(facts: Facts) -> Iterator[Found]:
-    """cuInit fails for a reason that no other check explains, or libcuda exists and cannot be loaded."""
+    """cuInit fails for a reason that no other check reports, or libcuda exists and cannot be loaded."""
     if blocked_by(facts) != "cuda-init-failed":
         return
     cuda, broken = facts.driver.cuda, survey_failure(facts)
@@ -216,7 +216,7 @@ def cuda_init_failed(facts: Facts) -> Iterator[Found]:
     else:
         init = "CUDA_ERROR_NO_DEVICE" if cuda.init == "CUDA_SUCCESS" else cuda.init
         if "/stubs/" in (cuda.path or ""):
-            init = "CUDA_ERROR_STUB_LIBRARY"  # a stub may not know the names of errors
+            init = "CUDA_ERROR_STUB_LIBRARY"  # a stub returns numbers instead of error names
         why, remedy = _CAUSES.get(
             init, (f"the driver returns {init}", "nvidia-smi; sudo dmesg | grep -i nvrm  # tell more; then reboot")
         )
@@ -227,7 +227,7 @@ def cuda_init_failed(facts: Facts) -> Iterator[Found]:
         *(driver_evidence(facts) if read or broken is None else driver_errors(facts)),
         *([f"CUDA_VISIBLE_DEVICES={hidden} (environment)"] if hidden is not None else []),
     )
-    # If our process failed and frameworks work, they are not affected.
+    # Only the doctor's own query failed if a framework computes.
     works = broken is not None and any(computes(framework) for framework in facts.frameworks.values())
     yield Found(
         cause,
@@ -239,7 +239,7 @@ def cuda_init_failed(facts: Facts) -> Iterator[Found]:
 
 @check("nvml-blocked", order=145)
 def nvml_blocked(facts: Facts) -> Iterator[Found]:
-    """CUDA works and NVML does not: frameworks run, and nobody can tell who holds how much memory."""
+    """CUDA works and NVML does not: frameworks run, but memory by process cannot be read."""
     read = facts.driver.nvml
     missing = read.error == "NVMLError_LibraryNotFound" and _lacks_utility(facts)
     elsewhere = missing or read.error == "NVMLError_LibRmVersionMismatch"
@@ -260,7 +260,7 @@ def nvml_blocked(facts: Facts) -> Iterator[Found]:
 
 
 def _cards(facts: Facts) -> Iterator[Found]:
-    """GPUs that NVML counts and gives no handle for. GPUs of other jobs, which CUDA does not show, do no harm."""
+    """GPUs that NVML counts without giving a handle. GPUs of other jobs are harmless: CUDA does not show them."""
     refused = [card for card in facts.driver.nvml.devices if card.error is not None]
     known = [card.uuid for card in facts.driver.nvml.devices if card.error is None]
     shown = [device.uuid for device in facts.driver.cuda.devices if not device.uuid.startswith("MIG-")]
@@ -296,7 +296,7 @@ def _cards(facts: Facts) -> Iterator[Found]:
 
 @check("wsl", order=150)
 def wsl(facts: Facts) -> Iterator[Found]:
-    """WSL: what NVML cannot tell there, and a Linux driver that hides the Windows driver."""
+    """WSL: NVML reports no memory by process, and a Linux driver may hide the Windows driver."""
     if not facts.system.wsl:
         return
     cuda = facts.driver.cuda
@@ -323,7 +323,7 @@ def wsl(facts: Facts) -> Iterator[Found]:
 
 @check("sysmem-fallback", order=155)
 def sysmem_fallback(facts: Facts) -> Iterator[Found]:
-    """WSL: memory of a full GPU comes from the machine, without an error."""
+    """WSL: if the GPU is full, allocations come from host memory without an error."""
     cards = facts.driver.cuda.devices
     if not facts.system.wsl or blocked_by(facts) is not None or not cards:
         return

@@ -1,4 +1,4 @@
-"""Failures in a probe that no other check explains."""
+"""Failed, crashed and hung probes whose cause no other check reports."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _OUTSIDE = "usually for lack of host memory: check `dmesg | grep -i oom` and the
 
 
 def _explained_elsewhere(facts: Facts, name: str) -> bool:
-    """Whether another finding says why it fails."""
+    """Whether another check reports why this framework fails."""
     found = facts.frameworks[name]
     return (
         explained(facts, name)
@@ -53,7 +53,7 @@ def _lacks_a_tool(found: FrameworkFacts) -> bool:
 
 
 def _last_lines(probe: Probe) -> tuple[str, ...]:
-    """Its last lines on stderr, without those known to be harmless."""
+    """The probe's last lines on stderr, without known harmless messages."""
     lines = [last_line(text) for text in probe.said if meaning(text) is None]
     return tuple(filter(None, lines[-6:]))
 
@@ -80,7 +80,7 @@ def _remedy(name: str, failed: Stage, absent: list[str]) -> str:
 
 @check("framework-fails", order=440)
 def framework_fails(facts: Facts) -> Iterator[Found]:
-    """An exception in a step, or a framework that sees no GPU although CUDA shows one."""
+    """A step of the probe raised, or the framework sees no GPU although CUDA shows one."""
     for name, found in facts.frameworks.items():
         probe = found.probe
         if probe is None or probe.hung or died(probe) or _explained_elsewhere(facts, name):
@@ -106,13 +106,13 @@ def framework_fails(facts: Facts) -> Iterator[Found]:
 
 
 def _each_works_alone(facts: Facts, names: tuple[str, ...]) -> bool:
-    """Whether each of them works alone."""
+    """Whether each framework's own probe succeeded."""
     probes = [facts.frameworks[name].probe for name in names if name in facts.frameworks]
     return all(probe is None or not (probe.failed or probe.hung or died(probe)) for probe in probes)
 
 
 def _together(facts: Facts) -> Iterator[Found]:
-    """An exception in a process of several frameworks that none of them raises alone."""
+    """A framework raises in a process with others, and not in its own."""
     for together in facts.together:
         failed = together.probe.failed
         if failed is None or not _each_works_alone(facts, together.order) or import_order.breaks(facts, together):
@@ -147,7 +147,7 @@ def probe_crashed(facts: Facts) -> Iterator[Found]:
 
 
 def _crashed(subject: str, what: str, at: str, where: tuple[str, str], probe: Probe, remedy: str) -> Found:
-    """`where`: the text before and after how it ended, in the line of evidence."""
+    """`where`: the words before and after the exit status in the line of evidence."""
     how = how_it_ended(probe)
     return Found(
         f"{what} {how}, {at}",

@@ -1,7 +1,7 @@
-"""TensorFlow imported before PyTorch, built for different CUDAs: PyTorch then calls a function of TensorFlow's CUDA.
+"""TensorFlow is imported before PyTorch and built for another CUDA: PyTorch then calls functions of TensorFlow's CUDA.
 
-Measured with TensorFlow for CUDA 12 and PyTorch for CUDA 13: PyTorch reads its GPU's properties wrongly (1
-multiprocessor instead of 132) and dies of SIGFPE in its first matrix product.
+Measured with TensorFlow for CUDA 12 and PyTorch for CUDA 13: PyTorch reads wrong properties of the GPU (1
+multiprocessor instead of 132), and SIGFPE ends the process in the first matrix product.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _CURE = "`import torch` before `import tensorflow`, or memguard.init(...) with b
 
 
 def _before(order: Sequence[str]) -> bool:
-    """Whether TensorFlow comes before PyTorch."""
+    """Whether this order imports TensorFlow before PyTorch."""
     return "tensorflow" in order and "torch" in order and order.index("tensorflow") < order.index("torch")
 
 
 def _right(facts: Facts) -> int | None:
-    """GPU 0's multiprocessors, from the driver, else from PyTorch in a process of its own."""
+    """The number of multiprocessors of GPU 0, as the driver or PyTorch's own probe reports it."""
     if facts.driver.cuda.devices:
         return facts.driver.cuda.devices[0].multiprocessors
     torch = facts.frameworks.get("torch")
@@ -30,7 +30,7 @@ def _right(facts: Facts) -> int | None:
 
 
 def breaks(facts: Facts, together: Together) -> bool:
-    """Whether PyTorch read its GPU wrongly there, or died, and not for lack of host memory."""
+    """Whether PyTorch read wrong properties in this probe, or crashed. A kill by SIGKILL does not count."""
     count, right = together.multiprocessors.get("torch"), _right(facts)
     return (died(together.probe) and not killed(together.probe)) or (
         count is not None and right is not None and count != right
@@ -39,7 +39,7 @@ def breaks(facts: Facts, together: Together) -> bool:
 
 @once
 def witness(facts: Facts) -> Together | None:
-    """The probe with the two in that order that broke, if each alone and the other order work."""
+    """The failed probe with TensorFlow first, if each framework works alone and PyTorch first works."""
     if any(
         did_not_finish(facts.frameworks[name].probe) for name in ("tensorflow", "torch") if name in facts.frameworks
     ):
@@ -50,7 +50,7 @@ def witness(facts: Facts) -> Together | None:
 
 
 def _imported(facts: Facts) -> tuple[str, str] | None:
-    """Who imports them in that order without a remedy, and the line of evidence."""
+    """Whether this process or the script imports TensorFlow first without a budget: which, and the evidence."""
     process, script = facts.process, facts.script
     if process is not None and not process.budget:
         tops = [module.partition(".")[0] for module in process.modules]

@@ -1,4 +1,4 @@
-"""CUDA's libraries: what a framework was built for, and what its process has mapped."""
+"""CUDA's libraries: those that a framework was built for, compared with those that its process has mapped."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from memguard._tools.doctor.facts import Facts, FrameworkFacts, Probe, Process, 
 from memguard._tools.doctor.finding import Found, Severity, check
 from memguard._tools.doctor.wording import built_for, full_name, install_libraries, listing, pip_packages, shortened
 
-# NVRTC opens the builtins of its own version, so a second copy is never called.
+# Each NVRTC opens the builtins of its own version: a second copy does no harm.
 _NO_STATE = frozenset({"libnvrtc-builtins"})
-# They compile through handles of the caller: a second copy costs memory and nothing else.
+# Compilers keep their state in the caller's handles: a second copy only costs memory.
 _COMPILERS = frozenset({"libnvrtc", "libnvJitLink", "libnvvm", "libnvfatbin"})
 _TENSORFLOW_SAYS = "Cannot dlopen some GPU libraries"
 
 
 def _wanted(facts: Facts, framework: str) -> int | None:
-    """The CUDA major that it was built for, from itself or from its package's name or version."""
+    """The CUDA major that the framework was built for: as it reports, or by the name or version of its package."""
     found = facts.frameworks[framework]
     if (built := major(found.cuda)) is not None:
         return built
@@ -39,14 +39,14 @@ def _wanted(facts: Facts, framework: str) -> int | None:
 
 
 def absent(facts: Facts, framework: str) -> tuple[str, ...]:
-    """The CUDA libraries that it could not open."""
+    """The CUDA libraries that the framework could not open."""
     found = facts.frameworks[framework]
     named = tuple(name for name in found.missing if parse(name) is not None)
     return named or tuple(dict.fromkeys(name for _, name in not_opened(found) if parse(name) is not None))
 
 
 def without_libraries(facts: Facts, framework: str) -> bool:
-    """Whether it lacks CUDA libraries, by their names or by TensorFlow's message, which has no names."""
+    """Whether the framework lacks CUDA libraries. TensorFlow's message says so without naming them."""
     texts = messages(facts.frameworks[framework].probe)
     return bool(absent(facts, framework)) or any(_TENSORFLOW_SAYS in text for text in texts)
 
@@ -58,9 +58,9 @@ def library_missing(facts: Facts) -> Iterator[Found]:
             continue
         at_import = any(stage.error is not None and stage.name == "import" for stage in found.probe.stages)
         if no_gpu(facts) and not at_import:
-            continue  # with them it would find no GPU either
+            continue  # without a GPU the libraries are of no use
         if name == "numba" and without_cuda(facts, name):
-            continue  # it lacks the package that brings its libraries
+            continue  # `cpu-build` reports the missing package numba-cuda
         names, wanted = absent(facts, name), _wanted(facts, name)
         what = listing(names) if names else "CUDA libraries that its message does not name"
         packages = pip_packages(names, wanted)
@@ -82,7 +82,7 @@ def library_missing(facts: Facts) -> Iterator[Found]:
 
 @once
 def _wrong_cuda(found: FrameworkFacts) -> tuple[Mapped, ...]:
-    """Mapped files for another CUDA than it was built for, if no other file of that library fits."""
+    """Mapped libraries for another CUDA than the framework's, unless the process has mapped the right one too."""
     built = major(found.cuda)
     if built is None or found.probe is None:
         return ()
@@ -126,7 +126,7 @@ def library_wrong_major(facts: Facts) -> Iterator[Found]:
 
 
 def _searched(facts: Facts, files: Iterable[Mapped]) -> list[str]:
-    """The folders of these files that LD_LIBRARY_PATH names."""
+    """The folders of these files that are in LD_LIBRARY_PATH."""
     named = {folder.rstrip("/") for folder in facts.environment.get("LD_LIBRARY_PATH", "").split(":") if folder}
     return sorted({file.folder for file in files} & named)
 
@@ -137,9 +137,9 @@ def _disjoint(files: Iterable[Mapped]) -> bool:
 
 @once
 def _copies(process: Probe | Process) -> list[tuple[Mapped, Mapped]]:
-    """Pairs of files that are the same library for the same CUDA.
+    """Pairs of mapped files that are copies of one library for one CUDA.
 
-    If the process has two CUDAs, a file name that both use (libcusparse.so.12) proves nothing.
+    In a process with two CUDAs, a file name that both use (libcusparse.so.12) is no evidence of a copy.
     """
     groups = by_stem(sorted(mapped(process), key=lambda file: file.path))
     two_cudas = any(map(_disjoint, groups.values()))
@@ -161,7 +161,7 @@ def _processes(facts: Facts) -> Iterator[tuple[str, Probe | Process]]:
 
 
 def _members(facts: Facts, process: str) -> list[str]:
-    """The frameworks in this process."""
+    """The frameworks that run in this process."""
     if process == "this process":
         there = facts.process.modules if facts.process is not None else ()
         return [name for name in facts.frameworks if name in there]
@@ -170,7 +170,7 @@ def _members(facts: Facts, process: str) -> list[str]:
 
 @check("library-twice", order=315)
 def library_twice(facts: Facts) -> Iterator[Found]:
-    """One finding for each pair of folders. Files that `library_wrong_major` reports are left out."""
+    """A library is mapped from two files: one finding for each pair of folders. Skips `library_wrong_major`'s files."""
     wrong = {name: {file.path for file in _wrong_cuda(found)} for name, found in facts.frameworks.items()}
     found_in: dict[tuple[str, str], dict[str, list[tuple[Mapped, Mapped]]]] = {}
     for name, process in _processes(facts):
@@ -221,7 +221,7 @@ def _loaded_twice(
 
 
 def _installed(facts: Facts, file: Mapped) -> Iterator[str]:
-    """Installed packages that may have installed it."""
+    """The installed pip packages that contain a library of this name."""
     for number in sorted(file.majors):
         if (name := file.library.pip(number)) in facts.packages:
             yield name
@@ -229,7 +229,7 @@ def _installed(facts: Facts, file: Mapped) -> Iterator[str]:
 
 @check("cuda-majors-mixed", order=320)
 def cuda_majors_mixed(facts: Facts) -> Iterator[Found]:
-    """Two CUDAs in a framework's own process, or in one of several if nothing before explains it."""
+    """Libraries of two CUDA majors in one process: of one framework, or of several if no other finding explains it."""
     explained: set[str] = set()
     alone: dict[tuple[Mapped, ...], list[str]] = {}
     for name, found in facts.frameworks.items():
@@ -251,7 +251,7 @@ def cuda_majors_mixed(facts: Facts) -> Iterator[Found]:
         explained |= {file.path for file in strangers}
         yield _mixed_alone(facts, strangers, names)
     if import_order.witness(facts) is not None:
-        return  # it says what the two CUDAs do to each other
+        return  # `import-order` reports the same conflict with its effect
     seen: set[tuple[int, ...]] = set()
     for name, process in _processes(facts):
         rest = [file for file in mapped(process) if file.path not in explained]

@@ -24,7 +24,7 @@ from memguard._tools.doctor.finding import Found, Severity, check
 from memguard._tools.doctor.wording import last_line, listing, shortened
 
 _JAX_OPTIONS = "JAX_PJRT_CLIENT_CREATE_OPTIONS"
-"""The variable from which JAX reads the option jax_pjrt_client_create_options, as key:value;key:value."""
+"""JAX's option jax_pjrt_client_create_options as an environment variable: key:value;key:value."""
 _FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 _GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
@@ -34,14 +34,14 @@ _ASYNC_POOL = "MemoryAsyncPool"
 _CUPY_LIMIT = "CUPY_GPU_MEMORY_LIMIT"
 _SECOND_CONTEXT = OVERHEADS[SECOND_CONTEXT].modules // MIB
 _PRIMARY = ("torch", "tensorflow", "jax", "cupy", "numba")
-"""Frameworks that work in the primary context."""
+"""Frameworks that use CUDA's primary context."""
 _CAPPED = ("cudaMallocAsync", "cupy.cuda.memory.MemoryPool")
-"""Allocators besides the default one on which a cap holds."""
+"""Allocators on which a cap holds, in addition to each framework's default."""
 
 
 @check("async-allocator", order=505)
 def async_allocator(facts: Facts) -> Iterator[Found]:
-    """An allocator on which no cap can be set. What `init` refuses is an error, with the same reason."""
+    """The chosen allocator supports no cap. An error where `init` refuses it, for the same reason."""
     for framework, spec in SPECS.items():
         if not _has_gpu_build(facts, framework):
             continue
@@ -49,7 +49,7 @@ def async_allocator(facts: Facts) -> Iterator[Found]:
         for setting, value, where in _chosen_allocators(facts, framework):
             why = spec.allocators.why_uncapped(value)
             unlimited = value.strip().lower() in spec.allocators.unlimited
-            if why is None or not (capped or unlimited):  # one of JAX's keeps to a fraction
+            if why is None or not (capped or unlimited):  # JAX's `vmm` respects the memory fraction
                 continue
             limits = _limits(facts, framework)
             if not limits:
@@ -71,7 +71,7 @@ def async_allocator(facts: Facts) -> Iterator[Found]:
 
 
 def _chosen_allocators(facts: Facts, framework: str) -> Iterator[tuple[str, str, str]]:
-    """The settings that choose the framework's allocator: name, value, and where each was found."""
+    """The settings that choose the framework's allocator: name, value, and source."""
     variable = SPECS[framework].allocators.variable
     if variable:
         yield variable, facts.environment.get(variable, "").strip(), "environment"
@@ -85,7 +85,7 @@ def _chosen_allocators(facts: Facts, framework: str) -> Iterator[tuple[str, str,
 
 @check("async-allocator", order=510)
 def async_pool(facts: Facts) -> Iterator[Found]:
-    """CuPy's async pool: its limit only says when memory is given back, and refuses no allocation."""
+    """CuPy's async pool: its limit is a release threshold, which refuses no allocation."""
     limits = _cupy_limits(facts)
     if facts.process is not None and _has_async_pool(facts) and limits:
         yield Found(
@@ -105,18 +105,18 @@ def _has_async_pool(facts: Facts) -> bool:
 
 
 def _cupy_limits(facts: Facts) -> tuple[str, ...]:
-    """As `_limits`. An active budget has already reported that it only watches this pool."""
+    """As `_limits`. An active budget is not counted: it has already warned that this pool is only watched."""
     budget, given = facts.budget, facts.environment.get(_CUPY_LIMIT, "").strip()
     active = facts.process is not None and facts.process.budget
     if budget is not None and "cupy" in budget.frameworks and not active:
         return "its cap", f"{budget.source} caps cupy"
-    if not given.rstrip("%").strip("0."):  # not set, or 0, which means no limit
+    if not given.rstrip("%").strip("0."):  # not set; 0 means no limit
         return ()
     return f"{_CUPY_LIMIT}={given}", f"{_CUPY_LIMIT}={given} (environment)"
 
 
 def _limits(facts: Facts, framework: str) -> tuple[str, ...]:
-    """What is meant to limit it, then where that is set; empty if nothing limits it."""
+    """The limit that should hold and the line of evidence for it; empty if no limit is set."""
     budget = facts.budget
     if budget is not None and framework in budget.frameworks:
         return "its cap", f"{budget.source} caps {framework}"
@@ -126,11 +126,11 @@ def _limits(facts: Facts, framework: str) -> tuple[str, ...]:
 
 @check("xla-fractions", order=515)
 def xla_fractions(facts: Facts) -> Iterator[Found]:
-    """Both names of one setting, of which JAX accepts only one."""
+    """Both names of JAX's memory fraction are set; JAX accepts only one of them."""
     both = both_xla_fractions(facts)
     cards = facts.driver.cuda.devices or facts.driver.nvml.devices
     if not both or not cards or no_gpu(facts) or kept_off(facts, "jax"):
-        return  # there is no GPU, or JAX is kept off it anyway
+        return  # no GPU, or another setting disables it for JAX
     stage = failed_stage(facts.frameworks["jax"])
     lines = [] if stage is None or not stage.error else [f"jax: {last_line(stage.error)}"]
     if facts.frameworks["jax"].gpus == 0:
@@ -146,12 +146,12 @@ def xla_fractions(facts: Facts) -> Iterator[Found]:
 
 @check("second-context", order=520)
 def second_context(facts: Facts) -> Iterator[Found]:
-    """PyCUDA in its own context, beside frameworks that share the primary one."""
+    """PyCUDA uses a context of its own in a process whose other frameworks share the primary context."""
     process, script = facts.process, facts.script
     evidence: list[str] = []
     if process is not None:
         others = _of(process.modules)
-        # If nobody could ask: autoinit makes its own context, unless a budget gives it the primary one.
+        # If the context is unknown: autoinit creates a second one, unless an active budget retains the primary one.
         autoinit = [name for name in _AUTOINIT if name in process.modules]
         unasked = process.foreign_context is None and autoinit and not process.budget
         if others and (process.foreign_context or unasked):
@@ -164,7 +164,9 @@ def second_context(facts: Facts) -> Iterator[Found]:
             yield _second_context(others, evidence)
             return
     budget = facts.budget
-    if script is None or (budget is not None and "pycuda" in budget.frameworks):  # which gives it the primary one
+    if script is None or (
+        budget is not None and "pycuda" in budget.frameworks
+    ):  # the budget makes PyCUDA retain the primary context
         return
     others = _of(name for name, _ in script.imports)
     if others and any(name in _AUTOINIT for name, _ in script.imports):
@@ -189,7 +191,7 @@ def _second_context(others: tuple[str, ...], evidence: Sequence[str]) -> Found:
 
 @check("preallocation", order=525)
 def preallocation(facts: Facts) -> Iterator[Found]:
-    """A framework that takes the GPU at its first operation, in one process with others."""
+    """TensorFlow or JAX reserves the GPU at its first operation, and other frameworks run in the same process."""
     if facts.process is not None and facts.process.budget:
         return
     budget = facts.budget.frameworks if facts.budget is not None else ()
@@ -226,7 +228,7 @@ def _jax_preallocates(facts: Facts) -> bool:
 
 
 def _together(facts: Facts) -> list[tuple[str, tuple[str, ...]]]:
-    """The frameworks that are known to share a process, each with its line of evidence."""
+    """The frameworks imported in the calling process or the script, each with its line of evidence."""
     found: dict[str, tuple[str, ...]] = {}
     if facts.process is not None:
         found.update({name: (f"this process has imported {name}",) for name in _of(facts.process.modules, "pycuda")})
@@ -239,7 +241,7 @@ def _together(facts: Facts) -> list[tuple[str, tuple[str, ...]]]:
 
 @check("allocator-swap", order=530)
 def allocator_swap(facts: Facts) -> Iterator[Found]:
-    """Memory from another allocator than the one that is capped."""
+    """A framework allocates from another allocator than the capped one."""
     budget = facts.budget.frameworks if facts.budget is not None else ()
     if _NO_CACHING in facts.environment and _has_gpu_build(facts, "torch"):
         capped = "torch" in budget
@@ -253,10 +255,10 @@ def allocator_swap(facts: Facts) -> Iterator[Found]:
             "torch",
             severity=Severity.WARNING if capped else Severity.INFO,
         )
-    if facts.process is None or facts.process.budget:  # init has already reported it
+    if facts.process is None or facts.process.budget:  # an active budget has already reported it
         return
     for name, allocator in facts.process.allocators.items():
-        elsewhere = name == "jax" or (name == "cupy" and _has_async_pool(facts))  # another finding says it
+        elsewhere = name == "jax" or (name == "cupy" and _has_async_pool(facts))  # `async-allocator` reports it
         if name in budget and allocator not in _CAPPED and not elsewhere:
             yield Found(
                 f"{name} allocates from {allocator} in this process, so its cap may not hold",
@@ -272,7 +274,7 @@ def _capped_by(budget: BudgetFacts | None, name: str) -> tuple[str, ...]:
 
 @check("budget-too-large", order=535)
 def budget_too_large(facts: Facts) -> Iterator[Found]:
-    """A budget that does not fit these GPUs, at all or at present."""
+    """The budget does not fit these GPUs, either never or at present."""
     budget = facts.budget
     if budget is None or no_gpu(facts):
         return
@@ -286,7 +288,7 @@ def budget_too_large(facts: Facts) -> Iterator[Found]:
             fixes[0] if fixes else f"memguard plan {budget.source}",
             budget.source,
         )
-    taken = filled_by_others(facts)  # another finding says who holds it
+    taken = filled_by_others(facts)  # `card-filled` reports these
     for device in facts.driver.nvml.devices:
         limit = next((size for uuid, size in budget.limits.items() if same_gpu(uuid, device.uuid)), None)
         if limit is not None and device.free is not None and not device.mig and device not in taken:
@@ -311,7 +313,7 @@ def _too_large_at_present(budget: BudgetFacts, device: NvmlDevice, limit: int, a
 
 @check("unified-memory", order=540)
 def unified_memory(facts: Facts) -> Iterator[Found]:
-    """A GPU that uses the machine's memory, of which NVML has no figures."""
+    """A GPU with unified memory, whose use NVML does not report."""
     cards = {device.uuid: device for device in facts.driver.nvml.devices if device.uuid and device.error is None}
     for device in facts.driver.cuda.devices:
         card = next((card for uuid, card in cards.items() if same_gpu(uuid, device.uuid)), None)
@@ -332,20 +334,20 @@ def _has_gpu_build(facts: Facts, framework: str) -> bool:
 
 
 def _own_pool(facts: Facts, framework: str) -> bool:
-    """Whether it allocates from the pool that it takes at its first operation. An allocator without a cap has none."""
+    """Whether the framework uses its own pool, which it reserves at the first operation."""
     allocators = SPECS[framework].allocators
     return allocators.why_uncapped(facts.environment.get(allocators.variable, "")) is None
 
 
 def _of(modules: Iterable[str], *more: str) -> tuple[str, ...]:
-    """The frameworks of these modules. Numba without its CUDA part is a compiler for the CPU."""
+    """The frameworks that these modules belong to. `numba` alone is no use of the GPU: `numba.cuda` is."""
     names = (module.partition(".")[0] for module in modules if module != "numba")
     return tuple(name for name in dict.fromkeys(names) if name in _PRIMARY or name in more)
 
 
 @check("mps-limit", order=605)
 def mps_limit(facts: Facts) -> Iterator[Found]:
-    """A limit of CUDA's Multi-Process Service (docs/mps.md) below the budget's, or that MPS drops with all others."""
+    """A memory limit of MPS (docs/mps.md) is below the budget's, or MPS cannot parse it and drops every limit."""
     given, shown = facts.environment.get(mps.LIMIT, ""), facts.driver.cuda.devices
     if not given.strip() or not shown:
         return

@@ -1,4 +1,4 @@
-"""Messages that look like errors and are harmless. Sources: docs/doctor/harmless-message.md."""
+"""Messages that look like errors and are harmless. docs/doctor/harmless-message.md has the sources."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ _RULES = tuple((re.compile(pattern), meaning) for pattern, meaning in HARMLESS)
 
 
 def meaning(line: str) -> str | None:
-    """What a harmless line means; None if it is not known to be harmless."""
+    """The meaning of a known harmless line; None for any other."""
     return next((explanation for pattern, explanation in _RULES if pattern.search(line)), None)
 
 
 def _short(line: str) -> str:
-    """The line without time, process and file."""
+    """The line without time stamp, thread and source file."""
     message = re.sub(r"^.*?\.(?:cc|py):\d+[\]:] *", "", line.strip())
     return message if len(message) <= 100 else message[:100].rpartition(" ")[0] + " …"
 
 
 @check("harmless-message", order=805)
 def harmless_message(facts: Facts) -> Iterator[Found]:
-    """One finding for all harmless messages."""
+    """Harmless messages in the probes' stderr: one finding for all."""
     seen: dict[str, tuple[str, str]] = {}
     who: dict[str, None] = {}
     for name, probe in facts.probes():

@@ -1,4 +1,4 @@
-"""Frameworks compiled for another NumPy than the one installed, by their error messages."""
+"""Frameworks that do not support the installed NumPy, recognised by their messages."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from memguard._tools.doctor.facts import Facts
 from memguard._tools.doctor.finding import Found, Severity, check
 from memguard._tools.doctor.wording import full_name, last_line, listing, shortened
 
-# The second try of Numba's probe, with the function that NumPy 2.5 removed and numba-cuda 0.30 needs.
+# Numba's probe tries again with `numpy.row_stack`, which NumPy 2.5 removed and numba-cuda 0.30 needs.
 _PUT_BACK = "compute with numpy.row_stack"
 
 
 def _put_back(facts: Facts) -> bool:
-    """Whether Numba's probe worked once the removed function was put back."""
+    """Whether Numba's second try, with the removed function restored, succeeded."""
     probe = facts.frameworks["numba"].probe if "numba" in facts.frameworks else None
     return probe is not None and any(stage.name == _PUT_BACK and stage.error is None for stage in probe.stages)
 
@@ -37,7 +37,7 @@ def _remedy(lines: list[str], who: str, put_back: bool) -> str:
 
 @check("numpy-abi", order=415)
 def numpy_abi(facts: Facts) -> Iterator[Found]:
-    """One finding for all frameworks: the cause is the one NumPy."""
+    """Frameworks that do not support the installed NumPy: one finding for all."""
     affected = {name: lines for name in facts.frameworks if (lines := numpy_messages(facts, name))}
     numpy = f"NumPy {facts.packages['numpy']}" if "numpy" in facts.packages else "the NumPy that is installed"
     if affected:

@@ -1,4 +1,4 @@
-"""Whether this machine can take a process off its GPUs (docs/suspend.md). Said only where the budget asks for it."""
+"""Whether processes can be suspended on this machine (docs/suspend.md). Checked for budgets with `suspend`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from memguard._tools.doctor.finding import Found, check
 
 @check("suspend-impossible", order=705)
 def suspend_impossible(facts: Facts) -> Iterator[Found]:
-    """What makes it impossible for every process: the driver, the system, or the kind of GPU."""
+    """The driver, the system or the kind of GPU makes suspension impossible for every process."""
     budget, shown = facts.budget, facts.driver.cuda.devices
     if budget is None or not budget.suspend or not shown:
-        return  # without a GPU that works there is nothing to leave
+        return  # other findings report the missing GPU
     version = facts.driver.module or facts.driver.nvml.driver
     cards = [
         (device, card)

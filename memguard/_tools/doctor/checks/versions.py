@@ -1,4 +1,4 @@
-"""The driver's versions: whether its parts match, and whether its CUDA is new enough for the frameworks."""
+"""The driver's versions: whether its parts match, and whether its CUDA is recent enough for the frameworks."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from memguard._tools.doctor.wording import (
 )
 
 MINIMUM = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
-"""The oldest driver for Linux by CUDA major (CUDA toolkit release notes, minor version compatibility)."""
+"""The minimum Linux driver by CUDA major (CUDA toolkit release notes, minor version compatibility)."""
 
 
 @check("driver-mismatch", order=120)
 def driver_mismatch(facts: Facts) -> Iterator[Found]:
-    """Kernel module and libraries of different drivers."""
+    """The kernel module and the libraries have different driver versions."""
     blocked = blocked_by(facts)
     nvml = blocked is None and facts.driver.nvml.error == "NVMLError_LibRmVersionMismatch"
     if blocked != "driver-mismatch" and not nvml:
@@ -59,7 +59,7 @@ def driver_mismatch(facts: Facts) -> Iterator[Found]:
 
 @check("forward-compatibility", order=125)
 def forward_compatibility(facts: Facts) -> Iterator[Found]:
-    """A libcuda of cuda-compat instead of the driver's."""
+    """The loaded libcuda is not the driver's but one of cuda-compat."""
     blocked, cuda = blocked_by(facts), facts.driver.cuda
     module, library = numbers(facts.driver.module), libcuda_version(facts)
     ours, theirs = digits(library) or "of unknown version", facts.driver.module or "of unknown version"
@@ -97,19 +97,19 @@ def forward_compatibility(facts: Facts) -> Iterator[Found]:
 
 
 def older_than_driver(facts: Facts) -> bool:
-    """Whether a libcuda older than the driver is loaded, and works."""
+    """Whether a libcuda older than the driver is loaded, and NVML finds no mismatch."""
     module, library = numbers(facts.driver.module), libcuda_version(facts)
     return bool(module and library) and library < module and _libraries_match(facts)
 
 
 def _libraries_match(facts: Facts) -> bool:
-    """Whether cuda-compat explains different versions: NVML would report a stale part of the driver."""
+    """Whether NVML reports no mismatch: then cuda-compat explains the different versions, not an incomplete update."""
     return facts.driver.nvml.error != "NVMLError_LibRmVersionMismatch"
 
 
 @check("driver-too-old", order=135)
 def driver_too_old(facts: Facts) -> Iterator[Found]:
-    """Frameworks built for a CUDA major that is newer than the driver's."""
+    """Frameworks were built for a newer CUDA major than the driver supports."""
     names = [name for name, framework in facts.frameworks.items() if too_old(facts, framework)]
     if blocked_by(facts) is not None or not names or older_than_driver(facts):
         return
@@ -134,7 +134,7 @@ def driver_too_old(facts: Facts) -> Iterator[Found]:
 
 @check("driver-minor-version", order=140)
 def driver_minor_version(facts: Facts) -> Iterator[Found]:
-    """Frameworks for a newer CUDA of the driver's major: all works but code that is compiled at run time."""
+    """Frameworks were built for a newer minor of the driver's CUDA: only code compiled at run time may fail."""
     driver = driver_cuda(facts)
     if blocked_by(facts) is not None or len(driver) < 2:
         return

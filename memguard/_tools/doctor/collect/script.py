@@ -1,4 +1,4 @@
-"""Which modules a program imports and in which order. The program is parsed, never run."""
+"""The modules that a program imports, in order. The program is parsed, never run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def read(path: str) -> Script:
     """The imports of a Python file: those at top level in order, then those inside functions."""
     try:
         found = _first(_both(ast.parse(_text(path), path)))
-    except (Exception, RecursionError, MemoryError) as error:  # the file may hold anything
+    except (Exception, RecursionError, MemoryError) as error:  # the file may have any content
         message = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         return Script(path=printable(path), error=printable(f"{type(error).__name__}: {message}"))
     return Script(path=printable(path), imports=tuple((printable(name), line) for name, line in found))
@@ -48,15 +48,15 @@ def _first(found: Iterator[tuple[str, int]]) -> list[tuple[str, int]]:
 
 
 def _both(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """Imports at start, then those in functions. When functions run is unknown, so theirs follow the text."""
+    """Imports at module level, then those in functions, in the order of the text: when functions run is unknown."""
     later: list[ast.stmt] = []
     yield from _imports(tree.body, later)
-    for function in later:  # grows while it is read
+    for function in later:  # `_imports` appends nested functions
         yield from _imports(function.body, later)  # type: ignore[attr-defined]
 
 
 def _imports(body: list[ast.stmt], later: list[ast.stmt]) -> Iterator[tuple[str, int]]:
-    waiting: list[ast.AST] = [*reversed(body)]  # a stack, not recursion: each `elif` is nested in the one before
+    waiting: list[ast.AST] = [*reversed(body)]  # no recursion: each `elif` is nested in the previous one
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.Import):
@@ -73,7 +73,7 @@ def _imports(body: list[ast.stmt], later: list[ast.stmt]) -> Iterator[tuple[str,
 
 
 def _of_types(node: ast.AST) -> bool:
-    """`if TYPE_CHECKING:`, which does not run."""
+    """Whether the node is `if TYPE_CHECKING:`, which does not run."""
     test = node.test if isinstance(node, ast.If) else None
     if isinstance(test, ast.Attribute) and isinstance(test.value, ast.Name):
         return (test.value.id, test.attr) == ("typing", "TYPE_CHECKING")
