@@ -46,44 +46,33 @@ def _same(*majors: int) -> Mapping[int, int]:
 _FFT = MappingProxyType({11: 10, 12: 11, 13: 12})
 _SOLVER = MappingProxyType({11: 11, 12: 11, 13: 12})
 
+_ALL, _NEWER = _same(11, 12, 13), _same(12, 13)
+_NVCC = MappingProxyType({11: "nvidia-cuda-nvcc", 12: "nvidia-cuda-nvcc"})
 _NPP = ("c", "ial", "icc", "idei", "if", "ig", "im", "ist", "isu", "itc", "s")
-
-TABLE: Mapping[str, Library] = MappingProxyType(
-    {
-        library.stem: library
-        for library in (
-            Library("libcudart", "nvidia-cuda-runtime", _same(11, 12, 13)),
-            Library("libcublas", "nvidia-cublas", _same(11, 12, 13)),
-            Library("libcublasLt", "nvidia-cublas", _same(11, 12, 13)),
-            Library("libnvblas", "nvidia-cublas", _same(11, 12, 13)),
-            Library("libcufft", "nvidia-cufft", _FFT),
-            Library("libcufftw", "nvidia-cufft", _FFT),
-            Library("libcurand", "nvidia-curand"),
-            Library("libcusolver", "nvidia-cusolver", _SOLVER),
-            Library("libcusolverMg", "nvidia-cusolver", _SOLVER),
-            Library("libcusparse", "nvidia-cusparse", MappingProxyType({11: 11, 12: 12, 13: 12})),
-            Library("libnvrtc", "nvidia-cuda-nvrtc", _same(11, 12, 13)),
-            Library("libnvrtc-builtins", "nvidia-cuda-nvrtc", _same(11, 12, 13)),
-            Library("libnvJitLink", "nvidia-nvjitlink", _same(12, 13)),
-            Library("libcupti", "nvidia-cuda-cupti", _same(11, 12, 13)),
-            Library("libnvjpeg", "nvidia-nvjpeg", _same(11, 12, 13)),
-            Library("libcufile", "nvidia-cufile"),
-            Library("libnvToolsExt", "nvidia-nvtx"),
-            Library(
-                "libnvvm", "nvidia-nvvm", renamed=MappingProxyType({11: "nvidia-cuda-nvcc", 12: "nvidia-cuda-nvcc"})
-            ),
-            Library("libcudnn", "nvidia-cudnn", suffixed=True),
-            Library("libnccl", "nvidia-nccl", suffixed=True),
-            Library("libnvshmem_host", "nvidia-nvshmem", suffixed=True),
-            Library("libcusparseLt", "nvidia-cusparselt", suffixed=True),
-            Library("libcudss", "nvidia-cudss", suffixed=True),
-            Library("libcutensor", "cutensor", suffixed=True),
-            Library("libcutensorMg", "cutensor", suffixed=True),
-            Library("libnvfatbin", "nvidia-nvfatbin", _same(12, 13)),
-            *(Library(f"libnpp{part}", "nvidia-npp", _same(11, 12, 13)) for part in _NPP),
-        )
-    }
+_LIBRARIES = (
+    Library("libcudart", "nvidia-cuda-runtime", _ALL),
+    *(Library(stem, "nvidia-cublas", _ALL) for stem in ("libcublas", "libcublasLt", "libnvblas")),
+    *(Library(stem, "nvidia-cufft", _FFT) for stem in ("libcufft", "libcufftw")),
+    Library("libcurand", "nvidia-curand"),
+    *(Library(stem, "nvidia-cusolver", _SOLVER) for stem in ("libcusolver", "libcusolverMg")),
+    Library("libcusparse", "nvidia-cusparse", MappingProxyType({11: 11, 12: 12, 13: 12})),
+    *(Library(stem, "nvidia-cuda-nvrtc", _ALL) for stem in ("libnvrtc", "libnvrtc-builtins")),
+    Library("libnvJitLink", "nvidia-nvjitlink", _NEWER),
+    Library("libcupti", "nvidia-cuda-cupti", _ALL),
+    Library("libnvjpeg", "nvidia-nvjpeg", _ALL),
+    Library("libcufile", "nvidia-cufile"),
+    Library("libnvToolsExt", "nvidia-nvtx"),
+    Library("libnvvm", "nvidia-nvvm", renamed=_NVCC),
+    Library("libcudnn", "nvidia-cudnn", suffixed=True),
+    Library("libnccl", "nvidia-nccl", suffixed=True),
+    Library("libnvshmem_host", "nvidia-nvshmem", suffixed=True),
+    Library("libcusparseLt", "nvidia-cusparselt", suffixed=True),
+    Library("libcudss", "nvidia-cudss", suffixed=True),
+    *(Library(stem, "cutensor", suffixed=True) for stem in ("libcutensor", "libcutensorMg")),
+    Library("libnvfatbin", "nvidia-nvfatbin", _NEWER),
+    *(Library(f"libnpp{part}", "nvidia-npp", _ALL) for part in _NPP),
 )
+TABLE: Mapping[str, Library] = MappingProxyType({library.stem: library for library in _LIBRARIES})
 
 # libcudart.so.13, libcublasLt.so.13.1.0.3; libcudart.faf08d9a.so.13 and libcudart-faf08d9a.so.13.0.96 are copies that
 # auditwheel renamed

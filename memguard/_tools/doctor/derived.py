@@ -56,6 +56,16 @@ _UNSUPPORTED_PTX = re.compile(r"UNSUPPORTED_PTX_VERSION|unsupported toolchain|Un
 _BUSY = re.compile(r"DEVICE_UNAVAILABLE|DevicesUnavailable|busy or unavailable", re.IGNORECASE)
 
 
+def budgeted(facts: Facts) -> tuple[str, ...]:
+    """The frameworks that the budget names; none without a budget."""
+    return facts.budget.frameworks if facts.budget is not None else ()
+
+
+def modules(facts: Facts) -> tuple[str, ...]:
+    """The imported modules of the calling process; none for the command line."""
+    return facts.process.modules if facts.process is not None else ()
+
+
 @once
 def failed_stage(framework: FrameworkFacts) -> Stage | None:
     """The first step of the framework's probe that raised."""
@@ -506,9 +516,9 @@ def _numba_without_cuda(facts: Facts) -> bool:
     Most users install Numba as a compiler for CPUs, so an error of the built-in support counts as a CPU build.
     """
     found = facts.frameworks["numba"]
-    failed = found.probe.failed if found.probe is not None else None
     if found.gpu is False or any(_NO_NUMBA_CUDA.search(text) for text in messages(found.probe)):
         return True
+    failed = failed_stage(found)
     return failed is not None and failed.name != "import" and not numpy_messages(facts, "numba")
 
 
@@ -516,11 +526,9 @@ def wants_cuda(facts: Facts, name: str) -> bool:
     """Whether the user wants this framework on a GPU. Numba is as often used for CPUs; the others are not."""
     if name != "numba":
         return True
-    if facts.budget is not None and name in facts.budget.frameworks:
-        return True
     imported = [module for module, _ in facts.script.imports] if facts.script is not None else []
-    there = facts.process.modules if facts.process is not None else ()
-    return any(module == "numba.cuda" or module.startswith("numba.cuda.") for module in (*imported, *there))
+    used = any(f"{module}.".startswith("numba.cuda.") for module in (*imported, *modules(facts)))
+    return used or name in budgeted(facts)
 
 
 def kept_off(facts: Facts, name: str) -> bool:

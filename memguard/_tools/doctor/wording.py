@@ -40,6 +40,11 @@ def last_line(text: str) -> str:
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 
 
+def variable(facts: Facts, name: str) -> str:
+    """A line of evidence: an environment variable that is set. Empty otherwise."""
+    return f"{name}={facts.environment[name]} (environment)" if name in facts.environment else ""
+
+
 def full_name(facts: Facts, framework: str) -> str:
     """The framework with its version."""
     found = facts.frameworks.get(framework)
@@ -90,9 +95,9 @@ def driver_errors(facts: Facts) -> tuple[str, ...]:
     """The errors of libcuda, cuInit and NVML, one line of evidence each."""
     cuda, read = facts.driver.cuda, facts.driver.nvml
     return (
-        *([f"libcuda: {cuda.error}"] if cuda.error is not None else []),
-        *([f"cuInit: {cuda.init} ({cuda.path})"] if cuda.init is not None else []),
-        *([f"NVML: {read.error}"] if read.error is not None else []),
+        f"libcuda: {cuda.error}" if cuda.error is not None else "",
+        f"cuInit: {cuda.init} ({cuda.path})" if cuda.init is not None else "",
+        f"NVML: {read.error}" if read.error is not None else "",
     )
 
 

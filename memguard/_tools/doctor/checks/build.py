@@ -13,6 +13,7 @@ from memguard._tools.doctor.derived import (
     NO_NVCC,
     did_not_finish,
     explained,
+    failed_stage,
     imported_from_elsewhere,
     messages,
     no_gpu,
@@ -21,7 +22,7 @@ from memguard._tools.doctor.derived import (
 )
 from memguard._tools.doctor.facts import Facts
 from memguard._tools.doctor.finding import Found, Severity, check
-from memguard._tools.doctor.wording import exactly, full_name, install_with_cuda, last_line, listing
+from memguard._tools.doctor.wording import exactly, full_name, install_with_cuda, last_line, listing, variable
 
 _COMPILERS = ("gcc", "g++", "cc")
 # Names of distributions that install the same module into the same folder.
@@ -46,14 +47,14 @@ def nvcc_missing(facts: Facts) -> Iterator[Found]:
         return
     errors = [text for text in messages(found.probe) if NO_NVCC.search(text)]
     if errors or _tool_missing(facts, "nvcc"):
-        home, off_the_path = facts.environment.get("CUDA_HOME"), facts.tools.get("nvcc off the PATH")
+        off_the_path = facts.tools.get("nvcc off the PATH")
         yield Found(
             f"{full_name(facts, 'pycuda')} compiles kernels (SourceModule) with nvcc, which is not on the PATH",
             (
                 *(f"pycuda: {last_line(text)}" for text in errors),
-                *(("nvcc: not on the PATH",) if _tool_missing(facts, "nvcc") else ()),
-                *((f"CUDA_HOME={home} (environment)",) if home else ()),
-                *((f"found {off_the_path}",) if off_the_path else ()),
+                "nvcc: not on the PATH" if _tool_missing(facts, "nvcc") else "",
+                variable(facts, "CUDA_HOME") if facts.environment.get("CUDA_HOME") else "",
+                f"found {off_the_path}" if off_the_path else "",
             ),
             f"export PATH={off_the_path.rpartition('/')[0]}:$PATH"
             if off_the_path
@@ -162,7 +163,7 @@ def other_memguard(facts: Facts) -> Iterator[Found]:
         cause,
         (
             *(line + (origin if line.startswith(NAME) else "") for line in lines),
-            *((f"memguard.__file__ is {found.path}",) if found.path else ()),
+            f"memguard.__file__ is {found.path}" if found.path else "",
         ),
         f"`pip uninstall -y {' '.join(found.distributions)}`"
         + (f", then install {NAME} again{' from where it came' if origin else ''}" if both else ""),
@@ -196,7 +197,7 @@ def cpu_build(facts: Facts) -> Iterator[Found]:
     for name, found in facts.frameworks.items():
         if not without_cuda(facts, name) or explained(facts, name):
             continue
-        failed = found.probe.failed if found.probe is not None else None
+        failed = failed_stage(found)
         errors = [text for text in messages(found.probe) if "is not installed" in text] or (
             [failed.error] if failed and failed.error else []
         )
@@ -208,7 +209,7 @@ def cpu_build(facts: Facts) -> Iterator[Found]:
             f"{full_name(facts, name)} {cause}",
             (
                 *built,
-                *((f"{name} counts {found.gpus} GPUs",) if found.gpus is not None else ()),
+                f"{name} counts {found.gpus} GPUs" if found.gpus is not None else "",
                 *(f"{name}: {last_line(text)}" for text in errors),
             ),
             install_with_cuda(facts, name),

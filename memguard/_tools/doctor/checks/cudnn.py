@@ -80,15 +80,10 @@ def cudnn_older(facts: Facts) -> Iterator[Found]:
         yield Found(
             f"{full_name(facts, name)} was compiled with cuDNN {_dotted(built)} and found cuDNN {_dotted(loaded)}: "
             "it needs the same major and at least that minor",
-            tuple(
-                filter(
-                    None,
-                    (
-                        f"{name}: {message}" if message else f"{name} runs with cuDNN {_dotted(loaded)}",
-                        *(f"{name} has mapped {file.path}" for file in files),
-                        *(f"{key} {value} is installed" for key, value in facts.packages.items() if key == package),
-                    ),
-                )
+            (
+                f"{name}: {message}" if message else f"{name} runs with cuDNN {_dotted(loaded)}",
+                *(f"{name} has mapped {file.path}" for file in files),
+                f"{package} {facts.packages[package]} is installed" if package in facts.packages else "",
             ),
             f"pip install '{package}>={least},<{built[0] + 1}'"
             + (f", with {' and '.join(outside)} out of LD_LIBRARY_PATH" if outside else ""),

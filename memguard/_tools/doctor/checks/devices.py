@@ -26,7 +26,7 @@ from memguard._tools.doctor.derived import (
 )
 from memguard._tools.doctor.facts import CudaDevice, Facts, NvmlDevice
 from memguard._tools.doctor.finding import Found, Severity, check
-from memguard._tools.doctor.wording import error_line, full_name, listing, valid_uuids
+from memguard._tools.doctor.wording import error_line, full_name, listing, valid_uuids, variable
 
 _ORDER = "CUDA_DEVICE_ORDER"
 _IN_A_SHELL = "end this process and run `memguard doctor` in a shell: beside this process they cannot be tried"
@@ -74,8 +74,8 @@ def hidden(facts: Facts) -> Iterator[Found]:
     yield Found(
         f"CUDA_VISIBLE_DEVICES {why}, so {left}",
         (
-            f"CUDA_VISIBLE_DEVICES={seen.value} (environment)",
-            *([has] if has else []),
+            variable(facts, visible_devices.VARIABLE),
+            has,
             f"cuInit: {facts.driver.cuda.init}, GPUs shown: {len(facts.driver.cuda.devices)}",
         ),
         remedy,
@@ -92,24 +92,21 @@ def device_order(facts: Facts) -> Iterator[Found]:
     if len(cards) < 2 or not indices or -1 in indices:
         return
     asked = _asked(facts, len(shown))
-    evidence = tuple(
+    evidence = [
         f"cuda:{device.ordinal} is GPU {index} of nvidia-smi: {device.name or device.uuid}"
         for device, index in zip(shown, indices, strict=True)
-    )
-    value = facts.environment.get(visible_devices.VARIABLE)
-    if value is not None:
-        evidence += (f"CUDA_VISIBLE_DEVICES={value} (environment)",)
+    ]
+    evidence.append(variable(facts, visible_devices.VARIABLE))
     first = f"cuda:0 is GPU {indices[0]} of nvidia-smi"
     if asked is not None and asked != indices:
         wrong = next(place for place, pair in enumerate(zip(asked, indices, strict=True)) if pair[0] != pair[1])
-        setting = facts.environment.get(_ORDER)
         yield Found(
             f"CUDA numbers the GPUs fastest first and nvidia-smi by their place on the bus: cuda:{wrong} is GPU "
             f"{indices[wrong]} of nvidia-smi and not GPU {asked[wrong]}",
-            (*evidence, f"{_ORDER}={setting} (environment)" if setting else f"{_ORDER} is not set"),
+            [*evidence, variable(facts, _ORDER) if facts.environment.get(_ORDER) else f"{_ORDER} is not set"],
             f"export {_ORDER}=PCI_BUS_ID",
         )
-    elif value is not None and indices != sorted(indices):
+    elif evidence[-1] and indices != sorted(indices):
         yield Found(
             f"CUDA_VISIBLE_DEVICES orders the GPUs differently from nvidia-smi: {first}",
             evidence,
@@ -132,8 +129,8 @@ def compute_capability(facts: Facts) -> Iterator[Found]:
         versions = listing(f"{device.capability[0]}.{device.capability[1]}" for device in lacking)
         evidence = [
             *(f"cuda:{device.ordinal} ({device.name}) has compute capability {_dotted(device)}" for device in lacking),
-            *([f"{full_name(facts, name)} has code for {listed}"] if listed else []),
-            *([error_line(facts, name)] if failed_stage(framework) is not None else []),
+            f"{full_name(facts, name)} has code for {listed}" if listed else "",
+            error_line(facts, name) if failed_stage(framework) is not None else "",
         ]
         others = [device for device in facts.driver.cuda.devices if device not in lacking]
         remedy = f"install a build of {name} that has code for compute capability {versions}"
@@ -145,7 +142,7 @@ def compute_capability(facts: Facts) -> Iterator[Found]:
         yield Found(
             f"{full_name(facts, name)} has no code for {listing(_called(device) for device in lacking)} (compute "
             f"capability {versions})",
-            tuple(evidence),
+            evidence,
             remedy,
             name,
             severity=Severity.WARNING if works else Severity.ERROR,
@@ -218,7 +215,7 @@ def compute_mode(facts: Facts) -> Iterator[Found]:
             cause = f"GPU {card.index} ({card.name}) allows one process at a time (compute mode {card.mode})"
         yield Found(
             cause,
-            tuple(evidence),
+            evidence,
             _IN_A_SHELL
             if own and refused
             else f"sudo nvidia-smi -i {card.index} -c DEFAULT"
@@ -283,7 +280,7 @@ def card_filled_by_others(facts: Facts) -> Iterator[Found]:
             f"other processes have filled GPU {card.index} ({card.name}): {format_size(card.free)} of "
             f"{format_size(card.total)} are free, {most}"
             + (f", and {listing(victims)} ran out of memory" if victims else ""),
-            tuple(evidence),
+            evidence,
             f"{end}use another GPU (CUDA_VISIBLE_DEVICES=...), or wait",
             card.uuid,
             severity=Severity.ERROR if victims else Severity.WARNING,
@@ -310,7 +307,7 @@ def card_filled_by_caller(facts: Facts) -> Iterator[Found]:
                 if victims
                 else "several frameworks at once ran out of memory"
             ),
-            tuple(lines),
+            lines,
             _IN_A_SHELL,
             card.uuid,
             severity=Severity.WARNING,

@@ -17,6 +17,7 @@ from memguard._tools.doctor.wording import (
     severity_if_init_fails,
     start,
     survey_failure,
+    variable,
 )
 
 _CAUSES = {
@@ -132,10 +133,10 @@ def container(facts: Facts) -> Iterator[Found]:
         elif shown in ("", "void", "none"):
             cause += f": NVIDIA_VISIBLE_DEVICES={shown} excludes all"
         if shown is not None:
-            evidence.append(f"NVIDIA_VISIBLE_DEVICES={shown} (environment)")
+            evidence.append(variable(facts, "NVIDIA_VISIBLE_DEVICES"))
         elif kind != "apptainer":  # Apptainer does not read it
             evidence.append("NVIDIA_VISIBLE_DEVICES is not set")
-        yield Found(cause, tuple(evidence), start(kind))
+        yield Found(cause, evidence, start(kind))
     compute = blocked == "container-capabilities"
     utility = blocked is None and facts.driver.nvml.error == "NVMLError_LibraryNotFound" and _lacks_utility(facts)
     if compute or utility:
@@ -221,11 +222,10 @@ def cuda_init_failed(facts: Facts) -> Iterator[Found]:
             init, (f"the driver returns {init}", "nvidia-smi; sudo dmesg | grep -i nvrm  # tell more; then reboot")
         )
         cause = f"CUDA cannot be initialised: {why}"
-    hidden = facts.environment.get("CUDA_VISIBLE_DEVICES")
     read = cuda.path or facts.driver.module is not None or facts.driver.files
     evidence = (
         *(driver_evidence(facts) if read or broken is None else driver_errors(facts)),
-        *([f"CUDA_VISIBLE_DEVICES={hidden} (environment)"] if hidden is not None else []),
+        variable(facts, "CUDA_VISIBLE_DEVICES"),
     )
     # Only the doctor's own query failed if a framework computes.
     works = broken is not None and any(computes(framework) for framework in facts.frameworks.values())
@@ -250,7 +250,7 @@ def nvml_blocked(facts: Facts) -> Iterator[Found]:
             f"CUDA works and NVML does not ({read.error}), so memory cannot be read and memguard.init fails",
             (
                 f"NVML: {read.error}{f': {read.text}' if read.text else ''}",
-                *([f"library: {read.path}"] if read.path else []),
+                f"library: {read.path}" if read.path else "",
                 f"cuInit: {facts.driver.cuda.init}, GPUs shown: {len(facts.driver.cuda.devices)}",
             ),
             _NVML.get(read.error, "nvidia-smi  # uses NVML too and tells more"),

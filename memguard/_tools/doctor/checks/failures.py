@@ -15,6 +15,7 @@ from memguard._tools.doctor.derived import (
     STEPS,
     died,
     explained,
+    failed_stage,
     imported_from_elsewhere,
     kept_off,
     killed,
@@ -47,7 +48,7 @@ def _explained_elsewhere(facts: Facts, name: str) -> bool:
 
 
 def _lacks_a_tool(found: FrameworkFacts) -> bool:
-    failed = found.probe.failed if found.probe is not None else None
+    failed = failed_stage(found)
     error = failed.error or "" if failed is not None else ""
     return NO_NVCC.search(error) is not None or NO_COMPILER.search(error) is not None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from memguard._tools.doctor.derived import did_not_finish, died, killed
+from memguard._tools.doctor.derived import budgeted, did_not_finish, died, killed
 from memguard._tools.doctor.facts import Facts, Together, once
 from memguard._tools.doctor.finding import Found, Severity, check
 from memguard._tools.doctor.wording import built_for, how_it_ended
@@ -71,28 +71,22 @@ def import_order(facts: Facts) -> Iterator[Found]:
     if broken is None:
         return
     count, right, who = broken.multiprocessors.get("torch"), _right(facts), _imported(facts)
-    budget = facts.budget is not None and {"tensorflow", "torch"} <= set(facts.budget.frameworks)
-    cured = budget and (who is None or who[0] != "this process")
+    cured = {"tensorflow", "torch"} <= set(budgeted(facts)) and (who is None or who[0] != "this process")
     severity = Severity.INFO if cured else Severity.ERROR if who is not None else Severity.WARNING
     does = "dies" if died(broken.probe) and not killed(broken.probe) else "reads its GPU wrongly"
     built = [name for name in ("tensorflow", "torch") if name in facts.frameworks and facts.frameworks[name].cuda]
     yield Found(
         f"torch {does} in a process that has imported tensorflow before it, because it then finds functions of "
         "tensorflow's CUDA in place of its own" + (": this budget prevents it" if cured else ""),
-        tuple(
-            filter(
-                None,
-                (
-                    f"a process that imported {' then '.join(broken.order)} {how_it_ended(broken.probe)}"
-                    if died(broken.probe)
-                    else "",
-                    f"GPU 0's multiprocessors as torch counts them there: {count}; in truth: {right}"
-                    if count is not None and count != right
-                    else "",
-                    *(built_for(facts, name) for name in built),
-                    who[1] if who is not None else "",
-                ),
-            )
+        (
+            f"a process that imported {' then '.join(broken.order)} {how_it_ended(broken.probe)}"
+            if died(broken.probe)
+            else "",
+            f"GPU 0's multiprocessors as torch counts them there: {count}; in truth: {right}"
+            if count is not None and count != right
+            else "",
+            *(built_for(facts, name) for name in built),
+            who[1] if who is not None else "",
         ),
         "nothing to do while both are in the budget" if cured else _CURE,
         "torch",

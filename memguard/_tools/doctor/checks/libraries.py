@@ -13,6 +13,7 @@ from memguard._tools.doctor.derived import (
     did_not_finish,
     mapped,
     messages,
+    modules,
     no_gpu,
     not_opened,
     without_cuda,
@@ -163,8 +164,7 @@ def _processes(facts: Facts) -> Iterator[tuple[str, Probe | Process]]:
 def _members(facts: Facts, process: str) -> list[str]:
     """The frameworks that run in this process."""
     if process == "this process":
-        there = facts.process.modules if facts.process is not None else ()
-        return [name for name in facts.frameworks if name in there]
+        return [name for name in facts.frameworks if name in modules(facts)]
     return process.split(" then ")
 
 

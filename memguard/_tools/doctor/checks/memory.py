@@ -12,6 +12,7 @@ from memguard._budget import mps
 from memguard._frameworks.jax.adapter import as_mapping
 from memguard._tools.doctor.derived import (
     both_xla_fractions,
+    budgeted,
     failed_stage,
     filled_by_others,
     held_by_caller,
@@ -21,7 +22,7 @@ from memguard._tools.doctor.derived import (
 )
 from memguard._tools.doctor.facts import BudgetFacts, Facts, NvmlDevice
 from memguard._tools.doctor.finding import Found, Severity, check
-from memguard._tools.doctor.wording import last_line, listing, shortened
+from memguard._tools.doctor.wording import last_line, listing, shortened, variable
 
 _JAX_OPTIONS = "JAX_PJRT_CLIENT_CREATE_OPTIONS"
 """JAX's option jax_pjrt_client_create_options as an environment variable: key:value;key:value."""
@@ -45,7 +46,7 @@ def async_allocator(facts: Facts) -> Iterator[Found]:
     for framework, spec in SPECS.items():
         if not _has_gpu_build(facts, framework):
             continue
-        capped = facts.budget is not None and framework in facts.budget.frameworks
+        capped = framework in budgeted(facts)
         for setting, value, where in _chosen_allocators(facts, framework):
             why = spec.allocators.why_uncapped(value)
             unlimited = value.strip().lower() in spec.allocators.unlimited
@@ -106,10 +107,10 @@ def _has_async_pool(facts: Facts) -> bool:
 
 def _cupy_limits(facts: Facts) -> tuple[str, ...]:
     """As `_limits`. An active budget is not counted: it has already warned that this pool is only watched."""
-    budget, given = facts.budget, facts.environment.get(_CUPY_LIMIT, "").strip()
+    given = facts.environment.get(_CUPY_LIMIT, "").strip()
     active = facts.process is not None and facts.process.budget
-    if budget is not None and "cupy" in budget.frameworks and not active:
-        return "its cap", f"{budget.source} caps cupy"
+    if "cupy" in budgeted(facts) and not active:
+        return "its cap", _capped_by(facts, "cupy")
     if not given.rstrip("%").strip("0."):  # not set; 0 means no limit
         return ()
     return f"{_CUPY_LIMIT}={given}", f"{_CUPY_LIMIT}={given} (environment)"
@@ -117,9 +118,8 @@ def _cupy_limits(facts: Facts) -> tuple[str, ...]:
 
 def _limits(facts: Facts, framework: str) -> tuple[str, ...]:
     """The limit that should hold and the line of evidence for it; empty if no limit is set."""
-    budget = facts.budget
-    if budget is not None and framework in budget.frameworks:
-        return "its cap", f"{budget.source} caps {framework}"
+    if framework in budgeted(facts):
+        return "its cap", _capped_by(facts, framework)
     own = [f"{name}={facts.environment[name]}" for name in _FRACTIONS if facts.environment.get(name)]
     return (own[0], f"{own[0]} (environment)") if framework == "jax" and own else ()
 
@@ -163,10 +163,7 @@ def second_context(facts: Facts) -> Iterator[Found]:
             ]
             yield _second_context(others, evidence)
             return
-    budget = facts.budget
-    if script is None or (
-        budget is not None and "pycuda" in budget.frameworks
-    ):  # the budget makes PyCUDA retain the primary context
+    if script is None or "pycuda" in budgeted(facts):  # the budget makes PyCUDA retain the primary context
         return
     others = _of(name for name, _ in script.imports)
     if others and any(name in _AUTOINIT for name, _ in script.imports):
@@ -180,7 +177,7 @@ def _second_context(others: tuple[str, ...], evidence: Sequence[str]) -> Found:
     return Found(
         f"PyCUDA makes a second CUDA context beside that of {listing(others)}: {_SECOND_CONTEXT} MiB more (measured on "
         "an H200), and streams and kernels that the others cannot use",
-        tuple(evidence),
+        evidence,
         "push `Device(0).retain_primary_context()` instead of importing pycuda.gl.autoinit"
         if any(_AUTOINIT[1] in line for line in evidence)
         else "write `import pycuda.autoprimaryctx` instead of `import pycuda.autoinit`, "
@@ -194,12 +191,11 @@ def preallocation(facts: Facts) -> Iterator[Found]:
     """TensorFlow or JAX reserves the GPU at its first operation, and other frameworks run in the same process."""
     if facts.process is not None and facts.process.budget:
         return
-    budget = facts.budget.frameworks if facts.budget is not None else ()
     shared = _together(facts)
     for name, where in shared:
         others = tuple(other for other, _ in shared if other != name)
         framework = facts.frameworks.get(name)
-        if not others or name in budget or framework is None or framework.gpu is False or not framework.gpus:
+        if not others or name in budgeted(facts) or framework is None or framework.gpu is False or not framework.gpus:
             continue
         if name == "tensorflow" and facts.environment.get(_GROWTH) != "true" and _own_pool(facts, name):
             yield Found(
@@ -242,15 +238,14 @@ def _together(facts: Facts) -> list[tuple[str, tuple[str, ...]]]:
 @check("allocator-swap", order=530)
 def allocator_swap(facts: Facts) -> Iterator[Found]:
     """A framework allocates from another allocator than the capped one."""
-    budget = facts.budget.frameworks if facts.budget is not None else ()
     if _NO_CACHING in facts.environment and _has_gpu_build(facts, "torch"):
-        capped = "torch" in budget
+        capped = "torch" in budgeted(facts)
         off = f"{_NO_CACHING} switches PyTorch's caching allocator off"
         yield Found(
             f"{off} and with it every limit: its cap cannot be set"
             if capped
             else f"{off}: each tensor is allocated from the driver",
-            (f"{_NO_CACHING}={facts.environment[_NO_CACHING]} (environment)", *_capped_by(facts.budget, "torch")),
+            (variable(facts, _NO_CACHING), _capped_by(facts, "torch")),
             f"unset {_NO_CACHING}" + (", or leave torch out of the budget" if capped else ""),
             "torch",
             severity=Severity.WARNING if capped else Severity.INFO,
@@ -259,17 +254,18 @@ def allocator_swap(facts: Facts) -> Iterator[Found]:
         return
     for name, allocator in facts.process.allocators.items():
         elsewhere = name == "jax" or (name == "cupy" and _has_async_pool(facts))  # `async-allocator` reports it
-        if name in budget and allocator not in _CAPPED and not elsewhere:
+        if name in budgeted(facts) and allocator not in _CAPPED and not elsewhere:
             yield Found(
                 f"{name} allocates from {allocator} in this process, so its cap may not hold",
-                (f"{name} allocates from {allocator} (this process)", *_capped_by(facts.budget, name)),
+                (f"{name} allocates from {allocator} (this process)", _capped_by(facts, name)),
                 f"call memguard.init before {name}'s allocator is replaced, or leave {name} out of the budget",
                 name,
             )
 
 
-def _capped_by(budget: BudgetFacts | None, name: str) -> tuple[str, ...]:
-    return (f"{budget.source} caps {name}",) if budget is not None and name in budget.frameworks else ()
+def _capped_by(facts: Facts, name: str) -> str:
+    budget = facts.budget
+    return f"{budget.source} caps {name}" if budget is not None and name in budget.frameworks else ""
 
 
 @check("budget-too-large", order=535)
@@ -358,10 +354,10 @@ def mps_limit(facts: Facts) -> Iterator[Found]:
         size = next((size for uuid, size in limits.items() if same_gpu(uuid, gpu.uuid)), 0)
         parts.append(DevicePlan(device, size, 0, {}, size))
     visible = f"CUDA shows {', '.join(gpu.uuid for gpu in shown[:4])}{' and others' if len(shown) > 4 else ''}"
-    source = [facts.budget.source] if facts.budget is not None and limits else []
+    source = f"{facts.budget.source} has the limit" if facts.budget is not None and limits else ""
     for said in mps.shortfalls(Plan(tuple(parts)), given):
         yield Found(
             said.reason,
-            (f"{mps.LIMIT}={given} (environment)", visible, *(f"{name} has the limit" for name in source)),
+            (variable(facts, mps.LIMIT), visible, source),
             said.fix or f"unset {mps.LIMIT} and start the program by `memguard run --mps`, or lower device.limit",
         )

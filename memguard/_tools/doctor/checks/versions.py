@@ -125,7 +125,7 @@ def driver_too_old(facts: Facts) -> Iterator[Found]:
     yield Found(
         f"the driver {version} supports CUDA {driver}, and {listing(names)} {'needs' if one else 'need'} CUDA "
         f"{needed[0]}" + (f", for which the driver must be {oldest} or newer" if oldest else ""),
-        tuple(lines),
+        lines,
         f"update the NVIDIA driver{f' to {oldest} or newer' if oldest else ''}, or install {listing(names)} built "
         f"for CUDA {driver.partition('.')[0]}; on data-centre GPUs "
         f"the package cuda-compat-{'-'.join(map(str, needed))} helps too",
