@@ -139,14 +139,17 @@ def major(version: str | None) -> int | None:
 
 
 _NAME = r"lib[\w.+-]{1,100}?\.so(?:\.\d+)*"
-_MISSING = (
-    re.compile(rf"({_NAME}): cannot open shared object file"),  # the loader, in an ImportError
-    re.compile(rf"Could not load dynamic library '({_NAME})'"),  # TensorFlow
-    re.compile(rf"Could not load library ({_NAME})"),  # cuDNN 8
-    re.compile(rf"failed to open ({_NAME})"),  # NVRTC, of its builtins
-    re.compile(rf'Failure finding "({_NAME})["\s]'),  # cuda-pathfinder, which Numba and cuda-bindings ask
-    re.compile(rf"CuPy failed to load ({_NAME})"),
-)
+_MISSING = {
+    ": cannot open shared object file": re.compile(rf"({_NAME}): cannot open shared object file"),  # the loader
+    "Could not load dynamic": re.compile(rf"Could not load dynamic library '({_NAME})'"),  # TensorFlow
+    "Could not load library": re.compile(rf"Could not load library ({_NAME})"),  # cuDNN 8
+    "failed to open": re.compile(rf"failed to open ({_NAME})"),  # NVRTC, for its builtins
+    "Failure finding": re.compile(
+        rf'Failure finding "({_NAME})["\s]'
+    ),  # cuda-pathfinder, used by Numba and cuda-bindings
+    "CuPy failed to load": re.compile(rf"CuPy failed to load ({_NAME})"),
+}
+"""Messages with the name of a library, by words that a text is searched for first: the patterns are slow."""
 _ANY = re.compile(r"Unable to load any of \{([^}]*)\}")  # cuDNN 9: one library by several names
 _SPOKEN = re.compile(r"Unable to load (cu\w+)\. Is it installed\?", re.IGNORECASE)  # JAX, without a version
 
@@ -158,7 +161,12 @@ def not_opened(texts: Iterable[str]) -> tuple[tuple[str, str], ...]:
     """
     found: list[tuple[str, str]] = []
     for text in texts:
-        at = [(match.start(1), match[1]) for pattern in _MISSING for match in pattern.finditer(text)]
+        at = [
+            (match.start(1), match[1])
+            for words, pattern in _MISSING.items()
+            if words in text
+            for match in pattern.finditer(text)
+        ]
         for match in _ANY.finditer(text):
             names = re.findall(_NAME, match[1])
             short = [name for name in names if re.search(r"\.so\.\d+$", name)]
