@@ -17,9 +17,10 @@ import pytest
 from doctor_processes import TORCH, environ, run, write
 
 import memguard
+from memguard._devices import proc
 from memguard._tools.doctor.collect import answers, processes
 from memguard._tools.doctor.collect.gather import PROBES
-from memguard._tools.doctor.collect.processes import descendants, lines, watch
+from memguard._tools.doctor.collect.processes import lines, watch
 from memguard._tools.doctor.examine import examine
 from memguard._tools.doctor.facts import Facts, FrameworkFacts
 from memguard._tools.doctor.finding import Severity
@@ -439,10 +440,10 @@ def test_descendants() -> None:
     child = subprocess.Popen(["sh", "-c", "sleep 30 & wait"], start_new_session=True)
     try:
         deadline = time.monotonic() + 5
-        while not descendants(child.pid) and time.monotonic() < deadline:
+        while not proc.family("/", child.pid) and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert len(descendants(child.pid)) == 1
-        assert child.pid in descendants(os.getpid())
+        assert len(proc.family("/", child.pid) or ()) == 1
+        assert child.pid in (proc.family("/", os.getpid()) or ())
     finally:
         os.killpg(child.pid, 9)
         child.wait()

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+from memguard._devices import proc
 from memguard._tools.doctor.bounds import clip
 from memguard._tools.doctor.probes.main import libraries
 
@@ -181,7 +182,7 @@ def _kill(process: subprocess.Popen[bytes], mark: str) -> int | None:
     """Kill the process and its descendants. Returns its exit code; None if it is stuck, or was reaped elsewhere."""
     reaped = _was_reaped(process)
     if not reaped:  # a reaped PID may belong to another process
-        for pid in descendants(process.pid):  # before their parent: orphans get init as parent
+        for pid in proc.family("/", process.pid) or ():  # before their parent: orphans get init as parent
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(OSError):
@@ -265,26 +266,6 @@ def _mapped(pid: int) -> tuple[str, ...]:
     reader.start()
     reader.join(_STUCK)
     return tuple(found)
-
-
-def descendants(pid: int) -> list[int]:
-    """The PIDs of the process's children and their descendants."""
-    found: list[int] = []
-    waiting = [pid]
-    while waiting:
-        for children in _children(waiting.pop()):
-            found.append(children)
-            waiting.append(children)
-    return found
-
-
-def _children(pid: int) -> list[int]:
-    found: list[int] = []
-    with contextlib.suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as file:
-                found += [int(word) for word in file.read().split()]
-    return found
 
 
 def _objects(data: bytes) -> list[dict[str, Any]]:
