@@ -13,7 +13,7 @@ from memguard._tools.doctor.checks import devices
 from memguard._tools.doctor.derived import runs_on
 from memguard._tools.doctor.facts import Facts, Process, Stage
 from memguard._tools.doctor.finding import Finding, Severity
-from memguard._tools.doctor.visible_devices import read
+from memguard._tools.doctor.visible_devices import parse
 
 A, B = "GPU-5e9d5907-fba4-86a2-0235-9eb4761e77be", "GPU-1c2f6a64-8d3b-4a9e-b7f0-6a41d9c0e5b2"
 
@@ -53,14 +53,14 @@ def one(facts: str | Facts, name: str) -> Finding:
     ],
 )
 def test_the_variable_is_read_as_cuda_reads_it(value: str, entries: tuple[str, ...], stopped_at: str, why: str) -> None:
-    found = read(value, 2, [A, B])
+    found = parse(value, 2, [A, B])
     assert (found.entries, found.stopped_at, found.why) == (entries, stopped_at, why)
 
 
 def test_nobody_knows_what_is_here_where_nvml_is_silent() -> None:
-    assert read("7", None, None).entries == ("7",)
-    assert read("GPU-00", None, None).entries == ("GPU-00",)
-    assert read("7", 4, None).why == "absent"
+    assert parse("7", None, None).entries == ("7",)
+    assert parse("GPU-00", None, None).entries == ("GPU-00",)
+    assert parse("7", 4, None).why == "absent"
 
 
 def test_device_files_say_how_many_gpus_there_are_where_nvml_does_not() -> None:

@@ -74,12 +74,12 @@ def test_both_of_jaxs_fractions_are_a_finding_of_memory() -> None:
     ],
 )
 def test_the_distribution_to_keep(names: list[str], keep: str) -> None:
-    assert build._keep(edited("healthy-h200.json", {}), names) == keep
+    assert build._distribution_to_keep(edited("healthy-h200.json", {}), names) == keep
 
 
 def test_the_newest_that_the_driver_can_is_kept() -> None:
     old = edited("healthy-h200.json", {"driver": {"cuda": {"version": 12040}}})
-    assert build._keep(old, ["cupy-cuda12x", "cupy-cuda13x"]) == "cupy-cuda12x"
+    assert build._distribution_to_keep(old, ["cupy-cuda12x", "cupy-cuda13x"]) == "cupy-cuda12x"
 
 
 @pytest.mark.parametrize(

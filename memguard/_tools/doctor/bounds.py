@@ -14,7 +14,7 @@ _LONG, _MANY, _LARGE, _DEEP = 4000, 4096, 1 << 64, 16
 """Limits: characters of a text, entries of a list or object, numbers, depth of nesting."""
 _LINE = 600
 """The longest line of stderr, in characters."""
-_FEWER = {
+_LIMITS_BY_FIELD = {
     "said": 400, "devices": 128, "peers": 128, "frameworks": 16, "together": 16, "stages": 64, "libraries": 256,
     "missing": 64, "modules": 64, "candidates": 128, "processes": 1024,
 }  # fmt: skip
@@ -33,24 +33,24 @@ def clip(value: Any, name: str = "", deep: int = 0) -> Any:
         half = (_LONG - 3) // 2
         return value if len(value) <= _LONG else f"{value[:half]} … {value[-half:]}"
     if isinstance(value, (int, float)):
-        return value if _measures(value) else None
+        return value if _in_range(value) else None
     if deep == _DEEP:
         return None
     if isinstance(value, dict):
-        entries = list(value.items())[: _FEWER.get(name, _MANY)]
+        entries = list(value.items())[: _LIMITS_BY_FIELD.get(name, _MANY)]
         return {clip(str(key)): clip(item, str(key), deep + 1) for key, item in entries}
     if isinstance(value, (list, tuple)):
-        items = [clip(item, "", deep + 1) for item in value[: _FEWER.get(name, _MANY)]]
+        items = [clip(item, "", deep + 1) for item in value[: _LIMITS_BY_FIELD.get(name, _MANY)]]
         return [item[:_LINE] if isinstance(item, str) else item for item in items] if name == "said" else items
     return value
 
 
-def outside(facts: Any) -> str | None:
+def first_violation(facts: Any) -> str | None:
     """The first value beyond the limits, with its path; None if there is none."""
     waiting: list[tuple[str, Any]] = [("", facts)]
     while waiting:
         where, value = waiting.pop()
-        wrong = _wrong(where.rpartition(".")[2], value)
+        wrong = _violation(where.rpartition(".")[2], value)
         if wrong is not None:
             return f"{where}: {wrong}" if where else wrong
         if isinstance(value, dict):
@@ -63,13 +63,13 @@ def outside(facts: Any) -> str | None:
     return None
 
 
-def _wrong(name: str, value: Any) -> str | None:
+def _violation(name: str, value: Any) -> str | None:
     if isinstance(value, str) and len(value) > _LONG:
         return f"more than {_LONG} characters"
-    most = _FEWER.get(name, _MANY)
+    most = _LIMITS_BY_FIELD.get(name, _MANY)
     if isinstance(value, (dict, list)) and len(value) > most:
         return f"more than {most} entries"
-    if isinstance(value, (int, float)) and not _measures(value):
+    if isinstance(value, (int, float)) and not _in_range(value):
         return "no size, time or count: below 0, or beyond all measure"
     said = value if name == "said" and isinstance(value, list) else ()
     if any(isinstance(line, str) and len(line) > _LINE for line in said):
@@ -77,5 +77,5 @@ def _wrong(name: str, value: Any) -> str | None:
     return None
 
 
-def _measures(number: float) -> bool:
+def _in_range(number: float) -> bool:
     return math.isfinite(number) and 0 <= number < _LARGE

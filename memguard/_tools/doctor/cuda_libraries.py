@@ -171,7 +171,7 @@ def not_opened(texts: Iterable[str]) -> tuple[tuple[str, str], ...]:
             names = re.findall(_NAME, match[1])
             short = [name for name in names if re.search(r"\.so\.\d+$", name)]
             at += [(match.start(1), name) for name in (short or names)[:1]]
-        at += [(match.start(1), _stem(match[1]) + ".so") for match in _SPOKEN.finditer(text)]
+        at += [(match.start(1), _stem_of(match[1]) + ".so") for match in _SPOKEN.finditer(text)]
         for place, name in sorted(at):
             line = text[text.rfind("\n", 0, place) + 1 :].partition("\n")[0]
             found.append((line.strip(), name))
@@ -183,6 +183,6 @@ def libraries_not_opened(texts: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for _, name in not_opened(texts)))
 
 
-def _stem(spoken: str) -> str:
+def _stem_of(spoken: str) -> str:
     """The file name's stem for JAX's `cuDNN`."""
     return "libcudart" if spoken.lower() == "cuda" else f"lib{spoken.lower()}"

@@ -13,7 +13,7 @@ from memguard._oom import classify
 from memguard._tools.doctor import cuda_libraries, visible_devices
 from memguard._tools.doctor.cuda_libraries import Mapped, by_stem, parse
 from memguard._tools.doctor.facts import CudaDevice, Facts, FrameworkFacts, NvmlDevice, Probe, Process, Stage, once
-from memguard._tools.doctor.visible_devices import Visible
+from memguard._tools.doctor.visible_devices import VisibleDevices
 
 # versions of driver and CUDA
 
@@ -426,7 +426,7 @@ def readable_cards(facts: Facts) -> tuple[NvmlDevice, ...]:
 
 
 @once
-def visible(facts: Facts) -> Visible | None:
+def visible(facts: Facts) -> VisibleDevices | None:
     """CUDA_VISIBLE_DEVICES applied to the GPUs that NVML shows; None if it is not set."""
     value = facts.environment.get(visible_devices.VARIABLE)
     if value is None:
@@ -434,7 +434,7 @@ def visible(facts: Facts) -> Visible | None:
     cards = readable_cards(facts) if facts.driver.nvml.error is None else ()
     uuids = [card.uuid for card in cards] if cards and all(card.uuid for card in cards) else None
     nodes = sum(_NODE.fullmatch(path) is not None for path in facts.driver.files)
-    return visible_devices.read(value, len(cards) or nodes or None, uuids)
+    return visible_devices.parse(value, len(cards) or nodes or None, uuids)
 
 
 def has_capability(facts: Facts, capability: str) -> bool:

@@ -310,7 +310,7 @@ class Facts(_Fact):
             plain = json.loads(text)
             if "memguard_facts" not in plain:
                 raise ValueError("memguard_facts: Field required")
-            wrong = bounds.outside(plain)
+            wrong = bounds.first_violation(plain)
             if wrong is not None:
                 raise ValueError(wrong)
             return facts

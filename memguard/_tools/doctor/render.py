@@ -89,7 +89,7 @@ def verdict(report: DoctorReport) -> str:
     """One sentence: which frameworks work and which do not."""
     facts = report.facts
     good = [name for name, framework in facts.frameworks.items() if works(framework)]
-    off = [name for name, framework in facts.frameworks.items() if _off(framework, facts, name)]
+    off = [name for name, framework in facts.frameworks.items() if _disabled_by_environment(framework, facts, name)]
     bad = [name for name, framework in facts.frameworks.items() if works(framework) is False and name not in off]
     gpus = facts.driver.cuda.devices
     where = f" on {len(gpus)} GPUs" if len(gpus) > 1 else f" on {gpus[0].name or 'the GPU'}" if gpus else ""
@@ -107,11 +107,11 @@ def verdict(report: DoctorReport) -> str:
         parts.append(f"{listing(absent)} {verb} not installed for {python}: is it the right environment?")
     elif not facts.frameworks:
         none = f"None of {listing([spec.title for spec in SPECS.values()])} is installed for {python}"
-        return ". ".join(filter(None, (_found(report, bad), f"{none}: is it the right environment?")))
-    return ": ".join(filter(None, (_found(report, bad), "; ".join(parts) or "no framework was tried")))
+        return ". ".join(filter(None, (_verdict_start(report, bad), f"{none}: is it the right environment?")))
+    return ": ".join(filter(None, (_verdict_start(report, bad), "; ".join(parts) or "no framework was tried")))
 
 
-def _found(report: DoctorReport, bad: list[str]) -> str:
+def _verdict_start(report: DoctorReport, bad: list[str]) -> str:
     """The start of the verdict. "healthy" only if nothing fails, or an info explains each failure."""
     counts = [
         _count(sum(finding.severity is severity for finding in report.findings), str(severity))
@@ -129,7 +129,7 @@ def _found(report: DoctorReport, bad: list[str]) -> str:
     return f"nothing found beyond what is left out ({', '.join(left_out)})" if left_out else "nothing found"
 
 
-def _off(framework: FrameworkFacts, facts: Facts, name: str) -> bool:
+def _disabled_by_environment(framework: FrameworkFacts, facts: Facts, name: str) -> bool:
     """Whether an environment variable disables the GPU for the framework, and its probe succeeded."""
     probe = framework.probe
     return probe is not None and not framework.gpus and not did_not_finish(probe) and kept_off(facts, name)
@@ -148,17 +148,17 @@ def state(framework: FrameworkFacts, facts: Facts | None = None, name: str = "")
     probe = framework.probe
     if probe is None:
         return "not tried" if framework.path else "is not installed"
-    how = _bad_end(probe, STEPS, ("hangs", "dies of", "fails", "exits with"))
+    how = _failure(probe, STEPS, ("hangs", "dies of", "fails", "exits with"))
     if how is not None:
         return how
     if works(framework):
         return "works"
-    if facts is not None and _off(framework, facts, name):
+    if facts is not None and _disabled_by_environment(framework, facts, name):
         return "is kept off the GPU"
     return "is a build without CUDA" if framework.gpu is False else "sees no GPU"
 
 
-def _bad_end(probe: Probe, steps: tuple[str, ...], verbs: tuple[str, str, str, str]) -> str | None:
+def _failure(probe: Probe, steps: tuple[str, ...], verbs: tuple[str, str, str, str]) -> str | None:
     """How the probe failed and in which step, as the finding says it; None if it succeeded."""
     where = step(probe, steps).replace("in the step ", "in ")
     hang, die, fail, leave = verbs
@@ -224,7 +224,7 @@ def _frameworks(facts: Facts) -> list[Line]:
         line: Line = [(shade, f"{cell:<{width}}  ") for cell, width, shade in shades]
         out.append(_stripped([*line, ("dim", f"{probe.seconds:5.1f} s")] if probe is not None else line))
     for together in facts.together:
-        how = _bad_end(together.probe, together.order, ("hang", "die of", "fail", "exit with")) or "work"
+        how = _failure(together.probe, together.order, ("hang", "die of", "fail", "exit with")) or "work"
         style = "green" if how == "work" else "red"
         row = f"{' then '.join(together.order)} in one process: {how}, {together.probe.seconds:.1f} s"
         out += _wrap([("", "")], row, style, 2)

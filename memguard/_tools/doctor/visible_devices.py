@@ -17,7 +17,7 @@ Why = Literal["", "empty", "negative", "word", "repeated", "absent", "ambiguous"
 
 
 @dataclass(frozen=True)
-class Visible:
+class VisibleDevices:
     """The parsed variable. `entries`: those that CUDA uses; `stopped_at`: the entry that ended the list, and `why`."""
 
     value: str
@@ -47,22 +47,22 @@ def index_of(entry: str) -> int:
     return int(found.group()) if found else -1
 
 
-def read(value: str, count: int | None, uuids: Sequence[str] | None) -> Visible:
+def parse(value: str, count: int | None, uuids: Sequence[str] | None) -> VisibleDevices:
     """Parse the value as CUDA does. `count` and `uuids`: the machine's GPUs; None if unknown."""
     listed = [entry.strip() for entry in value.split(",")]
     kind = kind_of(listed[0])
     kept: list[str] = []
     for entry in listed:
-        why = _wrong(entry, kind, count, uuids)
-        if not why and _names(entry, uuids) in {_names(other, uuids) for other in kept}:
-            return Visible(value, kind, (), entry, "repeated")
+        why = _why_rejected(entry, kind, count, uuids)
+        if not why and _device_key(entry, uuids) in {_device_key(other, uuids) for other in kept}:
+            return VisibleDevices(value, kind, (), entry, "repeated")
         if why:
-            return Visible(value, kind, tuple(kept), entry, why)
+            return VisibleDevices(value, kind, tuple(kept), entry, why)
         kept.append(entry)
-    return Visible(value, kind, tuple(kept))
+    return VisibleDevices(value, kind, tuple(kept))
 
 
-def _wrong(entry: str, kind: Kind | None, count: int | None, uuids: Sequence[str] | None) -> Why:
+def _why_rejected(entry: str, kind: Kind | None, count: int | None, uuids: Sequence[str] | None) -> Why:
     own = kind_of(entry)
     if not entry:
         return "empty"
@@ -80,7 +80,7 @@ def _wrong(entry: str, kind: Kind | None, count: int | None, uuids: Sequence[str
     return "" if matches == 1 else "ambiguous" if matches else "absent"
 
 
-def _names(entry: str, uuids: Sequence[str] | None) -> object:
+def _device_key(entry: str, uuids: Sequence[str] | None) -> object:
     """A key for the GPU of an entry: equal for two spellings of one GPU."""
     if kind_of(entry) == "index":
         return index_of(entry)

@@ -129,11 +129,11 @@ def two_distributions(facts: Facts) -> Iterator[Found]:
         several = {dist: release for dist, release in found.distributions.items() if pattern.fullmatch(dist.lower())}
         if len(several) < 2:
             continue
-        keep = _keep(facts, several)
+        keep = _distribution_to_keep(facts, several)
         yield Found(
             f"{listing(several)} install the same module {name} into one folder, each over the files of the other",
             tuple(f"{dist} {release} is installed" for dist, release in several.items()),
-            f"pip uninstall -y {' '.join(several)} && pip install {_pinned(keep, several[keep])}",
+            f"pip uninstall -y {' '.join(several)} && pip install {_requirement(keep, several[keep])}",
             name,
             severity=Severity.ERROR if did_not_finish(found.probe) else Severity.WARNING,
         )
@@ -172,12 +172,12 @@ def other_memguard(facts: Facts) -> Iterator[Found]:
     )
 
 
-def _pinned(dist: str, release: str) -> str:
+def _requirement(dist: str, release: str) -> str:
     pinned = exactly(release.partition("+")[0])
     return shlex.quote(f"tensorflow[and-cuda]{pinned}" if dist == "tensorflow" else f"{dist}{pinned}")
 
 
-def _keep(facts: Facts, several: Iterable[str]) -> str:
+def _distribution_to_keep(facts: Facts, several: Iterable[str]) -> str:
     """The distribution to keep: for the newest CUDA that the driver supports, rather no CPU or nightly build."""
     driver = major(str(facts.driver.cuda.version)) if facts.driver.cuda.version else None
 

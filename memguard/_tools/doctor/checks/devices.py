@@ -51,7 +51,7 @@ def hidden(facts: Facts) -> Iterator[Found]:
     else:
         return
     cards = readable_cards(facts)
-    has = f"the GPUs here are {listing(_spelled(card) for card in cards)}" if cards else ""
+    has = f"the GPUs here are {listing(_index_and_uuid(card) for card in cards)}" if cards else ""
     why = {
         "empty": "is empty" if not seen.value.strip() else "has an empty entry, which ends the list",
         "negative": f"has {seen.stopped_at}, which ends the list",
@@ -91,7 +91,7 @@ def device_order(facts: Facts) -> Iterator[Found]:
     indices = [next((card.index for card in cards if same_gpu(card.uuid, device.uuid)), -1) for device in shown]
     if len(cards) < 2 or not indices or -1 in indices:
         return
-    asked = _asked(facts, len(shown))
+    asked = _expected_indices(facts, len(shown))
     evidence = [
         f"cuda:{device.ordinal} is GPU {index} of nvidia-smi: {device.name or device.uuid}"
         for device, index in zip(shown, indices, strict=True)
@@ -128,7 +128,10 @@ def compute_capability(facts: Facts) -> Iterator[Found]:
         listed = ", ".join(framework.architectures)
         versions = listing(f"{device.capability[0]}.{device.capability[1]}" for device in lacking)
         evidence = [
-            *(f"cuda:{device.ordinal} ({device.name}) has compute capability {_dotted(device)}" for device in lacking),
+            *(
+                f"cuda:{device.ordinal} ({device.name}) has compute capability {_capability(device)}"
+                for device in lacking
+            ),
             f"{full_name(facts, name)} has code for {listed}" if listed else "",
             error_line(facts, name) if failed_stage(framework) is not None else "",
         ]
@@ -140,7 +143,7 @@ def compute_capability(facts: Facts) -> Iterator[Found]:
         if works and others:
             remedy += f"; or leave the GPU out: CUDA_VISIBLE_DEVICES={valid_uuids(device.uuid for device in others)}"
         yield Found(
-            f"{full_name(facts, name)} has no code for {listing(_called(device) for device in lacking)} (compute "
+            f"{full_name(facts, name)} has no code for {listing(_name(device) for device in lacking)} (compute "
             f"capability {versions})",
             evidence,
             remedy,
@@ -314,7 +317,7 @@ def card_filled_by_caller(facts: Facts) -> Iterator[Found]:
         )
 
 
-def _asked(facts: Facts, count: int) -> list[int] | None:
+def _expected_indices(facts: Facts, count: int) -> list[int] | None:
     """NVML's indices in the order that the user expects; None if the user lists UUIDs, or if unknown."""
     seen = visible(facts)
     if any(card.error is not None for card in facts.driver.nvml.devices):
@@ -329,13 +332,13 @@ def _asked(facts: Facts, count: int) -> list[int] | None:
     return [visible_devices.index_of(entry) for entry in seen.entries]
 
 
-def _spelled(card: NvmlDevice) -> str:
+def _index_and_uuid(card: NvmlDevice) -> str:
     return f"{card.index} ({card.uuid})"
 
 
-def _called(device: CudaDevice) -> str:
+def _name(device: CudaDevice) -> str:
     return device.name or f"cuda:{device.ordinal}"
 
 
-def _dotted(device: CudaDevice) -> str:
+def _capability(device: CudaDevice) -> str:
     return f"{device.capability[0]}.{device.capability[1]}"

@@ -16,12 +16,12 @@ from memguard._tools.doctor.wording import built_for, how_it_ended
 _CURE = "`import torch` before `import tensorflow`, or memguard.init(...) with both in the budget above the two imports"
 
 
-def _before(order: Sequence[str]) -> bool:
+def _tensorflow_first(order: Sequence[str]) -> bool:
     """Whether this order imports TensorFlow before PyTorch."""
     return "tensorflow" in order and "torch" in order and order.index("tensorflow") < order.index("torch")
 
 
-def _right(facts: Facts) -> int | None:
+def _true_multiprocessors(facts: Facts) -> int | None:
     """The number of multiprocessors of GPU 0, as the driver or PyTorch's own probe reports it."""
     if facts.driver.cuda.devices:
         return facts.driver.cuda.devices[0].multiprocessors
@@ -31,7 +31,7 @@ def _right(facts: Facts) -> int | None:
 
 def breaks(facts: Facts, together: Together) -> bool:
     """Whether PyTorch read wrong properties in this probe, or crashed. A kill by SIGKILL does not count."""
-    count, right = together.multiprocessors.get("torch"), _right(facts)
+    count, right = together.multiprocessors.get("torch"), _true_multiprocessors(facts)
     return (died(together.probe) and not killed(together.probe)) or (
         count is not None and right is not None and count != right
     )
@@ -44,22 +44,24 @@ def witness(facts: Facts) -> Together | None:
         did_not_finish(facts.frameworks[name].probe) for name in ("tensorflow", "torch") if name in facts.frameworks
     ):
         return None
-    if any(breaks(facts, each) for each in facts.together if not _before(each.order) and "torch" in each.order):
+    if any(
+        breaks(facts, each) for each in facts.together if not _tensorflow_first(each.order) and "torch" in each.order
+    ):
         return None
-    return next((each for each in facts.together if _before(each.order) and breaks(facts, each)), None)
+    return next((each for each in facts.together if _tensorflow_first(each.order) and breaks(facts, each)), None)
 
 
-def _imported(facts: Facts) -> tuple[str, str] | None:
+def _importer(facts: Facts) -> tuple[str, str] | None:
     """Whether this process or the script imports TensorFlow first without a budget: which, and the evidence."""
     process, script = facts.process, facts.script
     if process is not None and not process.budget:
         tops = [module.partition(".")[0] for module in process.modules]
-        if _before(tops):
+        if _tensorflow_first(tops):
             return "this process", "this process has imported tensorflow before torch (sys.modules)"
     if script is not None:
         tops = [module.partition(".")[0] for module, _ in script.imports]
         lines = {module.partition(".")[0]: line for module, line in reversed(script.imports)}
-        if _before(tops) and "memguard" not in tops[: tops.index("tensorflow")]:
+        if _tensorflow_first(tops) and "memguard" not in tops[: tops.index("tensorflow")]:
             evidence = f"{script.path}: line {lines['tensorflow']} imports tensorflow, line {lines['torch']} torch"
             return script.path, evidence
     return None
@@ -70,7 +72,7 @@ def import_order(facts: Facts) -> Iterator[Found]:
     broken = witness(facts)
     if broken is None:
         return
-    count, right, who = broken.multiprocessors.get("torch"), _right(facts), _imported(facts)
+    count, right, who = broken.multiprocessors.get("torch"), _true_multiprocessors(facts), _importer(facts)
     cured = {"tensorflow", "torch"} <= set(budgeted(facts)) and (who is None or who[0] != "this process")
     severity = Severity.INFO if cured else Severity.ERROR if who is not None else Severity.WARNING
     does = "dies" if died(broken.probe) and not killed(broken.probe) else "reads its GPU wrongly"

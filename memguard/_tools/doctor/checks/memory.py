@@ -150,7 +150,7 @@ def second_context(facts: Facts) -> Iterator[Found]:
     process, script = facts.process, facts.script
     evidence: list[str] = []
     if process is not None:
-        others = _of(process.modules)
+        others = _frameworks_of(process.modules)
         # If the context is unknown: autoinit creates a second one, unless an active budget retains the primary one.
         autoinit = [name for name in _AUTOINIT if name in process.modules]
         unasked = process.foreign_context is None and autoinit and not process.budget
@@ -165,7 +165,7 @@ def second_context(facts: Facts) -> Iterator[Found]:
             return
     if script is None or "pycuda" in budgeted(facts):  # the budget makes PyCUDA retain the primary context
         return
-    others = _of(name for name, _ in script.imports)
+    others = _frameworks_of(name for name, _ in script.imports)
     if others and any(name in _AUTOINIT for name, _ in script.imports):
         wanted = {*_AUTOINIT, *others}
         first = {name if name in wanted else name.partition(".")[0]: line for name, line in reversed(script.imports)}
@@ -191,7 +191,7 @@ def preallocation(facts: Facts) -> Iterator[Found]:
     """TensorFlow or JAX reserves the GPU at its first operation, and other frameworks run in the same process."""
     if facts.process is not None and facts.process.budget:
         return
-    shared = _together(facts)
+    shared = _sharing_a_process(facts)
     for name, where in shared:
         others = tuple(other for other, _ in shared if other != name)
         framework = facts.frameworks.get(name)
@@ -223,14 +223,16 @@ def _jax_preallocates(facts: Facts) -> bool:
     return not off and not any(environment.get(name) for name in _FRACTIONS) and _own_pool(facts, "jax")
 
 
-def _together(facts: Facts) -> list[tuple[str, tuple[str, ...]]]:
+def _sharing_a_process(facts: Facts) -> list[tuple[str, tuple[str, ...]]]:
     """The frameworks imported in the calling process or the script, each with its line of evidence."""
     found: dict[str, tuple[str, ...]] = {}
     if facts.process is not None:
-        found.update({name: (f"this process has imported {name}",) for name in _of(facts.process.modules, "pycuda")})
+        found.update(
+            {name: (f"this process has imported {name}",) for name in _frameworks_of(facts.process.modules, "pycuda")}
+        )
     if facts.script is not None:
         for module, line in facts.script.imports:
-            for name in _of([module], "pycuda"):
+            for name in _frameworks_of([module], "pycuda"):
                 found.setdefault(name, (f"{facts.script.path}:{line}: imports {module}",))
     return list(found.items())
 
@@ -335,7 +337,7 @@ def _own_pool(facts: Facts, framework: str) -> bool:
     return allocators.why_uncapped(facts.environment.get(allocators.variable, "")) is None
 
 
-def _of(modules: Iterable[str], *more: str) -> tuple[str, ...]:
+def _frameworks_of(modules: Iterable[str], *more: str) -> tuple[str, ...]:
     """The frameworks that these modules belong to. `numba` alone is no use of the GPU: `numba.cuda` is."""
     names = (module.partition(".")[0] for module in modules if module != "numba")
     return tuple(name for name in dict.fromkeys(names) if name in _PRIMARY or name in more)

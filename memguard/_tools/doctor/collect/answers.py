@@ -121,7 +121,7 @@ def probe(ended: Ended, level: int = 0, stages: Sequence[Stage] | None = None, o
         hung=ended.hung,
         complete=ended.exit != 0 or _done(ended, order),
         libraries=tuple(sorted(libraries)),
-        said=shown(ended.said, level),
+        said=visible_lines(ended.said, level),
     )
 
 
@@ -141,16 +141,16 @@ def driver(ended: Ended) -> Driver:
     for line in ended.reported:
         found.update(line)
     facts = _checked(Driver, found)
-    how = _broken_off(ended)
+    how = _early_end(ended)
     if how is not None and "nvml" not in found:
         return facts.model_copy(update={"nvml": facts.nvml.model_copy(update={"error": how})})
-    shown = facts.cuda.init not in (None, "CUDA_SUCCESS") or facts.cuda.devices
-    if how is not None and facts.cuda.error is None and not shown:
+    answered = facts.cuda.init not in (None, "CUDA_SUCCESS") or facts.cuda.devices
+    if how is not None and facts.cuda.error is None and not answered:
         return facts.model_copy(update={"cuda": facts.cuda.model_copy(update={"init": how})})
     return facts
 
 
-def _broken_off(ended: Ended) -> str | None:
+def _early_end(ended: Ended) -> str | None:
     """How a process ended early; None if it finished."""
     if ended.hung:
         return f"no answer in {ended.seconds:.0f} s"
@@ -216,7 +216,7 @@ def _checked(model: type[F], found: Mapping[str, Any]) -> F:
 _OPENED = re.compile("Successfully opened dynamic library lib")
 
 
-def shown(lines: Iterable[str], level: int) -> tuple[str, ...]:
+def visible_lines(lines: Iterable[str], level: int) -> tuple[str, ...]:
     """The lines that the user would see. The probe's TF_CPP_MIN_LOG_LEVEL is lower than the user's `level`."""
     return tuple(line for line in lines if not _OPENED.search(line) and _severity(line) >= level)
 

@@ -72,21 +72,21 @@ def facts(
     stop = threading.Event()
     runner = _Runner(
         tuple(python or (sys.executable,)),
-        machine.clean(environ),
+        machine.probe_environment(environ),
         timeout,
         stop,
         tuple(entry for entry in sys.path if isinstance(entry, str)) if this_process and python is None else (),
-        _folder(script) if script is not None else None,
+        _folder_of(script) if script is not None else None,
         say or (lambda line: None),
     )
     try:
-        driver, installed = _first(runner)
-        wanted = tuple(frameworks) if frameworks is not None else _named(budget)
+        driver, installed = _query(runner)
+        wanted = tuple(frameworks) if frameworks is not None else _budgeted(budget)
         names = [name for name in ORDER if (name in wanted if wanted is not None else installed.path(name))]
         ended = _probe(runner, driver, [name for name in names if installed.path(name)])
     finally:
         stop.set()
-    level = machine.level(environ)
+    level = machine.tensorflow_log_level(environ)
     found = Facts(
         memguard=str(getattr(sys.modules["memguard"], "__version__", "")),
         time=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -169,7 +169,7 @@ class _Runner:
         return ended
 
 
-def _first(runner: _Runner) -> tuple[Driver, answers.Installed]:
+def _query(runner: _Runner) -> tuple[Driver, answers.Installed]:
     """Query the driver and list the packages: both decide what to probe."""
     with ThreadPoolExecutor(2) as pool:
         try:
@@ -181,7 +181,7 @@ def _first(runner: _Runner) -> tuple[Driver, answers.Installed]:
             raise
 
 
-def _folder(script: str) -> str | None:
+def _folder_of(script: str) -> str | None:
     """The folder of a program; None if its path is relative and the current folder was deleted."""
     try:
         return os.path.dirname(os.path.abspath(script))
@@ -189,7 +189,7 @@ def _folder(script: str) -> str | None:
         return None
 
 
-def _named(budget: Budget | None) -> tuple[str, ...] | None:
+def _budgeted(budget: Budget | None) -> tuple[str, ...] | None:
     return tuple(budget.frameworks) if budget is not None else None
 
 
@@ -200,8 +200,8 @@ def _probe(runner: _Runner, driver: Driver, names: Sequence[str]) -> dict[tuple[
         several.append(tuple(names))
         if "torch" in names and "tensorflow" in names:
             several.append(_TENSORFLOW_FIRST)
-    orders = [*several, *((name,) for name in sorted(names, key=_by_length))]
-    with ThreadPoolExecutor(at_once(driver, len(orders), _cpus())) as pool:
+    orders = [*several, *((name,) for name in sorted(names, key=_longest_first))]
+    with ThreadPoolExecutor(concurrency(driver, len(orders), _cpus())) as pool:
         try:
             waiting: dict[tuple[str, ...], Future[Ended]] = {
                 order: pool.submit(
@@ -219,12 +219,12 @@ def _probe(runner: _Runner, driver: Driver, names: Sequence[str]) -> dict[tuple[
             raise
 
 
-def _by_length(name: str) -> int:
+def _longest_first(name: str) -> int:
     """Sort key: start the longest probes first, so that all finish sooner."""
     return -SPECS[name].examined.length
 
 
-def at_once(driver: Driver, probes: int, cpus: int) -> int:
+def concurrency(driver: Driver, probes: int, cpus: int) -> int:
     """The number of concurrent probes: limited by the CPUs and by the free memory of the fullest GPU.
 
     Only one if a GPU allows one process at a time.

@@ -43,7 +43,7 @@ def require_linux() -> None:
         )
 
 
-def clean(environ: Mapping[str, str]) -> dict[str, str]:
+def probe_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment for the probes, without the variables that apply a budget."""
     kept = {name: value for name, value in environ.items() if name not in ("MEMGUARD_RUN", "MEMGUARD_CONFIG")}
     if "PYTHONPATH" in kept:  # without the folder that `memguard run` prepends
@@ -69,7 +69,7 @@ def _value(name: str, value: str) -> str:
     return next(iter(value.split()), "") if name in ("CC", "CXX") else value
 
 
-def level(environ: Mapping[str, str]) -> int:
+def tensorflow_log_level(environ: Mapping[str, str]) -> int:
     """TF_CPP_MIN_LOG_LEVEL: the lowest severity of TensorFlow's messages that are printed, 0 for all."""
     given = environ.get("TF_CPP_MIN_LOG_LEVEL", "")
     return min(int(given), 3) if given.isdecimal() and len(given) < 100 else 0
@@ -104,23 +104,23 @@ def system(environ: Mapping[str, str], python: str, executable: str, root: str =
 
 def container(environ: Mapping[str, str], root: str = "/") -> str | None:
     """The kind of container that this process runs in, by the files and variables of each kind."""
-    kind = _first(os.path.join(root, "run/systemd/container")) or environ.get("container", "")
+    kind = _first_line(os.path.join(root, "run/systemd/container")) or environ.get("container", "")
     if "KUBERNETES_SERVICE_HOST" in environ:
         return "kubernetes"
-    if "APPTAINER_CONTAINER" in environ or "SINGULARITY_CONTAINER" in environ or _is(root, ".singularity.d"):
+    if "APPTAINER_CONTAINER" in environ or "SINGULARITY_CONTAINER" in environ or _exists(root, ".singularity.d"):
         return "apptainer"
-    if _is(root, "run/.containerenv") or kind == "podman":
+    if _exists(root, "run/.containerenv") or kind == "podman":
         return "podman"
-    if _is(root, ".dockerenv") or kind == "docker":
+    if _exists(root, ".dockerenv") or kind == "docker":
         return "docker"
     return "lxc" if kind.startswith("lxc") else None
 
 
-def _is(root: str, path: str) -> bool:
+def _exists(root: str, path: str) -> bool:
     return os.path.exists(os.path.join(root, path))
 
 
-def _first(path: str) -> str:
+def _first_line(path: str) -> str:
     try:
         with open(path, encoding="utf-8") as file:
             return file.read(100).strip()

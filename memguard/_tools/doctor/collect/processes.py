@@ -27,11 +27,11 @@ from memguard._tools.doctor.probes.main import libraries
 
 _SAID, _REPORTED = 1 << 18, 1 << 22
 """The bytes kept of stderr and of the report. The rest is read and dropped: a full pipe would block the process."""
-_LINES, _LONG = 200, 400
+_LINES, _LINE_LENGTH = 200, 400
 _LINGER = 0.3
 """Seconds to go on reading after the end: a child may hold the pipes open, or a hung probe prints its traceback."""
 _MARK = "MEMGUARD_PROBE"
-_STUCK = 3.0
+_KILL_WAIT = 3.0
 """Seconds to wait after SIGKILL. A process blocked in a broken driver cannot be killed and is left behind."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
@@ -82,7 +82,7 @@ def watch(
     assert process.stderr is not None
     ended, code = Ended(0.0), None
     with os.fdopen(inside, "rb", 0) as reported, process.stderr as stderr:
-        kept = {reported: _Kept(_REPORTED), stderr: _Kept(_SAID)}
+        kept = {reported: _HeadAndTail(_REPORTED), stderr: _HeadAndTail(_SAID)}
         try:
             ended.hung = _read(process, kept, started + timeout, stop)
             if ended.hung:
@@ -116,7 +116,7 @@ def _pipe() -> tuple[int, int]:
             os.close(end)
 
 
-class _Kept:
+class _HeadAndTail:
     """Keeps the first and the last bytes of a stream: a crash is reported at the end."""
 
     def __init__(self, most: int) -> None:
@@ -133,7 +133,7 @@ class _Kept:
 
 
 def _read(
-    process: subprocess.Popen[bytes], kept: Mapping[IO[bytes], _Kept], deadline: float, stop: threading.Event
+    process: subprocess.Popen[bytes], kept: Mapping[IO[bytes], _HeadAndTail], deadline: float, stop: threading.Event
 ) -> bool:
     """Read until the process has ended, and `_LINGER` longer. True if it did not end in time."""
     with selectors.DefaultSelector() as selector:
@@ -163,16 +163,16 @@ def _read(
 
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:
     """Whether the process has ended. Does not reap it: its PID is needed to kill its group."""
-    return _was_reaped(process) or os.waitid(os.P_PID, process.pid, _LOOK) is not None
+    return _was_reaped(process) or os.waitid(os.P_PID, process.pid, _PEEK) is not None
 
 
-_LOOK = os.WEXITED | os.WNOHANG | os.WNOWAIT
+_PEEK = os.WEXITED | os.WNOHANG | os.WNOWAIT
 
 
 def _was_reaped(process: subprocess.Popen[bytes]) -> bool:
     """Whether the process was reaped elsewhere: by the kernel if SIGCHLD is ignored, or by a handler of SIGCHLD."""
     try:
-        os.waitid(os.P_PID, process.pid, _LOOK)
+        os.waitid(os.P_PID, process.pid, _PEEK)
         return False
     except ChildProcessError:
         return True
@@ -187,7 +187,7 @@ def _kill(process: subprocess.Popen[bytes], mark: str) -> int | None:
                 os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(OSError):
             os.killpg(process.pid, signal.SIGKILL)
-        deadline = time.monotonic() + _STUCK
+        deadline = time.monotonic() + _KILL_WAIT
         while not _has_ended(process) and time.monotonic() < deadline:
             time.sleep(0.005)
         reaped = _was_reaped(process)
@@ -211,7 +211,7 @@ def _kill_marked(mark: str) -> None:
 
 def _marked(entry: bytes) -> Iterator[int]:
     """The PIDs of this user's processes with `entry` in their environment."""
-    deadline = time.monotonic() + _STARTING
+    deadline = time.monotonic() + _START_WAIT
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc"):
             if not name.isdecimal() or int(name) == os.getpid():
@@ -223,7 +223,7 @@ def _marked(entry: bytes) -> Iterator[int]:
                     yield int(name)
 
 
-_STARTING = 0.5
+_START_WAIT = 0.5
 """Seconds to wait for starting processes; 20 ms were measured with two of them on each core."""
 
 
@@ -235,12 +235,12 @@ def _environment(pid: int | str, deadline: float) -> bytes:
         if found or time.monotonic() > deadline:
             return found
         with open(f"/proc/{pid}/stat", "rb") as file:
-            if not _may_have_one(file.read()):
+            if not _may_have_environment(file.read()):
                 return found
         time.sleep(0.001)
 
 
-def _may_have_one(stat: bytes) -> bool:
+def _may_have_environment(stat: bytes) -> bool:
     """Whether a process whose environment was read as empty may have one by now, or soon.
 
     By the fields of proc_pid_stat(5), with their numbers there; False if stat has fewer fields than on Linux.
@@ -264,7 +264,7 @@ def _mapped(pid: int) -> tuple[str, ...]:
     found: list[str] = []
     reader = threading.Thread(target=lambda: found.extend(libraries(pid)), daemon=True)
     reader.start()
-    reader.join(_STUCK)
+    reader.join(_KILL_WAIT)
     return tuple(found)
 
 
@@ -283,7 +283,7 @@ def lines(data: bytes) -> tuple[str, ...]:
     """Split stderr into lines: no colours, bounded length and number. Lines that differ only in digits count as one."""
     found: dict[str, str] = {}
     for line in _ANSI.sub("", data.decode(errors="replace")).splitlines():
-        plain = "".join(char for char in line.rstrip()[:_LONG] if char.isprintable() or char == "\t")
+        plain = "".join(char for char in line.rstrip()[:_LINE_LENGTH] if char.isprintable() or char == "\t")
         if plain.strip():
             found.setdefault(re.sub(r"\d+", "0", plain), plain)
     kept = tuple(found.values())

@@ -26,14 +26,14 @@ def process(uuids: Iterable[str]) -> Process:
     return Process(
         modules=tuple(name for name in list(sys.modules) if name in known),
         libraries=tuple(libraries()),
-        contexts=_bytes(uuids),
-        foreign_context=_foreign(),
+        contexts=_context_bytes(uuids),
+        foreign_context=_foreign_context(),
         allocators=allocators(sys.modules),
         budget=session is not None and session.active,
     )
 
 
-def _bytes(uuids: Iterable[str]) -> dict[str, int | None]:
+def _context_bytes(uuids: Iterable[str]) -> dict[str, int | None]:
     """Bytes by the UUID of each GPU on which this process has a context; None if NVML does not say how many.
 
     NVML lists the host's PIDs, so a process in a container does not find its own.
@@ -57,7 +57,7 @@ def _bytes(uuids: Iterable[str]) -> dict[str, int | None]:
     return found
 
 
-def _foreign() -> bool | None:
+def _foreign_context() -> bool | None:
     """Whether this thread's context, or the one of PyCUDA's autoinit, is not a primary context; None if unknown.
 
     The current context is not enough: the first call of the CUDA runtime makes the primary context current.
