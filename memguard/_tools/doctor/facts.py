@@ -171,10 +171,6 @@ class Probe(_Fact):
     said: tuple[str, ...] = ()
 
     @property
-    def last(self) -> Stage | None:
-        return self.stages[-1] if self.stages else None
-
-    @property
     def failed(self) -> Stage | None:
         """The first step that raised an exception."""
         return next((stage for stage in self.stages if stage.error is not None), None)

@@ -109,7 +109,7 @@ def survey_failure(facts: Facts) -> str | None:
     return found[0].replace("no answer", "gave no answer") if found else None
 
 
-def start(kind: str | None) -> str:
+def container_command(kind: str | None) -> str:
     """The command that starts a container of this kind with GPUs."""
     return {
         "podman": "podman run --device nvidia.com/gpu=all ...",

@@ -11,11 +11,11 @@ from memguard._tools.doctor.facts import Facts
 from memguard._tools.doctor.finding import Found, Severity, check
 from memguard._tools.doctor.wording import (
     capabilities_command,
+    container_command,
     driver_errors,
     driver_evidence,
     listing,
     severity_if_init_fails,
-    start,
     survey_failure,
     variable,
 )
@@ -106,7 +106,8 @@ def driver_absent(facts: Facts) -> Iterator[Found]:
         )
     elif gpus:
         cause = f"an NVIDIA GPU is on the bus ({gpus}), and the NVIDIA driver is not installed"
-        remedy = f"install the NVIDIA driver on the host, and start the container with: {start(facts.system.container)}"
+        start = container_command(facts.system.container)
+        remedy = f"install the NVIDIA driver on the host, and start the container with: {start}"
         if not facts.system.container:
             remedy = "sudo ubuntu-drivers install  # or your system's package of the NVIDIA driver; then reboot"
     else:
@@ -136,7 +137,7 @@ def container(facts: Facts) -> Iterator[Found]:
             evidence.append(variable(facts, "NVIDIA_VISIBLE_DEVICES"))
         elif kind != "apptainer":  # Apptainer does not read it
             evidence.append("NVIDIA_VISIBLE_DEVICES is not set")
-        yield Found(cause, evidence, start(kind))
+        yield Found(cause, evidence, container_command(kind))
     compute = blocked == "container-capabilities"
     utility = blocked is None and facts.driver.nvml.error == "NVMLError_LibraryNotFound" and _lacks_utility(facts)
     if compute or utility:
@@ -168,7 +169,7 @@ def device_files_unusable(facts: Facts) -> Iterator[Found]:
     if denied:
         cause = f"this user may not open {listing(denied)}"
         remedy = (
-            f"{start(facts.system.container)}  # mounting the files alone does not give access"
+            f"{container_command(facts.system.container)}  # mounting the files alone does not give access"
             if facts.system.container
             else "sudo usermod -aG video $USER  # the group that ls -l /dev/nvidia* shows; then log in again"
         )
@@ -185,7 +186,7 @@ def device_files_unusable(facts: Facts) -> Iterator[Found]:
         are = "files {} are" if len(absent) > 1 else "file {} is"
         cause = f"the kernel module is loaded, and the device {are.format(listing(absent))} missing"
         remedy = (
-            start(facts.system.container)
+            container_command(facts.system.container)
             if facts.system.container
             else "sudo nvidia-modprobe -c 0 && sudo nvidia-modprobe -u -c 0  # nvidia-persistenced does this at boot"
         )
