@@ -10,12 +10,13 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, get_args, get_origin
 
+from memguard._base import findings
 from memguard._base.advice import InvalidValue
 from memguard._base.source_map import Document, Loc, in_order, nearest, path
 from memguard._base.units import short
 from memguard._budget import suggestions
 from memguard._budget.rules import SIZES, Violation
-from memguard._budget.values import found
+from memguard._budget.values import Finding, found
 from memguard._frameworks.specs import SPECS
 from memguard.errors import Problem
 
@@ -211,7 +212,8 @@ def _words(info: Any) -> tuple[str, ...]:
     """The words that a field, or each entry of its list, accepts."""
     if info.annotation is bool:
         return "true", "false"
-    return get_args(get_args(info.annotation)[0] if get_origin(info.annotation) is tuple else info.annotation)
+    kind = get_args(info.annotation)[0] if get_origin(info.annotation) is tuple else info.annotation
+    return findings.names() if kind is Finding else get_args(kind)
 
 
 def _examples(info: Any) -> str:

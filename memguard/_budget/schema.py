@@ -26,7 +26,7 @@ from pydantic import (
 from pydantic_core import core_schema
 
 from memguard._base.advice import InvalidValue
-from memguard._base.findings import NAMES, Name
+from memguard._base.findings import names
 from memguard._base.framework_spec import Option
 from memguard._base.source_map import Document, Origin, in_order, of_mapping
 from memguard._base.units import short
@@ -242,7 +242,9 @@ class DoctorConfig(_Model):
 
     # Sorted, so that equivalent budgets are equal.
     ignore: Annotated[
-        tuple[Name, ...], AfterValidator(lambda names: tuple(sorted(names, key=NAMES.index))), values.LISTED
+        tuple[values.Finding, ...],
+        AfterValidator(lambda ignored: tuple(sorted(ignored, key=lambda name: (*names(), name).index(name)))),
+        values.LISTED,
     ] = _key("Findings that it leaves out, by name: docs/doctor has a page for each.", (), json_schema_extra=_UNIQUE)
 
 

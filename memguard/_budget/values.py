@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import PydanticKnownError, core_schema
 
+from memguard._base import findings
 from memguard._base.advice import InvalidValue
 from memguard._base.units import GIB, GRANULE, KIB, MAX_SIZE, MIB, TIB, parse_duration, parse_percent, parse_size, short
 
@@ -454,6 +455,27 @@ LISTED = _Shown(list)
 """Serialises a tuple as a list."""
 AS_IT_IS = _Shown(lambda value: value)
 """Serialises the value unchanged, also one that becomes None later, whatever its type."""
+
+
+class _Finding:
+    """Validates the name of a finding. Only a budget that names one reads the doctor's pages."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(cls._known)
+
+    @staticmethod
+    def __get_pydantic_json_schema__(core: core_schema.CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"enum": list(findings.names()), "type": "string"}
+
+    @staticmethod
+    def _known(value: object) -> str:
+        if isinstance(value, str) and value in (findings.names() or (value,)):
+            return value
+        raise PydanticKnownError("literal_error", {"expected": "the name of a finding"})
+
+
+Finding = Annotated[str, _Finding]
 
 
 def _not_none(value: object) -> object:

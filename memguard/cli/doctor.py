@@ -91,17 +91,17 @@ def doctor(
 
     from memguard import _budget
     from memguard._base import findings
-    from memguard._tools.doctor import explain, report_on
+    from memguard._tools.doctor import report_on
     from memguard._tools.doctor.facts import Facts
 
     if list_names or explained is not None:
         with _not_run(context, exit_codes.INPUT):
             if explained is not None:
-                text = explain.page(explained).rstrip()
+                text = findings.page(explained).text.rstrip()
                 plain = {"memguard_finding": 1, **_named(explained), "text": text}
             else:
-                text = "\n".join(findings.NAMES)
-                plain = {"memguard_findings": 1, "findings": [_named(name) for name in findings.NAMES]}
+                text = "\n".join(findings.names())
+                plain = {"memguard_findings": 1, "findings": [_named(name) for name in findings.names()]}
         click.echo(json.dumps(plain, indent=2) if as_json else text)
         return
     if words:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from doctor_facts import edited, plain
+from doctor_facts import edited, of, plain
 
 from memguard._base.units import GIB, MIB
 from memguard._devices.simulated import SimulatedHost
@@ -26,7 +26,7 @@ HEALTHY = "healthy-h200.json"
 def found(changes: dict[str, Any], base: str = HEALTHY) -> list[Finding]:
     """What the checks of this module find."""
     facts = edited(base, changes)
-    return [finding for check in memory.CHECKS for finding in check(facts)]
+    return of(facts, memory)
 
 
 def only(name: str) -> Finding:
@@ -314,4 +314,4 @@ def test_a_full_card_is_told_once() -> None:
 
 
 def test_facts_that_say_nothing_have_no_finding() -> None:
-    assert [finding for check in memory.CHECKS for finding in check(Facts())] == []
+    assert of(Facts(), memory) == []

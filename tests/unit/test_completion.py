@@ -12,7 +12,7 @@ import pytest
 from click.shell_completion import ShellComplete
 
 import memguard
-from memguard._base.findings import NAMES
+from memguard._base.findings import names
 from memguard._devices.catalog import CATALOGUE, SLICES
 from memguard._frameworks.specs import SPECS
 from memguard.cli import main
@@ -91,7 +91,7 @@ def test_gpus(before: str) -> None:
 
 def test_findings_and_frameworks() -> None:
     for option in ("--explain", "--ignore"):
-        assert offered("doctor", option, "") == list(NAMES)
+        assert offered("doctor", option, "") == list(names())
         assert offered("doctor", option, "driver-t") == ["driver-too-old"]
     assert offered("doctor", "--framework", "") == list(SPECS)
     assert offered("doctor", "--framework", "cu") == ["cupy"]

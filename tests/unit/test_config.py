@@ -23,7 +23,7 @@ from jsonschema import Draft202012Validator
 
 import memguard
 from memguard import _budget
-from memguard._base.findings import NAMES
+from memguard._base.findings import names
 from memguard._base.units import GIB, MIB
 from memguard._budget import (
     FRAMEWORKS,
@@ -685,7 +685,7 @@ def test_the_schema_is_a_schema_and_names_what_the_models_name() -> None:
     monitor = resolved(properties["monitor"])["properties"]
     assert set(monitor) == set(MonitorConfig.model_fields)
     ignore = resolved(properties["doctor"])["properties"]["ignore"]
-    assert ignore["items"]["enum"] == list(NAMES)
+    assert ignore["items"]["enum"] == list(names())
     assert ignore["default"] == list(DoctorConfig().ignore)
     suspend = resolved(properties["suspend"])["properties"]
     assert list(suspend) == list(SuspendConfig.model_fields)

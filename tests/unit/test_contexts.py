@@ -304,10 +304,10 @@ def test_the_doctor_tells_a_foreign_context_from_a_primary_one(
     monkeypatch.setitem(sys.modules, "pycuda.driver", types.ModuleType("pycuda.driver"))
     autoinit = types.SimpleNamespace(context=types.SimpleNamespace(handle=made))
     monkeypatch.setitem(sys.modules, "pycuda.autoinit", autoinit)
-    assert this_process._foreign() is foreign
+    assert this_process._foreign_context() is foreign
     driver.initialised = False
     monkeypatch.setattr(contexts, "_initialised", None)
-    assert this_process._foreign() is None, "nothing has initialised CUDA"
+    assert this_process._foreign_context() is None, "nothing has initialised CUDA"
 
 
 @pytest.mark.parametrize("before", [0, 1, 2])

@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -23,7 +24,6 @@ import memguard
 from memguard import _budget
 from memguard._base import findings
 from memguard._devices import cuda_order
-from memguard._tools.doctor import explain
 from memguard._tools.doctor.collect import gather
 from memguard._tools.doctor.facts import (
     Cuda,
@@ -255,34 +255,38 @@ def test_facts_are_dumped_alone_and_give_the_same_findings_anywhere(gathered: Ga
 
 def test_the_list_is_that_of_the_names(gathered: Gathered) -> None:
     done = doctor("--list")
-    assert done.exit_code == 0 and tuple(done.stdout.splitlines()) == findings.NAMES
+    assert done.exit_code == 0 and tuple(done.stdout.splitlines()) == findings.names()
     assert gathered.asked == []
 
 
 def test_the_list_and_a_page_as_json(gathered: Gathered) -> None:
     listed = json.loads(doctor("--list", "--json").stdout)
     assert listed["memguard_findings"] == 1
-    assert listed["findings"] == [{"name": name, "page": f"docs/doctor/{name}.md"} for name in findings.NAMES]
+    assert listed["findings"] == [{"name": name, "page": f"docs/doctor/{name}.md"} for name in findings.names()]
     page = json.loads(doctor("--explain", "mig", "--json").stdout)
     assert page.pop("text") + "\n" == doctor("--explain", "mig").stdout
     assert page == {"memguard_finding": 1, "name": "mig", "page": "docs/doctor/mig.md"}
 
 
-@pytest.mark.parametrize("name", findings.NAMES)
+@pytest.mark.parametrize("name", findings.names())
 def test_a_page_is_printed(gathered: Gathered, name: str) -> None:
     done = doctor("--explain", name)
     assert (done.exit_code, done.stderr) == (0, "")
     page = (ROOT / "docs" / "doctor" / f"{name}.md").read_text(encoding="utf-8")
-    assert done.stdout == page.rstrip() + "\n"
+    title = re.search(r'^title: "?(.+?)"?$', page, re.MULTILINE)
+    assert title is not None and done.stdout.startswith(f"# {name}\n\n**{title[1]}.** ")
+    assert done.stdout.endswith(page.rstrip().partition("\n## ")[2] + "\n") and "severity:" not in done.stdout
     assert gathered.asked == []
 
 
 def test_a_page_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(explain, "_PAGES", tmp_path)
+    monkeypatch.setattr(findings, "PAGES", tmp_path)
     done = doctor("--explain", "mig")
     assert done.exit_code == 2 and done.stderr.startswith("memguard: the page of mig is not installed\n    fix: ")
-    (tmp_path / "mig.md").write_text("# mig\n")
-    assert doctor("--explain", "mig").stdout == "# mig\n"
+    (tmp_path / "mig.md").write_text(
+        "---\ntitle: Parts\nseverity: info\nsection: GPUs\norder: 1\n---\n\n# mig\n\n## Why\n"
+    )
+    assert doctor("--explain", "mig").stdout == "# mig\n\n**Parts.** Info.\n\n## Why\n"
 
 
 def test_a_script_that_cannot_be_read_is_said(gathered: Gathered) -> None:

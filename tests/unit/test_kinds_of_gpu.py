@@ -278,7 +278,7 @@ def test_a_trace_is_recorded_and_replayed(
     assert replayed.sum == (replayed.process if kind.unified else replayed.device.total)
     (tmp_path / "budget.yaml").write_text(json.dumps(BUDGET))
     for options in ([], ["--device", gpu], ["--json"]):
-        words = ["simulate", str(tmp_path / "budget.yaml"), str(tmp_path / "trace.jsonl"), *options]
+        words = ["replay", "-c", str(tmp_path / "budget.yaml"), str(tmp_path / "trace.jsonl"), *options]
         done = CliRunner().invoke(main, words)
         assert done.exit_code == 0 and "simulated" in done.output, done.output
 

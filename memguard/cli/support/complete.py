@@ -34,9 +34,9 @@ def gpus(context: click.Context, parameter: click.Parameter, word: str) -> list[
 
 def findings(context: click.Context, parameter: click.Parameter, word: str) -> list[CompletionItem]:
     """The names of the doctor's findings."""
-    from memguard._base.findings import NAMES
+    from memguard._base.findings import names
 
-    return _items(((name, None) for name in NAMES), word)
+    return _items(((name, None) for name in names()), word)
 
 
 def frameworks(context: click.Context, parameter: click.Parameter, word: str) -> list[CompletionItem]:
