@@ -130,4 +130,4 @@ def test_without_pages_a_budget_is_read_and_the_doctor_says_what_to_install(copy
     )
     assert doctor(copy, "check", "budget.yaml").returncode == 0
     done = doctor(copy, "doctor", "--facts", "facts.json")
-    assert done.returncode == 2 and "is not installed\n    fix: pip install" in done.stderr
+    assert done.returncode == 4 and "is not installed\n    fix: pip install" in done.stderr
