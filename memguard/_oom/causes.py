@@ -13,7 +13,7 @@ from memguard._base.types import DevicePlan, Enforcement, Plan, RefusedRequest
 from memguard._base.units import MIB, format_size
 from memguard._budget.shared_pool import allocator_of, clients
 from memguard._ledger.types import DeviceLedger, Ledger, Row
-from memguard._oom.classify import Verdict
+from memguard._oom.classify import Classification
 
 if TYPE_CHECKING:
     from memguard._budget import Budget
@@ -43,7 +43,7 @@ class Case:
     """
 
     part: DeviceLedger
-    verdict: Verdict
+    classification: Classification
     raised: str | None = None
     plan: Plan | None = None
     others: Mapping[int, int | None] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Case:
 
     @cached_property
     def row(self) -> Row | None:
-        named = (row for row in self.frameworks if row.name == self.verdict.requester)
+        named = (row for row in self.frameworks if row.name == self.classification.requester)
         return next(named, None)
 
     @property
@@ -70,10 +70,10 @@ class Case:
 
     @cached_property
     def need(self) -> int:
-        asked = self.verdict.requested
+        asked = self.classification.requested
         if asked is None:
             return WORKSPACE
-        spec = SPECS.get(self.verdict.requester or "")
+        spec = SPECS.get(self.classification.requester or "")
         return asked + max(SEGMENT, int(asked * spec.rounds_up) if spec is not None else 0)
 
     @cached_property
@@ -134,7 +134,7 @@ class Case:
     def over_cap(self) -> bool:
         if self.room is None:  # without a known headroom: the request exceeds the whole cap
             cap = self.row.cap if self.row is not None else None
-            return cap is not None and (self.verdict.requested or 0) > cap
+            return cap is not None and (self.classification.requested or 0) > cap
         return self.room < self.need
 
     @cached_property
@@ -149,10 +149,14 @@ class Case:
         more free memory than the headroom, or more than the request.
         """
         cap = self.row.cap if self.row is not None else None
-        if not cap or not self.verdict.refused or (self.verdict.requested is not None and self.taken is not None):
+        if (
+            not cap
+            or not self.classification.refused
+            or (self.classification.requested is not None and self.taken is not None)
+        ):
             return False
         free = min(self.free, self.free if self.seen_free is None else self.seen_free) + self._own
-        if self.verdict.requested is None:
+        if self.classification.requested is None:
             return free >= (cap if self.room is None else self.room) + self.need
         return free >= self.need
 
@@ -172,7 +176,7 @@ class Case:
     @cached_property
     def in_pieces(self) -> bool:
         """Whether the request would fit under its cap if its cache were unfragmented."""
-        if self.verdict.requested is None:
+        if self.classification.requested is None:
             return False
         if self.silent:  # its live arrays leave room under cap and GPU, so its pool lacks a block of that size
             return not self.over_card and self.room is not None and self.room >= self.need
@@ -195,7 +199,7 @@ class Case:
 
 
 def device_of(
-    text: str, verdict: Verdict, ledger: Ledger | None, recorded: RefusedRequest | None
+    text: str, classification: Classification, ledger: Ledger | None, recorded: RefusedRequest | None
 ) -> DeviceLedger | None:
     """The GPU of the record, or of the CUDA ordinal in the text; else the requester's GPU with least headroom."""
     if ledger is None or not ledger.devices:
@@ -209,14 +213,14 @@ def device_of(
         if number in numbers:
             return ledger.devices[numbers.index(number)]
         return ledger.devices[0] if len(ledger.devices) == 1 and not known else None
-    return min(ledger.devices, key=lambda part: Case(caps_in_force(part, verdict), verdict).headroom)
+    return min(ledger.devices, key=lambda part: Case(caps_in_force(part, classification), classification).headroom)
 
 
-def caps_in_force(part: DeviceLedger, verdict: Verdict) -> DeviceLedger:
+def caps_in_force(part: DeviceLedger, classification: Classification) -> DeviceLedger:
     """Drop caps that are only watched: they refuse nothing, so none of them caused the error."""
     watched = Enforcement.WATCHED.value
     rows = (
-        replace(row, cap=None) if row.name == verdict.requester and row.enforcement == watched else row
+        replace(row, cap=None) if row.name == classification.requester and row.enforcement == watched else row
         for row in part.rows
     )
     return replace(part, rows=tuple(rows))
@@ -252,7 +256,7 @@ class _Figures:
 
     def __init__(self, case: Case, moment: RefusedRequest | None, since: str) -> None:
         self.case, self.moment, self.since = case, moment, since
-        self.asked, row = case.verdict.requested, case.row
+        self.asked, row = case.classification.requested, case.row
         self.is_, self.has, self.have, self.holds = ("was", "had", "had", "held") if since else _PRESENT
         self.end = f" when the request failed{since}" if since else ""
         self.place, self.full = ("the machine", "the machine's memory") if case.unified else ("the card", "the card")
@@ -379,7 +383,7 @@ CAUSES = (
     ),
     Cause(
         "unknown",
-        lambda it: it.case.verdict.refused and (it.asked is None or it.case.room is None),
+        lambda it: it.case.classification.refused and (it.asked is None or it.case.room is None),
         lambda it: f"{it.left}, and {it.place} {it.has} {it.card}{it.end}",
     ),
     Cause(

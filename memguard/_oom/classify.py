@@ -30,7 +30,7 @@ class ErrorFacts:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Classification:
     """The exhausted memory, the requester, and the requested bytes. Not `certain`: type and text allow other causes.
 
     `refused`: the requester's own allocator refused GPU memory, as in `ErrorPattern`.
@@ -213,13 +213,13 @@ _RAISED = re.compile(
 )
 
 
-def classify(facts: ErrorFacts) -> Verdict:
+def classify(facts: ErrorFacts) -> Classification:
     """Classify by type first and text second. `none` if it is no out-of-memory error."""
     if "builtins.OSError" in facts.mro and isinstance(number := facts.attributes.get("errno"), int):
         memory = _ERRNO.get(number, "none")
-        return Verdict(memory, None, asked(facts) if memory != "none" else None, True)
+        return Classification(memory, None, asked(facts) if memory != "none" else None, True)
     if not _worth_a_look(facts):
-        return Verdict("none", None, None, True)
+        return Classification("none", None, None, True)
     # XGBoost's error derives from ValueError, and its text names the memory that ran out.
     own = (name for name in facts.mro if name != "builtins.ValueError" or name == facts.type)
     text, mro = facts.text, (*own, *_wrapped(facts.text))
@@ -228,9 +228,9 @@ def classify(facts: ErrorFacts) -> Verdict:
         if found is None:
             continue
         if rule.memory == "none" or _had_more_free(text):
-            return Verdict("none", None, None, rule.certain and rule.memory == "none")
-        return Verdict(rule.memory, _requester(rule, found, facts), asked(facts), rule.certain, rule.refused)
-    return Verdict("none", None, None, True)
+            return Classification("none", None, None, rule.certain and rule.memory == "none")
+        return Classification(rule.memory, _requester(rule, found, facts), asked(facts), rule.certain, rule.refused)
+    return Classification("none", None, None, True)
 
 
 def _worth_a_look(facts: ErrorFacts) -> bool:

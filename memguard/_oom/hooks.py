@@ -31,7 +31,7 @@ from memguard._base.types import RECORD, Plan, RefusedRequest, Sample
 if TYPE_CHECKING:  # diagnosis is imported at the first error
     from memguard._budget import Budget
     from memguard._ledger.types import Ledger
-    from memguard._oom.report import ErrorFacts, Report, Verdict
+    from memguard._oom.report import Classification, ErrorFacts, Report
 
 
 _MARK = "_memguard_report"
@@ -226,14 +226,14 @@ def _examine(error: BaseException) -> tuple[Report | None, int | None]:
             from memguard._oom.classify import classify
 
             facts = facts_of(one)
-            verdict = classify(facts)
-            if verdict.memory == "none":
+            classification = classify(facts)
+            if classification.memory == "none":
                 continue
             if (number := next((n for cause in _causes(one) if (n := _marked(cause))), None)) is not None:
                 return _reports.get(number), None  # `raise ... from` an error that was reported
             if (installed := _installed) is None or _pid != os.getpid():
                 return None, None
-            return _report(one, facts, verdict, installed)
+            return _report(one, facts, classification, installed)
     except KeyboardInterrupt:
         raise
     except BaseException as failure:  # code of the exception's class may raise anything
@@ -241,17 +241,19 @@ def _examine(error: BaseException) -> tuple[Report | None, int | None]:
     return None, None
 
 
-def _report(error: BaseException, facts: ErrorFacts, verdict: Verdict, installed: _Installed) -> tuple[Report, int]:
+def _report(
+    error: BaseException, facts: ErrorFacts, classification: Classification, installed: _Installed
+) -> tuple[Report, int]:
     """Make the report, add the note to the error, and call the sinks. Returns the report's number too."""
     from memguard._oom.report import diagnose
 
     number = next(_numbers)
     _own(error)[_MARK] = (os.getpid(), number)
-    record = _claimed(facts, verdict)
+    record = _claimed(facts, classification)
     then = (_quietly("no reading at a refused request", record.context) if record is not None else None) or OomContext()
     context = _quietly("no reading at an out-of-memory error", installed.read) or then
     report = diagnose(
-        facts, verdict, context.ledger, context.plan, then.processes or context.processes or {}, context.samples,
+        facts, classification, context.ledger, context.plan, then.processes or context.processes or {}, context.samples,
         time=time.time() if record is None else record.request.time, budget=context.budget, peaks=context.peaks,
         recorded=None if record is None else record.request, then=then.ledger,
     )  # fmt: skip
@@ -264,31 +266,31 @@ def _report(error: BaseException, facts: ErrorFacts, verdict: Verdict, installed
     return report, number
 
 
-def _claimed(facts: ErrorFacts, verdict: Verdict) -> _Refusal | None:
+def _claimed(facts: ErrorFacts, classification: Classification) -> _Refusal | None:
     """Take the record of the refusal that caused the error, so that no other error uses it."""
-    number = _record(facts, verdict)
+    number = _record(facts, classification)
     if number is None:
         return None
     _caught.pop(number, None)
     return _refusals.pop(number, None)
 
 
-def request_of(facts: ErrorFacts, verdict: Verdict) -> RefusedRequest | None:
+def request_of(facts: ErrorFacts, classification: Classification) -> RefusedRequest | None:
     """The recorded refused request that caused the error, if any. The record stays for a report."""
-    number = _record(facts, verdict) if _pid == os.getpid() else None
+    number = _record(facts, classification) if _pid == os.getpid() else None
     record = _refusals.get(number) if number is not None else None
     return record.request if record is not None else None
 
 
-def _record(facts: ErrorFacts, verdict: Verdict) -> int | None:
+def _record(facts: ErrorFacts, classification: Classification) -> int | None:
     if not _refusals:
         return None
     from memguard._oom.classify import family
     from memguard._oom.refusal import record_of
 
     requests = {number: one.request for number, one in list(_refusals.items())}
-    name = verdict.requester or family(facts)
-    return record_of(requests, facts, verdict, name, os.getpid(), threading.get_ident())
+    name = classification.requester or family(facts)
+    return record_of(requests, facts, classification, name, os.getpid(), threading.get_ident())
 
 
 def _quietly(what: str, call: Callable[..., Any], *arguments: Any) -> Any:
@@ -353,11 +355,11 @@ def _write(shown: Report | str) -> None:
 
 def _like(report: Report) -> _Shown:
     """The output of similar reports in the last minute. Two threads get the same object."""
-    verdict, now = report.verdict, _now()
+    classification, now = report.verdict, _now()
     for key, shown in list(_shown.items()):
         if not 0 <= now - shown.since < _AGAIN and _shown.get(key) is shown:
             _shown.pop(key, None)
-    key = verdict.memory, verdict.requester, report.requester, report.reason, report.uuid
+    key = classification.memory, classification.requester, report.requester, report.reason, report.uuid
     return _shown.setdefault(key, _Shown(now))
 
 
@@ -367,10 +369,12 @@ def _now() -> float:
 
 def _line(report: Report, count: int, since: float) -> str:
     """One line in place of the report."""
-    verdict = report.verdict
+    classification = report.verdict
     who = "" if report.requester == "unknown" else f"{report.requester} "
-    possibly = "" if verdict.certain else "possibly "
-    what = {"gpu": "out of memory", "disk": "out of disk"}.get(verdict.memory, f"out of {verdict.memory} memory")
+    possibly = "" if classification.certain else "possibly "
+    what = {"gpu": "out of memory", "disk": "out of disk"}.get(
+        classification.memory, f"out of {classification.memory} memory"
+    )
     times = f"{_ordinal(count)} time in {max(round(_now() - since), 1)} s"
     return f"memguard: {who}{possibly}{what} again ({times}): memguard.last_oom()"
 

@@ -26,7 +26,7 @@ from memguard._base.units import MIB, format_size, parse_size
 
 if TYPE_CHECKING:  # diagnosis is imported at the first error
     from memguard._ledger.types import DeviceLedger, Row
-    from memguard._oom.classify import ErrorFacts, Verdict
+    from memguard._oom.classify import Classification, ErrorFacts
 
 EVERY = 10.0
 """Seconds between two events of one framework on one GPU: a program may probe batch sizes thousands of times."""
@@ -167,7 +167,12 @@ def _event(request: RefusedRequest, count: int) -> Event:
 
 
 def record_of(
-    records: Mapping[int, RefusedRequest], facts: ErrorFacts, verdict: Verdict, name: str | None, pid: int, thread: int
+    records: Mapping[int, RefusedRequest],
+    facts: ErrorFacts,
+    classification: Classification,
+    name: str | None,
+    pid: int,
+    thread: int,
 ) -> int | None:
     """The number of the error's record; None if there is none. `records` are those without an error so far.
 
@@ -178,12 +183,14 @@ def record_of(
     if isinstance(marked, str) and marked.startswith(f"{pid}:"):
         number = int(marked.partition(":")[2])
         return number if number in records else None
-    if verdict.memory != "gpu":
+    if classification.memory != "gpu":
         return None
     fit = [
         (moment.thread == thread, number)
         for number, moment in records.items()
-        if moment.source == "observer" and moment.framework == name and _same(moment.requested, verdict.requested)
+        if moment.source == "observer"
+        and moment.framework == name
+        and _same(moment.requested, classification.requested)
     ]
     return max(fit)[1] if fit else None
 
@@ -192,9 +199,9 @@ def _same(exact: int | None, printed: int | None) -> bool:
     return exact is None or printed is None or abs(exact - printed) <= int(exact * _ROUNDED) + 1024
 
 
-def of_text(facts: ErrorFacts, verdict: Verdict, time: float) -> RefusedRequest | None:
+def of_text(facts: ErrorFacts, classification: Classification, time: float) -> RefusedRequest | None:
     """The figures in the error's text, by the patterns of the framework's spec; None if there are none."""
-    spec = SPECS.get(verdict.requester or "")
+    spec = SPECS.get(classification.requester or "")
     found: dict[str, Any] = {}
     for field, pattern in spec.figures if spec is not None else ():
         if field not in found and (match := re.search(pattern, facts.text)):
@@ -208,7 +215,7 @@ def of_text(facts: ErrorFacts, verdict: Verdict, time: float) -> RefusedRequest 
     # An allocator whose text has `held` trimmed its cache before it refused. torch's cudaMallocAsync backend prints
     # only `in_use`: the reclaimable part of the driver's pool is unknown.
     reclaimable = 0 if "held" in found else None
-    return RefusedRequest(spec.name, "text", time, requested=verdict.requested)._replace(
+    return RefusedRequest(spec.name, "text", time, requested=classification.requested)._replace(
         reclaimable=reclaimable, **found
     )
 
@@ -222,25 +229,32 @@ def _size(text: str) -> int | None:
 
 
 def from_now(
-    part: DeviceLedger, verdict: Verdict, need: int, peak: int | None, samples: Sequence[Sample], time: float
+    part: DeviceLedger,
+    classification: Classification,
+    need: int,
+    peak: int | None,
+    samples: Sequence[Sample],
+    time: float,
 ) -> RefusedRequest | None:
     """The last resorts for an error without figures: the last sample, or the peak; None if neither explains it.
 
     need  the bytes that the request needed under the requester's cap
     peak  the requester's largest use on this GPU so far
     """
-    row = next((row for row in part.rows if row.kind == "framework" and row.name == verdict.requester), None)
+    row = next((row for row in part.rows if row.kind == "framework" and row.name == classification.requester), None)
     seen = next((d for d in samples[-1].devices if d.uuid == part.device.uuid), None) if samples else None
     free = part.row("free").bytes
     if row is None:
         if seen is None or free is None or free - seen.free < _DIFFERS:
             return None
-        return RefusedRequest(verdict.requester or "", "sample", samples[-1].time, part.device.uuid, free=seen.free)
+        return RefusedRequest(
+            classification.requester or "", "sample", samples[-1].time, part.device.uuid, free=seen.free
+        )
     last = seen.frameworks.get(row.name) if seen is not None else None
     sampled = peaked = None
     if last is not None and seen is not None and _more(last.in_use, row.in_use):
         sampled = RefusedRequest(
-            row.name, "sample", samples[-1].time, part.device.uuid, verdict.requested, last.held, last.in_use,
+            row.name, "sample", samples[-1].time, part.device.uuid, classification.requested, last.held, last.in_use,
             last.reclaimable, free=seen.free,
         )  # fmt: skip
     if (
@@ -248,7 +262,7 @@ def from_now(
     ):  # otherwise the framework may have held less at the refusal
         held = row.bytes if row.at_least is None else None
         held = max(held, peak) if held is not None else None
-        peaked = RefusedRequest(row.name, "peak", time, part.device.uuid, verdict.requested, held, peak, 0)
+        peaked = RefusedRequest(row.name, "peak", time, part.device.uuid, classification.requested, held, peak, 0)
     # The peak may be old, and the sample is from before the last requests. Of the figures that explain the error, the
     # larger is the better bound: use at the refusal was at most the peak.
     fills = [one for one in (peaked, sampled) if one is not None and row.cap and (one.in_use or 0) + need > row.cap]

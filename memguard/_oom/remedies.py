@@ -14,7 +14,7 @@ from memguard._base.units import GRANULE, MIB, format_size, round_down, round_up
 from memguard._budget import policy
 from memguard._budget.shared_pool import allocator_of, caps_of, clients
 from memguard._oom.causes import WORKSPACE, Case
-from memguard._oom.classify import Verdict
+from memguard._oom.classify import Classification
 from memguard.errors import MemguardError
 
 _WORTH = 16 * MIB
@@ -51,10 +51,10 @@ class Remedy:
     bytes: int | None = None
 
 
-def remedies(verdict: Verdict, case: Case | None, reason: str = "elsewhere") -> tuple[Remedy, ...]:
+def remedies(classification: Classification, case: Case | None, reason: str = "elsewhere") -> tuple[Remedy, ...]:
     """The remedies, best first. `reason` is the report's."""
     if case is None:
-        return tuple(Remedy(text) for text in _ELSEWHERE.get(verdict.memory, ()))
+        return tuple(Remedy(text) for text in _ELSEWHERE.get(classification.memory, ()))
     found: list[Remedy] = []
     if reason == "fragmented":
         found += _whole(case)
@@ -66,7 +66,7 @@ def remedies(verdict: Verdict, case: Case | None, reason: str = "elsewhere") -> 
         found += _trims(case)
     if reason in ("card", "cap and card"):
         found += [*_processes(case), *_pools(case), *_outside(case)]
-        if case.split >= max(case.verdict.requested or 0, WORKSPACE):
+        if case.split >= max(case.classification.requested or 0, WORKSPACE):
             found += _whole(case)
     found += _less(case, reason)
     return tuple(found)
@@ -150,7 +150,7 @@ def _higher_cap(case: Case) -> Iterator[Remedy]:
         yield Remedy(f"{name}'s own limit of {own} is stricter than its cap of {most}: raise or remove that limit")
         return
     # Allocators round up, PyCUDA's bins by up to a sixteenth. An unknown use is at most the whole cap.
-    asked, taken = case.verdict.requested, cap if case.taken is None else case.taken
+    asked, taken = case.classification.requested, cap if case.taken is None else case.taken
     wanted = round_up(taken + case.need + (asked or 0) // 16)
     if asked is None and case.shut_out:  # the headroom was too small, and the request's size is unknown
         wanted = max(wanted, round_up(cap + WORKSPACE))
@@ -247,7 +247,9 @@ def _higher_limit(case: Case, wanted: int, text: str) -> Iterator[Remedy]:
         if more is not None:
             with_cap = f", and {_key(part, name, 'max')} to {wanted // MIB}MiB" if settings else ""
             limits = f"from {format_size(part.limit)} to {limit // MIB}MiB{with_cap}"
-            yield Remedy(f"{text}raise device.limit {limits}", None if case.verdict.requested is None else more - cap)
+            yield Remedy(
+                f"{text}raise device.limit {limits}", None if case.classification.requested is None else more - cap
+            )
             return
     yield Remedy(f"{text}neither the other caps nor the GPU have that to spare: make smaller requests")
 
@@ -300,7 +302,7 @@ def _whole(case: Case) -> Iterator[Remedy]:
 def _less(case: Case, reason: str) -> Iterator[Remedy]:
     """Use less memory, which always helps; or check another possible cause."""
     row = case.row
-    if reason == "unknown" and not case.verdict.certain and not case.verdict.refused:
+    if reason == "unknown" and not case.classification.certain and not case.classification.refused:
         yield Remedy("page-locked host memory gives the same error: check pin_memory and ulimit -l")
     if row is not None and row.in_use:
         yield Remedy(f"{row.name} has {format_size(row.in_use)} in live arrays: free some, or make the batch smaller")

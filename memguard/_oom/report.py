@@ -1,6 +1,6 @@
 """The report on an out-of-memory error: the requester, the holders of the memory, idle memory, remedies. Pure.
 
-`diagnose` combines the verdict on the exception (`classify`) with a reading of the ledger, the plan, the other
+`diagnose` combines the classification on the exception (`classify`) with a reading of the ledger, the plan, the other
 processes and the last samples. Without evidence in the figures the report states `unknown` or "possibly".
 """
 
@@ -21,7 +21,7 @@ from memguard._base.units import MIB, format_size
 from memguard._ledger.types import DeviceLedger, Ledger
 from memguard._oom import causes, refusal
 from memguard._oom.causes import Case, Reason, caps_in_force, device_of
-from memguard._oom.classify import ErrorFacts, Verdict, classify, family
+from memguard._oom.classify import Classification, ErrorFacts, classify, family
 from memguard._oom.remedies import Remedy, remedies, without_help
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from memguard._budget import Budget
 
-__all__ = ["ErrorFacts", "Holder", "Reason", "Remedy", "Report", "Verdict", "classify", "diagnose"]
+__all__ = ["Classification", "ErrorFacts", "Holder", "Reason", "Remedy", "Report", "classify", "diagnose"]
 
 LINES, WIDTH = 14, 80
 """The most lines and columns of a printed report."""
@@ -68,7 +68,7 @@ class Report:
     """
 
     time: float
-    verdict: Verdict
+    verdict: Classification
     error: str
     ledger: Ledger | None
     processes: Mapping[int, int | None]
@@ -192,7 +192,7 @@ def full_text(report: Report) -> str:
 
 def diagnose(
     facts: ErrorFacts,
-    verdict: Verdict,
+    classification: Classification,
     ledger: Ledger | None,
     plan: Plan | None,
     processes: Mapping[str, Mapping[int, int | None]],
@@ -216,35 +216,50 @@ def diagnose(
     recorded   the record of the refusal, and `then` a reading of that moment
     """
     raised = family(facts)
-    who = verdict.requester or "unknown"
-    if verdict.requester is None and raised is not None:
+    who = classification.requester or "unknown"
+    if classification.requester is None and raised is not None:
         who = raised
     elif raised is not None and raised != who:
         who = f"{who}, through {raised},"
-    if verdict.memory != "gpu":
+    if classification.memory != "gpu":
         why = "the GPU budget has nothing to do with it"
-        found = remedies(verdict, None)
-        return Report(time, verdict, _short(facts), ledger, {}, (), found, None, who, "elsewhere", why)
-    part = device_of(facts.text, verdict, ledger, recorded)
+        found = remedies(classification, None)
+        return Report(time, classification, _short(facts), ledger, {}, (), found, None, who, "elsewhere", why)
+    part = device_of(facts.text, classification, ledger, recorded)
     if part is None:
         reason, why = causes.unknown(ledger)
         return Report(
-            time, verdict, _short(facts), ledger, {}, tuple(samples), (), None, who, reason, why, (), recorded, caught
+            time,
+            classification,
+            _short(facts),
+            ledger,
+            {},
+            tuple(samples),
+            (),
+            None,
+            who,
+            reason,
+            why,
+            (),
+            recorded,
+            caught,
         )
     uuid = part.device.uuid
     if recorded is not None:
-        asked = verdict.requested if verdict.requested is not None else recorded.requested
-        verdict = replace(verdict, requested=asked, refused=True)
-    before, moment = _then(part, facts, verdict, plan, then, recorded, samples, (peaks or {}).get(uuid, {}), time)
+        asked = classification.requested if classification.requested is not None else recorded.requested
+        classification = replace(classification, requested=asked, refused=True)
+    before, moment = _then(
+        part, facts, classification, plan, then, recorded, samples, (peaks or {}).get(uuid, {}), time
+    )
     others = dict(processes.get(uuid, {}))
     case = Case(
-        caps_in_force(before, verdict), verdict, raised, plan, others, budget, moment is not None,
+        caps_in_force(before, classification), classification, raised, plan, others, budget, moment is not None,
         next((one.free for one in samples[-1].devices if one.uuid == uuid), None) if samples else None,
     )  # fmt: skip
     pooled = moment.pooled if moment is not None else None
-    since = refusal.since(before, None if caught else part, verdict.requester, pooled)
+    since = refusal.since(before, None if caught else part, classification.requester, pooled)
     reason, why = causes.reason(case, moment, since)
-    found = remedies(verdict, case, reason)
+    found = remedies(classification, case, reason)
     if (unhelped := moment.why_no_help if moment is not None else None) is not None:
         if unhelped.kind in (NoHelp.NOTHING_IDLE, NoHelp.NOT_ASKED):
             why = f"{why}; no room was made: {unhelped.text}"
@@ -252,15 +267,15 @@ def diagnose(
             why = f"no room was made for it: {unhelped.text}; {why}"
         found = (*without_help(unhelped.kind), *found)
     return Report(
-        time, verdict, _short(facts), ledger, others, tuple(samples), found, uuid, who, reason, why, _holders(case),
-        moment, caught,
+        time, classification, _short(facts), ledger, others, tuple(samples), found, uuid, who, reason, why,
+        _holders(case), moment, caught,
     )  # fmt: skip
 
 
 def _then(
     part: DeviceLedger,
     facts: ErrorFacts,
-    verdict: Verdict,
+    classification: Classification,
     plan: Plan | None,
     then: Ledger | None,
     recorded: RefusedRequest | None,
@@ -269,7 +284,7 @@ def _then(
     time: float,
 ) -> tuple[DeviceLedger, RefusedRequest | None]:
     """The GPU's rows at the refusal, and their source; the current rows, and None, if no figures are known."""
-    told = refusal.of_text(facts, verdict, time)
+    told = refusal.of_text(facts, classification, time)
     uuid = part.device.uuid
     if recorded is not None:
         recorded = refusal.complete(recorded, told)
@@ -278,8 +293,8 @@ def _then(
     if told is not None:
         told = told._replace(uuid=uuid)
         return refusal.at(part, told), told
-    need = Case(part, verdict, plan=plan).need
-    found = refusal.from_now(part, verdict, need, peaks.get(verdict.requester or ""), samples, time)
+    need = Case(part, classification, plan=plan).need
+    found = refusal.from_now(part, classification, need, peaks.get(classification.requester or ""), samples, time)
     return (part, None) if found is None else (refusal.at(part, found), found)
 
 
@@ -288,11 +303,11 @@ def of_refusal(
     budget: Budget | None = None,
 ) -> Report:  # fmt: skip
     """The report on a refused request whose exception was not seen: the program has probably caught it."""
-    verdict = Verdict("gpu", moment.framework, moment.requested, True, refused=True)
+    classification = Classification("gpu", moment.framework, moment.requested, True, refused=True)
     size = "" if moment.requested is None else f" {format_size(moment.requested)} of"
     facts = ErrorFacts("", (), f"its allocator refused{size} GPU memory; the program caught the error, as it seems", {})
     return diagnose(
-        facts, verdict, then, plan, processes, (), time=moment.time, budget=budget, recorded=moment, then=then,
+        facts, classification, then, plan, processes, (), time=moment.time, budget=budget, recorded=moment, then=then,
         caught=True,
     )  # fmt: skip
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from memguard._oom import classify as rules
 from memguard._oom import hooks
 from memguard._oom.classify import RULES, Rule
-from memguard._oom.report import ErrorFacts, Verdict, classify
+from memguard._oom.report import Classification, ErrorFacts, classify
 
 HERE = Path(__file__).parent
 CORPUS = {name: json.loads((HERE / f"{name}.json").read_text(encoding="utf-8")) for name in ("real", "lookalikes")}
@@ -28,8 +28,8 @@ def facts_of(entry: dict[str, Any], text: str | None = None) -> ErrorFacts:
     return ErrorFacts(entry["type"], tuple(entry["mro"]), text, entry.get("attributes", {}))
 
 
-def expected(entry: dict[str, Any]) -> Verdict:
-    return Verdict(**entry["expect"])
+def expected(entry: dict[str, Any]) -> Classification:
+    return Classification(**entry["expect"])
 
 
 def first_line(entry: dict[str, Any]) -> tuple[str, str]:

@@ -46,7 +46,7 @@ from memguard._ledger.overhead import Overhead
 from memguard._ledger.rows import Reading, device_ledger
 from memguard._ledger.types import DeviceLedger, Ledger
 from memguard._oom import hooks, refusal
-from memguard._oom.classify import ErrorFacts, Verdict, classify
+from memguard._oom.classify import Classification, ErrorFacts, classify
 from memguard._oom.refusal import EVERY, RefusalEvents
 from memguard._oom.report import Report, diagnose
 from memguard._timeline import load_timeline
@@ -400,11 +400,11 @@ def test_a_request_of_unknown_size_is_laid_to_the_cap_only_if_the_card_had_more(
     assume(cap >= 2 * MIB)
     plan = plan_of({name: {"limit": cap // MIB * MIB}})
     facts = error(name, UNSIZED[name])
-    verdict = classify(facts)
-    assert verdict.requested is None and verdict.refused
+    classification = classify(facts)
+    assert classification.requested is None and classification.refused
     gpu = DeviceSample(H200.uuid, H200.total, 0, seen * MIB if seen is not None else 0, None, None, 0, None, {})
     samples = () if seen is None else (Sample(8.0, (gpu,)),)
-    found = diagnose(facts, verdict, ledger_of(plan, usage, filled * MIB), plan, {}, samples, time=9.0)
+    found = diagnose(facts, classification, ledger_of(plan, usage, filled * MIB), plan, {}, samples, time=9.0)
     room = plan.devices[0].caps[name] - (used or 0)
     card = min(free, free if seen is None else seen * MIB)
     if card >= room + 256 * MIB:
@@ -424,16 +424,16 @@ def test_of_peak_and_last_sample_the_larger_that_explains_the_error_counts(peak:
     row = FrameworkSample(14 * GIB, sampled * MIB, 0, 14 * GIB)
     gpu = DeviceSample(H200.uuid, H200.total, 0, 90 * GIB, None, None, 0, None, {"jax": row})
     (part,) = ledger_of(plan, {"jax": Usage(14 * GIB, now * MIB, 0)}).devices
-    verdict = Verdict("gpu", "jax", GIB, True)
-    found = refusal.from_now(part, verdict, GIB, peak * MIB, [Sample(8.0, (gpu,))], 9.0)
+    classification = Classification("gpu", "jax", GIB, True)
+    found = refusal.from_now(part, classification, GIB, peak * MIB, [Sample(8.0, (gpu,))], 9.0)
     assert found is not None and found.source == "peak" and found.in_use == peak * MIB
-    without = refusal.from_now(part, verdict, GIB, None, [Sample(8.0, (gpu,))], 9.0)
+    without = refusal.from_now(part, classification, GIB, None, [Sample(8.0, (gpu,))], 9.0)
     assert (without is None) == (sampled - now < 64) and (without is None or without.source == "sample")
 
 
 def test_an_error_finds_the_record_of_its_own_request() -> None:
     """By its mark; or, of an observer, by framework and size, first of the same thread and then the newest."""
-    verdict = Verdict("gpu", "torch", 2 * GIB, True)
+    classification = Classification("gpu", "torch", 2 * GIB, True)
     records = {
         number: RefusedRequest("torch", "observer", 0.0, requested=size, thread=thread)
         for number, size, thread in ((1, 2 * GIB, 7), (2, 2 * GIB + 4 * MIB, 8), (3, 3 * GIB, 7), (4, None, 9))
@@ -442,7 +442,7 @@ def test_an_error_finds_the_record_of_its_own_request() -> None:
     bare = ErrorFacts("x", (), "", {})
 
     def of(facts: ErrorFacts, thread: int, name: str = "torch") -> int | None:
-        return refusal.record_of(records, facts, verdict, name, 100, thread)
+        return refusal.record_of(records, facts, classification, name, 100, thread)
 
     assert (of(bare, 7), of(bare, 8), of(bare, 9), of(bare, 1)) == (1, 2, 4, 4)
     assert of(bare, 7, "cupy") is None, "memguard's own allocators mark their errors"

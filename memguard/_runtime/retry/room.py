@@ -142,7 +142,7 @@ def _device(guard: Guard, failure: Failure) -> Device | None:
     parts = guard.plan.devices
     if len(parts) == 1:
         return parts[0].device
-    found = device_of(failure.facts.text, failure.verdict, guard.ledger(), failure.request)
+    found = device_of(failure.facts.text, failure.classification, guard.ledger(), failure.request)
     return None if found is None else found.device
 
 
