@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from memguard._budget import Budget
 
-__all__ = ["Classification", "ErrorFacts", "Holder", "Reason", "Remedy", "Report", "classify", "diagnose"]
+__all__ = ["Classification", "ErrorFacts", "MemoryHolder", "Reason", "Remedy", "Report", "classify", "diagnose"]
 
 LINES, WIDTH = 14, 80
 """The most lines and columns of a printed report."""
@@ -40,7 +40,7 @@ _GROWTH = 64 * MIB
 
 
 @dataclass(frozen=True)
-class Holder:
+class MemoryHolder:
     """A holder of this GPU's memory: `kind` is framework, process, overhead or unaccounted.
 
     `cached` and `reclaimable` are known for frameworks only; None if unknown. `upper_bound`: the framework does not
@@ -78,7 +78,7 @@ class Report:
     requester: str = "unknown"
     reason: Reason = "unknown"
     why: str = ""
-    holders: tuple[Holder, ...] = field(default=())
+    holders: tuple[MemoryHolder, ...] = field(default=())
     moment: RefusedRequest | None = None
     caught: bool = False
 
@@ -312,28 +312,28 @@ def of_refusal(
     )  # fmt: skip
 
 
-def _holders(case: Case) -> tuple[Holder, ...]:
+def _holders(case: Case) -> tuple[MemoryHolder, ...]:
     """The holders of memory on this GPU, largest first."""
     found = [
-        Holder(row.kind, row.name, row.bytes, row.cached, row.reclaimable)
+        MemoryHolder(row.kind, row.name, row.bytes, row.cached, row.reclaimable)
         for row in case.part.rows
         if row.kind in ("framework", "overhead") and row.bytes is not None and row.bytes > 0
     ]
     rest = case.part.row("unaccounted").bytes or 0
     if case.part.process is not None:  # otherwise it includes other processes' memory
         most = {row.name: min(row.at_most or rest, rest) for row in case.frameworks if row.bytes is None and rest > 0}
-        found += [Holder("framework", name, size, upper_bound=True) for name, size in most.items()]
+        found += [MemoryHolder("framework", name, size, upper_bound=True) for name, size in most.items()]
         rest -= sum(most.values())
     if rest > 0:
-        found.append(Holder("unaccounted", "unaccounted", rest))
+        found.append(MemoryHolder("unaccounted", "unaccounted", rest))
     if any(size is not None for size in case.others.values()):
-        found += [Holder("process", f"process {pid}", size) for pid, size in case.others.items() if size]
+        found += [MemoryHolder("process", f"process {pid}", size) for pid, size in case.others.items() if size]
     elif others := case.part.row("other processes").bytes:
-        found.append(Holder("process", "other processes", others))
+        found.append(MemoryHolder("process", "other processes", others))
     return tuple(sorted(found, key=lambda holder: -holder.bytes))
 
 
-def _described(holder: Holder, requester: str | None) -> str:
+def _described(holder: MemoryHolder, requester: str | None) -> str:
     about = []
     if holder.name == requester:
         about.append("itself")
