@@ -42,7 +42,7 @@ class Case:
     GPU's free memory in the last sample before.
     """
 
-    part: DeviceLedger
+    gpu: DeviceLedger
     classification: Classification
     raised: str | None = None
     plan: Plan | None = None
@@ -58,15 +58,15 @@ class Case:
 
     @property
     def unified(self) -> bool:
-        return self.part.device.unified
+        return self.gpu.device.unified
 
     @cached_property
     def frameworks(self) -> tuple[Row, ...]:
-        return tuple(row for row in self.part.rows if row.kind == "framework")
+        return tuple(row for row in self.gpu.rows if row.kind == "framework")
 
     @cached_property
     def free(self) -> int:
-        return self.part.row("free").bytes or 0
+        return self.gpu.row("free").bytes or 0
 
     @cached_property
     def need(self) -> int:
@@ -195,7 +195,7 @@ class Case:
     @cached_property
     def planned(self) -> DevicePlan | None:
         devices = self.plan.devices if self.plan is not None else ()
-        return next((part for part in devices if part.device.uuid == self.part.device.uuid), None)
+        return next((one for one in devices if one.device.uuid == self.gpu.device.uuid), None)
 
 
 def device_of(
@@ -205,25 +205,25 @@ def device_of(
     if ledger is None or not ledger.devices:
         return None
     if recorded is not None and recorded.uuid is not None:
-        return next((part for part in ledger.devices if part.device.uuid == recorded.uuid), None)
+        return next((gpu for gpu in ledger.devices if gpu.device.uuid == recorded.uuid), None)
     if named := re.search(r"\bGPU[ :_](\d+)\b|\bon device (\d+)\b", text):
         number = int(named[1] or named[2])
-        known = all(part.device.ordinal is not None for part in ledger.devices)
-        numbers = [part.device.ordinal if known else at for at, part in enumerate(ledger.devices)]
+        known = all(gpu.device.ordinal is not None for gpu in ledger.devices)
+        numbers = [gpu.device.ordinal if known else at for at, gpu in enumerate(ledger.devices)]
         if number in numbers:
             return ledger.devices[numbers.index(number)]
         return ledger.devices[0] if len(ledger.devices) == 1 and not known else None
-    return min(ledger.devices, key=lambda part: Case(caps_in_force(part, classification), classification).headroom)
+    return min(ledger.devices, key=lambda gpu: Case(caps_in_force(gpu, classification), classification).headroom)
 
 
-def caps_in_force(part: DeviceLedger, classification: Classification) -> DeviceLedger:
+def caps_in_force(gpu: DeviceLedger, classification: Classification) -> DeviceLedger:
     """Drop caps that are only watched: they refuse nothing, so none of them caused the error."""
     watched = Enforcement.WATCHED.value
     rows = (
         replace(row, cap=None) if row.name == classification.requester and row.enforcement == watched else row
-        for row in part.rows
+        for row in gpu.rows
     )
-    return replace(part, rows=tuple(rows))
+    return replace(gpu, rows=tuple(rows))
 
 
 def unknown(ledger: Ledger | None) -> tuple[Reason, str]:

@@ -229,7 +229,7 @@ def _size(text: str) -> int | None:
 
 
 def from_now(
-    part: DeviceLedger,
+    gpu: DeviceLedger,
     classification: Classification,
     need: int,
     peak: int | None,
@@ -241,20 +241,20 @@ def from_now(
     need  the bytes that the request needed under the requester's cap
     peak  the requester's largest use on this GPU so far
     """
-    row = next((row for row in part.rows if row.kind == "framework" and row.name == classification.requester), None)
-    seen = next((d for d in samples[-1].devices if d.uuid == part.device.uuid), None) if samples else None
-    free = part.row("free").bytes
+    row = next((row for row in gpu.rows if row.kind == "framework" and row.name == classification.requester), None)
+    seen = next((d for d in samples[-1].devices if d.uuid == gpu.device.uuid), None) if samples else None
+    free = gpu.row("free").bytes
     if row is None:
         if seen is None or free is None or free - seen.free < _DIFFERS:
             return None
         return RefusedRequest(
-            classification.requester or "", "sample", samples[-1].time, part.device.uuid, free=seen.free
+            classification.requester or "", "sample", samples[-1].time, gpu.device.uuid, free=seen.free
         )
     last = seen.frameworks.get(row.name) if seen is not None else None
     sampled = peaked = None
     if last is not None and seen is not None and _more(last.in_use, row.in_use):
         sampled = RefusedRequest(
-            row.name, "sample", samples[-1].time, part.device.uuid, classification.requested, last.held, last.in_use,
+            row.name, "sample", samples[-1].time, gpu.device.uuid, classification.requested, last.held, last.in_use,
             last.reclaimable, free=seen.free,
         )  # fmt: skip
     if (
@@ -262,7 +262,7 @@ def from_now(
     ):  # otherwise the framework may have held less at the refusal
         held = row.bytes if row.at_least is None else None
         held = max(held, peak) if held is not None else None
-        peaked = RefusedRequest(row.name, "peak", time, part.device.uuid, classification.requested, held, peak, 0)
+        peaked = RefusedRequest(row.name, "peak", time, gpu.device.uuid, classification.requested, held, peak, 0)
     # The peak may be old, and the sample is from before the last requests. Of the figures that explain the error, the
     # larger is the better bound: use at the refusal was at most the peak.
     fills = [one for one in (peaked, sampled) if one is not None and row.cap and (one.in_use or 0) + need > row.cap]
@@ -287,13 +287,13 @@ def complete(moment: RefusedRequest, other: RefusedRequest | None) -> RefusedReq
     return found._replace(in_use=other.in_use if found.held is None else min(other.in_use, found.held))
 
 
-def at(part: DeviceLedger, moment: RefusedRequest) -> DeviceLedger:
-    """The rows of one GPU at the moment, as far as known; other rows as in `part`.
+def at(gpu: DeviceLedger, moment: RefusedRequest) -> DeviceLedger:
+    """The rows of one GPU at the moment, as far as known; other rows as in `gpu`.
 
     Memory that the requester has returned since was not free then.
     """
     rows, returned = [], 0
-    for row in part.rows:
+    for row in gpu.rows:
         if row.kind == "framework" and row.name == moment.framework:
             then = _row(row, moment)
             returned = max((then.bytes or 0) - (row.bytes or 0), 0)
@@ -301,11 +301,11 @@ def at(part: DeviceLedger, moment: RefusedRequest) -> DeviceLedger:
         else:
             rows.append(row)
     free = moment.free
-    if free is None and returned and (now := part.row("free").bytes) is not None:
+    if free is None and returned and (now := gpu.row("free").bytes) is not None:
         free = max(now - returned, 0)
     if free is not None:
         rows = [replace(row, bytes=free) if row.kind == "free" else row for row in rows]
-    return replace(part, rows=tuple(rows))
+    return replace(gpu, rows=tuple(rows))
 
 
 def _row(row: Row, moment: RefusedRequest) -> Row:
@@ -331,7 +331,7 @@ def since(then: DeviceLedger, now: DeviceLedger | None, name: str | None, pooled
     if now is None:
         return ""
     before, after = (
-        next((row for row in part.rows if row.kind == "framework" and row.name == name), None) for part in (then, now)
+        next((row for row in gpu.rows if row.kind == "framework" and row.name == name), None) for gpu in (then, now)
     )
     if before is not None and after is not None:
         if before.in_use is not None and _differ(before.in_use - (pooled or 0), after.in_use):

@@ -107,9 +107,9 @@ def _processes(case: Case) -> Iterator[Remedy]:
         yield Remedy(
             "other programs use this memory too, those of the CPU as well: free -h and top show which; end some"
         )
-    elif case.part.process is None:
+    elif case.gpu.process is None:
         yield Remedy("NVML cannot say which memory is this process's (usual in containers): run nvidia-smi on the host")
-    elif not known and (size := case.part.row("other processes").bytes or 0) >= WORKSPACE:
+    elif not known and (size := case.gpu.row("other processes").bytes or 0) >= WORKSPACE:
         yield Remedy(f"other processes hold {format_size(size)} of this GPU: nvidia-smi names them", size)
 
 
@@ -124,8 +124,8 @@ def _pools(case: Case) -> Iterator[Remedy]:
 
 
 def _outside(case: Case) -> Iterator[Remedy]:
-    size = case.part.row("unaccounted").bytes or 0
-    if size >= 2 * WORKSPACE and case.part.process is not None:
+    size = case.gpu.row("unaccounted").bytes or 0
+    if size >= 2 * WORKSPACE and case.gpu.process is not None:
         yield Remedy(
             f"{format_size(size)} of this process belong to no framework: an extension's own cudaMalloc, or a second "
             f"CUDA context ({CONTEXT_MAKER.context_module})",
@@ -135,12 +135,12 @@ def _outside(case: Case) -> Iterator[Remedy]:
 
 def _higher_cap(case: Case) -> Iterator[Remedy]:
     """A cap under which the request fits, if the plan has room for it on every GPU; else another cap to shrink."""
-    row, part, plan = case.row, case.planned, case.plan
-    if row is None or part is None or plan is None or row.name not in part.caps:
+    row, device_plan, plan = case.row, case.planned, case.plan
+    if row is None or device_plan is None or plan is None or row.name not in device_plan.caps:
         return
-    name, cap = row.name, part.caps[row.name]
-    if (allocator := allocator_of(part, name)) != name:
-        names, size = " and ".join(clients(part, allocator)), format_size(cap)
+    name, cap = row.name, device_plan.caps[row.name]
+    if (allocator := allocator_of(device_plan, name)) != name:
+        names, size = " and ".join(clients(device_plan, allocator)), format_size(cap)
         yield Remedy(
             f"{names} share one pool of {size}: raise the part of any of them and restart, as its size is fixed"
         )
@@ -159,39 +159,41 @@ def _higher_cap(case: Case) -> Iterator[Remedy]:
     spare = {p.device.uuid: _reach(p, name) - GRANULE * (len(p.caps) - 1) for p in plan.devices}
     if wanted <= cap:
         return
-    if name in part.elastic and wanted <= min(spare.values()):
-        yield from _wider(part, name, wanted, least, gain)
+    if name in device_plan.elastic and wanted <= min(spare.values()):
+        yield from _wider(device_plan, name, wanted, least, gain)
         return
     if wanted <= min(spare.values()):
         later = " and restart: its pool is fixed"
         if name not in NEVER_GIVE_BACK:
             held = Counter[str]()
             for r in case.frameworks:
-                held[allocator_of(part, r.name)] += r.bytes or 0
+                held[allocator_of(device_plan, r.name)] += r.bytes or 0
             # Exclude memory lent to elastic frameworks, and memory that others hold above their caps.
-            now = wanted <= min(policy.left_beside(p, name, held if p is part else {}) for p in plan.devices)
+            now = wanted <= min(policy.left_beside(p, name, held if p is device_plan else {}) for p in plan.devices)
             later = f", or memguard.resize({name!r}, '{wanted // MIB}MiB')" if now else ""
-        setting = _share(plan, part, wanted, spare, least) or f"limit to {least}{wanted // MIB}MiB"
+        setting = _share(plan, device_plan, wanted, spare, least) or f"limit to {least}{wanted // MIB}MiB"
         if case.budget is not None and case.budget.frameworks[name].min is not None:  # only its min is guaranteed
             setting = f"min to {least}{wanted // MIB}MiB"
         yield Remedy(f"raise frameworks.{name}.{setting}{later}", gain)
         return
     missing = wanted - min(spare.values())
     idle = {
-        r.name: (_guaranteed(part, r.name) - r.bytes, r)
+        r.name: (_guaranteed(device_plan, r.name) - r.bytes, r)
         for r in case.frameworks
-        if r is not row and r.cap and r.bytes is not None and r.at_least is None and r.name in caps_of(part)
+        if r is not row and r.cap and r.bytes is not None and r.at_least is None and r.name in caps_of(device_plan)
     }
     other = max(idle, key=lambda key: idle[key][0], default=None)
     size = f"{least}{format_size(wanted)}"
     text = f"{name} would need a cap of {size}, {format_size(missing)} more than the budget has left: "
     if other is not None and idle[other][0] >= missing:
-        used, most = format_size(idle[other][1].bytes), format_size(_guaranteed(part, other))
-        less = round_down(_guaranteed(part, other) - missing)
+        used, most = format_size(idle[other][1].bytes), format_size(_guaranteed(device_plan, other))
+        less = round_down(_guaranteed(device_plan, other) - missing)
         settings = {name: wanted, other: less}
         if case.budget is None or _gives(case, wanted, settings) is not None:
-            limits = f"to {less // MIB}MiB and raise {_key(part, name, 'max')} to {wanted // MIB}MiB"
-            yield Remedy(f"{text}lower {_key(part, other, 'min')}, which holds {used} of its {most}, {limits}", gain)
+            limits = f"to {less // MIB}MiB and raise {_key(device_plan, name, 'max')} to {wanted // MIB}MiB"
+            yield Remedy(
+                f"{text}lower {_key(device_plan, other, 'min')}, which holds {used} of its {most}, {limits}", gain
+            )
             return
     if case.budget is None:
         yield Remedy(f"{text}lower another cap, or raise device.limit if the GPU has that to spare")
@@ -199,38 +201,44 @@ def _higher_cap(case: Case) -> Iterator[Remedy]:
     yield from _higher_limit(case, wanted, text)
 
 
-def _guaranteed(part: DevicePlan, name: str) -> int:
+def _guaranteed(device_plan: DevicePlan, name: str) -> int:
     """An allocator's guaranteed bytes on one GPU: its min if it is elastic, else its cap."""
-    return part.elastic.get(name, (caps_of(part)[name], 0))[0]
+    return device_plan.elastic.get(name, (caps_of(device_plan)[name], 0))[0]
 
 
-def _reach(part: DevicePlan, name: str) -> int:
+def _reach(device_plan: DevicePlan, name: str) -> int:
     """The highest cap of a framework that leaves the others their guaranteed bytes."""
-    return part.limit - part.reserve - sum(_guaranteed(part, other) for other in caps_of(part) if other != name)
+    return (
+        device_plan.limit
+        - device_plan.reserve
+        - sum(_guaranteed(device_plan, other) for other in caps_of(device_plan) if other != name)
+    )
 
 
-def _key(part: DevicePlan, name: str, bound: str) -> str:
-    return f"frameworks.{name}.{bound}" if name in part.elastic else f"frameworks.{name}"
+def _key(device_plan: DevicePlan, name: str, bound: str) -> str:
+    return f"frameworks.{name}.{bound}" if name in device_plan.elastic else f"frameworks.{name}"
 
 
-def _wider(part: DevicePlan, name: str, wanted: int, least: str, gain: int | None) -> Iterator[Remedy]:
+def _wider(device_plan: DevicePlan, name: str, wanted: int, least: str, gain: int | None) -> Iterator[Remedy]:
     """Wider bounds for an elastic share. Its room below the max is no gain if others use the spare."""
     size = f"{least}{wanted // MIB}MiB"
-    if wanted > part.elastic[name][1]:
+    if wanted > device_plan.elastic[name][1]:
         yield Remedy(f"raise frameworks.{name}.max to {size}", gain)
         return
-    others = [one for one, (low, _) in part.elastic.items() if one != name and part.caps[one] > low]
+    others = [one for one, (low, _) in device_plan.elastic.items() if one != name and device_plan.caps[one] > low]
     if others:
-        who = " and ".join(f"{one} has {format_size(part.caps[one] - part.elastic[one][0])}" for one in others)
+        who = " and ".join(
+            f"{one} has {format_size(device_plan.caps[one] - device_plan.elastic[one][0])}" for one in others
+        )
         lower = " or ".join(f"frameworks.{one}.max" for one in others)
         yield Remedy(f"{who} more than its min: raise frameworks.{name}.min to {size}, or lower {lower}", gain)
 
 
 def _higher_limit(case: Case, wanted: int, text: str) -> Iterator[Remedy]:
     """The smallest `device.limit` under which the request fits. Shares grow with it, so the budget is planned again."""
-    budget, part, row = case.budget, case.planned, case.row
-    assert budget is not None and part is not None and row is not None
-    name, cap = row.name, part.caps[row.name]
+    budget, device_plan, row = case.budget, case.planned, case.row
+    assert budget is not None and device_plan is not None and row is not None
+    name, cap = row.name, device_plan.caps[row.name]
     others = [one for other, one in budget.frameworks.items() if other != name]
     parts = [one.guaranteed for one in others]
     shares = sum((one for one in parts if isinstance(one, Fraction)), Fraction(0))
@@ -242,11 +250,11 @@ def _higher_limit(case: Case, wanted: int, text: str) -> Iterator[Remedy]:
     if shares < 1:
         rooms.append((Fraction(wanted + fixed) / (1 - shares), {name: wanted}))
     for room, settings in rooms:
-        limit = -(-(ceil(room) + part.reserve) // MIB) * MIB
-        more = _gives(case, wanted, settings, limit) if limit > part.limit else None
+        limit = -(-(ceil(room) + device_plan.reserve) // MIB) * MIB
+        more = _gives(case, wanted, settings, limit) if limit > device_plan.limit else None
         if more is not None:
-            with_cap = f", and {_key(part, name, 'max')} to {wanted // MIB}MiB" if settings else ""
-            limits = f"from {format_size(part.limit)} to {limit // MIB}MiB{with_cap}"
+            with_cap = f", and {_key(device_plan, name, 'max')} to {wanted // MIB}MiB" if settings else ""
+            limits = f"from {format_size(device_plan.limit)} to {limit // MIB}MiB{with_cap}"
             yield Remedy(
                 f"{text}raise device.limit {limits}", None if case.classification.requested is None else more - cap
             )
@@ -256,11 +264,11 @@ def _higher_limit(case: Case, wanted: int, text: str) -> Iterator[Remedy]:
 
 def _gives(case: Case, wanted: int, caps: Mapping[str, int], limit: int | None = None) -> int | None:
     """The requester's cap here under these caps and this limit, if that budget can be planned and gives `wanted`."""
-    budget, part, row, plan = case.budget, case.planned, case.row, case.plan
-    assert budget is not None and part is not None and row is not None and plan is not None
+    budget, device_plan, row, plan = case.budget, case.planned, case.row, case.plan
+    assert budget is not None and device_plan is not None and row is not None and plan is not None
     written = budget.model_dump(exclude_none=True)
     for name, size in caps.items():
-        own, moves = written["frameworks"][name], name in part.elastic
+        own, moves = written["frameworks"][name], name in device_plan.elastic
         kept = {key: value for key, value in own.items() if key not in ("share", *(() if moves else ("min", "max")))}
         written["frameworks"][name] = {**kept, ("max" if name == row.name else "min") if moves else "limit": size}
     if limit is not None:
@@ -269,16 +277,16 @@ def _gives(case: Case, wanted: int, caps: Mapping[str, int], limit: int | None =
         changed = policy.plan(type(budget).from_mapping(written), [one.device for one in plan.devices])
     except MemguardError:
         return None
-    here = next(one for one in changed.devices if one.device.uuid == part.device.uuid)
+    here = next(one for one in changed.devices if one.device.uuid == device_plan.device.uuid)
     given = here.caps[row.name]
     if row.name in here.elastic:
         given = min(here.elastic[row.name][1], _reach(here, row.name))
     return given if given >= wanted else None
 
 
-def _share(plan: Plan, part: DevicePlan, wanted: int, spare: Mapping[str, int], least: str = "") -> str | None:
+def _share(plan: Plan, device_plan: DevicePlan, wanted: int, spare: Mapping[str, int], least: str = "") -> str | None:
     """The smallest share, in whole per cent or tenths, that gives `wanted` bytes here and fits every GPU."""
-    room = part.limit - part.reserve
+    room = device_plan.limit - device_plan.reserve
     for digits in (1, 10):
         share = Fraction(ceil(Fraction(100 * digits * wanted, room)), 100 * digits)
         if all(share * (p.limit - p.reserve) <= spare[p.device.uuid] for p in plan.devices):

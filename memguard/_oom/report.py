@@ -131,8 +131,8 @@ class Report:
     @property
     def note(self) -> str:
         """The note on the exception: title, cause and the first remedy."""
-        parts = [f"memguard: {self.title}", self.why, *(remedy.text for remedy in self.remedies[:1])]
-        return "\n  ".join(visible(part) for part in parts if part)
+        texts = [f"memguard: {self.title}", self.why, *(remedy.text for remedy in self.remedies[:1])]
+        return "\n  ".join(visible(text) for text in texts if text)
 
     def __repr__(self) -> str:
         """One line, for a prompt; `print` shows the whole report."""
@@ -162,15 +162,13 @@ class Report:
         """Style, label and text of each line; the best remedies, as many as fit."""
         lines = [("bold red", "", textwrap.shorten(f"memguard: {self.title}", WIDTH, placeholder="…"))]
         lines += _wrap("error", self.error, 1)
-        part = (
-            next((part for part in self.ledger.devices if part.device.uuid == self.uuid), None) if self.ledger else None
-        )
-        if part is not None:
-            ordinal = "" if part.device.ordinal is None else f", cuda:{part.device.ordinal}"
-            free = format_size(part.row("free").bytes)
-            shared = ", the machine's memory" if part.device.unified else ""
-            total = format_size(part.device.usable)
-            lines += _wrap("GPU", f"{part.device.name}{ordinal}: {free} free of {total}{shared}", 1)
+        gpu = next((gpu for gpu in self.ledger.devices if gpu.device.uuid == self.uuid), None) if self.ledger else None
+        if gpu is not None:
+            ordinal = "" if gpu.device.ordinal is None else f", cuda:{gpu.device.ordinal}"
+            free = format_size(gpu.row("free").bytes)
+            shared = ", the machine's memory" if gpu.device.unified else ""
+            total = format_size(gpu.device.usable)
+            lines += _wrap("GPU", f"{gpu.device.name}{ordinal}: {free} free of {total}{shared}", 1)
         unhelped = self.moment.why_no_help if self.moment is not None else None
         lines += _wrap("why", self.why, 2 if unhelped is None else 3, "bold")
         asker = self.verdict.requester
@@ -225,8 +223,8 @@ def diagnose(
         why = "the GPU budget has nothing to do with it"
         found = remedies(classification, None)
         return Report(time, classification, _short(facts), ledger, {}, (), found, None, who, "elsewhere", why)
-    part = device_of(facts.text, classification, ledger, recorded)
-    if part is None:
+    gpu = device_of(facts.text, classification, ledger, recorded)
+    if gpu is None:
         reason, why = causes.unknown(ledger)
         return Report(
             time,
@@ -244,20 +242,18 @@ def diagnose(
             recorded,
             caught,
         )
-    uuid = part.device.uuid
+    uuid = gpu.device.uuid
     if recorded is not None:
         asked = classification.requested if classification.requested is not None else recorded.requested
         classification = replace(classification, requested=asked, refused=True)
-    before, moment = _then(
-        part, facts, classification, plan, then, recorded, samples, (peaks or {}).get(uuid, {}), time
-    )
+    before, moment = _then(gpu, facts, classification, plan, then, recorded, samples, (peaks or {}).get(uuid, {}), time)
     others = dict(processes.get(uuid, {}))
     case = Case(
         caps_in_force(before, classification), classification, raised, plan, others, budget, moment is not None,
         next((one.free for one in samples[-1].devices if one.uuid == uuid), None) if samples else None,
     )  # fmt: skip
     pooled = moment.pooled if moment is not None else None
-    since = refusal.since(before, None if caught else part, classification.requester, pooled)
+    since = refusal.since(before, None if caught else gpu, classification.requester, pooled)
     reason, why = causes.reason(case, moment, since)
     found = remedies(classification, case, reason)
     if (unhelped := moment.why_no_help if moment is not None else None) is not None:
@@ -273,7 +269,7 @@ def diagnose(
 
 
 def _then(
-    part: DeviceLedger,
+    gpu: DeviceLedger,
     facts: ErrorFacts,
     classification: Classification,
     plan: Plan | None,
@@ -285,17 +281,17 @@ def _then(
 ) -> tuple[DeviceLedger, RefusedRequest | None]:
     """The GPU's rows at the refusal, and their source; the current rows, and None, if no figures are known."""
     told = refusal.of_text(facts, classification, time)
-    uuid = part.device.uuid
+    uuid = gpu.device.uuid
     if recorded is not None:
         recorded = refusal.complete(recorded, told)
-        base = next((one for one in then.devices if one.device.uuid == uuid), part) if then is not None else part
+        base = next((one for one in then.devices if one.device.uuid == uuid), gpu) if then is not None else gpu
         return refusal.at(base, recorded), recorded
     if told is not None:
         told = told._replace(uuid=uuid)
-        return refusal.at(part, told), told
-    need = Case(part, classification, plan=plan).need
-    found = refusal.from_now(part, classification, need, peaks.get(classification.requester or ""), samples, time)
-    return (part, None) if found is None else (refusal.at(part, found), found)
+        return refusal.at(gpu, told), told
+    need = Case(gpu, classification, plan=plan).need
+    found = refusal.from_now(gpu, classification, need, peaks.get(classification.requester or ""), samples, time)
+    return (gpu, None) if found is None else (refusal.at(gpu, found), found)
 
 
 def of_refusal(
@@ -316,11 +312,11 @@ def _holders(case: Case) -> tuple[MemoryHolder, ...]:
     """The holders of memory on this GPU, largest first."""
     found = [
         MemoryHolder(row.kind, row.name, row.bytes, row.cached, row.reclaimable)
-        for row in case.part.rows
+        for row in case.gpu.rows
         if row.kind in ("framework", "overhead") and row.bytes is not None and row.bytes > 0
     ]
-    rest = case.part.row("unaccounted").bytes or 0
-    if case.part.process is not None:  # otherwise it includes other processes' memory
+    rest = case.gpu.row("unaccounted").bytes or 0
+    if case.gpu.process is not None:  # otherwise it includes other processes' memory
         most = {row.name: min(row.at_most or rest, rest) for row in case.frameworks if row.bytes is None and rest > 0}
         found += [MemoryHolder("framework", name, size, upper_bound=True) for name, size in most.items()]
         rest -= sum(most.values())
@@ -328,7 +324,7 @@ def _holders(case: Case) -> tuple[MemoryHolder, ...]:
         found.append(MemoryHolder("unaccounted", "unaccounted", rest))
     if any(size is not None for size in case.others.values()):
         found += [MemoryHolder("process", f"process {pid}", size) for pid, size in case.others.items() if size]
-    elif others := case.part.row("other processes").bytes:
+    elif others := case.gpu.row("other processes").bytes:
         found.append(MemoryHolder("process", "other processes", others))
     return tuple(sorted(found, key=lambda holder: -holder.bytes))
 
