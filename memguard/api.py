@@ -85,7 +85,7 @@ def guard(
         def end(error: BaseException | None) -> None:
             try:
                 if error is not None and active.active:
-                    hooks.seen(error)
+                    hooks.report_error(error)
             finally:
                 this.end_of(began, active if idle_before is None else None, error)
 

@@ -300,7 +300,7 @@ class Admission:
         try:
             try:
                 if error is not None:
-                    hooks.seen(error)
+                    hooks.report_error(error)
             finally:
                 in_use = self._figures(report, earlier, error)
         finally:

@@ -387,7 +387,9 @@ class Guard:
             others = {pid: size for pid, size in processes.items() if pid != caps.host.pid}
             now = request.time, caps.host.simulated
             context = functools.partial(_context_of, reading, part, enforcements, others, caps.plan, self.budget, *now)
-        request = hooks.refused(request._replace(why_no_help=self.elastic.why_no_help(request, part, usages)), context)
+        request = hooks.record_refusal(
+            request._replace(why_no_help=self.elastic.why_no_help(request, part, usages)), context
+        )
         self.refusals.add(request)
         if self.callbacks.refusal is not None:
             self.callbacks.refusal(request)

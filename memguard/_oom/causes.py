@@ -37,19 +37,19 @@ cache under a large enough cap; unknown; or an exhausted memory other than the G
 class Case:
     """An out-of-memory error on one GPU, and the figures behind its cause and its remedies. Sizes are bytes.
 
-    `row` is the requester's, None for a library: its memory lies outside every cap. `need` is the request plus what its
-    allocator takes beyond it. `of_then`: the requester's figures are from the moment of the refusal. `seen_free`: the
-    GPU's free memory in the last sample before.
+    `row` is the requester's, None for a library: its memory lies outside every cap. `needed` is the request plus the
+    bytes that its allocator takes beyond it. `at_refusal`: the requester's figures are from the moment of the refusal.
+    `sampled_free`: the GPU's free memory in the last sample before the refusal.
     """
 
     gpu: DeviceLedger
     classification: Classification
     raised: str | None = None
     plan: Plan | None = None
-    others: Mapping[int, int | None] = field(default_factory=dict)
+    other_processes: Mapping[int, int | None] = field(default_factory=dict)
     budget: Budget | None = None
-    of_then: bool = False
-    seen_free: int | None = None
+    at_refusal: bool = False
+    sampled_free: int | None = None
 
     @cached_property
     def row(self) -> Row | None:
@@ -69,20 +69,20 @@ class Case:
         return self.gpu.row("free").bytes or 0
 
     @cached_property
-    def need(self) -> int:
-        asked = self.classification.requested
-        if asked is None:
+    def needed(self) -> int:
+        requested = self.classification.requested
+        if requested is None:
             return WORKSPACE
         spec = SPECS.get(self.classification.requester or "")
-        return asked + max(SEGMENT, int(asked * spec.rounds_up) if spec is not None else 0)
+        return requested + max(SEGMENT, int(requested * spec.rounds_up) if spec is not None else 0)
 
     @cached_property
-    def taken(self) -> int | None:
+    def not_reusable(self) -> int | None:
         """The part of its cap that the requester cannot reuse: held less reclaimable. None if unknown."""
         if self.row is None:
             return 0
-        if self.beside is not None:
-            return (self.row.in_use or 0) + self.beside
+        if self.others_in_use is not None:
+            return (self.row.in_use or 0) + self.others_in_use
         if self.row.at_least is not None:  # TensorFlow with growth: its pool is unknown, its live arrays are known
             return self.row.in_use or self.row.bytes or 0
         if self.row.bytes is None:
@@ -92,31 +92,31 @@ class Case:
     @cached_property
     def allocator(self) -> str | None:
         """The name of the allocator that serves the requester; None for a library."""
-        return None if self.row is None else allocator_of(self.planned, self.row.name)
+        return None if self.row is None else allocator_of(self.device_plan, self.row.name)
 
     @cached_property
     def sharers(self) -> tuple[Row, ...]:
         """The rows of the requester's allocator other than its own."""
-        if self.planned is None or self.allocator is None:
+        if self.device_plan is None or self.allocator is None:
             return ()
-        names = self.allocator, *clients(self.planned, self.allocator)
+        names = self.allocator, *clients(self.device_plan, self.allocator)
         return tuple([row for row in self.frameworks if row.name in names and row is not self.row])
 
     @cached_property
-    def beside(self) -> int | None:
+    def others_in_use(self) -> int | None:
         """The bytes that others use of the requester's allocator; None if it is the requester's own."""
         own = self.row is None or self.allocator == self.row.name
         return None if own else sum(row.in_use or 0 for row in self.sharers)
 
     @cached_property
-    def room(self) -> int | None:
+    def cap_headroom(self) -> int | None:
         """The requester's headroom; None without a cap, or if unknown."""
-        if self.row is None or self.row.cap is None or self.taken is None:
+        if self.row is None or self.row.cap is None or self.not_reusable is None:
             return None
-        return max(self.row.cap - self.taken, 0)
+        return max(self.row.cap - self.not_reusable, 0)
 
     @cached_property
-    def split(self) -> int:
+    def fragmented_cache(self) -> int:
         """The requester's fragmented cache, which neither serves a large request nor can be returned.
 
         It is the part of the cache that a trim keeps. torch reports it as `inactive_split_bytes`, which `reclaimable`
@@ -125,24 +125,24 @@ class Case:
         spec = SPECS.get(self.row.name) if self.row is not None else None
         if self.row is None or (spec is not None and spec.pads):
             return 0
-        if self.silent:
-            return self.room or 0
+        if self.pool_unreported:
+            return self.cap_headroom or 0
         known = self.row.reclaimable is not None or self.row.name in NEVER_GIVE_BACK
         return max((self.row.cached or 0) - (self.row.reclaimable or 0), 0) if known else 0
 
     @cached_property
-    def over_cap(self) -> bool:
-        if self.room is None:  # without a known headroom: the request exceeds the whole cap
+    def exceeds_cap(self) -> bool:
+        if self.cap_headroom is None:  # without a known headroom: the request exceeds the whole cap
             cap = self.row.cap if self.row is not None else None
             return cap is not None and (self.classification.requested or 0) > cap
-        return self.room < self.need
+        return self.cap_headroom < self.needed
 
     @cached_property
-    def over_card(self) -> bool:
-        return self.free + self._own < self.need
+    def exceeds_free(self) -> bool:
+        return self.free + self._own < self.needed
 
     @cached_property
-    def shut_out(self) -> bool:
+    def refused_by_cap(self) -> bool:
         """Whether the cap is the cause although size or use is unknown: the allocator refused, and the GPU had room.
 
         An allocator refuses a request that does not fit under its cap or on the GPU. So the cap refused if the GPU had
@@ -152,18 +152,18 @@ class Case:
         if (
             not cap
             or not self.classification.refused
-            or (self.classification.requested is not None and self.taken is not None)
+            or (self.classification.requested is not None and self.not_reusable is not None)
         ):
             return False
-        free = min(self.free, self.free if self.seen_free is None else self.seen_free) + self._own
+        free = min(self.free, self.free if self.sampled_free is None else self.sampled_free) + self._own
         if self.classification.requested is None:
-            return free >= (cap if self.room is None else self.room) + self.need
-        return free >= self.need
+            return free >= (cap if self.cap_headroom is None else self.cap_headroom) + self.needed
+        return free >= self.needed
 
     @property
     def _own(self) -> int:
         """The memory that the requester trims by itself before it fails, or that idles in its pool."""
-        if self.beside is not None:
+        if self.others_in_use is not None:
             return sum(row.cached or 0 for row in self.sharers)
         return (self.row.reclaimable or 0) if self.row is not None else 0
 
@@ -171,29 +171,29 @@ class Case:
     def fragmented(self) -> bool:
         """Whether fragmentation is the cause. A few per cent of every cache are always fragmented."""
         cap = (self.row.cap if self.row is not None else None) or 0
-        return self.of_then and self.in_pieces and self.split * _PIECES >= cap
+        return self.at_refusal and self.fits_unfragmented and self.fragmented_cache * _PIECES >= cap
 
     @cached_property
-    def in_pieces(self) -> bool:
+    def fits_unfragmented(self) -> bool:
         """Whether the request would fit under its cap if its cache were unfragmented."""
         if self.classification.requested is None:
             return False
-        if self.silent:  # its live arrays leave room under cap and GPU, so its pool lacks a block of that size
-            return not self.over_card and self.room is not None and self.room >= self.need
-        return self.over_cap and (self.room or 0) + self.split >= self.need
+        if self.pool_unreported:  # its live arrays leave room under cap and GPU, so its pool lacks a block of that size
+            return not self.exceeds_free and self.cap_headroom is not None and self.cap_headroom >= self.needed
+        return self.exceeds_cap and (self.cap_headroom or 0) + self.fragmented_cache >= self.needed
 
     @property
-    def silent(self) -> bool:
+    def pool_unreported(self) -> bool:
         """Whether the requester does not report its pool's size: TensorFlow with growth."""
         return self.row is not None and self.row.at_least is not None
 
     @cached_property
     def headroom(self) -> int:
-        room = self.row.cap if self.room is None and self.row is not None else self.room
+        room = self.row.cap if self.cap_headroom is None and self.row is not None else self.cap_headroom
         return self.free if room is None else min(self.free, room)
 
     @cached_property
-    def planned(self) -> DevicePlan | None:
+    def device_plan(self) -> DevicePlan | None:
         devices = self.plan.devices if self.plan is not None else ()
         return next((one for one in devices if one.device.uuid == self.gpu.device.uuid), None)
 
@@ -240,13 +240,13 @@ class Cause(NamedTuple):
     text: Callable[[_Figures], str]
 
 
-def reason(case: Case, moment: RefusedRequest | None, since: str) -> tuple[Reason, str]:
+def reason(case: Case, request: RefusedRequest | None, since: str) -> tuple[Reason, str]:
     """Whether the cap or the full GPU refused, and the evidence: figures of the refusal, if known.
 
     `since` describes the changes after the refusal. Current figures alone do not distinguish a fragmented
     cache from memory freed later.
     """
-    figures = _Figures(case, moment, since)
+    figures = _Figures(case, request, since)
     cause = next(one for one in (CAUSES if figures.capped else CAUSES_WITHOUT_A_CAP) if one.shown_by(figures))
     return cause.reason, cause.text(figures)
 
@@ -254,26 +254,30 @@ def reason(case: Case, moment: RefusedRequest | None, since: str) -> tuple[Reaso
 class _Figures:
     """A case's figures for the table's conditions and sentences, each formatted once, and the tense of the verbs."""
 
-    def __init__(self, case: Case, moment: RefusedRequest | None, since: str) -> None:
-        self.case, self.moment, self.since = case, moment, since
-        self.asked, row = case.classification.requested, case.row
+    def __init__(self, case: Case, request: RefusedRequest | None, since: str) -> None:
+        self.case, self.request, self.since = case, request, since
+        self.requested, row = case.classification.requested, case.row
         self.is_, self.has, self.have, self.holds = ("was", "had", "had", "held") if since else _PRESENT
         self.end = f" when the request failed{since}" if since else ""
         self.place, self.full = ("the machine", "the machine's memory") if case.unified else ("the card", "the card")
         self.card = f"{format_size(case.free)} free"
-        self.exact = moment is not None and moment.source in ("refusal", "observer", "text")
+        self.exact = request is not None and request.source in ("refusal", "observer", "text")
         self.capped = row is not None and row.cap is not None
         if row is None or row.cap is None:
             return
         least = "at least " if row.at_least is not None else ""
         self.name, self.in_use, self.cap_size = row.name, row.in_use, format_size(row.cap)
         self.held = f"{self.holds} {'an unknown part' if row.bytes is None else f'{least}{format_size(row.bytes)}'}"
-        self.most = case.planned.elastic[row.name][1] if case.planned and row.name in case.planned.elastic else row.cap
+        self.most = (
+            case.device_plan.elastic[row.name][1]
+            if case.device_plan and row.name in case.device_plan.elastic
+            else row.cap
+        )
 
     @property
     def outside(self) -> str:
         """Why no cap applies, as the end of a sentence."""
-        row, planned = self.case.row, self.case.planned
+        row, planned = self.case.row, self.case.device_plan
         if row is None:
             return ", and this memory lies outside every cap"
         if planned is None or row.name not in planned.caps:
@@ -283,22 +287,22 @@ class _Figures:
     @property
     def cap(self) -> str:
         """The cap that was reached, and the bytes that the requester holds under it."""
-        moment, beside = self.moment, self.case.beside
+        request, beside = self.request, self.case.others_in_use
         used = "" if self.in_use is None else f" ({format_size(self.in_use)} in use)"
-        if moment is not None and moment.source == "peak":
+        if request is not None and request.source == "peak":
             used = f" ({format_size(self.in_use)} in use at its peak)"
         shared = "" if beside is None else f" of the shared pool, in which others {self.have} {format_size(beside)}"
         rises = self.case.row is not None and self.most > (self.case.row.cap or 0)
         elastic = f" (elastic, at most {format_size(self.most)})" if rises else ""
-        kept = rises and moment is not None and moment.why_no_help is not None
+        kept = rises and request is not None and request.why_no_help is not None
         reached = "was not raised" if kept else f"{self.is_} reached"
         return f"its cap of {self.cap_size}{elastic} {reached}: it {self.held}{used}{shared}"
 
     @property
     def shut_out(self) -> str:
-        what = "a request of unknown size" if self.asked is None else f"a request for {format_size(self.asked)}"
-        when = _WHEN.get(self.moment.source, "") if self.moment is not None else " now"
-        are = "are" if self.moment is None else "were"
+        what = "a request of unknown size" if self.requested is None else f"a request for {format_size(self.requested)}"
+        when = _WHEN.get(self.request.source, "") if self.request is not None else " now"
+        are = "are" if self.request is None else "were"
         use = f", of which {format_size(self.in_use)} {are} in use{when}"
         if self.in_use is None:
             use = f"; how much of it {self.is_} in use is unknown"
@@ -306,31 +310,37 @@ class _Figures:
 
     @property
     def pieces(self) -> str:
-        size = format_size(self.case.split)
-        return f"{size} of its pool {self.is_} free but" if self.case.silent else f"{size} of its cache {self.is_}"
+        size = format_size(self.case.fragmented_cache)
+        return (
+            f"{size} of its pool {self.is_} free but"
+            if self.case.pool_unreported
+            else f"{size} of its cache {self.is_}"
+        )
 
     @property
     def left(self) -> str:
         """The unknown figures of a request that the requester's own allocator refused, and the headroom."""
-        what = "the size of the request is unknown" if self.asked is None else "what it has in use is unknown"
-        left = "an unknown part" if self.case.room is None else format_size(self.case.room)
+        what = "the size of the request is unknown" if self.requested is None else "what it has in use is unknown"
+        left = "an unknown part" if self.case.cap_headroom is None else format_size(self.case.cap_headroom)
         return f"{what}: {left} of its cap {'were' if self.since else 'are'} left"
 
     @property
     def room(self) -> str:
-        return f"({format_size(self.case.room)} under its cap, {self.card})"
+        return f"({format_size(self.case.cap_headroom)} under its cap, {self.card})"
 
     @property
     def known(self) -> bool:
         """Whether the requester's figures are from the moment of the refusal."""
-        return self.exact and self.moment is not None and (self.moment.held, self.moment.in_use) != (None, None)
+        return self.exact and self.request is not None and (self.request.held, self.request.in_use) != (None, None)
 
 
 CAUSES_WITHOUT_A_CAP = (  # a library, or a framework that is only watched
-    Cause("card", lambda it: it.case.over_card, lambda it: f"{it.full} {it.is_} full: {it.card}{it.end}{it.outside}"),
+    Cause(
+        "card", lambda it: it.case.exceeds_free, lambda it: f"{it.full} {it.is_} full: {it.card}{it.end}{it.outside}"
+    ),
     Cause(
         "unknown",
-        lambda it: it.exact and it.moment is not None and it.moment.free is not None,
+        lambda it: it.exact and it.request is not None and it.request.free is not None,
         lambda it: f"{it.place} {it.has} {it.card}{it.end}: the error means something else",
     ),
     Cause(
@@ -342,20 +352,20 @@ CAUSES_WITHOUT_A_CAP = (  # a library, or a framework that is only watched
 CAUSES = (
     Cause(  # a request above the whole cap
         "cap",
-        lambda it: it.asked is not None and it.asked > it.most and it.case.over_cap,
+        lambda it: it.requested is not None and it.requested > it.most and it.case.exceeds_cap,
         lambda it: (
-            f"{format_size(it.asked)} is more than its whole cap of {format_size(it.most)}; "
+            f"{format_size(it.requested)} is more than its whole cap of {format_size(it.most)}; "
             f"{it.place} {it.has} {it.card}{it.end}"
         ),
     ),
     Cause(  # size or use is unknown, and the GPU had room
         "cap",
-        lambda it: it.case.shut_out,
+        lambda it: it.case.refused_by_cap,
         lambda it: f"{it.shut_out}; {it.place} {it.has} {it.card}{it.end}",
     ),
     Cause(  # current figures
         "cap",
-        lambda it: it.case.in_pieces and it.moment is None,
+        lambda it: it.case.fits_unfragmented and it.request is None,
         lambda it: f"{it.cap} now; what was in use when the request failed is not known; {it.place} has {it.card}",
     ),
     Cause(
@@ -368,22 +378,22 @@ CAUSES = (
     ),
     Cause(
         "cap and card",
-        lambda it: it.case.over_cap and it.case.over_card,
+        lambda it: it.case.exceeds_cap and it.case.exceeds_free,
         lambda it: f"{it.cap}, and {it.place} {it.has} only {it.card}{it.end}",
     ),
     Cause(
         "cap",
-        lambda it: it.case.over_cap,
+        lambda it: it.case.exceeds_cap,
         lambda it: f"{it.cap}{it.end}" if it.since else f"{it.cap}; {it.place} has {it.card}",
     ),
     Cause(
         "card",
-        lambda it: it.case.over_card,
+        lambda it: it.case.exceeds_free,
         lambda it: f"{it.full} {it.is_} full: {it.card}; {it.name} {it.held} of its cap of {it.cap_size}{it.end}",
     ),
     Cause(
         "unknown",
-        lambda it: it.case.classification.refused and (it.asked is None or it.case.room is None),
+        lambda it: it.case.classification.refused and (it.requested is None or it.case.cap_headroom is None),
         lambda it: f"{it.left}, and {it.place} {it.has} {it.card}{it.end}",
     ),
     Cause(

@@ -154,7 +154,7 @@ _REST = (
 )  # fmt: skip
 
 
-def _rows(memory: Memory, by_type: bool = False) -> Iterator[Rule]:
+def _own_rules(memory: Memory, by_type: bool = False) -> Iterator[Rule]:
     """The frameworks' own rules for this memory: either those by type alone, or those by text.
 
     Patterns with both text and type come first, so that another framework's text alone does not match their error.
@@ -172,11 +172,11 @@ def _rows(memory: Memory, by_type: bool = False) -> Iterator[Rule]:
 
 RULES = (
     *_NOT_OUT_OF_MEMORY,
-    *_rows("disk"), *_DISK,
-    *_PINNED, *_rows("pinned"),
-    *_rows("host"), *_HOST,
-    *_rows("gpu", by_type=True), *_GPU_BY_TYPE,
-    *_rows("gpu"), *_GPU_BY_TEXT,
+    *_own_rules("disk"), *_DISK,
+    *_PINNED, *_own_rules("pinned"),
+    *_own_rules("host"), *_HOST,
+    *_own_rules("gpu", by_type=True), *_GPU_BY_TYPE,
+    *_own_rules("gpu"), *_GPU_BY_TEXT,
     *_GPU_POSSIBLY,
     *_REST,
 )  # fmt: skip
@@ -197,7 +197,7 @@ _FAMILIES = {**{first: spec.name for spec in SPECS.values() for first in spec.fa
 _SCALE = {unit: 1 << 10 * power for power, unit in enumerate("BKMGTPE")}
 _SIZE = r"(\d[\d,]*(?:\.\d*)?) ?(bytes|B|[KMGTPE]i?B?)(?![\w])"
 _VERB = r"(?:[Aa]llocat(?:e|ing)|request for|asked for|to alloc|[cm]alloc async|cudaMalloc|pinned memory|Requested *:)"
-_ASKED = re.compile(rf"{_VERB} \(?{_SIZE}(?: \((\d+) ?B(?:ytes)?\)| \((\d+) bytes\))?")
+_REQUESTED = re.compile(rf"{_VERB} \(?{_SIZE}(?: \((\d+) ?B(?:ytes)?\)| \((\d+) bytes\))?")
 _BYTES = re.compile(r"(?:buffer of size|Requested memory:|Requested bytes) (\d+)")
 _TENSOR = re.compile(r"tensor (?:with|of) shape ?\[([\d, ]+)\] and type (\w+)")
 _DTYPES = {
@@ -217,8 +217,8 @@ def classify(facts: ErrorFacts) -> Classification:
     """Classify by type first and text second. `none` if it is no out-of-memory error."""
     if "builtins.OSError" in facts.mro and isinstance(number := facts.attributes.get("errno"), int):
         memory = _ERRNO.get(number, "none")
-        return Classification(memory, None, asked(facts) if memory != "none" else None, True)
-    if not _worth_a_look(facts):
+        return Classification(memory, None, requested_bytes(facts) if memory != "none" else None, True)
+    if not _may_match(facts):
         return Classification("none", None, None, True)
     # XGBoost's error derives from ValueError, and its text names the memory that ran out.
     own = (name for name in facts.mro if name != "builtins.ValueError" or name == facts.type)
@@ -227,13 +227,15 @@ def classify(facts: ErrorFacts) -> Classification:
         found = rule.match(text, mro)
         if found is None:
             continue
-        if rule.memory == "none" or _had_more_free(text):
+        if rule.memory == "none" or _had_enough_free(text):
             return Classification("none", None, None, rule.certain and rule.memory == "none")
-        return Classification(rule.memory, _requester(rule, found, facts), asked(facts), rule.certain, rule.refused)
+        return Classification(
+            rule.memory, _requester(rule, found, facts), requested_bytes(facts), rule.certain, rule.refused
+        )
     return Classification("none", None, None, True)
 
 
-def _worth_a_look(facts: ErrorFacts) -> bool:
+def _may_match(facts: ErrorFacts) -> bool:
     """Whether a rule may match. Fast, because every exception that leaves a block is checked."""
     if any("Memory" in name for name in facts.mro):
         return True
@@ -249,7 +251,7 @@ def family(facts: ErrorFacts) -> str | None:
     return next((_FAMILIES[top] for name in names if (top := name.partition(".")[0]) in _FAMILIES), None)
 
 
-def asked(facts: ErrorFacts) -> int | None:
+def requested_bytes(facts: ErrorFacts) -> int | None:
     """The requested bytes, as exactly as attributes or text give them; None if they do not."""
     raised = SPECS.get(family(facts) or "")
     own = "requested" if facts.type.startswith("memguard.") else raised.size_attribute if raised is not None else ""
@@ -257,7 +259,7 @@ def asked(facts: ErrorFacts) -> int | None:
         if type(size := facts.attributes.get(name)) is int and size > 0:
             return size
     text = re.sub(r"[ \t]+", " ", facts.text)
-    if found := _ASKED.search(text):
+    if found := _REQUESTED.search(text):
         number, unit, *in_bytes = found.groups()
         printed = Fraction(number.replace(",", "").rstrip(".")) * _SCALE[unit[0].upper()]
         return next((int(size) for size in in_bytes if size), round(printed)) or None
@@ -284,7 +286,7 @@ def _requester(rule: Rule, found: re.Match[str], facts: ErrorFacts) -> str | Non
     return rule.requester
 
 
-def _had_more_free(text: str) -> bool:
+def _had_enough_free(text: str) -> bool:
     """Whether the text gives both figures and there was room: an earlier error that surfaced late."""
     found = _FREE.search(text)
     return found is not None and int(found[1]) > int(found[2])

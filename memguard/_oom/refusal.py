@@ -186,11 +186,11 @@ def record_of(
     if classification.memory != "gpu":
         return None
     fit = [
-        (moment.thread == thread, number)
-        for number, moment in records.items()
-        if moment.source == "observer"
-        and moment.framework == name
-        and _same(moment.requested, classification.requested)
+        (request.thread == thread, number)
+        for number, request in records.items()
+        if request.source == "observer"
+        and request.framework == name
+        and _same(request.requested, classification.requested)
     ]
     return max(fit)[1] if fit else None
 
@@ -199,7 +199,7 @@ def _same(exact: int | None, printed: int | None) -> bool:
     return exact is None or printed is None or abs(exact - printed) <= int(exact * _ROUNDED) + 1024
 
 
-def of_text(facts: ErrorFacts, classification: Classification, time: float) -> RefusedRequest | None:
+def from_text(facts: ErrorFacts, classification: Classification, time: float) -> RefusedRequest | None:
     """The figures in the error's text, by the patterns of the framework's spec; None if there are none."""
     spec = SPECS.get(classification.requester or "")
     found: dict[str, Any] = {}
@@ -228,7 +228,7 @@ def _size(text: str) -> int | None:
         return None
 
 
-def from_now(
+def from_sample_or_peak(
     gpu: DeviceLedger,
     classification: Classification,
     need: int,
@@ -273,34 +273,34 @@ def _more(then: int | None, now: int | None) -> bool:
     return then is not None and now is not None and then - now >= _DIFFERS
 
 
-def complete(moment: RefusedRequest, other: RefusedRequest | None) -> RefusedRequest:
-    """The moment, completed with fields that only `other` has, and with the larger of both figures for in use.
+def complete(request: RefusedRequest, other: RefusedRequest | None) -> RefusedRequest:
+    """The request, completed with fields that only `other` has, and with the larger of both figures for in use.
 
     PyTorch's text counts idle memory in the pools of CUDA graphs as in use, and its counters do not.
     """
     if other is None:
-        return moment
+        return request
     known = {"requested", "held", "in_use", "reclaimable", "cap", "free", "pooled"}
-    found = moment._replace(**{name: getattr(other, name) for name in known if getattr(moment, name) is None})
+    found = request._replace(**{name: getattr(other, name) for name in known if getattr(request, name) is None})
     if other.in_use is None or found.in_use is None or other.in_use * (1 - _ROUNDED) <= found.in_use:
         return found
     return found._replace(in_use=other.in_use if found.held is None else min(other.in_use, found.held))
 
 
-def at(gpu: DeviceLedger, moment: RefusedRequest) -> DeviceLedger:
-    """The rows of one GPU at the moment, as far as known; other rows as in `gpu`.
+def rows_at(gpu: DeviceLedger, request: RefusedRequest) -> DeviceLedger:
+    """The rows of one GPU at the refusal, as far as known; other rows as in `gpu`.
 
     Memory that the requester has returned since was not free then.
     """
     rows, returned = [], 0
     for row in gpu.rows:
-        if row.kind == "framework" and row.name == moment.framework:
-            then = _row(row, moment)
+        if row.kind == "framework" and row.name == request.framework:
+            then = _row(row, request)
             returned = max((then.bytes or 0) - (row.bytes or 0), 0)
             rows.append(then)
         else:
             rows.append(row)
-    free = moment.free
+    free = request.free
     if free is None and returned and (now := gpu.row("free").bytes) is not None:
         free = max(now - returned, 0)
     if free is not None:
@@ -308,22 +308,22 @@ def at(gpu: DeviceLedger, moment: RefusedRequest) -> DeviceLedger:
     return replace(gpu, rows=tuple(rows))
 
 
-def _row(row: Row, moment: RefusedRequest) -> Row:
-    """The requester's row at the moment. Fields that the moment lacks are unknown, as current figures do not apply."""
-    if moment.cap is not None and row.cap is not None and moment.cap < row.cap:
-        row = replace(row, cap=moment.cap)  # the user's own limit
-    if moment.held is None and moment.in_use is None:
+def _row(row: Row, request: RefusedRequest) -> Row:
+    """The requester's row at the refusal. Fields that the request lacks are unknown: current figures do not apply."""
+    if request.cap is not None and row.cap is not None and request.cap < row.cap:
+        row = replace(row, cap=request.cap)  # the user's own limit
+    if request.held is None and request.in_use is None:
         return row
-    held, in_use = moment.held, moment.in_use
+    held, in_use = request.held, request.in_use
     if held is None:  # in use is its lower bound
         held = max(row.bytes or 0, in_use or 0)
     if row.at_least is not None:
         return replace(row, bytes=held, at_least=held, in_use=in_use)
     cached = None if in_use is None else max(held - in_use, 0)
-    return replace(row, bytes=held, in_use=in_use, cached=cached, reclaimable=moment.reclaimable)
+    return replace(row, bytes=held, in_use=in_use, cached=cached, reclaimable=request.reclaimable)
 
 
-def since(then: DeviceLedger, now: DeviceLedger | None, name: str | None, pooled: int | None = None) -> str:
+def changes_since(then: DeviceLedger, now: DeviceLedger | None, name: str | None, pooled: int | None = None) -> str:
     """What has changed since, as the end of a sentence; empty without a change or without current figures.
 
     pooled  bytes in use at the refusal that no current figure counts

@@ -19,7 +19,7 @@ from memguard.errors import MemguardError
 
 _WORTH = 16 * MIB
 """A remedy that gains less is not worth showing."""
-_ELSEWHERE = {
+_OTHER_MEMORY = {
     "pinned": (
         "use fewer or smaller page-locked buffers (pin_memory, prefetching)",
         "raise what the process may lock: ulimit -l, or the container's memlock; free CPU memory",
@@ -34,7 +34,7 @@ _ELSEWHERE = {
     ),
 }
 
-_WITHOUT_HELP = {
+_NO_ROOM_WAS_MADE = {
     NoHelp.LOCK_HELD: "run it again: memguard's lock is free once the call that has it (trim, resize, init) ends",
     NoHelp.WITHIN_CALL: "run it again: memguard's lock is free once the call that has it (trim, resize, init) ends",
     NoHelp.CAPTURE: "run the work once before the capture, or call memguard.require there: memguard can make room then",
@@ -54,27 +54,27 @@ class Remedy:
 def remedies(classification: Classification, case: Case | None, reason: str = "elsewhere") -> tuple[Remedy, ...]:
     """The remedies, best first. `reason` is the report's."""
     if case is None:
-        return tuple(Remedy(text) for text in _ELSEWHERE.get(classification.memory, ()))
+        return tuple(Remedy(text) for text in _OTHER_MEMORY.get(classification.memory, ()))
     found: list[Remedy] = []
     if reason == "fragmented":
-        found += _whole(case)
+        found += _defragment(case)
     if reason in ("cap", "cap and card", "fragmented"):
         found += _higher_cap(case)
-        if reason != "fragmented" and case.of_then and case.in_pieces:
-            found += _whole(case)
+        if reason != "fragmented" and case.at_refusal and case.fits_unfragmented:
+            found += _defragment(case)
     if reason in ("card", "cap and card", "unknown"):
         found += _trims(case)
     if reason in ("card", "cap and card"):
-        found += [*_processes(case), *_pools(case), *_outside(case)]
-        if case.split >= max(case.classification.requested or 0, WORKSPACE):
-            found += _whole(case)
-    found += _less(case, reason)
+        found += [*_processes(case), *_fixed_pools(case), *_unaccounted(case)]
+        if case.fragmented_cache >= max(case.classification.requested or 0, WORKSPACE):
+            found += _defragment(case)
+    found += _use_less(case, reason)
     return tuple(found)
 
 
-def without_help(why: NoHelp) -> tuple[Remedy, ...]:
+def if_no_room_was_made(why: NoHelp) -> tuple[Remedy, ...]:
     """The first remedy if memguard could not look for room."""
-    return (Remedy(_WITHOUT_HELP[why]),) if why in _WITHOUT_HELP else ()
+    return (Remedy(_NO_ROOM_WAS_MADE[why]),) if why in _NO_ROOM_WAS_MADE else ()
 
 
 def _trims(case: Case) -> Iterator[Remedy]:
@@ -82,7 +82,7 @@ def _trims(case: Case) -> Iterator[Remedy]:
     sizes = {}
     for row in case.frameworks:
         size = row.reclaimable if row.reclaimable is not None else row.cached
-        if allocator_of(case.planned, row.name) == case.allocator:  # this cache already serves the request
+        if allocator_of(case.device_plan, row.name) == case.allocator:  # this cache already serves the request
             continue
         if row.name not in NEVER_GIVE_BACK and size is not None and size >= _WORTH:
             sizes[row.name] = row, size
@@ -93,12 +93,12 @@ def _trims(case: Case) -> Iterator[Remedy]:
         if row.reclaimable is None:
             yield Remedy(f"{name} caches {format_size(size)}: {call} frees the part that is not fragmented", size)
         else:
-            enough = ", which is enough" if case.over_card and case.free + size >= case.need else ""
+            enough = ", which is enough" if case.exceeds_free and case.free + size >= case.needed else ""
             yield Remedy(f"{name} holds {format_size(size)} reclaimable: {call} frees it{enough}", size)
 
 
 def _processes(case: Case) -> Iterator[Remedy]:
-    known = sorted(((size, pid) for pid, size in case.others.items() if size), reverse=True)
+    known = sorted(((size, pid) for pid, size in case.other_processes.items() if size), reverse=True)
     where, other = ("the machine's memory", "") if case.unified else ("this GPU", ", or use another GPU")
     for size, pid in known[:2]:
         if size >= WORKSPACE:
@@ -113,7 +113,7 @@ def _processes(case: Case) -> Iterator[Remedy]:
         yield Remedy(f"other processes hold {format_size(size)} of this GPU: nvidia-smi names them", size)
 
 
-def _pools(case: Case) -> Iterator[Remedy]:
+def _fixed_pools(case: Case) -> Iterator[Remedy]:
     for row in case.frameworks:
         if row.name in NEVER_GIVE_BACK and row is not case.row and (row.bytes or 0) >= WORKSPACE:
             used = "" if row.in_use is None else f" ({format_size(row.in_use)} in use)"
@@ -123,7 +123,7 @@ def _pools(case: Case) -> Iterator[Remedy]:
             )
 
 
-def _outside(case: Case) -> Iterator[Remedy]:
+def _unaccounted(case: Case) -> Iterator[Remedy]:
     size = case.gpu.row("unaccounted").bytes or 0
     if size >= 2 * WORKSPACE and case.gpu.process is not None:
         yield Remedy(
@@ -135,7 +135,7 @@ def _outside(case: Case) -> Iterator[Remedy]:
 
 def _higher_cap(case: Case) -> Iterator[Remedy]:
     """A cap under which the request fits, if the plan has room for it on every GPU; else another cap to shrink."""
-    row, device_plan, plan = case.row, case.planned, case.plan
+    row, device_plan, plan = case.row, case.device_plan, case.plan
     if row is None or device_plan is None or plan is None or row.name not in device_plan.caps:
         return
     name, cap = row.name, device_plan.caps[row.name]
@@ -150,17 +150,17 @@ def _higher_cap(case: Case) -> Iterator[Remedy]:
         yield Remedy(f"{name}'s own limit of {own} is stricter than its cap of {most}: raise or remove that limit")
         return
     # Allocators round up, PyCUDA's bins by up to a sixteenth. An unknown use is at most the whole cap.
-    asked, taken = case.classification.requested, cap if case.taken is None else case.taken
-    wanted = round_up(taken + case.need + (asked or 0) // 16)
-    if asked is None and case.shut_out:  # the headroom was too small, and the request's size is unknown
+    requested, taken = case.classification.requested, cap if case.not_reusable is None else case.not_reusable
+    wanted = round_up(taken + case.needed + (requested or 0) // 16)
+    if requested is None and case.refused_by_cap:  # the headroom was too small, and the request's size is unknown
         wanted = max(wanted, round_up(cap + WORKSPACE))
-    least, gain = ("at least ", None) if asked is None else ("", wanted - cap)
+    least, gain = ("at least ", None) if requested is None else ("", wanted - cap)
     # A share may be rounded down by a granule: reserve one granule for each of the others.
-    spare = {p.device.uuid: _reach(p, name) - GRANULE * (len(p.caps) - 1) for p in plan.devices}
+    spare = {p.device.uuid: _highest_cap(p, name) - GRANULE * (len(p.caps) - 1) for p in plan.devices}
     if wanted <= cap:
         return
     if name in device_plan.elastic and wanted <= min(spare.values()):
-        yield from _wider(device_plan, name, wanted, least, gain)
+        yield from _wider_bounds(device_plan, name, wanted, least, gain)
         return
     if wanted <= min(spare.values()):
         later = " and restart: its pool is fixed"
@@ -189,10 +189,10 @@ def _higher_cap(case: Case) -> Iterator[Remedy]:
         used, most = format_size(idle[other][1].bytes), format_size(_guaranteed(device_plan, other))
         less = round_down(_guaranteed(device_plan, other) - missing)
         settings = {name: wanted, other: less}
-        if case.budget is None or _gives(case, wanted, settings) is not None:
-            limits = f"to {less // MIB}MiB and raise {_key(device_plan, name, 'max')} to {wanted // MIB}MiB"
+        if case.budget is None or _replanned_cap(case, wanted, settings) is not None:
+            limits = f"to {less // MIB}MiB and raise {_setting(device_plan, name, 'max')} to {wanted // MIB}MiB"
             yield Remedy(
-                f"{text}lower {_key(device_plan, other, 'min')}, which holds {used} of its {most}, {limits}", gain
+                f"{text}lower {_setting(device_plan, other, 'min')}, which holds {used} of its {most}, {limits}", gain
             )
             return
     if case.budget is None:
@@ -206,7 +206,7 @@ def _guaranteed(device_plan: DevicePlan, name: str) -> int:
     return device_plan.elastic.get(name, (caps_of(device_plan)[name], 0))[0]
 
 
-def _reach(device_plan: DevicePlan, name: str) -> int:
+def _highest_cap(device_plan: DevicePlan, name: str) -> int:
     """The highest cap of a framework that leaves the others their guaranteed bytes."""
     return (
         device_plan.limit
@@ -215,11 +215,11 @@ def _reach(device_plan: DevicePlan, name: str) -> int:
     )
 
 
-def _key(device_plan: DevicePlan, name: str, bound: str) -> str:
+def _setting(device_plan: DevicePlan, name: str, bound: str) -> str:
     return f"frameworks.{name}.{bound}" if name in device_plan.elastic else f"frameworks.{name}"
 
 
-def _wider(device_plan: DevicePlan, name: str, wanted: int, least: str, gain: int | None) -> Iterator[Remedy]:
+def _wider_bounds(device_plan: DevicePlan, name: str, wanted: int, least: str, gain: int | None) -> Iterator[Remedy]:
     """Wider bounds for an elastic share. Its room below the max is no gain if others use the spare."""
     size = f"{least}{wanted // MIB}MiB"
     if wanted > device_plan.elastic[name][1]:
@@ -227,16 +227,16 @@ def _wider(device_plan: DevicePlan, name: str, wanted: int, least: str, gain: in
         return
     others = [one for one, (low, _) in device_plan.elastic.items() if one != name and device_plan.caps[one] > low]
     if others:
-        who = " and ".join(
+        borrowers = " and ".join(
             f"{one} has {format_size(device_plan.caps[one] - device_plan.elastic[one][0])}" for one in others
         )
         lower = " or ".join(f"frameworks.{one}.max" for one in others)
-        yield Remedy(f"{who} more than its min: raise frameworks.{name}.min to {size}, or lower {lower}", gain)
+        yield Remedy(f"{borrowers} more than its min: raise frameworks.{name}.min to {size}, or lower {lower}", gain)
 
 
 def _higher_limit(case: Case, wanted: int, text: str) -> Iterator[Remedy]:
     """The smallest `device.limit` under which the request fits. Shares grow with it, so the budget is planned again."""
-    budget, device_plan, row = case.budget, case.planned, case.row
+    budget, device_plan, row = case.budget, case.device_plan, case.row
     assert budget is not None and device_plan is not None and row is not None
     name, cap = row.name, device_plan.caps[row.name]
     others = [one for other, one in budget.frameworks.items() if other != name]
@@ -251,9 +251,9 @@ def _higher_limit(case: Case, wanted: int, text: str) -> Iterator[Remedy]:
         rooms.append((Fraction(wanted + fixed) / (1 - shares), {name: wanted}))
     for room, settings in rooms:
         limit = -(-(ceil(room) + device_plan.reserve) // MIB) * MIB
-        more = _gives(case, wanted, settings, limit) if limit > device_plan.limit else None
+        more = _replanned_cap(case, wanted, settings, limit) if limit > device_plan.limit else None
         if more is not None:
-            with_cap = f", and {_key(device_plan, name, 'max')} to {wanted // MIB}MiB" if settings else ""
+            with_cap = f", and {_setting(device_plan, name, 'max')} to {wanted // MIB}MiB" if settings else ""
             limits = f"from {format_size(device_plan.limit)} to {limit // MIB}MiB{with_cap}"
             yield Remedy(
                 f"{text}raise device.limit {limits}", None if case.classification.requested is None else more - cap
@@ -262,9 +262,9 @@ def _higher_limit(case: Case, wanted: int, text: str) -> Iterator[Remedy]:
     yield Remedy(f"{text}neither the other caps nor the GPU have that to spare: make smaller requests")
 
 
-def _gives(case: Case, wanted: int, caps: Mapping[str, int], limit: int | None = None) -> int | None:
+def _replanned_cap(case: Case, wanted: int, caps: Mapping[str, int], limit: int | None = None) -> int | None:
     """The requester's cap here under these caps and this limit, if that budget can be planned and gives `wanted`."""
-    budget, device_plan, row, plan = case.budget, case.planned, case.row, case.plan
+    budget, device_plan, row, plan = case.budget, case.device_plan, case.row, case.plan
     assert budget is not None and device_plan is not None and row is not None and plan is not None
     written = budget.model_dump(exclude_none=True)
     for name, size in caps.items():
@@ -280,7 +280,7 @@ def _gives(case: Case, wanted: int, caps: Mapping[str, int], limit: int | None =
     here = next(one for one in changed.devices if one.device.uuid == device_plan.device.uuid)
     given = here.caps[row.name]
     if row.name in here.elastic:
-        given = min(here.elastic[row.name][1], _reach(here, row.name))
+        given = min(here.elastic[row.name][1], _highest_cap(here, row.name))
     return given if given >= wanted else None
 
 
@@ -294,10 +294,10 @@ def _share(plan: Plan, device_plan: DevicePlan, wanted: int, spare: Mapping[str,
     return None
 
 
-def _whole(case: Case) -> Iterator[Remedy]:
+def _defragment(case: Case) -> Iterator[Remedy]:
     """Remedies for fragmentation."""
     assert case.row is not None
-    name, size = case.row.name, case.split
+    name, size = case.row.name, case.fragmented_cache
     advice = SPECS[name].unfragment
     if advice is not None:
         yield Remedy(f"{name} caches {format_size(size)} in partly used segments: {advice}", size)
@@ -307,7 +307,7 @@ def _whole(case: Case) -> Iterator[Remedy]:
         yield Remedy(f"{name} caches {format_size(size)} in pieces between arrays: free those, then trim", size)
 
 
-def _less(case: Case, reason: str) -> Iterator[Remedy]:
+def _use_less(case: Case, reason: str) -> Iterator[Remedy]:
     """Use less memory, which always helps; or check another possible cause."""
     row = case.row
     if reason == "unknown" and not case.classification.certain and not case.classification.refused:
@@ -317,5 +317,5 @@ def _less(case: Case, reason: str) -> Iterator[Remedy]:
     elif row is not None and row.in_use is None and row.bytes != 0 and reason in ("cap", "cap and card"):
         yield Remedy(f"free some of {row.name}'s arrays, or make the batch smaller; how much is in use is unknown")
     elif row is None and reason == "card":
-        reserve = f" (now {format_size(case.planned.reserve)})" if case.planned is not None else ""
+        reserve = f" (now {format_size(case.device_plan.reserve)})" if case.device_plan is not None else ""
         yield Remedy(f"leave libraries more room outside the caps: raise device.reserve{reserve}, or lower a cap")

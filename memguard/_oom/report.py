@@ -22,7 +22,7 @@ from memguard._ledger.types import DeviceLedger, Ledger
 from memguard._oom import causes, refusal
 from memguard._oom.causes import Case, Reason, caps_in_force, device_of
 from memguard._oom.classify import Classification, ErrorFacts, classify, family
-from memguard._oom.remedies import Remedy, remedies, without_help
+from memguard._oom.remedies import Remedy, if_no_room_was_made, remedies
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -99,7 +99,7 @@ class Report:
             "reason": self.reason,
             "why": self.why,
             "caught": self.caught,
-            "moment": _moment(self.moment),
+            "moment": _request_dict(self.moment),
             "holders": [vars(holder) for holder in self.holders],
             "processes": {str(pid): size for pid, size in self.processes.items()},
             "remedies": [vars(remedy) for remedy in self.remedies],
@@ -120,8 +120,8 @@ class Report:
             return f"{possibly}a full file system, and no lack of GPU memory"
         what = {"gpu": "GPU memory", "pinned": "page-locked host memory"}.get(self.verdict.memory, "CPU memory")
         mark = " (simulated)" if self.simulated else ""
-        who = "" if self.requester == "unknown" else f"{self.requester} "
-        return f"{who}{possibly}ran out of {what}{size}{mark}" if who else f"{possibly}out of {what}{size}{mark}"
+        prefix = "" if self.requester == "unknown" else f"{self.requester} "
+        return f"{prefix}{possibly}ran out of {what}{size}{mark}" if prefix else f"{possibly}out of {what}{size}{mark}"
 
     @property
     def line(self) -> str:
@@ -169,10 +169,10 @@ class Report:
             shared = ", the machine's memory" if gpu.device.unified else ""
             total = format_size(gpu.device.usable)
             lines += _wrap("GPU", f"{gpu.device.name}{ordinal}: {free} free of {total}{shared}", 1)
-        unhelped = self.moment.why_no_help if self.moment is not None else None
-        lines += _wrap("why", self.why, 2 if unhelped is None else 3, "bold")
-        asker = self.verdict.requester
-        holders = "; ".join(_described(holder, asker) for holder in self.holders[:_SHOWN])
+        why_no_help = self.moment.why_no_help if self.moment is not None else None
+        lines += _wrap("why", self.why, 2 if why_no_help is None else 3, "bold")
+        requester = self.verdict.requester
+        holders = "; ".join(_described(holder, requester) for holder in self.holders[:_SHOWN])
         lines += _wrap("holds", holders, 2)
         lines += _wrap("before", _growth(self.samples, self.uuid), 1)
         for number, remedy in enumerate(self.remedies):
@@ -214,61 +214,51 @@ def diagnose(
     recorded   the record of the refusal, and `then` a reading of that moment
     """
     raised = family(facts)
-    who = classification.requester or "unknown"
+    requester = classification.requester or "unknown"
     if classification.requester is None and raised is not None:
-        who = raised
-    elif raised is not None and raised != who:
-        who = f"{who}, through {raised},"
+        requester = raised
+    elif raised is not None and raised != requester:
+        requester = f"{requester}, through {raised},"
     if classification.memory != "gpu":
         why = "the GPU budget has nothing to do with it"
         found = remedies(classification, None)
-        return Report(time, classification, _short(facts), ledger, {}, (), found, None, who, "elsewhere", why)
+        return Report(time, classification, _short(facts), ledger, {}, (), found, None, requester, "elsewhere", why)
     gpu = device_of(facts.text, classification, ledger, recorded)
     if gpu is None:
         reason, why = causes.unknown(ledger)
         return Report(
-            time,
-            classification,
-            _short(facts),
-            ledger,
-            {},
-            tuple(samples),
-            (),
-            None,
-            who,
-            reason,
-            why,
-            (),
-            recorded,
-            caught,
-        )
+            time, classification, _short(facts), ledger, {}, tuple(samples), (), None, requester, reason, why, (),
+            recorded, caught,
+        )  # fmt: skip
     uuid = gpu.device.uuid
     if recorded is not None:
-        asked = classification.requested if classification.requested is not None else recorded.requested
-        classification = replace(classification, requested=asked, refused=True)
-    before, moment = _then(gpu, facts, classification, plan, then, recorded, samples, (peaks or {}).get(uuid, {}), time)
+        requested = classification.requested if classification.requested is not None else recorded.requested
+        classification = replace(classification, requested=requested, refused=True)
+    before, request = _rows_at_refusal(
+        gpu, facts, classification, plan, then, recorded, samples, (peaks or {}).get(uuid, {}), time
+    )
     others = dict(processes.get(uuid, {}))
     case = Case(
-        caps_in_force(before, classification), classification, raised, plan, others, budget, moment is not None,
+        caps_in_force(before, classification), classification, raised, plan, others, budget, request is not None,
         next((one.free for one in samples[-1].devices if one.uuid == uuid), None) if samples else None,
     )  # fmt: skip
-    pooled = moment.pooled if moment is not None else None
-    since = refusal.since(before, None if caught else gpu, classification.requester, pooled)
-    reason, why = causes.reason(case, moment, since)
+    pooled = request.pooled if request is not None else None
+    since = refusal.changes_since(before, None if caught else gpu, classification.requester, pooled)
+    reason, why = causes.reason(case, request, since)
     found = remedies(classification, case, reason)
-    if (unhelped := moment.why_no_help if moment is not None else None) is not None:
-        if unhelped.kind in (NoHelp.NOTHING_IDLE, NoHelp.NOT_ASKED):
-            why = f"{why}; no room was made: {unhelped.text}"
+    if (why_no_help := request.why_no_help if request is not None else None) is not None:
+        if why_no_help.kind in (NoHelp.NOTHING_IDLE, NoHelp.NOT_ASKED):
+            why = f"{why}; no room was made: {why_no_help.text}"
         else:  # first, because a retry may be enough
-            why = f"no room was made for it: {unhelped.text}; {why}"
-        found = (*without_help(unhelped.kind), *found)
+            why = f"no room was made for it: {why_no_help.text}; {why}"
+        found = (*if_no_room_was_made(why_no_help.kind), *found)
     return Report(
-        time, classification, _short(facts), ledger, others, tuple(samples), found, uuid, who, reason, why,
-        _holders(case), moment, caught,
+        time, classification, _short(facts), ledger, others, tuple(samples), found, uuid, requester, reason, why,
+        _holders(case), request, caught,
     )  # fmt: skip
 
 
-def _then(
+def _rows_at_refusal(
     gpu: DeviceLedger,
     facts: ErrorFacts,
     classification: Classification,
@@ -280,30 +270,32 @@ def _then(
     time: float,
 ) -> tuple[DeviceLedger, RefusedRequest | None]:
     """The GPU's rows at the refusal, and their source; the current rows, and None, if no figures are known."""
-    told = refusal.of_text(facts, classification, time)
+    from_text = refusal.from_text(facts, classification, time)
     uuid = gpu.device.uuid
     if recorded is not None:
-        recorded = refusal.complete(recorded, told)
+        recorded = refusal.complete(recorded, from_text)
         base = next((one for one in then.devices if one.device.uuid == uuid), gpu) if then is not None else gpu
-        return refusal.at(base, recorded), recorded
-    if told is not None:
-        told = told._replace(uuid=uuid)
-        return refusal.at(gpu, told), told
-    need = Case(gpu, classification, plan=plan).need
-    found = refusal.from_now(gpu, classification, need, peaks.get(classification.requester or ""), samples, time)
-    return (gpu, None) if found is None else (refusal.at(gpu, found), found)
+        return refusal.rows_at(base, recorded), recorded
+    if from_text is not None:
+        from_text = from_text._replace(uuid=uuid)
+        return refusal.rows_at(gpu, from_text), from_text
+    need = Case(gpu, classification, plan=plan).needed
+    found = refusal.from_sample_or_peak(
+        gpu, classification, need, peaks.get(classification.requester or ""), samples, time
+    )
+    return (gpu, None) if found is None else (refusal.rows_at(gpu, found), found)
 
 
-def of_refusal(
-    moment: RefusedRequest, then: Ledger | None, plan: Plan | None, processes: Mapping[str, Mapping[int, int | None]],
+def report_of_refusal(
+    request: RefusedRequest, then: Ledger | None, plan: Plan | None, processes: Mapping[str, Mapping[int, int | None]],
     budget: Budget | None = None,
 ) -> Report:  # fmt: skip
     """The report on a refused request whose exception was not seen: the program has probably caught it."""
-    classification = Classification("gpu", moment.framework, moment.requested, True, refused=True)
-    size = "" if moment.requested is None else f" {format_size(moment.requested)} of"
+    classification = Classification("gpu", request.framework, request.requested, True, refused=True)
+    size = "" if request.requested is None else f" {format_size(request.requested)} of"
     facts = ErrorFacts("", (), f"its allocator refused{size} GPU memory; the program caught the error, as it seems", {})
     return diagnose(
-        facts, classification, then, plan, processes, (), time=moment.time, budget=budget, recorded=moment, then=then,
+        facts, classification, then, plan, processes, (), time=request.time, budget=budget, recorded=request, then=then,
         caught=True,
     )  # fmt: skip
 
@@ -322,8 +314,8 @@ def _holders(case: Case) -> tuple[MemoryHolder, ...]:
         rest -= sum(most.values())
     if rest > 0:
         found.append(MemoryHolder("unaccounted", "unaccounted", rest))
-    if any(size is not None for size in case.others.values()):
-        found += [MemoryHolder("process", f"process {pid}", size) for pid, size in case.others.items() if size]
+    if any(size is not None for size in case.other_processes.values()):
+        found += [MemoryHolder("process", f"process {pid}", size) for pid, size in case.other_processes.items() if size]
     elif others := case.gpu.row("other processes").bytes:
         found.append(MemoryHolder("process", "other processes", others))
     return tuple(sorted(found, key=lambda holder: -holder.bytes))
@@ -380,13 +372,13 @@ def _wrap(label: str, text: str, most: int, style: str = "") -> list[tuple[str, 
     return [(style, f"  {label if not number else '':<{indent - 2}}", line) for number, line in enumerate(lines)]
 
 
-def _moment(moment: RefusedRequest | None) -> dict[str, Any] | None:
-    if moment is None:
+def _request_dict(request: RefusedRequest | None) -> dict[str, Any] | None:
+    if request is None:
         return None
     names = ("source", "id", "requested", "held", "in_use", "cached", "reclaimable", "free", "cap")
-    when = datetime.fromtimestamp(moment.time, UTC).isoformat()
-    unhelped = None if moment.why_no_help is None else moment.why_no_help._asdict()
-    return {"time": when, **{name: getattr(moment, name) for name in names}, "why_no_help": unhelped}
+    when = datetime.fromtimestamp(request.time, UTC).isoformat()
+    why_no_help = None if request.why_no_help is None else request.why_no_help._asdict()
+    return {"time": when, **{name: getattr(request, name) for name in names}, "why_no_help": why_no_help}
 
 
 def _plain(value: Any) -> Any:

@@ -115,24 +115,24 @@ def near(found: int | None, size: float) -> bool:
 
 def test_the_text_of_torch_gives_the_figures_of_the_moment() -> None:
     facts = error("torch", GPT)
-    told = refusal.of_text(facts, classify(facts), 3.0)
+    told = refusal.from_text(facts, classify(facts), 3.0)
     assert told is not None and told.source == "text" and told.reclaimable == 0
     assert near(told.in_use, 14.01 * GIB) and near(told.held, 14.01 * GIB + 305 * MIB) and near(told.free, 62.71 * GIB)
     facts = error("torch", OLD)
-    told = refusal.of_text(facts, classify(facts), 3.0)
+    told = refusal.from_text(facts, classify(facts), 3.0)
     assert told is not None
     assert near(told.in_use, 1.72 * GIB) and near(told.held, 2.46 * GIB) and near(told.free, 354.88 * MIB)
     facts = error(
         "cupy", "Out of memory allocating 512 bytes (allocated so far: 8,589,934,592 bytes, limit set to: 9)."
     )
-    told = refusal.of_text(facts, classify(facts), 3.0)
+    told = refusal.from_text(facts, classify(facts), 3.0)
     assert told is not None and (told.held, told.in_use) == (8 * GIB, None)
     facts = error("torch", ASYNC)
-    told = refusal.of_text(facts, classify(facts), 3.0)
+    told = refusal.from_text(facts, classify(facts), 3.0)
     assert told is not None and (told.held, told.reclaimable) == (None, None)
     assert near(told.in_use, 136 * GIB) and near(told.free, 31.12 * MIB)
     for text in ("CUDA out of memory.", "CUDA out of memory. Of the allocated memory x GiB is allocated by PyTorch"):
-        assert refusal.of_text(error("torch", text), classify(error("torch", text)), 3.0) is None
+        assert refusal.from_text(error("torch", text), classify(error("torch", text)), 3.0) is None
 
 
 def test_a_forward_pass_whose_activations_are_gone_reached_its_cap() -> None:
@@ -425,9 +425,9 @@ def test_of_peak_and_last_sample_the_larger_that_explains_the_error_counts(peak:
     gpu = DeviceSample(H200.uuid, H200.total, 0, 90 * GIB, None, None, 0, None, {"jax": row})
     (part,) = ledger_of(plan, {"jax": Usage(14 * GIB, now * MIB, 0)}).devices
     classification = Classification("gpu", "jax", GIB, True)
-    found = refusal.from_now(part, classification, GIB, peak * MIB, [Sample(8.0, (gpu,))], 9.0)
+    found = refusal.from_sample_or_peak(part, classification, GIB, peak * MIB, [Sample(8.0, (gpu,))], 9.0)
     assert found is not None and found.source == "peak" and found.in_use == peak * MIB
-    without = refusal.from_now(part, classification, GIB, None, [Sample(8.0, (gpu,))], 9.0)
+    without = refusal.from_sample_or_peak(part, classification, GIB, None, [Sample(8.0, (gpu,))], 9.0)
     assert (without is None) == (sampled - now < 64) and (without is None or without.source == "sample")
 
 
@@ -727,7 +727,7 @@ def test_two_threads_at_once_have_a_report_each(guard: memguard.Guard) -> None:
             with memguard.workload(name, framework=name):
                 comprehension(framework)
         except FrameworkOutOfMemory as caught:
-            found[name] = hooks.seen(caught)
+            found[name] = hooks.report_error(caught)
 
     threads = [threading.Thread(target=fail, args=(name,)) for name in ("torch", "pycuda")]
     for thread in threads:
@@ -906,7 +906,7 @@ def test_the_note_is_back_after_the_traceback(
     """Whichever hook of Python printed it, and if that was interrupted; notes of others stay in their places."""
     error = _Oom("CUDA out of memory. Tried to allocate 2.00 GiB")
     error.add_note("first")
-    report = hooks.seen(error, show=True)
+    report = hooks.report_error(error, show=True)
     assert report is not None
     error.add_note("last")
     whole = ["first", report.note, "last"]
@@ -956,10 +956,10 @@ def test_no_line_about_another_time_comes_before_the_first_report(
     undo = hooks.install(hooks.OomContext)
     try:
         for _ in range(200):
-            hooks.in_full_again()
+            hooks.show_next_in_full()
 
             def fail() -> None:
-                hooks.seen(_Oom("CUDA out of memory. Tried to allocate 2.00 GiB"))
+                hooks.report_error(_Oom("CUDA out of memory. Tried to allocate 2.00 GiB"))
 
             threads = [threading.Thread(target=fail) for _ in range(4)]
             for thread in threads:
@@ -996,10 +996,10 @@ def test_a_signal_handler_that_runs_out_of_memory_within_a_report(
 
     monkeypatch.setattr(hooks, "_write", interrupted)
     before = signal.signal(
-        signal.SIGUSR1, lambda *_: hooks.seen(_Oom("CUDA out of memory. Tried to allocate 2.00 GiB"))
+        signal.SIGUSR1, lambda *_: hooks.report_error(_Oom("CUDA out of memory. Tried to allocate 2.00 GiB"))
     )
     try:
-        hooks.seen(_Oom("CUDA out of memory. Tried to allocate 2.00 GiB"))
+        hooks.report_error(_Oom("CUDA out of memory. Tried to allocate 2.00 GiB"))
     finally:
         signal.signal(signal.SIGUSR1, before)
         undo()

@@ -246,7 +246,7 @@ def test_an_out_of_memory_error_is_reported_from_the_record(guard: Guard) -> Non
     with pytest.raises(FrameworkOutOfMemory) as caught:
         torch.allocate(100 * GIB)
     with memguard.suspended():
-        assert hooks.seen(caught.value, show=False) is not None
+        assert hooks.report_error(caught.value, show=False) is not None
 
 
 def test_a_block_of_work_that_was_open_ends_without_figures(guard: Guard) -> None:

@@ -94,7 +94,7 @@ def _look(error: BaseException, outer: int | None, known: set[int]) -> tuple[Err
     if id(error) == outer or id(error) in known or len(known) >= _WALKED or not issubclass(type(error), Exception):
         return None
     known.add(id(error))
-    cause, context, members = hooks.kin(error)
+    cause, context, members = hooks.related(error)
     if members:
         found = [_look(member, outer, known) for member in members]
         return found[0] if all(found) else None
@@ -102,7 +102,7 @@ def _look(error: BaseException, outer: int | None, known: set[int]) -> tuple[Err
     classification = classify(facts)
     if classification.memory != "none":
         return (facts, classification) if classification.memory == "gpu" else None
-    for one in (cause, None if hooks.suppressed(error) else context):
+    for one in (cause, None if hooks.context_suppressed(error) else context):
         if one is not None and (deeper := _look(one, outer, known)) is not None:
             return deeper
     return None
@@ -121,7 +121,7 @@ def clear_frames(error: BaseException, outer: int | None = None) -> None:
             continue
         known.add(id(one))
         _clear_trace(_TRACEBACK.__get__(one))
-        cause, context, members = hooks.kin(one)
+        cause, context, members = hooks.related(one)
         waiting += [context, cause, *members]
 
 
