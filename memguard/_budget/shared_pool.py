@@ -76,6 +76,8 @@ def caps_of(part: DevicePlan) -> dict[str, int]:
 
 def usages_by_allocator(part: DevicePlan, rows: Mapping[str, Usage]) -> dict[str, Usage | None]:
     """The usage of each allocator, from the ledger's rows: the pool is its clients' live bytes and its cache."""
+    if not part.joined:
+        return dict(rows)
     found: dict[str, Usage | None] = {n: u for n, u in rows.items() if n != POOL and n not in part.joined}
     if (cache := rows.get(POOL)) is not None:
         live = [one.in_use or 0 for name, one in rows.items() if name in part.joined]

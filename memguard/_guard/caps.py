@@ -171,7 +171,8 @@ class CapTable:
 
     def movable(self, name: str) -> bool:
         """Whether the framework's cap can be changed now."""
-        return self.entry(name).enforcement in (Enforcement.ENFORCED, Enforcement.PENDING)
+        entry = self.entry(name)
+        return entry.enforcement in (Enforcement.ENFORCED, Enforcement.PENDING) and not entry.framework.fixed()
 
     def set_cap(self, name: str, uuid: str, cap: int) -> None:
         """Set a framework's cap on one GPU, in bytes. Callers hold the lock. Users call `Guard.resize`."""

@@ -181,7 +181,7 @@ class ElasticCaps:
     def _resized_plan(self, framework: str, entry: CappedFramework, size: int) -> Plan:
         """The plan with this cap on every GPU, after calling back lent memory. PlanError if the cap does not fit."""
         pending = entry.enforcement is Enforcement.PENDING
-        sets = pending or (self._caps.movable(framework) and not entry.framework.fixed())
+        sets = pending or self._caps.movable(framework)
         short: dict[str, Room] = {}
         wants = [
             part
@@ -279,7 +279,7 @@ class ElasticCaps:
 
     def _known(self) -> list[Framework]:
         """The budget's frameworks, and live frameworks that it does not name."""
-        return [*(entry.framework for entry in self._caps.entries.values()), *self._reader.unnamed().values()]
+        return [*self._caps.frameworks.values(), *self._reader.unnamed().values()]
 
 
 def _why_not_asked(framework: Framework | None) -> WhyNoHelp | None:

@@ -10,8 +10,8 @@ On each GPU the room is limit − reserve. The room above the sum of the minima 
 - A cap is never lowered below the bytes that its framework holds and its workloads have reserved. So live arrays are
   never affected, and idle lent memory can be called back for any framework.
 - A framework that needs more is given, in this order: room that is not lent; lent room that is unused; lent memory that
-  is only cached, the largest cache first, after a trim has returned it to the driver. No cache is trimmed without need,
-  and none if all caches together are too small.
+  is only cached, the largest cache first (before all others those whose reclaimable bytes are known), after a trim has
+  returned it to the driver. No cache is trimmed without need, and none if all caches together are too small.
 - First come, first served. A framework whose allocator cannot request room within an allocation (torch) keeps headroom
   instead. A tick fills headroom from unused room, first for the framework that has borrowed the smallest part of its
   span. Headroom of these frameworks is taken last.
@@ -42,8 +42,8 @@ class Part(NamedTuple):
 
     `least` and `most` bound its cap; both are the cap if it cannot move. `held` is the memory taken from the driver
     plus `promised`. `promised` is the memory that its workloads have reserved and not yet allocated. `idle` is the part
-    of `held` that it could give back, at most. `asks`: its allocator requests room when an allocation fails, so it
-    needs no headroom.
+    of `held` that it could give back, at most; `sure`: it reports which part of its cache a trim returns. `asks`: its
+    allocator requests room when an allocation fails, so it needs no headroom.
     """
 
     least: int
@@ -53,6 +53,7 @@ class Part(NamedTuple):
     idle: int = 0
     asks: bool = True
     promised: int = 0
+    sure: bool = True
 
     @property
     def taken(self) -> tuple[int, int]:
@@ -94,43 +95,41 @@ def plan_raise(parts: Mapping[str, Part], room: int, who: str, wanted: int) -> C
         return CapChange({}, missing=wanted - own.most)
     siblings = {name: part for name, part in parts.items() if name != who}
     need = wanted - room_left(room, [part.taken for part in siblings.values()])
-    caps: dict[str, int] = {}
-    for name, part in sorted(siblings.items(), key=lambda item: (not item[1].asks, -item[1].unused)):
-        if need > 0 and (taken := min(round_down(part.unused), round_up(need))) > 0:
-            caps[name] = part.cap - taken
-            need -= taken
+    caps = _lowered(siblings, need)
+    need -= sum(siblings[name].cap - cap for name, cap in caps.items())
     if need <= 0:
-        return CapChange({**caps, **_further(siblings, caps, room, who, own, wanted)})
+        return CapChange({**caps, **_further(siblings, caps, who, own, wanted, -need)})
     live = {name: stuck for name, part in siblings.items() if (stuck := _live(part)) > 0}
+    cached = {name: part.cached for name, part in siblings.items()}
     calls = []
-    for name, part in sorted(siblings.items(), key=lambda item: -item[1].cached):
-        if need > 0 and part.cached > 0:
-            calls.append((name, min(part.cached, need)))
-            need -= part.cached
+    for name in sorted(cached, key=lambda one: trim_order(cached[one], siblings[one].sure)):
+        if need > 0 and cached[name] > 0:
+            calls.append((name, min(cached[name], need)))
+            need -= cached[name]
     if need > 0:  # even all caches are too small
         return CapChange({}, missing=round_up(need), live=live)  # a multiple of the granule, as caps are
     return CapChange({}, tuple(calls), live=live)
 
 
 def _further(
-    siblings: Mapping[str, Part], caps: Mapping[str, int], room: int, who: str, own: Part, wanted: int
+    siblings: Mapping[str, Part], caps: Mapping[str, int], who: str, own: Part, wanted: int, spare: int
 ) -> dict[str, int]:
-    """Raise the cap of `who` beyond `wanted` from unused room. Returns that cap and the siblings' caps lowered for it.
+    """Raise the cap of `who` beyond `wanted`: first by free room (`spare` bytes), then by siblings' unused memory.
+    Returns that cap, and the siblings' caps that are lowered below `caps` for it.
 
     A sibling that can request room keeps half of its unused memory; other siblings keep their headroom. If `who` cannot
     request room, the extra bytes are its own headroom.
     """
     step = max((own.most - own.least) // _STEP, own.cap - own.least) if own.asks else 2 * _low(own)
     step = round_down(max(min(step, own.most - wanted), 0))
-    now = {name: caps.get(name, part.cap) for name, part in siblings.items()}
-    beside = room_left(room, [part._replace(cap=now[name]).taken for name, part in siblings.items()])
-    got = min(round_down(max(beside - wanted, 0)), step)
+    got = min(round_down(spare), step)
     lowered: dict[str, int] = {}
     for name, part in sorted(siblings.items(), key=lambda item: not item[1].asks):
-        unused = part._replace(cap=now[name]).unused
+        now = caps.get(name, part.cap)
+        unused = part.unused - (part.cap - now)
         left = (unused // 2 if own.asks else 0) if part.asks else _low(part)
         if (taken := min(round_down(max(unused - left, 0)), step - got)) > 0:
-            lowered[name] = now[name] - taken
+            lowered[name] = now - taken
             got += taken
     return {**lowered, who: wanted + got}
 
@@ -139,19 +138,22 @@ def rebalance(parts: Mapping[str, Part], room: int) -> dict[str, int]:
     """The caps that change at a tick, lowered ones first, to fill the headroom of frameworks that cannot request room.
 
     Headroom comes from free room, and from unused memory of frameworks that can request room. If the free room is
-    negative, unused memory is called back instead.
+    negative, unused memory is called back first.
     """
     spare = room_left(room, [part.taken for part in parts.values()])
-    if spare < 0:
-        return called_back(parts, room)
-    lenders = {name: round_down(part.unused) for name, part in parts.items() if part.asks}
+    lowered = _lowered(parts, -spare)
+    if lowered:
+        spare += sum(parts[name].cap - cap for name, cap in lowered.items())
+        parts = {name: part._replace(cap=lowered.get(name, part.cap)) for name, part in parts.items()}
     poor = {name: part for name, part in parts.items() if not part.asks and part.cap - part.held < _low(part)}
-    lowered: dict[str, int] = {}
+    if not poor:
+        return lowered
+    lenders = {name: round_down(part.unused) for name, part in parts.items() if part.asks}
     raised: dict[str, int] = {}
     for name, part in sorted(poor.items(), key=lambda item: _part_of_span(item[1])):
         wanted = min(round_down(part.most), round_up(part.held + 2 * _low(part)))
         need = round_up(wanted - part.cap) if wanted > part.cap else 0
-        got = min(round_down(spare), need)
+        got = min(round_down(max(spare, 0)), need)
         spare -= got
         for lender in sorted(lenders, key=lambda one: -lenders[one]):
             taken = min(lenders[lender], need - got)
@@ -166,13 +168,20 @@ def rebalance(parts: Mapping[str, Part], room: int) -> dict[str, int]:
 
 def called_back(parts: Mapping[str, Part], room: int) -> dict[str, int]:
     """The caps to lower while caps and held memory together exceed the room, because a framework holds more than its
-    cap. Takes unused memory, first from frameworks that can request room."""
-    need, lowered = -room_left(room, [part.taken for part in parts.values()]), {}
-    for name, part in sorted(parts.items(), key=lambda item: (not item[1].asks, -item[1].unused)):
-        if need > 0 and (back := min(round_down(part.unused), round_up(need))) > 0:
-            lowered[name] = part.cap - back
-            need -= back
-    return lowered
+    cap."""
+    return _lowered(parts, -room_left(room, [part.taken for part in parts.values()]))
+
+
+def _lowered(parts: Mapping[str, Part], need: int) -> dict[str, int]:
+    """The caps lowered by unused memory to free `need` bytes, or as many as possible. Takes unused memory of frameworks
+    that can request room first, of these the largest."""
+    caps: dict[str, int] = {}
+    unused = {name: part.unused for name, part in parts.items()} if need > 0 else {}
+    for name in sorted(unused, key=lambda one: (not parts[one].asks, -unused[one])):
+        if need > 0 and (taken := min(round_down(unused[name]), round_up(need))) > 0:
+            caps[name] = parts[name].cap - taken
+            need -= taken
+    return caps
 
 
 class ReclaimableCache(NamedTuple):

@@ -30,6 +30,10 @@ _KEPT = 64
 class Reserved(Protocol):
     """The reservations of running workloads. `_guard.admission` implements it and is imported at the first request."""
 
+    @property
+    def idle(self) -> bool:
+        """Whether no workload holds a reservation or waits for one."""
+
     def not_taken(self, framework: str, uuid: str, in_use: int | None) -> int:
         """Bytes that the framework's workloads have reserved and not yet allocated, computed from `in_use`."""
 
@@ -62,9 +66,10 @@ class Reclaimer:
         before = self._caps.part(uuid).caps.get(who)
         usages = self._caps.usages(device)
         missing, live = (0, {}) if full else self._raise_cap(device, who, needed, asked, returned, usages)
+        part = self._caps.part(uuid)
         if not missing:
-            missing = self._empty(device, who, needed, full, asked, returned, usages)
-        after = self._caps.part(uuid).caps.get(who)
+            missing = self._empty(part, who, needed, full, asked, returned, usages)
+        after = part.caps.get(who)
         moved = (before, after) if before is not None and after is not None and after != before else None
         self._note(who, uuid, returned, moved)
         return Room(returned, moved, max(missing, 0), live)
@@ -86,7 +91,7 @@ class Reclaimer:
             if missing or not act:
                 break
             if not change.calls:
-                if self._set(device, {name: size for name, size in change.caps.items() if name != who}):
+                if self._set(part, {name: size for name, size in change.caps.items() if name != who}):
                     break
             elif not self._give_back(change.calls[0][0], device, change.calls[0][1], returned):
                 spent.add(change.calls[0][0])
@@ -98,11 +103,11 @@ class Reclaimer:
 
         No caps if any has moved since the sample. Takes no lock and reads no framework.
         """
-        part, read = self._caps.part(sample.uuid), sample.frameworks
-        caps = shared_pool.caps_of(part)
-        if any(one.cap not in (None, caps[name]) for name, one in read.items() if name in caps):
-            return part, {}
-        rows = {name: Usage(one.held, one.in_use, one.reclaimable) for name, one in read.items()}
+        part, rows = self._caps.part(sample.uuid), dict[str, Usage]()
+        for name, (held, in_use, reclaimable, cap) in sample.frameworks.items():
+            if cap is not None and name not in part.joined and cap != part.caps[name]:
+                return part, {}
+            rows[name] = Usage(held, in_use, reclaimable)
         usages = shared_pool.usages_by_allocator(part, rows)
         return part, lending.rebalance(self._parts(part, usages), part.limit - part.reserve)
 
@@ -112,15 +117,15 @@ class Reclaimer:
         part = self._caps.part(device.uuid)
         if part.elastic:
             parts = self._parts(part, self._caps.usages(device))
-            self._set(device, lending.called_back(parts, part.limit - part.reserve))
+            self._set(part, lending.called_back(parts, part.limit - part.reserve))
 
     def rebalance(self, before: DevicePlan, caps: Mapping[str, int]) -> None:
         """Set these caps, unless the plan has changed since `before`."""
-        device = before.device
-        if self._caps.part(device.uuid) is before and self._set(device, caps):
+        uuid = before.device.uuid
+        if self._caps.part(uuid) is before and self._set(before, caps):
             for name, cap in caps.items():
                 if cap > before.caps[name]:
-                    self._note(name, device.uuid, {}, (before.caps[name], cap))
+                    self._note(name, uuid, {}, (before.caps[name], cap))
 
     def _raise_cap(
         self,
@@ -150,7 +155,7 @@ class Reclaimer:
             if not change.calls:
                 # Set a cap that is large enough again: a Ctrl-C may have interrupted the last change.
                 caps = change.caps or ({who: part.caps[who]} if asked and who in part.elastic else {})
-                if self._set(device, caps):
+                if self._set(part, caps):
                     return 0, {}
                 usages.update(self._caps.usages(device))  # a framework has outgrown the cap that it was to have
                 continue
@@ -162,7 +167,7 @@ class Reclaimer:
 
     def _empty(
         self,
-        device: Device,
+        part: DevicePlan,
         who: str,
         needed: int,
         full: bool,
@@ -172,11 +177,11 @@ class Reclaimer:
     ) -> int:
         """Trim siblings until the GPU has enough free memory. Returns the bytes still missing. `usages` as above."""
         spent: set[str] = set()
-        allocator = shared_pool.allocator_of(self._caps.part(device.uuid), who)
+        device, allocator = part.device, shared_pool.allocator_of(part, who)
         while True:
             own = usages.get(allocator) or Usage(0, 0)
             free = self._caps.host.memory(device).free + (0 if asked else self._reusable(allocator, own))
-            short, wished = needed - free, self._wish(who, device.uuid, own, needed) - free
+            short, wished = needed - free, _wish(who, part, own, needed) - free
             if full and not returned:
                 wished = max(wished, GRANULE)  # the driver refused, even if enough is free by now
             if wished <= 0:
@@ -198,19 +203,6 @@ class Reclaimer:
         for name in names:
             if (allocator := self._caps.allocators.get(name)) is not None:
                 usages[name] = allocator.usage(device)
-
-    def _wish(self, who: str, uuid: str, own: Usage, needed: int) -> int:
-        """The bytes that must be free so that the driver refuses no part of the request.
-
-        A pool that never shrinks grows in regions of its own size, up to the rest of its cap. It tries smaller regions
-        only after its first failure (BFC allocator of TensorFlow and XLA).
-        """
-        cap = self._caps.part(uuid).caps.get(who)
-        if who not in NEVER_GIVE_BACK or cap is None:
-            return needed
-        # `held` is unknown with growth. It may be below the peak: TensorFlow returns regions before it refuses.
-        held = own.held if own.held is not None else own.in_use or 0
-        return max(needed, cap - held)
 
     def _give_back(self, name: str, device: Device, size: int, returned: dict[str, int]) -> int:
         """Trim one sibling by `size` bytes. Returns the measured decrease of this process's memory."""
@@ -237,27 +229,29 @@ class Reclaimer:
         self, plan: DevicePlan, usages: Mapping[str, Usage | None], spent: set[str] | frozenset[str] = frozenset()
     ) -> dict[str, lending.Part]:
         """The figures for `lending`, by allocator as `usages`. `spent`: allocators whose trim returned nothing."""
-        parts: dict[str, lending.Part] = {}
-        offers = {one.name: one.most for one in lending.reclaimable_caches(usages, "")}
+        parts, nothing_reserved = dict[str, lending.Part](), self._reserved.idle
+        caches = {one.name: one for one in lending.reclaimable_caches(usages, "") if one.name not in spent}
         for name, cap in shared_pool.caps_of(plan).items():
             allocator, usage = self._caps.allocators[name], usages.get(name)
             least, most = plan.elastic.get(name, (cap, cap))
-            if least != most and (name in self._fixed or allocator.fixed() or not self._caps.movable(name)):
+            if least != most and (name in self._fixed or not self._caps.movable(name)):
                 least = most = cap
             held, promised = policy.known_held(usage), 0
             if usage is not None and usage.held is None:
                 held = max(held, cap)
-            else:
+            elif not nothing_reserved:
                 promised = self._reserved.not_taken(name, plan.device.uuid, policy.in_use(usage))
-            idle = 0 if name in spent else offers.get(name, 0)
-            parts[name] = lending.Part(least, most, cap, held + promised, idle, allocator.asks, promised)
+            cache = caches.get(name)
+            idle, sure = (0, True) if cache is None else (cache.most, cache.sure)
+            parts[name] = lending.Part(least, most, cap, held + promised, idle, allocator.asks, promised, sure)
         return parts
 
-    def _set(self, device: Device, caps: Mapping[str, int]) -> bool:
-        """Set these caps, lowered ones first. False if one could not be set, or if its framework has outgrown it."""
-        uuid, done = device.uuid, True
+    def _set(self, part: DevicePlan, caps: Mapping[str, int]) -> bool:
+        """Change these caps of `part`, lowered ones first. False if one could not be set, or if its framework has
+        outgrown it."""
+        device, uuid, done = part.device, part.device.uuid, True
         for name, cap in caps.items():
-            now = self._caps.part(uuid).caps[name]
+            now = part.caps[name]
             if cap > now and not done:
                 return False
             try:
@@ -278,10 +272,27 @@ class Reclaimer:
     def _note(self, who: str, uuid: str, returned: Mapping[str, int], moved: tuple[int, int] | None) -> None:
         if moved is not None and moved[1] > moved[0]:
             self.lends[who, uuid] += 1
-        gave = ", ".join(f"{name} gave back {format_size(size)}" for name, size in returned.items())
-        cap = "" if moved is None else f"its cap moved from {format_size(moved[0])} to {format_size(moved[1])}"
-        if gave or cap:
-            text = f"room for {who}: {'; '.join(part for part in (gave, cap) if part)}"
+        done = []
+        if returned:
+            done.append(", ".join([f"{name} gave back {format_size(size)}" for name, size in returned.items()]))
+        if moved is not None:
+            done.append(f"its cap moved from {format_size(moved[0])} to {format_size(moved[1])}")
+        if done:
+            text = f"room for {who}: {'; '.join(done)}"
             self.events.append(
                 Event(time.time(), "reclaim", text, uuid=uuid, framework=who, bytes=sum(returned.values()) or None)
             )
+
+
+def _wish(who: str, part: DevicePlan, own: Usage, needed: int) -> int:
+    """The bytes that must be free so that the driver refuses no part of the request.
+
+    A pool that never shrinks grows in regions of its own size, up to the rest of its cap. It tries smaller regions
+    only after its first failure (BFC allocator of TensorFlow and XLA).
+    """
+    cap = part.caps.get(who)
+    if who not in NEVER_GIVE_BACK or cap is None:
+        return needed
+    # `held` is unknown with growth. It may be below the peak: TensorFlow returns regions before it refuses.
+    held = own.held if own.held is not None else own.in_use or 0
+    return max(needed, cap - held)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from memguard._base.units import GIB, GRANULE, MIB, round_up
@@ -108,6 +108,19 @@ def test_following_what_it_says_ends_served_and_calls_no_cache_in_vain(
     assert called == 0 or called < wanted + GRANULE * len(parts)
 
 
+@example(
+    (
+        {
+            "cupy": Part(2 * MIB, 6 * MIB, 6 * MIB),
+            "pycuda": Part(2 * MIB, 2 * MIB, 2 * MIB, 18 * MIB),
+            "jax": Part(2 * MIB, 2 * MIB, 2 * MIB, 118 * MIB),
+            "torch": Part(2 * MIB, 4 * MIB, 2 * MIB, asks=False),
+            "numba": Part(2 * MIB, 2 * MIB, 2 * MIB),
+        },
+        144 * MIB,
+        "cupy",
+    )
+)
 @given(scenes())
 def test_a_tick_moves_something_once_under_a_constant_load(scene: tuple[dict[str, Part], int, str]) -> None:
     parts, room, _ = scene
@@ -153,6 +166,17 @@ def test_unlent_memory_goes_first_then_what_is_unused_then_cache() -> None:
     assert (too_much.caps, too_much.calls, too_much.missing, too_much.live) == ({}, (), GIB, {})
     live = for_numba(6 * GIB, torch=siblings["torch"]._replace(idle=0))
     assert (live.missing, live.live) == (GIB, {"torch": 3 * GIB})
+
+
+def test_caches_whose_reclaimable_bytes_are_known_are_trimmed_first() -> None:
+    """As for a GPU that is full: a trim of the others may return nothing."""
+    parts = {
+        "torch": Part(GIB, 16 * GIB, 9 * GIB, 9 * GIB, 8 * GIB, sure=False),
+        "pycuda": Part(GIB, 16 * GIB, 5 * GIB, 5 * GIB, 4 * GIB),
+        "numba": Part(GIB, 16 * GIB, 2 * GIB, 2 * GIB),
+    }
+    assert plan_raise(parts, 16 * GIB, "numba", 5 * GIB).calls == (("pycuda", 3 * GIB),)
+    assert plan_raise(parts, 16 * GIB, "numba", 8 * GIB).calls == (("pycuda", 4 * GIB), ("torch", 2 * GIB))
 
 
 def test_what_is_missing_is_in_whole_pages_so_that_asking_for_so_much_less_serves() -> None:
