@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from memguard._devices.host import Host
     from memguard._frameworks.base import Allocator
     from memguard._frameworks.shared_pool import SharedPool
-    from memguard._guard.suspended import OffGpu
+    from memguard._guard.suspended import SuspendedGpus
 
 _ENFORCED = Enforcement.ENFORCED
-_NOTING = 1.0
+_DRIFT_LOCK_TIMEOUT = 1.0
 """Seconds to wait for another thread that is recording drift."""
 
 
@@ -100,7 +100,7 @@ class CapTable:
         if needed and any(one.ordinal is None for one in devices):
             devices = host.devices(ordinals=True)
         self.plan = policy.plan(budget, devices, self.sharing)
-        self.off: OffGpu | None = None
+        self.suspended: SuspendedGpus | None = None
         """Set while the process is suspended. Replaced in one assignment, so that readers need no lock."""
         self._make_locks()
         self.entries: dict[str, CappedFramework] = {}
@@ -108,23 +108,25 @@ class CapTable:
         """The adapters of `entries`. The mapping is replaced, never changed: the reader compares its identity."""
         self.allocators: Mapping[str, Allocator] = {}
         """What the caps of the plan limit, by name: each framework's own allocator, or the pool that several share."""
-        self.over = False
+        self.stopped = False
         """Set when the guard stops. From then on nothing may report that a cap holds."""
         self.pid = os.getpid()
         self._warned: set[str] = set()
-        self._resized = 0
+        self._resize_version = 0
         self.shared_pool = self._shared_pool()
 
     @property
     def active(self) -> bool:
         """False after `shutdown`, and in a forked child, where the parent's budget does not apply."""
-        return bool(self.entries) and not self.over and self.pid == os.getpid()
+        return bool(self.entries) and not self.stopped and self.pid == os.getpid()
 
     @property
     def own_plan(self) -> Plan:
         """The plan of the GPUs that this process uses: of one GPU only, if its rank is known to use one."""
         own = None if self.sharing is None else self.sharing.own
-        found = tuple(part for part in self.plan.devices if own is not None and part.device.ordinal == own)
+        found = tuple(
+            device_plan for device_plan in self.plan.devices if own is not None and device_plan.device.ordinal == own
+        )
         return replace(self.plan, devices=found) if found else self.plan
 
     def _make_locks(self) -> None:
@@ -143,19 +145,19 @@ class CapTable:
 
     # the plan
 
-    def part(self, uuid: str) -> DevicePlan:
+    def device_plan(self, uuid: str) -> DevicePlan:
         """The plan of one GPU of the budget."""
-        for part in self.plan.devices:
-            if part.device.uuid == uuid:
-                return part
+        for device_plan in self.plan.devices:
+            if device_plan.device.uuid == uuid:
+                return device_plan
         raise KeyError(uuid)
 
     def planned(self, device: Device) -> DevicePlan:
         """The plan of that GPU. Raises MemguardError if the budget does not include the GPU."""
-        for part in self.plan.devices:
-            if part.device.uuid == device.uuid:
-                return part
-        known = ", ".join(f"{part.device.name} ({part.device.uuid})" for part in self.plan.devices)
+        for device_plan in self.plan.devices:
+            if device_plan.device.uuid == device.uuid:
+                return device_plan
+        known = ", ".join(f"{device_plan.device.name} ({device_plan.device.uuid})" for device_plan in self.plan.devices)
         raise MemguardError(
             f"{device.name} ({device.uuid}) is not a GPU of the budget, which has: {known}",
             fix="give the device of one of guard.plan.devices, or leave out device=",
@@ -163,11 +165,11 @@ class CapTable:
 
     def used_by(self, framework: str) -> Sequence[DevicePlan]:
         """The GPUs that a call without `device=` means: those that the framework uses, or the first."""
-        parts = self.plan.devices
-        if len(parts) == 1:
-            return parts
-        asked = self.entry(framework).framework
-        return [part for part in parts if asked.usage(part.device)] or parts[:1]
+        device_plans = self.plan.devices
+        if len(device_plans) == 1:
+            return device_plans
+        adapter = self.entry(framework).framework
+        return [device_plan for device_plan in device_plans if adapter.usage(device_plan.device)] or device_plans[:1]
 
     def movable(self, name: str) -> bool:
         """Whether the framework's cap can be changed now."""
@@ -176,11 +178,13 @@ class CapTable:
 
     def set_cap(self, name: str, uuid: str, cap: int) -> None:
         """Set a framework's cap on one GPU, in bytes. Callers hold the lock. Users call `Guard.resize`."""
-        if self.off is not None:
-            self.off.refuse("a change of a cap")
+        if self.suspended is not None:
+            self.suspended.refuse("a change of a cap")
         before = self.plan
         plan = policy.with_cap(before, uuid, name, cap)
-        if cap > self.part(uuid).caps[name]:  # first: after an interruption the cap may be below the plan, never above
+        if (
+            cap > self.device_plan(uuid).caps[name]
+        ):  # first: after an interruption the cap may be below the plan, never above
             self.plan = plan
         if self.entry(name).enforcement is not Enforcement.PENDING:  # else the framework's import applies this cap
             try:
@@ -191,18 +195,18 @@ class CapTable:
         self.plan = plan
 
     def resize(self, name: str, plan: Plan) -> None:
-        """Make the allocator enforce the caps of the plan. Drift readings taken meanwhile are invalid (`_resized`)."""
+        """Make the allocator enforce the caps of the plan. Invalidates drift readings taken meanwhile."""
         try:
-            self._resized += 1
+            self._resize_version += 1
             self.entry(name).framework.resize(plan.caps(name))
         finally:
-            self._resized += self._resized % 2  # even and larger than before: odd means in progress
+            self._resize_version += self._resize_version % 2  # even and larger than before: odd means in progress
 
-    def lend_nothing_to(self, name: str) -> None:
+    def lower_to_min(self, name: str) -> None:
         """Lower an elastic framework whose cap cannot move to its min, so that the rest can be lent to others."""
-        for part in self.plan.devices:
-            if name in part.elastic:
-                self.plan = policy.with_cap(self.plan, part.device.uuid, name, part.elastic[name][0])
+        for device_plan in self.plan.devices:
+            if name in device_plan.elastic:
+                self.plan = policy.with_cap(self.plan, device_plan.device.uuid, name, device_plan.elastic[name][0])
 
     # the frameworks
 
@@ -214,9 +218,9 @@ class CapTable:
         self.allocators = {one.name: one for one in (*alone, *pool)}
         self.entries = entries
 
-    def serving(self, framework: str, part: DevicePlan) -> Allocator:
+    def serving(self, framework: str, device_plan: DevicePlan) -> Allocator:
         """The allocator that serves the framework. Raises MemguardError if the budget does not name it."""
-        return self.allocators.get(shared_pool.allocator_of(part, framework)) or self.framework(framework)
+        return self.allocators.get(shared_pool.allocator_of(device_plan, framework)) or self.framework(framework)
 
     def allocator(self, name: str) -> Allocator:
         """The allocator or framework of that name, for a trim."""
@@ -237,7 +241,7 @@ class CapTable:
         try:
             return self.entries[framework]
         except KeyError:
-            if self.over:  # another thread or a signal handler ended the budget during the call
+            if self.stopped:  # another thread or a signal handler ended the budget during the call
                 self.check_active()
             import difflib
 
@@ -252,10 +256,10 @@ class CapTable:
 
     def check_active(self) -> None:
         """Raise NotActive if the budget is not in effect in this process, Suspended while the process is suspended."""
-        if self.off is not None:
-            self.off.refuse("the budget")
+        if self.suspended is not None:
+            self.suspended.refuse("the budget")
         if not self.active:
-            applied = "it was shut down" if self.over else "it is just being applied"
+            applied = "it was shut down" if self.stopped else "it is just being applied"
             why = "this is a forked child" if self.pid != os.getpid() else applied
             raise NotActive(f"no budget is active here: {why}", fix="call memguard.init('budget.yaml')")
 
@@ -267,8 +271,8 @@ class CapTable:
         The check takes no lock, because a driver may hang. A result obtained during a `resize` is dropped, because
         `resize` changes the settings that the adapter compares with.
         """
-        entries, resized = self.entries, self._resized
-        if self.over or self.pid != os.getpid() or self.off is not None:
+        entries, resized = self.entries, self._resize_version
+        if self.stopped or self.pid != os.getpid() or self.suspended is not None:
             return
         answers: dict[str, tuple[Drift, ...]] = {}
         chosen = None if only is None else entries.get(only)
@@ -278,7 +282,7 @@ class CapTable:
             try:
                 found = entry.framework.drift()
             except Exception as error:
-                self._unchecked(name, error)
+                self._note_unchecked(name, error)
                 continue
             if (found or entry.drift) and (now := tuple(found)) != entry.drift:
                 answers[name] = now
@@ -287,10 +291,12 @@ class CapTable:
         events: list[Event] = []
 
         def note() -> None:
-            if self.entries is entries and self._resized == resized and not resized % 2:
-                events.extend(e for name, found in answers.items() if (e := self._drifted(name, entries[name], found)))
+            if self.entries is entries and self._resize_version == resized and not resized % 2:
+                events.extend(
+                    e for name, found in answers.items() if (e := self._record_drift(name, entries[name], found))
+                )
 
-        if not self.noting.take(note, _NOTING):
+        if not self.noting.take(note, _DRIFT_LOCK_TIMEOUT):
             return
         for event in events:
             self.announce(event)
@@ -302,10 +308,10 @@ class CapTable:
         try:
             return tuple(entry.framework.drift())
         except Exception as error:
-            self._unchecked(name, error)
+            self._note_unchecked(name, error)
             return entry.drift
 
-    def met_the_cap(self, name: str, sentence: str) -> None:
+    def note_conflicting_setting(self, name: str, sentence: str) -> None:
         """Announce that a later setting of the user collided with a framework's cap. The framework has logged it."""
         self.announce(Event(time.time(), "note", sentence, framework=name))
 
@@ -314,10 +320,10 @@ class CapTable:
         if self.callbacks.event is not None:
             self.callbacks.event(event)
 
-    def _unchecked(self, name: str, error: Exception) -> None:
+    def _note_unchecked(self, name: str, error: Exception) -> None:
         self._warn_once(f"{name}: whether its cap still holds cannot be checked: {type(error).__name__}: {error}")
 
-    def _drifted(self, name: str, entry: CappedFramework, found: tuple[Drift, ...]) -> Event | None:
+    def _record_drift(self, name: str, entry: CappedFramework, found: tuple[Drift, ...]) -> Event | None:
         """Record the drift of one framework. Returns an event if the drift has changed."""
         if found == entry.drift:
             return None
@@ -347,7 +353,7 @@ class CapTable:
         for entry in self.entries.values():
             notes += entry.framework.notes
             notes += entry.drift_notes
-        return notes if self.off is None else [*notes, *self.off.notes()]
+        return notes if self.suspended is None else [*notes, *self.suspended.notes()]
 
     def _warn_once(self, sentence: str) -> None:
         if sentence not in self._warned:
@@ -356,7 +362,10 @@ class CapTable:
 
     def _shared_pool(self) -> SharedPool | None:
         """The shared pool, not yet created on the GPU; None without one. Raises PlanError on simulated GPUs."""
-        found = {part.device.uuid: shared_pool.caps_of(part).get(shared_pool.POOL) for part in self.plan.devices}
+        found = {
+            device_plan.device.uuid: shared_pool.caps_of(device_plan).get(shared_pool.POOL)
+            for device_plan in self.plan.devices
+        }
         caps = {uuid: cap for uuid, cap in found.items() if cap is not None}
         if caps and self.host.simulated:
             fix = "write 'strategy: caps' for the simulation, or leave out simulate="

@@ -37,13 +37,13 @@ _LOW = 64 * MIB
 """The least headroom of a framework that cannot request room, or 1/`_STEP` of its max if that is more."""
 
 
-class Part(NamedTuple):
+class CapState(NamedTuple):
     """The figures of one framework on one GPU, in bytes.
 
-    `least` and `most` bound its cap; both are the cap if it cannot move. `held` is the memory taken from the driver
-    plus `promised`. `promised` is the memory that its workloads have reserved and not yet allocated. `idle` is the part
-    of `held` that it could give back, at most; `sure`: it reports which part of its cache a trim returns. `asks`: its
-    allocator requests room when an allocation fails, so it needs no headroom.
+    `least` and `most` bound its cap; both are the cap if it cannot move. `reserved` is the memory that its workloads
+    have reserved and not yet allocated. `held` is the memory taken from the driver plus `reserved`. `idle` is an upper
+    bound of the part of `held` that a trim would return. `sure`: it reports which part of its cache a trim returns.
+    `requests_room`: its allocator requests room when an allocation fails, so it needs no headroom.
     """
 
     least: int
@@ -51,14 +51,14 @@ class Part(NamedTuple):
     cap: int
     held: int = 0
     idle: int = 0
-    asks: bool = True
-    promised: int = 0
+    requests_room: bool = True
+    reserved: int = 0
     sure: bool = True
 
     @property
-    def taken(self) -> tuple[int, int]:
+    def cap_and_held(self) -> tuple[int, int]:
         """The arguments of `room_left`: the cap, and the bytes taken from the driver in whole granules."""
-        return self.cap, round_up(max(self.held - self.promised, 0))
+        return self.cap, round_up(max(self.held - self.reserved, 0))
 
     @property
     def unused(self) -> int:
@@ -69,117 +69,123 @@ class Part(NamedTuple):
     def cached(self) -> int:
         """The further bytes that a trim of its cache would release, from its cap or from memory held above the cap."""
         stays = max(self.least, round_up(max(self.held - self.idle, 0)))
-        return max(max(self.taken) - self.unused - stays, 0)
+        return max(max(self.cap_and_held) - self.unused - stays, 0)
 
 
 class CapChange(NamedTuple):
     """The steps that raise a cap, in bytes.
 
-    `caps`: the changed caps, lowered ones first; empty while `calls` or `missing` is not. `calls`: siblings to trim
+    `caps`: the changed caps, lowered ones first; empty while `trims` or `missing` is not. `trims`: siblings to trim
     first, with the bytes; plan again after that. `missing`: the bytes that are not available. `live`: the bytes that
     siblings hold in live arrays above their min, or above their cap if it cannot move.
     """
 
     caps: Mapping[str, int]
-    calls: tuple[tuple[str, int], ...] = ()
+    trims: tuple[tuple[str, int], ...] = ()
     missing: int = 0
     live: Mapping[str, int] = {}
 
 
-def plan_raise(parts: Mapping[str, Part], room: int, who: str, wanted: int) -> CapChange:
-    """Plan the steps that raise the cap of `who` to at least `wanted` bytes. `room` is limit − reserve."""
-    own, wanted = parts[who], round_up(wanted)
+def plan_raise(states: Mapping[str, CapState], room: int, requester: str, wanted: int) -> CapChange:
+    """Plan the steps that raise the cap of `requester` to at least `wanted` bytes. `room` is limit − reserve."""
+    own, wanted = states[requester], round_up(wanted)
     if wanted <= own.cap:
         return CapChange({})
     if wanted > own.most:
         return CapChange({}, missing=wanted - own.most)
-    siblings = {name: part for name, part in parts.items() if name != who}
-    need = wanted - room_left(room, [part.taken for part in siblings.values()])
-    caps = _lowered(siblings, need)
+    siblings = {name: state for name, state in states.items() if name != requester}
+    need = wanted - room_left(room, [state.cap_and_held for state in siblings.values()])
+    caps = _lower_unused(siblings, need)
     need -= sum(siblings[name].cap - cap for name, cap in caps.items())
     if need <= 0:
-        return CapChange({**caps, **_further(siblings, caps, who, own, wanted, -need)})
-    live = {name: stuck for name, part in siblings.items() if (stuck := _live(part)) > 0}
-    cached = {name: part.cached for name, part in siblings.items()}
-    calls = []
+        return CapChange({**caps, **_raise_further(siblings, caps, requester, own, wanted, -need)})
+    live = {name: stuck for name, state in siblings.items() if (stuck := _live_above_min(state)) > 0}
+    cached = {name: state.cached for name, state in siblings.items()}
+    trims = []
     for name in sorted(cached, key=lambda one: trim_order(cached[one], siblings[one].sure)):
         if need > 0 and cached[name] > 0:
-            calls.append((name, min(cached[name], need)))
+            trims.append((name, min(cached[name], need)))
             need -= cached[name]
     if need > 0:  # even all caches are too small
         return CapChange({}, missing=round_up(need), live=live)  # a multiple of the granule, as caps are
-    return CapChange({}, tuple(calls), live=live)
+    return CapChange({}, tuple(trims), live=live)
 
 
-def _further(
-    siblings: Mapping[str, Part], caps: Mapping[str, int], who: str, own: Part, wanted: int, spare: int
+def _raise_further(
+    siblings: Mapping[str, CapState], caps: Mapping[str, int], requester: str, own: CapState, wanted: int, spare: int
 ) -> dict[str, int]:
-    """Raise the cap of `who` beyond `wanted`: first by free room (`spare` bytes), then by siblings' unused memory.
-    Returns that cap, and the siblings' caps that are lowered below `caps` for it.
+    """Raise the cap of `requester` beyond `wanted`: first by free room (`spare` bytes), then by siblings' unused
+    memory. Returns that cap, and the siblings' caps that are lowered below `caps` for it.
 
-    A sibling that can request room keeps half of its unused memory; other siblings keep their headroom. If `who` cannot
-    request room, the extra bytes are its own headroom.
+    A sibling that can request room keeps half of its unused memory; other siblings keep their headroom. If `requester`
+    cannot request room, the extra bytes are its own headroom.
     """
-    step = max((own.most - own.least) // _STEP, own.cap - own.least) if own.asks else 2 * _low(own)
+    step = (
+        max((own.most - own.least) // _STEP, own.cap - own.least) if own.requests_room else 2 * _headroom_threshold(own)
+    )
     step = round_down(max(min(step, own.most - wanted), 0))
     got = min(round_down(spare), step)
     lowered: dict[str, int] = {}
-    for name, part in sorted(siblings.items(), key=lambda item: not item[1].asks):
-        now = caps.get(name, part.cap)
-        unused = part.unused - (part.cap - now)
-        left = (unused // 2 if own.asks else 0) if part.asks else _low(part)
+    for name, state in sorted(siblings.items(), key=lambda item: not item[1].requests_room):
+        now = caps.get(name, state.cap)
+        unused = state.unused - (state.cap - now)
+        left = (unused // 2 if own.requests_room else 0) if state.requests_room else _headroom_threshold(state)
         if (taken := min(round_down(max(unused - left, 0)), step - got)) > 0:
             lowered[name] = now - taken
             got += taken
-    return {**lowered, who: wanted + got}
+    return {**lowered, requester: wanted + got}
 
 
-def rebalance(parts: Mapping[str, Part], room: int) -> dict[str, int]:
+def rebalance(states: Mapping[str, CapState], room: int) -> dict[str, int]:
     """The caps that change at a tick, lowered ones first, to fill the headroom of frameworks that cannot request room.
 
     Headroom comes from free room, and from unused memory of frameworks that can request room. If the free room is
     negative, unused memory is called back first.
     """
-    spare = room_left(room, [part.taken for part in parts.values()])
-    lowered = _lowered(parts, -spare)
+    spare = room_left(room, [state.cap_and_held for state in states.values()])
+    lowered = _lower_unused(states, -spare)
     if lowered:
-        spare += sum(parts[name].cap - cap for name, cap in lowered.items())
-        parts = {name: part._replace(cap=lowered.get(name, part.cap)) for name, part in parts.items()}
-    poor = {name: part for name, part in parts.items() if not part.asks and part.cap - part.held < _low(part)}
-    if not poor:
+        spare += sum(states[name].cap - cap for name, cap in lowered.items())
+        states = {name: state._replace(cap=lowered.get(name, state.cap)) for name, state in states.items()}
+    short_of_headroom = {
+        name: state
+        for name, state in states.items()
+        if not state.requests_room and state.cap - state.held < _headroom_threshold(state)
+    }
+    if not short_of_headroom:
         return lowered
-    lenders = {name: round_down(part.unused) for name, part in parts.items() if part.asks}
+    lenders = {name: round_down(state.unused) for name, state in states.items() if state.requests_room}
     raised: dict[str, int] = {}
-    for name, part in sorted(poor.items(), key=lambda item: _part_of_span(item[1])):
-        wanted = min(round_down(part.most), round_up(part.held + 2 * _low(part)))
-        need = round_up(wanted - part.cap) if wanted > part.cap else 0
+    for name, state in sorted(short_of_headroom.items(), key=lambda item: _borrowed_share(item[1])):
+        wanted = min(round_down(state.most), round_up(state.held + 2 * _headroom_threshold(state)))
+        need = round_up(wanted - state.cap) if wanted > state.cap else 0
         got = min(round_down(max(spare, 0)), need)
         spare -= got
         for lender in sorted(lenders, key=lambda one: -lenders[one]):
             taken = min(lenders[lender], need - got)
             if taken > 0:
                 lenders[lender] -= taken
-                lowered[lender] = lowered.get(lender, parts[lender].cap) - taken
+                lowered[lender] = lowered.get(lender, states[lender].cap) - taken
                 got += taken
         if got:
-            raised[name] = part.cap + got
+            raised[name] = state.cap + got
     return {**lowered, **raised}
 
 
-def called_back(parts: Mapping[str, Part], room: int) -> dict[str, int]:
+def plan_call_back(states: Mapping[str, CapState], room: int) -> dict[str, int]:
     """The caps to lower while caps and held memory together exceed the room, because a framework holds more than its
     cap."""
-    return _lowered(parts, -room_left(room, [part.taken for part in parts.values()]))
+    return _lower_unused(states, -room_left(room, [state.cap_and_held for state in states.values()]))
 
 
-def _lowered(parts: Mapping[str, Part], need: int) -> dict[str, int]:
+def _lower_unused(states: Mapping[str, CapState], need: int) -> dict[str, int]:
     """The caps lowered by unused memory to free `need` bytes, or as many as possible. Takes unused memory of frameworks
     that can request room first, of these the largest."""
     caps: dict[str, int] = {}
-    unused = {name: part.unused for name, part in parts.items()} if need > 0 else {}
-    for name in sorted(unused, key=lambda one: (not parts[one].asks, -unused[one])):
+    unused = {name: state.unused for name, state in states.items()} if need > 0 else {}
+    for name in sorted(unused, key=lambda one: (not states[one].requests_room, -unused[one])):
         if need > 0 and (taken := min(round_down(unused[name]), round_up(need))) > 0:
-            caps[name] = parts[name].cap - taken
+            caps[name] = states[name].cap - taken
             need -= taken
     return caps
 
@@ -196,11 +202,11 @@ class ReclaimableCache(NamedTuple):
     sure: bool
 
 
-def reclaimable_caches(usages: Mapping[str, Usage | None], who: str) -> list[ReclaimableCache]:
-    """The caches of the siblings of `who` that a trim can return."""
+def reclaimable_caches(usages: Mapping[str, Usage | None], requester: str) -> list[ReclaimableCache]:
+    """The caches of the siblings of `requester` that a trim can return."""
     found = []
     for name, usage in usages.items():
-        if name == who or usage is None or name in NEVER_GIVE_BACK or usage.held is None or usage.in_use is None:
+        if name == requester or usage is None or name in NEVER_GIVE_BACK or usage.held is None or usage.in_use is None:
             continue
         cached = max(usage.held - usage.in_use, usage.reclaimable or 0)  # the figures may be read at different moments
         idle = cached if usage.reclaimable is None else usage.reclaimable
@@ -218,14 +224,14 @@ def pick_donor(found: Iterable[ReclaimableCache], short: int) -> ReclaimableCach
     return ordered[0] if ordered and sum(one.most for one in ordered) >= short else None
 
 
-def _live(part: Part) -> int:
+def _live_above_min(state: CapState) -> int:
     """The bytes held above its min that are not cached."""
-    return max(part.held - part.promised - part.least - part.idle, 0)
+    return max(state.held - state.reserved - state.least - state.idle, 0)
 
 
-def _low(part: Part) -> int:
-    return max(part.most // _STEP, _LOW) if part.cap < part.most else 0
+def _headroom_threshold(state: CapState) -> int:
+    return max(state.most // _STEP, _LOW) if state.cap < state.most else 0
 
 
-def _part_of_span(part: Part) -> float:
-    return (part.cap - part.least) / max(part.most - part.least, GRANULE)
+def _borrowed_share(state: CapState) -> float:
+    return (state.cap - state.least) / max(state.most - state.least, GRANULE)

@@ -18,10 +18,9 @@ from typing import Any
 
 from memguard._base.blocks import WITHIN
 from memguard._base.locks import Rank, Turn
-from memguard._guard import reservations
-from memguard._guard.reservations import EMPTY, Reservations
+from memguard._guard.reservations import EMPTY, Reservations, ended
 
-_PATIENCE = 1.0
+_LOCK_TIMEOUT = 1.0
 """Seconds to wait for a compare-and-swap of another thread, which normally takes microseconds."""
 _numbers = itertools.count(1)
 
@@ -31,8 +30,8 @@ class Ticket:
 
     def __init__(self) -> None:
         self.number = next(_numbers)
-        self.over = False
-        self.here = whereabouts()
+        self.ended = False
+        self.created_by = thread_and_task()
         self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()  # `put` is reentrant
         self._wake: Callable[[], object] = functools.partial(self._woken.put, None)  # no reference cycle: freed at once
 
@@ -85,7 +84,7 @@ class ReservationQueue:
 
     def ticket(self) -> Ticket:
         made = Ticket()
-        self._tickets[made.number] = weakref.ref(made, functools.partial(self._gone, made.number))
+        self._tickets[made.number] = weakref.ref(made, functools.partial(self._collected, made.number))
         return made
 
     def replace(self, before: Reservations, after: Reservations) -> bool:
@@ -97,23 +96,23 @@ class ReservationQueue:
                 return True
             return False
 
-        return self._turn.take(put, _PATIENCE) == (True,)
+        return self._turn.take(put, _LOCK_TIMEOUT) == (True,)
 
-    def settled(self) -> Reservations:
+    def prune(self) -> Reservations:
         """Remove reservations whose ticket is over or was garbage-collected. Returns the rest."""
         while True:
-            before = book = self.current
-            for number in self._dead(book):
-                book = reservations.ended(book, number)
-            if book is before or self.replace(before, book):
-                return book
+            before = found = self.current
+            for number in self._ended(found):
+                found = ended(found, number)
+            if found is before or self.replace(before, found):
+                return found
 
-    def view(self) -> Reservations:
-        """As `settled`, without replacing the current ones: for calls within an allocation."""
-        book = self.current
-        for number in self._dead(book):
-            book = reservations.ended(book, number)
-        return book
+    def pruned(self) -> Reservations:
+        """As `prune`, without replacing the current ones: for calls within an allocation."""
+        found = self.current
+        for number in self._ended(found):
+            found = ended(found, number)
+        return found
 
     def leave(
         self,
@@ -129,21 +128,21 @@ class ReservationQueue:
         """
         leave(ticket)
         try:
-            while ticket.number in (now := self.settled()).ids:
+            while ticket.number in (now := self.prune()).ids:
                 found = in_use if in_use is not None and now is before else read()
-                if self.replace(now, reservations.ended(now, ticket.number, found)):
+                if self.replace(now, ended(now, ticket.number, found)):
                     break
         finally:
-            ticket.over = True
+            ticket.ended = True
             self._tickets.pop(ticket.number, None)
             self.wake()
 
-    def here(self, numbers: frozenset[int]) -> frozenset[int]:
+    def created_here(self, numbers: frozenset[int]) -> frozenset[int]:
         """The tickets that the current thread or task created. It can end only these."""
-        own, found = whereabouts(), set()
+        own, found = thread_and_task(), set()
         for number in numbers:
             ticket = known() if (known := self._tickets.get(number)) is not None else None
-            if ticket is not None and ticket.here == own:
+            if ticket is not None and ticket.created_by == own:
                 found.add(number)
         return frozenset(found)
 
@@ -154,30 +153,30 @@ class ReservationQueue:
             if found is not None and (ticket := found()) is not None:
                 ticket.wake()
 
-    def _dead(self, book: Reservations) -> list[int]:
+    def _ended(self, reservations: Reservations) -> list[int]:
         dead = []
-        for entry in (*book.active, *book.waiting):
+        for entry in (*reservations.active, *reservations.waiting):
             found = self._tickets.get(entry.id)
             ticket = found() if found is not None else None
-            if ticket is None or ticket.over:
+            if ticket is None or ticket.ended:
                 dead.append(entry.id)
         return dead
 
-    def _gone(self, number: int, _: Any) -> None:
+    def _collected(self, number: int, _: Any) -> None:
         """Called when a ticket is garbage-collected. Its block may have been interrupted before `leave`."""
         self._tickets.pop(number, None)
         if self.current is not EMPTY:
             self.wake()
 
 
-def within() -> frozenset[int]:
+def enclosing_tickets() -> frozenset[int]:
     """The numbers of the tickets whose blocks enclose the running code. Some tickets may be over."""
     return WITHIN.get()
 
 
-def enter(ticket: Ticket, mine: frozenset[int]) -> None:
-    """Enter a ticket's block. `mine`: the enclosing tickets that are not over."""
-    WITHIN.set(mine | {ticket.number})
+def enter(ticket: Ticket, enclosing: frozenset[int]) -> None:
+    """Enter a ticket's block. `enclosing`: the enclosing tickets that are not over."""
+    WITHIN.set(enclosing | {ticket.number})
 
 
 def leave(ticket: Ticket) -> None:
@@ -187,13 +186,13 @@ def leave(ticket: Ticket) -> None:
         WITHIN.set(found - {ticket.number})
 
 
-def whereabouts() -> tuple[int, int]:
+def thread_and_task() -> tuple[int, int]:
     """The ids of the current thread and the current task; 0 for no task."""
     task = _task()
     return threading.get_ident(), 0 if task is None else id(task)
 
 
-def who() -> str:
+def owner_name() -> str:
     """The name of the current task, or else of the current thread."""
     task = _task()
     return f"thread {threading.current_thread().name}" if task is None else f"task {task.get_name()}"

@@ -140,7 +140,7 @@ def test_a_program_keeps_the_order(order: Order, tmp_path: Path) -> None:
     waits = threading.Thread(target=second)
     with memguard.workload("first", framework="numba", needs="1GiB"):
         waits.start()
-        until(lambda: guard.admission.get().queue.settled().waiting)
+        until(lambda: guard.admission.get().queue.prune().waiting)
         with pytest.raises(memguard.BudgetExceeded):
             memguard.require("cupy", "39GiB")
     waits.join(60)
