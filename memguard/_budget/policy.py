@@ -356,7 +356,9 @@ def room_left(room: int, others: Iterable[tuple[int, int]]) -> int:
     Lowering a cap below live arrays frees none of them. So each framework counts as the larger of its cap and its
     held bytes: bytes above its cap remain unavailable until they are freed.
     """
-    return room - sum(max(cap, held) for cap, held in others)
+    for cap, held in others:
+        room -= max(cap, held)
+    return room
 
 
 def left_beside(part: DevicePlan, framework: str, held: Mapping[str, int] = {}) -> int:

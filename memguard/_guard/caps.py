@@ -73,6 +73,11 @@ class CappedFramework:
         self.drift: tuple[Drift, ...] = ()
 
     @property
+    def movable(self) -> bool:
+        """Whether the cap can be changed now."""
+        return self.enforcement in (Enforcement.ENFORCED, Enforcement.PENDING) and not self.framework.fixed()
+
+    @property
     def drift_reason(self) -> str:
         """The drift in one sentence, without the framework's name."""
         return "; ".join(map(str, self.drift))
@@ -171,11 +176,6 @@ class CapTable:
         adapter = self.entry(framework).framework
         return [device_plan for device_plan in device_plans if adapter.usage(device_plan.device)] or device_plans[:1]
 
-    def movable(self, name: str) -> bool:
-        """Whether the framework's cap can be changed now."""
-        entry = self.entry(name)
-        return entry.enforcement in (Enforcement.ENFORCED, Enforcement.PENDING) and not entry.framework.fixed()
-
     def set_cap(self, name: str, uuid: str, cap: int) -> None:
         """Set a framework's cap on one GPU, in bytes. Callers hold the lock. Users call `Guard.resize`."""
         if self.suspended is not None:
@@ -186,19 +186,20 @@ class CapTable:
             cap > self.device_plan(uuid).caps[name]
         ):  # first: after an interruption the cap may be below the plan, never above
             self.plan = plan
-        if self.entry(name).enforcement is not Enforcement.PENDING:  # else the framework's import applies this cap
+        entry = self.entry(name)
+        if entry.enforcement is not Enforcement.PENDING:  # else the framework's import applies this cap
             try:
-                self.resize(name, plan)
+                self.resize(name, entry.framework, plan)
             except Exception:
                 self.plan = before
                 raise
         self.plan = plan
 
-    def resize(self, name: str, plan: Plan) -> None:
+    def resize(self, name: str, framework: Framework, plan: Plan) -> None:
         """Make the allocator enforce the caps of the plan. Invalidates drift readings taken meanwhile."""
         try:
             self._resize_version += 1
-            self.entry(name).framework.resize(plan.caps(name))
+            framework.resize(plan.caps(name))
         finally:
             self._resize_version += self._resize_version % 2  # even and larger than before: odd means in progress
 
@@ -213,9 +214,10 @@ class CapTable:
     def install(self, entries: dict[str, CappedFramework]) -> None:
         """Replace the frameworks and their allocators. Other threads may iterate over the old ones."""
         self.frameworks = {name: entry.framework for name, entry in entries.items()}
-        pool = () if self.shared_pool is None or not entries else (self.shared_pool,)
-        alone = [one for one in self.frameworks.values() if not one.pooled]
-        self.allocators = {one.name: one for one in (*alone, *pool)}
+        allocators: dict[str, Allocator] = {name: one for name, one in self.frameworks.items() if not one.pooled}
+        if self.shared_pool is not None and entries:
+            allocators[self.shared_pool.name] = self.shared_pool
+        self.allocators = allocators
         self.entries = entries
 
     def serving(self, framework: str, device_plan: DevicePlan) -> Allocator:

@@ -173,7 +173,7 @@ class ElasticCaps:
                 raise CapNotApplied(framework, entry.drift_reason, remedy)
             if entry.enforcement is not Enforcement.ENFORCED:
                 raise CapNotApplied(framework, f"it is {entry.enforcement.value}", "there is no cap to change")
-            caps.resize(framework, plan)
+            caps.resize(framework, entry.framework, plan)
             caps.plan = plan
             self.trim_above_cap(framework)
         self._workloads.wake()
@@ -181,7 +181,7 @@ class ElasticCaps:
     def _resized_plan(self, framework: str, entry: CappedFramework, size: int) -> Plan:
         """The plan with this cap on every GPU, after calling back lent memory. PlanError if the cap does not fit."""
         pending = entry.enforcement is Enforcement.PENDING
-        sets = pending or self._caps.movable(framework)
+        sets = pending or entry.movable
         short: dict[str, Room] = {}
         wants = [
             device_plan

@@ -76,8 +76,8 @@ class CapChange(NamedTuple):
     """The steps that raise a cap, in bytes.
 
     `caps`: the changed caps, lowered ones first; empty while `trims` or `missing` is not. `trims`: siblings to trim
-    first, with the bytes; plan again after that. `missing`: the bytes that are not available. `live`: the bytes that
-    siblings hold in live arrays above their min, or above their cap if it cannot move.
+    first, with the bytes; plan again after that. `missing`: the bytes that are not available. `live`, if any are
+    missing: the bytes that siblings hold in live arrays above their min, or above their cap if it cannot move.
     """
 
     caps: Mapping[str, int]
@@ -95,20 +95,20 @@ def plan_raise(states: Mapping[str, CapState], room: int, requester: str, wanted
         return CapChange({}, missing=wanted - own.most)
     siblings = {name: state for name, state in states.items() if name != requester}
     need = wanted - room_left(room, [state.cap_and_held for state in siblings.values()])
-    caps = _lower_unused(siblings, need)
-    need -= sum(siblings[name].cap - cap for name, cap in caps.items())
+    caps, need = _lower_unused(siblings, need)
     if need <= 0:
         return CapChange({**caps, **_raise_further(siblings, caps, requester, own, wanted, -need)})
-    live = {name: stuck for name, state in siblings.items() if (stuck := _live_above_min(state)) > 0}
     cached = {name: state.cached for name, state in siblings.items()}
     trims = []
     for name in sorted(cached, key=lambda one: trim_order(cached[one], siblings[one].sure)):
         if need > 0 and cached[name] > 0:
             trims.append((name, min(cached[name], need)))
             need -= cached[name]
-    if need > 0:  # even all caches are too small
-        return CapChange({}, missing=round_up(need), live=live)  # a multiple of the granule, as caps are
-    return CapChange({}, tuple(trims), live=live)
+    if need <= 0:
+        return CapChange({}, tuple(trims))
+    # Even all caches are too small.
+    live = {name: stuck for name, state in siblings.items() if (stuck := _live_above_min(state)) > 0}
+    return CapChange({}, missing=round_up(need), live=live)  # a multiple of the granule, as caps are
 
 
 def _raise_further(
@@ -143,9 +143,9 @@ def rebalance(states: Mapping[str, CapState], room: int) -> dict[str, int]:
     negative, unused memory is called back first.
     """
     spare = room_left(room, [state.cap_and_held for state in states.values()])
-    lowered = _lower_unused(states, -spare)
+    lowered, missing = _lower_unused(states, -spare)
     if lowered:
-        spare += sum(states[name].cap - cap for name, cap in lowered.items())
+        spare = -missing
         states = {name: state._replace(cap=lowered.get(name, state.cap)) for name, state in states.items()}
     short_of_headroom = {
         name: state
@@ -175,19 +175,19 @@ def rebalance(states: Mapping[str, CapState], room: int) -> dict[str, int]:
 def plan_call_back(states: Mapping[str, CapState], room: int) -> dict[str, int]:
     """The caps to lower while caps and held memory together exceed the room, because a framework holds more than its
     cap."""
-    return _lower_unused(states, -room_left(room, [state.cap_and_held for state in states.values()]))
+    return _lower_unused(states, -room_left(room, [state.cap_and_held for state in states.values()]))[0]
 
 
-def _lower_unused(states: Mapping[str, CapState], need: int) -> dict[str, int]:
-    """The caps lowered by unused memory to free `need` bytes, or as many as possible. Takes unused memory of frameworks
-    that can request room first, of these the largest."""
+def _lower_unused(states: Mapping[str, CapState], need: int) -> tuple[dict[str, int], int]:
+    """The caps lowered by unused memory to free `need` bytes, and the bytes still missing (negative: freed beyond
+    `need`). Takes unused memory of frameworks that can request room first, of these the largest."""
     caps: dict[str, int] = {}
     unused = {name: state.unused for name, state in states.items()} if need > 0 else {}
     for name in sorted(unused, key=lambda one: (not states[one].requests_room, -unused[one])):
         if need > 0 and (taken := min(round_down(unused[name]), round_up(need))) > 0:
             caps[name] = states[name].cap - taken
             need -= taken
-    return caps
+    return caps, need
 
 
 class ReclaimableCache(NamedTuple):

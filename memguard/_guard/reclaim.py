@@ -242,7 +242,7 @@ class Reclaimer:
         for name, cap in shared_pool.caps_of(plan).items():
             allocator, usage = self._caps.allocators[name], usages.get(name)
             least, most = plan.elastic.get(name, (cap, cap))
-            if least != most and (name in self._fixed or not self._caps.movable(name)):
+            if least != most and (name in self._fixed or not self._caps.entries[name].movable):
                 least = most = cap
             held, reserved = policy.known_held(usage), 0
             if usage is not None and usage.held is None:

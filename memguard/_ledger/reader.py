@@ -238,8 +238,7 @@ class LedgerReader:
         if state.charged + state.slabs > device_plan.reserve:
             self._warn_of_overhead(state, device_plan)
         lent = self._lent(device) if _LOANS in sys.modules else _NO_LOANS
-        bypasses = [(name, what) for name, one in with_uncounted if name in live and (what := one.uncounted())]
-        uncounted = tuple([what for _, what in sorted(bypasses)])
+        uncounted = tuple([what for name, one in with_uncounted if name in live and (what := one.uncounted())])
         return reading_of((device, memory, own, usages, state, moved, owners, lent, uncounted))
 
     def _unchanged_while_read(
@@ -353,7 +352,7 @@ class LedgerReader:
             and self._overrides[1] == len(self._created)
         ):
             return self._overrides[2]
-        known = {**self._created, **frameworks}.items()
+        known = sorted({**self._created, **frameworks}.items())
         found = tuple(
             tuple((name, one) for name, one in known if getattr(getattr(one, what), "__func__", None) is not default)
             for what, default in _DEFAULTS.items()

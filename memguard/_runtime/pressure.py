@@ -438,6 +438,8 @@ class _Climb(NamedTuple):
 
 def _climb(track: _Track) -> _Climb | None:
     blocks = track.blocks
+    if len(blocks) < EVIDENCE[1]:
+        return None
     highest = max((peak for _, peak in track.peaks), default=0)
     if blocks[-1].high <= highest:
         return None

@@ -153,7 +153,7 @@ def test_unlent_memory_goes_first_then_what_is_unused_then_cache() -> None:
     }
     room = 12 * GIB  # one is lent to nobody
 
-    def for_numba(wanted: int, most: int | None = None, **other: Part) -> CapChange:
+    def for_numba(wanted: int, most: int | None = None, **other: CapState) -> CapChange:
         numba = CapState(1 * GIB, most or wanted, 1 * GIB, 1 * GIB, 0)
         return plan_raise({**siblings, **other, "numba": numba}, room, "numba", wanted)
 

@@ -438,7 +438,7 @@ def test_a_call_within_one_of_the_machine_does_not_wait_for_a_thread_that_waits_
     within, trims = threading.Event(), threading.Thread(target=lambda: framework.trim(gpu), daemon=True)
 
     def call() -> None:
-        with host._state(gpu):
+        with host.lock:
             trims.start()
             trims.join(0.1)
             seen.append(framework.usage(gpu))
