@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from memguard._base.locks import InterruptSafeLock, Rank, Turn, ranked
+from memguard._base.locks import InterruptSafeLock, LockedRunner, Rank, ranked
 from memguard._base.logs import log as _log
 from memguard._base.types import (
     Device,
@@ -136,8 +136,8 @@ class CapTable:
 
     def _make_locks(self) -> None:
         self.lock: InterruptSafeLock = ranked(InterruptSafeLock(), Rank.GUARD)
-        self.turn = Turn(self.lock)
-        self.noting = Turn(rank=Rank.DRIFT)
+        self.locked = LockedRunner(self.lock)
+        self.drift_locked = LockedRunner(rank=Rank.DRIFT)
         """The lock for recording drift. Its owner never waits for anything."""
 
     def forked(self) -> None:
@@ -298,7 +298,7 @@ class CapTable:
                     e for name, found in answers.items() if (e := self._record_drift(name, entries[name], found))
                 )
 
-        if not self.noting.take(note, _DRIFT_LOCK_TIMEOUT):
+        if not self.drift_locked.run(note, _DRIFT_LOCK_TIMEOUT):
             return
         for event in events:
             self.announce(event)

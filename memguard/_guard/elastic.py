@@ -81,9 +81,9 @@ class ElasticCaps:
         if device_plan is None or shortage.framework not in device_plan.caps:
             return False
         why: WhyNoHelp | None
-        if caps.turn.mine:
+        if caps.locked.held_here:
             why = WhyNoHelp(NoHelp.WITHIN_CALL, "the request was made within another memguard call on this thread")
-        elif (done := caps.turn.take(self._make_room_for, _LOCK_TIMEOUT, shortage, device_plan.device)) is not None:
+        elif (done := caps.locked.run(self._make_room_for, _LOCK_TIMEOUT, shortage, device_plan.device)) is not None:
             why = done[0]
         else:
             why = WhyNoHelp(NoHelp.LOCK_HELD, f"another thread held memguard's lock for {_LOCK_TIMEOUT:g} s")
@@ -141,7 +141,7 @@ class ElasticCaps:
         for one in sample.devices:
             before, caps = self.reclaimer.headroom(one)
             if caps:
-                self._caps.turn.take(self._rebalance, 0, before, caps)
+                self._caps.locked.run(self._rebalance, 0, before, caps)
         return sample if self._caps.plan is plan else _with_caps(sample, self._caps.plan)
 
     def _rebalance(self, before: DevicePlan, caps: Mapping[str, int]) -> None:

@@ -550,7 +550,7 @@ class Guard:
         """
         if self.caps.suspended is not None:  # the cap is set when the process resumes
             suspension.put_off(lambda: self._imported(name))
-        elif self.caps.turn.take(self._apply_imported, _IMPORT_LOCK_TIMEOUT, name) is None:
+        elif self.caps.locked.run(self._apply_imported, _IMPORT_LOCK_TIMEOUT, name) is None:
             self._uncapped.add(name)
             _log.warning(
                 "%s: its cap is not set yet: another thread held memguard's lock for %g s while it was imported; the "
@@ -573,7 +573,7 @@ class Guard:
     def _cap_uncapped(self) -> None:
         """Set the caps of `_uncapped`, unless the lock is held now."""
         for name in [*self._uncapped]:
-            if self.caps.turn.mine or self.caps.turn.take(self._cap_after_import, 0, name) is None:
+            if self.caps.locked.held_here or self.caps.locked.run(self._cap_after_import, 0, name) is None:
                 return
             self._uncapped.discard(name)
 

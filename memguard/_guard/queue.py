@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from memguard._base.blocks import WITHIN
-from memguard._base.locks import Rank, Turn
+from memguard._base.locks import LockedRunner, Rank
 from memguard._guard.reservations import EMPTY, Reservations, ended
 
 _LOCK_TIMEOUT = 1.0
@@ -70,7 +70,7 @@ class ReservationQueue:
 
     def __init__(self) -> None:
         self.current: Reservations = EMPTY
-        self._turn = Turn(rank=Rank.RESERVATIONS)
+        self._locked = LockedRunner(rank=Rank.RESERVATIONS)
         self._tickets: dict[int, weakref.ref[Ticket]] = {}
 
     @property
@@ -80,7 +80,7 @@ class ReservationQueue:
 
     def forked(self) -> None:
         """Drop all reservations and the parent's lock in a forked child."""
-        self.current, self._turn, self._tickets = EMPTY, Turn(rank=Rank.RESERVATIONS), {}
+        self.current, self._locked, self._tickets = EMPTY, LockedRunner(rank=Rank.RESERVATIONS), {}
 
     def ticket(self) -> Ticket:
         made = Ticket()
@@ -96,7 +96,7 @@ class ReservationQueue:
                 return True
             return False
 
-        return self._turn.take(put, _LOCK_TIMEOUT) == (True,)
+        return self._locked.run(put, _LOCK_TIMEOUT) == (True,)
 
     def prune(self) -> Reservations:
         """Remove reservations whose ticket is over or was garbage-collected. Returns the rest."""

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
 from memguard._base.framework_spec import KERNELS, SECOND_CONTEXT
-from memguard._base.locks import Rank, Turn, interrupting
+from memguard._base.locks import LockedRunner, Rank, interrupting
 from memguard._base.specs import setting
 from memguard._base.types import (
     Device,
@@ -66,7 +66,7 @@ class LedgerReader:
     def __init__(self, host: Host, unnamed: Sequence[str], warn: Callable[[str], None]) -> None:
         self.host, self._unnamed, self._warn = host, unnamed, warn
         self.shared_pool: SharedPool | None = None
-        self._turn = Turn(rank=Rank.READER)
+        self._locked = LockedRunner(rank=Rank.READER)
         self._created: dict[str, Framework] = {}
         self._overhead: dict[str, Overhead] = {}
         self._latest: dict[str, Mapping[str, Usage | None]] = {}  # the usages of the last reading of each GPU
@@ -92,11 +92,11 @@ class LedgerReader:
 
     def forked(self) -> None:
         """In a forked child, replace the lock: another thread of the parent may have held it."""
-        self._turn = Turn(rank=Rank.READER)
+        self._locked = LockedRunner(rank=Rank.READER)
 
     def wait(self, seconds: float) -> bool:
         """Wait for readings in progress. Whether they end within `seconds`."""
-        return self._turn.take(bool, seconds) is not None
+        return self._locked.run(bool, seconds) is not None
 
     def unnamed(self) -> Mapping[str, Framework]:
         """The imported frameworks that the budget does not name. Does not load the adapters of other frameworks."""
@@ -120,7 +120,7 @@ class LedgerReader:
 
     def reading(self, device_plan: DevicePlan, frameworks: Mapping[str, Framework]) -> Reading:
         """The reading behind the rows of `ledger`. Raises the same error."""
-        read = self._turn.take(self._read, 0, device_plan, frameworks, True)
+        read = self._locked.run(self._read, 0, device_plan, frameworks, True)
         return read[0] if read is not None else self._read_in_turn(self._read, device_plan, frameworks)
 
     def ledger_of(
@@ -167,7 +167,7 @@ class LedgerReader:
 
         If the unaccounted memory has changed, a complete reading follows, which charges overhead.
         """
-        read = self._turn.take(self._sample, 0, device_plan, frameworks, True)
+        read = self._locked.run(self._sample, 0, device_plan, frameworks, True)
         return read[0] if read is not None else self._read_in_turn(self._sample, device_plan, frameworks)
 
     def _read_in_turn(
@@ -183,7 +183,7 @@ class LedgerReader:
         """
         if interrupting():
             return read(device_plan, frameworks, False)
-        found = self._turn.take(read, _LOCK_TIMEOUT, device_plan, frameworks, True)
+        found = self._locked.run(read, _LOCK_TIMEOUT, device_plan, frameworks, True)
         if found is not None:
             return found[0]
         raise MemguardError(

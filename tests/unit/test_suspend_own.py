@@ -240,7 +240,7 @@ def test_a_watcher_that_comes_late_undoes_nothing_of_the_next_suspension(way: Fa
     assert first is not None
     memguard.resume()
     with memguard.suspended():
-        self_suspend._turn.take(self_suspend._came_back, 1, first, ", late")
+        self_suspend._locked.run(self_suspend._came_back, 1, first, ", late")
         assert suspension.now is not None and budget.caps.suspended is not None and way.gates[-1].closed
 
 

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Protocol
 
 from memguard._base import life
-from memguard._base.locks import Rank, Turn
+from memguard._base.locks import LockedRunner, Rank
 from memguard._base.logs import log as _log
 from memguard._base.types import Event
 from memguard._base.undo import Undo
@@ -81,7 +81,7 @@ class _Own:
         suspension.catch_up()
 
 
-_turn = Turn(rank=Rank.SUSPENSION)
+_locked = LockedRunner(rank=Rank.SUSPENSION)
 """Of the thread that takes the process off its GPUs, or brings it back."""
 _BUSY = "another call takes this process off its GPUs, or brings it back"
 _now: _Own | None = None
@@ -118,9 +118,9 @@ def suspend(
     _refuse_twice()
     _refuse_here()
     given, until = (timeout, why, owner, ignore_host_memory), time.monotonic() + min(patience, timeout)
-    done = None if _turn.mine else _turn.take(_suspend, 0, *given)
-    while done is None and not _turn.mine and not _leaves() and time.monotonic() < until:
-        done = _turn.take(_suspend, _SLICE, *given)
+    done = None if _locked.held_here else _locked.run(_suspend, 0, *given)
+    while done is None and not _locked.held_here and not _leaves() and time.monotonic() < until:
+        done = _locked.run(_suspend, _SLICE, *given)
     if done is None:
         raise Suspended(f"{_BUSY}", fix="wait for it")
     _tell(done[0])
@@ -189,10 +189,10 @@ def resume(timeout: float | None, progress: Progress | None, only: Suspension | 
 
     `only`: from that suspension, and from none that came after it.
     """
-    if _turn.mine and current() is None:  # within the call that takes it off: there is nothing yet to bring back
+    if _locked.held_here and current() is None:  # within the call that takes it off: there is nothing yet to bring back
         return
     patience = -1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)
-    if _turn.mine or _turn.take(_resume, patience, timeout, progress, only) is None:
+    if _locked.held_here or _locked.run(_resume, patience, timeout, progress, only) is None:
         raise Suspended(f"{_BUSY}", fix="wait for it")
 
 
@@ -208,7 +208,7 @@ def _at_exit(patience: float) -> None:
 
 
 def _return(own: _Own, timeout: float | None, progress: Progress | None) -> None:
-    """With the turn."""
+    """Callers hold the lock."""
     assert own.suspension is not None
     found = own.suspension
 
@@ -237,7 +237,7 @@ def _return(own: _Own, timeout: float | None, progress: Progress | None) -> None
 
 
 def _came_back(own: _Own, by: str = "") -> None:
-    """It is on its GPUs again. Any thread that has the turn; what an interrupted call left is done by the next."""
+    """It is on its GPUs again. Any thread that holds the lock; what an interrupted call left is done by the next."""
     global _now
     if own.over:  # it may be off them once more: nothing of that is undone here
         return
@@ -267,8 +267,8 @@ def _watch(own: _Own) -> None:
             _log.debug("whether the process is still suspended is unknown: %s", str(error))
             time.sleep(_LOOK)
             continue
-        while back and not own.over:  # while `resume` here is at it, it has the turn
-            _turn.take(_came_back, _LOOK, own, ", brought back by another process")
+        while back and not own.over:  # while `resume` here is at it, it holds the lock
+            _locked.run(_came_back, _LOOK, own, ", brought back by another process")
 
 
 def _tell(found: Suspension) -> None:
@@ -348,8 +348,8 @@ def _watch_forks() -> None:
 
 def _forked() -> None:
     """A forked child has no CUDA: it is not suspended, and waits at no gate."""
-    global _now, _turn
-    own, _now, _turn = _now, None, Turn(rank=Rank.SUSPENSION)
+    global _now, _locked
+    own, _now, _locked = _now, None, LockedRunner(rank=Rank.SUSPENSION)
     suspension.forked()
     at_exit.dismiss()
     if own is not None:
