@@ -1,23 +1,23 @@
 """Charges overhead: CUDA contexts, modules and library workspaces, outside every framework's cap. Pure.
 
-Overhead is charged when its cause is seen, never as the remainder. Causes are
+Overhead is charged when its cause is observed, never computed as the remainder. Causes are
 
 - a new owner: the context, a framework, an NCCL communicator, a second context. Each is charged in the first reading
   after it appeared, up to its reserve in `_budget.policy`. A communicator that is created eagerly allocates most at its
   first collective, and is charged then;
 - the first use of a library, by each framework that uses it: charged once, in one reading or two, if the library was
-  entered since the last look (`Host.entries`) and the growth is at most the measured size of such first uses;
+  entered since the last reading of `Host.entries` and the growth is at most the measured size of such first uses;
 - kernels that are loaded at their first launch, if a module was loaded: `LAZY` for each live framework in all.
 
-Where entries cannot be observed, every loaded library and every kernel load is a possible cause. Then the growth must
-be close to the measured size. Two first uses are charged at once only if a framework, a communicator or a library has
-just appeared, and none is charged for repeated growth.
+Where entries cannot be observed, every loaded library and every kernel load is a possible cause. There the growth must
+be close to the measured size. Two first uses are charged together only if a framework, a communicator or a library has
+just appeared. Repeated growth is not charged.
 
-Other growth is unaccounted, as is all growth beyond the reserve of the live frameworks in `_budget.policy`. Memory of a
-first use or of kernels that is freed is no longer charged. While a framework does not report what it holds, growth may
-be its pool: such a charge is provisional, and is reduced as far as the framework's own figures disprove it. The gaps in
-the driver's slabs are counted by address. A second context is often seen only after it was created: it is charged then,
-from the unaccounted memory, and has a row of its own.
+Other growth is unaccounted, and so is all growth beyond the reserve of the live frameworks in `_budget.policy`. When
+the memory of a first use or of kernels is freed, its charge is removed. While a framework does not report its held
+bytes, growth may be its pool. A charge made then is provisional: it is reduced if the framework's lower bound later
+shows that its pool holds these bytes. The gaps in the driver's slabs are counted by address. A second context is often
+observed only after its creation: it is then charged from the unaccounted memory, and gets its own row.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ PAUSE_SECONDS = 2.0
 FIRST_USE_SECONDS = 1.0
 """Seconds after its entry for which a library may still allocate for its first use."""
 KERNEL_LOAD_SECONDS = 0.01
-"""`FIRST_USE_SECONDS` for kernels, which allocate at once: the GPUs are read one after the other."""
+"""`FIRST_USE_SECONDS` for kernels, which allocate immediately. It covers the time between the readings of two GPUs."""
 MAX_STREAK = 5
-"""The growths in a streak that may be first uses: PyTorch's libraries in one training step. More is a leak."""
+"""The most growths in a streak that may be first uses (PyTorch's libraries in one training step). More are a leak."""
 MAX_FIRST_USES = 3
-"""The most first uses charged for one growth, of libraries whose entry was observed."""
+"""The most first uses that one growth is charged to, among libraries whose entry was observed."""
 ANY = frozenset(LIBRARIES)
-"""Every library: the possible causes where loaded libraries cannot be observed."""
+"""All libraries: the possible causes where loaded libraries cannot be observed."""
 Use = tuple[str, int]
 """A first use of a library: the framework, and the index in its `first_uses`."""
 Charge = tuple[int, frozenset[Use], int]
-"""Bytes, the first uses that they cover, and the part of them for kernels."""
+"""The charged bytes, the first uses that they cover, and the part of the bytes for kernels."""
 
 
 @dataclass(frozen=True)
@@ -115,12 +115,12 @@ class Overhead:
 
     @property
     def lasting(self) -> tuple[int, int]:
-        """The lasting figures. Only a reading during which no framework's figure changed may change them. Otherwise
-        memory that a framework takes after its own reading is mistaken for overhead."""
+        """The figures that persist between readings. Only a reading during which no framework's figure changed may
+        change them. Otherwise memory that a framework allocates after its own reading would be charged as overhead."""
         return self.charged, self.largest_gap
 
     def with_slabs(self, slabs: int) -> Overhead:
-        """The state with these slabs' bytes. A copy of the attributes, as `replace` takes ten times as long."""
+        """The state with these slabs' bytes. It copies the attributes, because `replace` takes ten times as long."""
         found = object.__new__(Overhead)
         vars(found).update(vars(self), slabs=slabs)
         return found
@@ -138,8 +138,8 @@ class Overhead:
         """The state after a reading. `gap` is the process's bytes less its frameworks' bytes; `loaded` lists the loaded
         libraries of `LIBRARIES`; `now` is in seconds; `entries` comes from `Host.entries`.
 
-        `exact` is False if a framework does not report what it holds. Part of the gap is then its pool, and at most the
-        measured size of a new owner is charged. `least`: such frameworks' lower bound, which the gap excludes.
+        `exact` is False if a framework does not report its held bytes. Part of the gap is then its pool, so a new owner
+        is charged with at most its measured size. `least`: the lower bound of such frameworks, which the gap excludes.
         """
         quiet = (
             gap == self.last_gap
@@ -155,7 +155,7 @@ class Overhead:
         observed = self.with_entries(entries, now, new)
         if new:
             growth = max(growth, min(since, allowed))
-        elif observed.entered:  # independent of earlier gaps, and not for charged memory that is allocated again
+        elif observed.entered:  # ignores earlier gaps, and excludes charged memory that is allocated again
             growth = max(growth, gap - max(self.last_gap, self.charged))
         late = sum(map(modules, _second_contexts(new)))
         growth = max(growth, min(late, gap - self.charged))
@@ -214,10 +214,10 @@ class Overhead:
         return state._without_pool_charges(self, exact)
 
     def _without_pool_charges(self, before: Overhead, exact: bool) -> Overhead:
-        """The state without the charges that prove to be a pool's memory.
+        """The state without the charges for memory that belongs to a pool.
 
         When the lower bound of a pool rises, the pool holds that much: all overhead is then within the gap. At other
-        times the bound may be too high (TensorFlow returns idle regions), and proves nothing.
+        times the bound may be too high (TensorFlow returns idle regions), so it is ignored.
         """
         size, used, lazy = self.provisional
         if not exact:
@@ -244,8 +244,8 @@ class Overhead:
     def with_entries(
         self, entries: frozenset[tuple[str, int]], now: float, new: frozenset[str] = frozenset()
     ) -> Overhead:
-        """The state after reading the entered libraries. The first reading ignores earlier entries if an owner in `new`
-        appeared: they are charged with that owner."""
+        """The state after reading the entered libraries. If an owner in `new` has appeared, the first reading ignores
+        earlier entries: their memory is charged to that owner."""
         known = {name for name, _ in self.entries}
         came = frozenset([name for name, count in entries - self.entries if count and (name in known or not new)])
         since, before = now - self.entered_at, self.entered
@@ -312,7 +312,7 @@ class Overhead:
         )
 
     def _with_charge(self, size: int, used: frozenset[Use] = frozenset(), kernels: int = 0) -> tuple[Charge, ...]:
-        """The charges and one more. Charges below the driver's page size appear in no figure by themselves."""
+        """The charges and this one. A charge below the driver's page size is dropped: no figure shows it."""
         return (*self.charges, (size, used, kernels)) if size >= GRANULE else self.charges
 
     def _without_freed_charge(self, fall: int, missing: int) -> tuple[Overhead, int] | None:
@@ -347,7 +347,7 @@ class Overhead:
 
 
 def _steady(growth: int, before: tuple[int, int]) -> bool:
-    """Whether this is the third growth of about the same size: a leak, and no first use."""
+    """Whether this is the third growth of about the same size, which indicates a leak rather than a first use."""
     return min(before) >= growth * 3 // 4 and max(before) <= growth * 4 // 3
 
 
@@ -409,9 +409,9 @@ def expected_overhead(appeared: frozenset[str], exact: bool = True) -> int:
 
 
 def own_bytes(processes: Mapping[int, int | None], pid: int, active: bool) -> int | None:
-    """This process's memory by NVML; None if NVML lists it without bytes, or not at all although it is active.
+    """This process's memory by NVML. None if NVML lists the process without bytes, or does not list an active process.
 
-    NVML does not list it in a container, because NVML uses the host's PIDs.
+    In a container NVML does not list the process, because NVML uses the host's PIDs.
     """
     if pid in processes:
         return processes[pid]
@@ -419,12 +419,12 @@ def own_bytes(processes: Mapping[int, int | None], pid: int, active: bool) -> in
 
 
 class Held(NamedTuple):
-    """What all frameworks hold on one GPU together.
+    """The memory that all frameworks hold on one GPU.
 
-    bytes     the known part
+    bytes     the sum of the known bytes
     live      the frameworks that use the GPU
-    exact     whether each reports what it holds
-    at_least  the lower bounds of those that do not, a part of `bytes`
+    exact     whether each framework reports its held bytes
+    at_least  the sum of the lower bounds of the others; included in `bytes`
     """
 
     bytes: int
@@ -445,13 +445,13 @@ def held_by(usages: Mapping[str, Usage | None]) -> Held:
             known += held
             if name != POOL and name != EXCHANGE:
                 live.append(name)
-    return tuple.__new__(Held, (known, frozenset(live), exact, at_least))  # in half the time, as `usage_of`
+    return tuple.__new__(Held, (known, frozenset(live), exact, at_least))  # takes half the time, as `usage_of`
 
 
 def same_held(before: Mapping[str, Usage | None], after: Mapping[str, Usage | None], pooled: Collection[str]) -> bool:
     """Whether two readings found the same memory held by each framework.
 
-    The `pooled` frameworks and their pool count as one, because the live part of the pool changes all the time.
+    The `pooled` frameworks and their pool count as one holder, because their shares of the pool change constantly.
     """
     return _held_apart(before, pooled) == _held_apart(after, pooled)
 

@@ -1,7 +1,7 @@
-"""Reads GPUs and frameworks for the ledger and the monitor, and keeps the charged overhead.
+"""Reads GPUs and frameworks for the ledger and the monitor, and stores the charged overhead.
 
 Each reading takes the figures of the frameworks from `LedgerReader._usages`: `reading` reads NVML before and after,
-`sample` and `read_unlocked` read it once. `overhead` decides the charges; `rows` makes the rows, and the sample.
+`sample` and `read_unlocked` read it once. `overhead` decides the charges; `rows` makes the rows and the sample.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _Read = TypeVar("_Read")
 _ATTEMPTS = 3
 _LOCK_TIMEOUT = 5.0
-"""Seconds that a reading waits for another thread's."""
+"""Seconds that a reading waits for another thread's reading."""
 _LOANS = "memguard._frameworks.arrays.lifetimes"
 """The module that records loans of arrays. While it is not loaded, nothing is lent."""
 _CONTEXT, _NOTHING, _UNKNOWN = frozenset({"context"}), Overhead(), Usage(None, None)
@@ -72,11 +72,13 @@ class LedgerReader:
         self._latest: dict[str, Mapping[str, Usage | None]] = {}  # the usages of the last reading of each GPU
         self._warned: set[str] = set()
         self._unaccounted: dict[str, int] = {}
-        self._inconsistent: set[str] = set()  # GPUs whose figures moved during the last reading: nothing was charged
+        self._inconsistent: set[str] = set()  # GPUs whose figures changed during the last reading: it charged nothing
         self._own_bytes: dict[str, tuple[int | None, int | None, int]] = {}
         self._ordinals: dict[str, int] = {}
-        self._searched_in_vain = -math.inf  # time of the last search for loaded libraries that found no new one
-        self._entries_read_at = math.inf  # time of the last look at library entries; none before an owner has appeared
+        self._searched_in_vain = -math.inf  # time of the last search for loaded libraries that found no new library
+        self._entries_read_at = (
+            math.inf
+        )  # time of the last reading of library entries; infinite before an owner appears
         self._overrides: tuple[Mapping[str, Framework], int, _Overriding] | None = None
         self._contexts_known: dict[str, dict[int, str]] = {}  # by GPU: handle and owner of each non-primary context
 
@@ -99,7 +101,7 @@ class LedgerReader:
         return self._locked.run(bool, seconds) is not None
 
     def unnamed(self) -> Mapping[str, Framework]:
-        """The imported frameworks that the budget does not name. Does not load the adapters of other frameworks."""
+        """The imported frameworks that the budget does not name. Loads only their adapters."""
         for name in self._unnamed:
             if name in sys.modules and name not in self._created:
                 self._created[name] = registry.create(name, self.host)
@@ -176,10 +178,9 @@ class LedgerReader:
         device_plan: DevicePlan,
         frameworks: Mapping[str, Framework],
     ) -> _Read:
-        """Return `read(...)`, while another thread reads. Readings that charge overhead (argument True) take turns.
-
-        A signal handler may read while another thread reads. That thread may wait for a framework's lock, which this
-        thread holds: so the handler does not wait, and its reading charges nothing.
+        """Return `read(...)` after waiting for another thread's reading. Readings that charge overhead (argument True)
+        run one at a time. A signal handler must not wait: the other thread may be waiting for a framework's lock that
+        this thread holds. So the handler reads at once, and its reading charges nothing.
         """
         if interrupting():
             return read(device_plan, frameworks, False)
@@ -197,11 +198,11 @@ class LedgerReader:
         charge: bool,
         earlier: Mapping[str, Usage | None] | None = None,
     ) -> Reading:
-        """Read NVML before and after the frameworks, and repeat everything if its figures moved meanwhile.
+        """Read NVML before and after the frameworks, and read everything again if NVML's figures changed in between.
 
         Only a consistent reading may change the charges: each framework's figure must be equal before and after NVML's.
-        `earlier`: figures read just before; without them, or if they differ, the frameworks are read once more if a
-        charge depends on it.
+        `earlier`: figures read just before. If they are missing or differ, and a charge depends on them, the frameworks
+        are read once more.
         """
         device, host = device_plan.device, self.host
         pid, uuid = host.pid, device.uuid
@@ -248,7 +249,8 @@ class LedgerReader:
         usages: Mapping[str, Usage | None],
         earlier: Mapping[str, Usage | None] | None,
     ) -> bool:
-        """Whether each framework held the same before and after NVML was read: by `earlier`, or by another reading."""
+        """Whether each framework held the same before and after NVML was read, according to `earlier` or to another
+        reading."""
         pooled = [name for name, one in frameworks.items() if one.pooled]
         if earlier is not None and same_held(earlier, usages, pooled):
             return True
@@ -277,11 +279,11 @@ class LedgerReader:
     def _usages(
         self, device: Device, frameworks: Mapping[str, Framework], within_allocation: bool = False
     ) -> dict[str, Usage | None]:
-        """Read everything that has a row of a framework, once each: the budget's frameworks, other imported ones that
-        use the GPU, the shared pool, and the exchange's memory for other processes.
+        """Read each row of kind `framework` once: the budget's frameworks, other imported frameworks that use the GPU,
+        the shared pool, and the exchange's memory for other processes.
 
-        `within_allocation`: create no adapter, leave out the exchange, which may ask the driver for ordinals, and take
-        a framework whose reading fails as unknown.
+        `within_allocation`: create no adapter, skip the exchange (it may query the driver for ordinals), and return
+        unknown figures for a framework whose reading fails.
         """
         usages: dict[str, Usage | None] = {}
         others = self._created if within_allocation or not self._unnamed else self.unnamed()
@@ -311,11 +313,12 @@ class LedgerReader:
     def _loaded(
         self, state: Overhead, gap: int, appeared: frozenset[str], mark: bool
     ) -> tuple[frozenset[str], frozenset[tuple[str, int]]]:
-        """The loaded libraries, and the observed entries. Reading the kernel's list takes milliseconds, so it is read
-        only if a newly loaded library may explain the growth of the gap, because a new library has loaded kernels.
-        Where entries cannot be observed, it is not read again for a second after it showed no new library."""
+        """The loaded libraries, and the observed entries. Reading the kernel's list of loaded libraries takes
+        milliseconds. So it is read only if a newly loaded library may explain the growth of the gap: a new library has
+        loaded kernels. Where entries cannot be observed, a search that found no new library is not repeated for a
+        second."""
         new = appeared - state.appeared
-        if not mark:  # in a signal handler: leave the search to the next reading
+        if not mark:  # in a signal handler: the next reading searches
             return state.loaded, self.host.entries(mark=False)
         if new:
             return self.host.libraries(), self._read_entries(new)
@@ -361,8 +364,9 @@ class LedgerReader:
         return found
 
     def _read_own_bytes(self, device: Device, usages: Mapping[str, Usage | None]) -> int | None:
-        """This process's bytes. NVML's process list is the slowest probe: a sample reads it when the card's figure has
-        changed, and every tenth time, in case a page moves to another process. Unified memory has no such figure.
+        """This process's bytes. NVML's process list is the slowest probe. A sample reads it if the GPU's used bytes
+        have changed, and every tenth time, in case memory moved to another process. On unified memory, where NVML
+        reports no used bytes, each sample reads it.
         """
         processes, pid = self.host.processes(device), self.host.pid
         live = pid not in processes and (
@@ -371,7 +375,7 @@ class LedgerReader:
         return own_bytes(processes, pid, live)
 
     def _ordinal(self, device: Device) -> int | None:
-        """CUDA's ordinal of the GPU, which the exchange counts by. It is constant while the process lives."""
+        """The GPU's CUDA ordinal, by which the exchange counts. It never changes within a process."""
         if self.host.simulated:
             return None
         if device.ordinal is not None:
@@ -414,9 +418,10 @@ class LedgerReader:
     def _second_contexts(self, device: Device, frameworks: _NamedFrameworks, decrease: int) -> tuple[str, ...]:
         """The owner of each non-primary context. `decrease`: the bytes by which the unaccounted memory decreased.
 
-        A known context that is not listed now may be on another thread. It was destroyed if its memory was freed.
+        A known context that is not listed now may be current on another thread. It counts as destroyed if its memory
+        was freed.
         """
-        if self.host.simulated:  # the contexts of this process are on no simulated GPU
+        if self.host.simulated:  # a simulated GPU has no contexts
             return ()
         ordinal = device.ordinal if device.ordinal is not None else self._ordinal(device)
         pools = [handle for _, one in frameworks for handle in one.contexts(device)]

@@ -1,7 +1,7 @@
 """One reading of a GPU, and the ledger's rows and the monitor's sample made from it. Pure.
 
-A framework that does not report what it holds (TensorFlow with growth) counts with a lower bound. Its memory above the
-bound is in `unaccounted`, whose note names the framework. `unaccounted` is signed.
+A framework that does not report its held bytes (TensorFlow with growth) is counted with a lower bound. Its memory above
+the bound is part of `unaccounted`, whose note names the framework. `unaccounted` is signed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Reading(NamedTuple):
 
     own       this process's memory by NVML; None if unknown
     usages    by framework; None for a framework that holds nothing there
-    overhead  the charged overhead, this reading included
+    overhead  the charged overhead after this reading
     moved     the figures changed during every attempt to read them
     contexts  the owner of each non-primary context
     lent      the memory that frameworks lend
@@ -192,7 +192,7 @@ def _framework_row(
     if loan is not None:
         notes.append(str(loan))
     note, lent = "; ".join(notes), None if loan is None else loan.bytes
-    # Positional arguments, which take half the time: each reading makes one for each row.
+    # Positional arguments take half the time, and each reading makes a Row for each framework.
     return Row(
         "framework",
         name,

@@ -1,4 +1,4 @@
-"""The ledger: the holder of all memory of each GPU, in rows that add up to the driver's total; and its tables. Pure.
+"""The ledger: each GPU's memory by holder, in rows that add up to the driver's total; and its tables. Pure.
 
 frameworks + overhead + unaccounted + other processes + driver reserve + free = total, to the byte
 
@@ -71,7 +71,7 @@ class Row:
         refused: int | None = None,
         last_refused: float | None = None,
     ) -> None:
-        # In one call: a frozen dataclass sets field by field, which takes three times as long, a dozen rows a reading.
+        # One call, because a frozen dataclass sets each field in a call of its own, which takes three times as long.
         vars(self).update(
             kind=kind, name=name, bytes=bytes, cap=cap, in_use=in_use, cached=cached, reclaimable=reclaimable,
             enforcement=enforcement, at_least=at_least, at_most=at_most, note=note, lent=lent, refused=refused,
@@ -114,7 +114,7 @@ class DeviceLedger:
     def later(
         cls, device: Device, rows: Callable[[], tuple[Row, ...]], process: int | None, limit: int | None, moved: bool
     ) -> DeviceLedger:
-        """A ledger whose rows are made on first access, by a call that always returns the same rows."""
+        """A ledger that calls `rows` on first access. `rows` must always return the same rows."""
         found = cls.__new__(cls)
         vars(found).update(device=device, process=process, limit=limit, moved=moved, suspended=None, _rows=rows)
         return found
@@ -299,7 +299,7 @@ def _note(row: Row) -> str:
 
 
 def _groups(gpu: DeviceLedger) -> list[list[list[str]]]:
-    """The cells in the order of `COLUMNS`, in groups: frameworks, other rows, the sum and the rows after it."""
+    """The cells in the order of `COLUMNS`, in three groups: frameworks; other rows; the sum and the rows below it."""
     unified = gpu.device.unified
     summed = gpu.own_rows if unified else gpu.rows
     frameworks = [_cells(row) for row in summed if row.kind == "framework"]
@@ -324,5 +324,5 @@ def _cells(row: Row) -> list[str]:
 
 
 def _mib(size: int | None) -> str:
-    """A size in MiB, the unit of the whole table, so that columns compare at a glance."""
+    """A size in MiB. The whole table has one unit, so that sizes can be compared."""
     return "unknown" if size is None else f"{size / MIB:,.1f}"
