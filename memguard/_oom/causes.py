@@ -1,4 +1,5 @@
-"""The cause of an out-of-memory error, from the figures of its refusal: a table of causes, first match first. Pure."""
+"""The cause of an out-of-memory error, from the figures of its refusal. A table of causes: the first match wins.
+Pure."""
 
 from __future__ import annotations
 
@@ -19,13 +20,13 @@ if TYPE_CHECKING:
     from memguard._budget import Budget
 
 SEGMENT = 20 * MIB
-"""The most that an allocator takes from the driver beyond a small request: a segment of torch (measured)."""
+"""The most bytes that an allocator takes from the driver beyond a small request: a segment of torch (measured)."""
 WORKSPACE = 256 * MIB
-"""Assumed for a request of unknown size: above cuBLAS's and cuSOLVER's first use (measured: 100 MiB)."""
+"""The assumed size of a request of unknown size. It exceeds the first use of cuBLAS or cuSOLVER (measured: 100 MiB)."""
 _PIECES = 10
 """Fragmentation is the cause only if it wastes at least this fraction (1/10) of the cap."""
 _WHEN = {"peak": " at its peak", "sample": " in the last sample"}
-"""The time of a figure, by its source, if that is not the refusal itself."""
+"""When a figure was read, by its source, if it was not read at the refusal."""
 _PRESENT = "is", "has", "have", "holds"
 
 Reason = Literal["cap", "card", "cap and card", "fragmented", "unknown", "elsewhere"]
@@ -83,7 +84,7 @@ class Case:
             return 0
         if self.others_in_use is not None:
             return (self.row.in_use or 0) + self.others_in_use
-        if self.row.at_least is not None:  # TensorFlow with growth: its pool is unknown, its live arrays are known
+        if self.row.at_least is not None:  # TensorFlow with growth reports its live arrays, but not its pool
             return self.row.in_use or self.row.bytes or 0
         if self.row.bytes is None:
             return self.row.in_use
@@ -104,13 +105,13 @@ class Case:
 
     @cached_property
     def others_in_use(self) -> int | None:
-        """The bytes that others use of the requester's allocator; None if it is the requester's own."""
+        """The bytes that other clients use of the requester's allocator; None if the allocator has no other client."""
         own = self.row is None or self.allocator == self.row.name
         return None if own else sum(row.in_use or 0 for row in self.sharers)
 
     @cached_property
     def cap_headroom(self) -> int | None:
-        """The requester's headroom; None without a cap, or if unknown."""
+        """The requester's headroom under its cap; None without a cap, or if it is unknown."""
         if self.row is None or self.row.cap is None or self.not_reusable is None:
             return None
         return max(self.row.cap - self.not_reusable, 0)
@@ -132,7 +133,7 @@ class Case:
 
     @cached_property
     def exceeds_cap(self) -> bool:
-        if self.cap_headroom is None:  # without a known headroom: the request exceeds the whole cap
+        if self.cap_headroom is None:  # then only a request above the whole cap is known to exceed it
             cap = self.row.cap if self.row is not None else None
             return cap is not None and (self.classification.requested or 0) > cap
         return self.cap_headroom < self.needed
@@ -143,9 +144,8 @@ class Case:
 
     @cached_property
     def refused_by_cap(self) -> bool:
-        """Whether the cap is the cause although size or use is unknown: the allocator refused, and the GPU had room.
-
-        An allocator refuses a request that does not fit under its cap or on the GPU. So the cap refused if the GPU had
+        """Whether the cap is known to be the cause although the size of the request or the bytes in use are unknown. An
+        allocator refuses a request that does not fit under its cap or on the GPU. So the cap refused if the GPU had
         more free memory than the headroom, or more than the request.
         """
         cap = self.row.cap if self.row is not None else None
@@ -162,14 +162,14 @@ class Case:
 
     @property
     def _own(self) -> int:
-        """The memory that the requester trims by itself before it fails, or that idles in its pool."""
+        """The memory that the requester trims itself before it fails, or that is idle in its pool."""
         if self.others_in_use is not None:
             return sum(row.cached or 0 for row in self.sharers)
         return (self.row.reclaimable or 0) if self.row is not None else 0
 
     @property
     def fragmented(self) -> bool:
-        """Whether fragmentation is the cause. A few per cent of every cache are always fragmented."""
+        """Whether fragmentation is the cause. Every cache is fragmented by a few per cent, which is not enough."""
         cap = (self.row.cap if self.row is not None else None) or 0
         return self.at_refusal and self.fits_unfragmented and self.fragmented_cache * _PIECES >= cap
 
@@ -178,7 +178,7 @@ class Case:
         """Whether the request would fit under its cap if its cache were unfragmented."""
         if self.classification.requested is None:
             return False
-        if self.pool_unreported:  # its live arrays leave room under cap and GPU, so its pool lacks a block of that size
+        if self.pool_unreported:  # cap and GPU have room, so its pool has no block of that size
             return not self.exceeds_free and self.cap_headroom is not None and self.cap_headroom >= self.needed
         return self.exceeds_cap and (self.cap_headroom or 0) + self.fragmented_cache >= self.needed
 
@@ -201,7 +201,8 @@ class Case:
 def device_of(
     text: str, classification: Classification, ledger: Ledger | None, recorded: RefusedRequest | None
 ) -> DeviceLedger | None:
-    """The GPU of the record, or of the CUDA ordinal in the text; else the requester's GPU with least headroom."""
+    """The GPU of the record, or of the CUDA ordinal in the text; else the GPU where the requester has the least
+    headroom."""
     if ledger is None or not ledger.devices:
         return None
     if recorded is not None and recorded.uuid is not None:
@@ -217,7 +218,7 @@ def device_of(
 
 
 def caps_in_force(gpu: DeviceLedger, classification: Classification) -> DeviceLedger:
-    """Drop caps that are only watched: they refuse nothing, so none of them caused the error."""
+    """Drop the requester's cap if it is only watched: such a cap refuses nothing, so it did not cause the error."""
     watched = Enforcement.WATCHED.value
     rows = (
         replace(row, cap=None) if row.name == classification.requester and row.enforcement == watched else row
@@ -241,10 +242,10 @@ class Cause(NamedTuple):
 
 
 def reason(case: Case, request: RefusedRequest | None, since: str) -> tuple[Reason, str]:
-    """Whether the cap or the full GPU refused, and the evidence: figures of the refusal, if known.
+    """Whether the cap or the full GPU caused the refusal, and a sentence with the figures that show it.
 
-    `since` describes the changes after the refusal. Current figures alone do not distinguish a fragmented
-    cache from memory freed later.
+    `since` describes the changes after the refusal. Current figures cannot tell a fragmented cache from memory that was
+    freed after the refusal.
     """
     figures = _Figures(case, request, since)
     cause = next(one for one in (CAUSES if figures.capped else CAUSES_WITHOUT_A_CAP) if one.shown_by(figures))
@@ -252,7 +253,8 @@ def reason(case: Case, request: RefusedRequest | None, since: str) -> tuple[Reas
 
 
 class _Figures:
-    """A case's figures for the table's conditions and sentences, each formatted once, and the tense of the verbs."""
+    """A case's figures, each formatted once, and the tense of the verbs, for the conditions and sentences of the
+    table."""
 
     def __init__(self, case: Case, request: RefusedRequest | None, since: str) -> None:
         self.case, self.request, self.since = case, request, since
@@ -319,7 +321,7 @@ class _Figures:
 
     @property
     def left(self) -> str:
-        """The unknown figures of a request that the requester's own allocator refused, and the headroom."""
+        """For a request that the requester's own allocator refused: the figure that is unknown, and the headroom."""
         what = "the size of the request is unknown" if self.requested is None else "what it has in use is unknown"
         left = "an unknown part" if self.case.cap_headroom is None else format_size(self.case.cap_headroom)
         return f"{what}: {left} of its cap {'were' if self.since else 'are'} left"
@@ -358,12 +360,12 @@ CAUSES = (
             f"{it.place} {it.has} {it.card}{it.end}"
         ),
     ),
-    Cause(  # size or use is unknown, and the GPU had room
+    Cause(  # the request's size or the bytes in use are unknown, and the GPU had room
         "cap",
         lambda it: it.case.refused_by_cap,
         lambda it: f"{it.shut_out}; {it.place} {it.has} {it.card}{it.end}",
     ),
-    Cause(  # current figures
+    Cause(  # only current figures are known
         "cap",
         lambda it: it.case.fits_unfragmented and it.request is None,
         lambda it: f"{it.cap} now; what was in use when the request failed is not known; {it.place} has {it.card}",

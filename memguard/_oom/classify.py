@@ -1,8 +1,8 @@
 """Classify an exception by the memory that ran out, by its type first and its text second. Pure: a table of rules.
 
-A rule names the memory and explains the match. The first matching rule wins, so the order matters: texts that only
-resemble an out-of-memory error, then disks, page-locked memory and CPU memory, then GPU memory from certain to
-possible. A framework's own rules are in its spec. `tests/oom` holds example texts with their sources.
+A rule names the memory and explains the match. The first matching rule wins, so their order matters: texts that only
+resemble an out-of-memory error; disks, page-locked memory and CPU memory; certain GPU memory; possible GPU memory. A
+framework's own rules are in its spec. `tests/oom` holds example texts with their sources.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ class ErrorFacts:
 
 @dataclass(frozen=True)
 class Classification:
-    """The exhausted memory, the requester, and the requested bytes. Not `certain`: type and text allow other causes.
+    """The exhausted memory, the requester, and the requested bytes. `certain` is False if type and text allow other
+    causes.
 
-    `refused`: the requester's own allocator refused GPU memory, as in `ErrorPattern`.
+    `refused`: the requester's own allocator refused GPU memory; see `ErrorPattern`.
 
     `requester` is a framework, or the library (`cublas`, `cuda`) that raised the error; None if unknown.
     """
@@ -133,7 +134,7 @@ _GPU_BY_TEXT = (
     Rule("gpu", "TYPE cuda", True, "the call that failed takes device memory", rf"({_DEVICE_CALLS})\w*\b.*{_OOM}"),
     Rule("gpu", "cuda", True, "Thrust's allocator of device memory", "bad_alloc: cudaErrorMemoryAllocation"),
 )  # fmt: skip
-_GPU_POSSIBLY = (  # page-locked memory also gives CUDA's error 2, and a library's status has many causes
+_GPU_POSSIBLY = (  # page-locked memory raises CUDA's error 2 too, and a library's status has many causes
     Rule("gpu", "GROUP", False, "NCCL's buffers", r"(NCCL).*(CUDA [cm]alloc|Cuda failure (2 )?'out of memory)"),
     Rule("gpu", "cuda", False, "error 2 of any call", rf"CUDA (driver )?(failed with )?error:? (2 )?{_OOM}"),
     Rule("gpu", "TYPE cuda", False, "error 2 by name", "CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation"),
@@ -157,7 +158,8 @@ _REST = (
 def _own_rules(memory: Memory, by_type: bool = False) -> Iterator[Rule]:
     """The frameworks' own rules for this memory: either those by type alone, or those by text.
 
-    Patterns with both text and type come first, so that another framework's text alone does not match their error.
+    Rules with both text and type come first, so that a rule with only another framework's text cannot match their
+    errors.
     """
     found = {
         spec.name: [own for own in spec.errors if own.memory == memory and (not own.text) is by_type]
@@ -180,7 +182,7 @@ RULES = (
     *_GPU_POSSIBLY,
     *_REST,
 )  # fmt: skip
-"""The general rules above, with each framework's own (`FrameworkSpec.errors`) among those about the same memory."""
+"""The general rules above, and each framework's own rules (`FrameworkSpec.errors`), grouped by memory."""
 
 STEMS = (
     "memory", "alloc", "cud", "cuinit", "cusolver", "kill", "initializ", "internal_error", "launch failed",
@@ -214,7 +216,7 @@ _RAISED = re.compile(
 
 
 def classify(facts: ErrorFacts) -> Classification:
-    """Classify by type first and text second. `none` if it is no out-of-memory error."""
+    """Classify the exception by type first and text second. The memory is `none` if it is no out-of-memory error."""
     if "builtins.OSError" in facts.mro and isinstance(number := facts.attributes.get("errno"), int):
         memory = _ERRNO.get(number, "none")
         return Classification(memory, None, requested_bytes(facts) if memory != "none" else None, True)
@@ -236,7 +238,7 @@ def classify(facts: ErrorFacts) -> Classification:
 
 
 def _may_match(facts: ErrorFacts) -> bool:
-    """Whether a rule may match. Fast, because every exception that leaves a block is checked."""
+    """Whether a rule may match. This check is fast, because it runs on every exception that leaves a block."""
     if any("Memory" in name for name in facts.mro):
         return True
     text = facts.text.casefold()
@@ -252,10 +254,10 @@ def family(facts: ErrorFacts) -> str | None:
 
 
 def requested_bytes(facts: ErrorFacts) -> int | None:
-    """The requested bytes, as exactly as attributes or text give them; None if they do not."""
+    """The requested bytes, from attributes or text, whichever is more exact; None if neither has them."""
     raised = SPECS.get(family(facts) or "")
     own = "requested" if facts.type.startswith("memguard.") else raised.size_attribute if raised is not None else ""
-    for name in ("memguard_requested", own):  # memguard's adapters set it where the driver's error has no size
+    for name in ("memguard_requested", own):  # memguard's adapters set it on driver errors without a size
         if type(size := facts.attributes.get(name)) is int and size > 0:
             return size
     text = re.sub(r"[ \t]+", " ", facts.text)
@@ -287,6 +289,6 @@ def _requester(rule: Rule, found: re.Match[str], facts: ErrorFacts) -> str | Non
 
 
 def _had_enough_free(text: str) -> bool:
-    """Whether the text gives both figures and there was room: an earlier error that surfaced late."""
+    """Whether the text has free and requested bytes, and enough were free. Such a text is about an earlier error."""
     found = _FREE.search(text)
     return found is not None and int(found[1]) > int(found[2])

@@ -1,12 +1,12 @@
-"""Hooks for out-of-memory errors: classify, diagnose once, add a note, call the sinks, print, and keep the report.
+"""Hooks for out-of-memory errors: classify, diagnose once, add a note, call the sinks, print and store the report.
 
 An error reaches `report_error` from a Python hook for uncaught exceptions, a `workload` or `guard` block, a notebook's
 cell or a failed test. `report_error` makes the report, passes it to the sinks of `install`, and prints it. Earlier,
 when the allocator refused the request, `record_refusal` may have recorded the figures. If the program catches the
-error, this record is all that is known of it.
+error, `last_oom` makes a report from this record.
 
-The user's exception propagates unchanged. This module keeps only text and figures: no exception, traceback, frame or
-array stays alive. No function here raises.
+The user's exception propagates unchanged. This module stores only text and figures, so it keeps no exception,
+traceback, frame or array alive. No function here raises.
 """
 
 from __future__ import annotations
@@ -29,40 +29,42 @@ from memguard._base.logs import text_of
 from memguard._base.specs import SPECS
 from memguard._base.types import RECORD, Plan, RefusedRequest, Sample
 
-if TYPE_CHECKING:  # diagnosis is imported at the first error
+if TYPE_CHECKING:  # the modules for diagnosis are imported at the first error
     from memguard._budget import Budget
     from memguard._ledger.types import Ledger
     from memguard._oom.report import Classification, ErrorFacts, Report
 
 
 _MARK = "_memguard_report"
-"""The attribute of a reported exception: process and number. It is pickled too, and only valid in its own process."""
+"""The attribute of a reported exception: PID and report number. It is pickled with the exception, and valid only in the
+process with that PID."""
 _ATTRIBUTES = (
     "errno", "status", "code", "error_code", "_error_code", "result", "value", "_limit", "framework",
     "requested", "memguard_requested", RECORD,
     *(row.size_attribute for row in SPECS.values() if row.size_attribute),
 )  # fmt: skip
-"""Attributes with figures, on exceptions of the frameworks, on memguard's simulated errors, and added by memguard to
-PyCUDA's and Numba's errors."""
+"""Exception attributes with figures: those of the frameworks' and of memguard's simulated errors, and those that
+memguard adds to PyCUDA's and Numba's errors."""
 _MAX_TEXT = 4_000
-"""Characters that are read at the beginning and at the end of a text: TensorFlow's lists the whole graph."""
+"""Characters read at each end of a text. TensorFlow's texts list the whole graph."""
 _MAX_CHAIN = 100
 """The most exceptions of one chain that are examined."""
 _CAUSE, _CONTEXT, _SUPPRESSED = (
     vars(BaseException)[name] for name in ("__cause__", "__context__", "__suppress_context__")
 )
-"""Python's own descriptors, as an exception's class may override these names."""
+"""Python's own descriptors, because an exception's class may override these names."""
 _MAX_REPORTS = 8
-"""The most reports kept, for exceptions that are seen again."""
+"""The most reports stored, for exceptions that are reported again."""
 _MAX_RECORDS = 64
-"""The most records of refused requests whose error was not seen: as many threads may fail at once."""
+"""The most stored records of refused requests whose error was not reported yet. As many threads may fail at once."""
 _REPEAT_SECONDS = 60.0
-"""Seconds in which a similar report is printed as one line: for a loop that tries smaller batches."""
+"""Seconds after a report during which similar ones print one line each, for example in a loop that tries smaller
+batches."""
 
 
 class OomContext(NamedTuple):
-    """The input of a report, read while the error is alive. `processes`: other processes, by UUID and PID. `peaks`: the
-    largest use of each framework so far, by UUID and name."""
+    """The input of a report, read while the error is alive. `processes`: other processes, by UUID and PID. `peaks`:
+    each framework's peak of bytes in use, by UUID and name."""
 
     ledger: Ledger | None = None
     plan: Plan | None = None
@@ -73,7 +75,7 @@ class OomContext(NamedTuple):
 
 
 class _Record(NamedTuple):
-    """The record of a refused request: `context` makes an `OomContext` from the figures of that moment."""
+    """The record of a refused request: `context` makes an `OomContext` from the figures of the refusal."""
 
     request: RefusedRequest
     context: Callable[[], OomContext]
@@ -82,8 +84,8 @@ class _Record(NamedTuple):
 class _Shown:
     """A report printed in full, and the lines for similar reports, which are printed after it.
 
-    It has no lock, as a signal handler may interrupt a lock's holder. Instead, a thread that appends a line then checks
-    whether the report is out, and a thread that prints the report then checks for lines.
+    It has no lock, because a signal handler may interrupt a lock's holder. Instead, a thread that has appended a line
+    checks whether the report is printed, and a thread that has printed the report checks for lines.
     """
 
     def __init__(self, since: float) -> None:
@@ -101,7 +103,7 @@ _reports: dict[int, Report] = {}
 _in_full: deque[int] = deque(maxlen=_MAX_REPORTS)
 """The numbers of the reports that were or will be printed in full."""
 _records: dict[int, _Record] = {}
-"""Records whose error was not seen yet, by number."""
+"""Records whose error was not reported yet, by number."""
 _caught_reports: dict[int, Report] = {}
 """Reports that `last_oom` made from these records."""
 _shown: dict[tuple[str | None, ...], _Shown] = {}
@@ -115,8 +117,8 @@ def install(
     `read` reads the context on the thread of the error; if it raises, the report uses only the error's own text. Each
     of `sinks` is called with every new report. `clock` is as `time.monotonic`.
 
-    Existing hooks are still called. A new `install` replaces the earlier one, whose undo then does nothing. Hooks set
-    after memguard's stay when it removes its own.
+    Existing hooks are still called. A new `install` replaces the earlier one, whose undo then does nothing. When
+    memguard removes its hooks, hooks set after them stay.
     """
     global _installed, _pid
     if _installed is not None:
@@ -127,27 +129,26 @@ def install(
     installed = _installed = _Installed(read, sinks, clock)
     _pid = os.getpid()
     show_next_in_full()
-    installed.set()  # last: `uninstall` can undo whatever an interruption leaves
+    installed.set()  # last, so that `uninstall` can undo an interrupted `install`
     return installed.undo
 
 
 def uninstall(read: Callable[[], OomContext]) -> None:
-    """Undo the `install` of `read`, also an interrupted one; does nothing if another `install` replaced it."""
+    """Undo the `install` of `read`, even if it was interrupted. Does nothing if another `install` replaced it."""
     installed = _installed
     if installed is not None and installed.read == read:
         installed.undo()
 
 
 def show_next_in_full() -> None:
-    """Print the next report in full, whatever was printed before: for another budget or another notebook cell."""
+    """Print the next report in full, even if a similar one was printed: for a new budget or a new notebook cell."""
     _shown.clear()
 
 
 def report_error(error: BaseException, *, show: bool = True) -> Report | None:
-    """The report, if the error is or was caused by an out-of-memory error. Makes, notes and prints it once.
-
-    Prints it in full once a minute for the same requester, cause and GPU; repetitions in between take one line. Returns
-    None also if no budget is active and the error was not reported under one.
+    """The report, if the error is or was caused by an out-of-memory error. For each error, the report is made, noted
+    and printed once. For the same requester, cause and GPU it is printed in full once a minute; in between it takes one
+    line. Returns None also if no budget is active and the error was not reported under one.
     """
     report, new_number = _examine(error)
     if report is not None and new_number and show:
@@ -156,7 +157,7 @@ def report_error(error: BaseException, *, show: bool = True) -> Report | None:
 
 
 def record_refusal(request: RefusedRequest, context: Callable[[], OomContext]) -> RefusedRequest:
-    """Record a request that was just refused, on the thread that made it, before its error is raised.
+    """Record a refused request on the requesting thread, before its error is raised.
 
     `context` makes an `OomContext` from figures already read; it is called only for a report. Returns the request with
     the id of its record, or unchanged if no budget is active. Prints nothing.
@@ -197,7 +198,7 @@ def last_oom() -> Report | None:
 
 
 def facts_of(error: BaseException) -> ErrorFacts:
-    """The exception as plain data, without references to it."""
+    """The exception as plain data, without a reference to the exception."""
     from memguard._oom.classify import ErrorFacts
 
     kind = type(error)
@@ -219,14 +220,14 @@ def facts_of(error: BaseException) -> ErrorFacts:
 
 
 def _examine(error: BaseException) -> tuple[Report | None, int | None]:
-    """The report, and its number if it was made now."""
+    """The report, and its number if this call made it."""
     try:
         for one in _chain(error):
             if (number := _marked(one)) is not None:
                 return _reports.get(number), None
             if not issubclass(type(one), Exception):  # isinstance may run code of the exception's class
                 continue
-            # Import late: an import while KeyboardInterrupt ends a program would hide it.
+            # Import late: an import while a KeyboardInterrupt ends the program would hide that interrupt.
             from memguard._oom.classify import classify
 
             facts = facts_of(one)
@@ -248,7 +249,7 @@ def _examine(error: BaseException) -> tuple[Report | None, int | None]:
 def _make_report(
     error: BaseException, facts: ErrorFacts, classification: Classification, installed: _Installed
 ) -> tuple[Report, int]:
-    """Make the report, add the note to the error, and call the sinks. Returns the report's number too."""
+    """Make the report, add the note to the error, and call the sinks. Returns the report and its number."""
     from memguard._oom.report import diagnose
 
     number = next(_numbers)
@@ -306,7 +307,7 @@ def _attempt(what: str, call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _log_failure(what: str, failure: BaseException) -> None:
-    """Log the failure, without the exception's text if that raises: nothing here raises."""
+    """Log the failure, without the exception's text if reading it raises. Never raises."""
     with contextlib.suppress(Exception):
         facts = facts_of(failure)
         _log.debug("%s: %s: %s", what, facts.type, facts.text)
@@ -338,7 +339,7 @@ class _Output:
         while shown.out and shown.lines:
             try:
                 line = shown.lines.popleft()
-            except IndexError:  # another thread took the line
+            except IndexError:  # another thread printed the line
                 return
             _write(line)
 
@@ -353,7 +354,7 @@ def _write(shown: Report | str) -> None:
             Console(file=sys.stderr, highlight=False).print(shown, soft_wrap=True)
         else:
             sys.stderr.write(f"{shown}\n")
-    except Exception as failure:  # closed, or missing under pythonw and services
+    except Exception as failure:  # standard error is closed, or missing under pythonw and in services
         _log.debug("the report could not be shown: %s", text_of(failure))
 
 
@@ -372,7 +373,7 @@ def _now() -> float:
 
 
 def _line(report: Report, count: int, since: float) -> str:
-    """One line in place of the report."""
+    """The line that replaces a similar report."""
     classification = report.verdict
     prefix = "" if report.requester == "unknown" else f"{report.requester} "
     possibly = "" if classification.certain else "possibly "
@@ -407,9 +408,9 @@ def related(error: BaseException) -> tuple[BaseException | None, BaseException |
 
     Its class may have properties of these names, which raise or never return.
     """
-    group = getattr(builtins, "BaseExceptionGroup", None) or getattr(  # Python 3.11, or the package for older versions
-        sys.modules.get("exceptiongroup"), "BaseExceptionGroup", None
-    )
+    # Of Python 3.11, or of the package `exceptiongroup` for older versions.
+    backport = sys.modules.get("exceptiongroup")
+    group = getattr(builtins, "BaseExceptionGroup", None) or getattr(backport, "BaseExceptionGroup", None)
     # For a group of another package, such as older versions of trio.
     members: Any = _attributes_of(error).get("exceptions")
     if group is not None and issubclass(type(error), group):
@@ -444,7 +445,7 @@ def _marked(error: BaseException) -> int | None:
 
 
 def _attributes_of(error: BaseException) -> dict[str, Any]:
-    """The `__dict__` of any exception, also of one that refuses attributes: frozen, or with slots."""
+    """The `__dict__` of any exception, even of a frozen or slotted class, which refuses attributes."""
     found: dict[str, Any] = vars(BaseException)["__dict__"].__get__(error)
     return found
 
@@ -469,8 +470,9 @@ def _plain_attribute(error: BaseException, name: str) -> int | str | None:
 def without_note(error: BaseException, prints: bool) -> Callable[[], None]:
     """Remove the notes of reports printed in full from the errors while their traceback is printed.
 
-    `prints`: Python's own hook prints the traceback next to the report. Another hook may send the error elsewhere: it
-    gets the note in one line. Returns a function that restores the notes; keeps nothing else of the error.
+    `prints`: Python's own hook prints the traceback next to the report. Any other hook may send the error elsewhere:
+    then the note is shortened to one line. Returns a function that restores the notes. It holds no other reference to
+    the error.
     """
     taken: list[tuple[list[Any], int, str]] = []
     try:
@@ -503,7 +505,7 @@ class _Hook:
         setattr(self._module, self._name, self)
 
     def remove(self) -> None:
-        self._live = False  # a hook set after memguard's may still call it: then it only calls the previous hook
+        self._live = False  # a later hook may still call this one, which then only calls the previous hook
         if getattr(self._module, self._name) is self:
             setattr(self._module, self._name, self._previous)
 
@@ -535,7 +537,7 @@ class _Hook:
     def _call_previous(self, args: tuple[Any, ...]) -> None:
         """Call the previous hook, or let an interactive interpreter show the error in its own window.
 
-        `code.InteractiveInterpreter` and IDLE do that if `sys.excepthook` is Python's own.
+        `code.InteractiveInterpreter` and IDLE show it there only if `sys.excepthook` is Python's own.
         """
         show = None
         if self._module is sys and sys.excepthook is self and self._previous is sys.__excepthook__:

@@ -1,11 +1,11 @@
 """One refused request, from the allocator that refused it to the report and the timeline. Pure but for two locks.
 
-The guard completes the adapter's figures to a `RefusedRequest` with an id, which the exception carries too.
+The guard adds its figures and an id to the adapter's `RefusedRequest`. The exception carries the id too.
 `RefusalCounts` counts it for the ledger and the metrics, `RefusalEvents` makes the timeline's events, and `record_of`
 finds the record of an exception. The other functions choose the figures of a report. When an exception reaches a hook
-or a block, the failing code may have freed its memory. So the report uses the figures of the refusal from the best
-source: the record itself (memguard's own allocators, torch's observer), the error's text, the framework's largest use
-so far, the monitor's last sample.
+or a block, the failing code may have freed its memory. So the report takes the figures of the refusal from the best
+available source: the record (of memguard's own allocators and torch's observer), the error's text, the framework's
+peak, or the monitor's last sample.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:  # diagnosis is imported at the first error
 EVERY = 10.0
 """Seconds between two events of one framework on one GPU: a program may probe batch sizes thousands of times."""
 _KEPT = 256
-"""The most requests whose event is remembered, and events whose time is. Only a recent one still gets a report."""
+"""The most stored ids of requests with an event, and times of events. Only recent requests still get a report."""
 _DIFFERS = 64 * MIB
 """Figures that differ by less than this, or by less than a fiftieth, count as equal in a report."""
 _ROUNDED = Fraction(6, 1000)
-"""The rounding of a text with two decimals: `1.00 GiB` may be half a per cent more or less."""
+"""The rounding of a text with two decimals: `1.00 GiB` may be off by half a per cent."""
 
 
 class RefusalCounts:
@@ -54,9 +54,10 @@ class RefusalCounts:
         known = self._counts.setdefault((request.framework, request.uuid), _Count())
         known.count, known.last = next(known.numbers), request
 
-    def on(self, uuid: str, told: Iterable[str]) -> dict[str, tuple[int, float | None]]:
-        """Count and last time by framework, on one GPU; frameworks not in `told` are included only after an error."""
-        found: dict[str, tuple[int, float | None]] = dict.fromkeys(told, (0, None))
+    def on(self, uuid: str, reporting: Iterable[str]) -> dict[str, tuple[int, float | None]]:
+        """The count and last time by framework, on one GPU. Frameworks not in `reporting` are included only after a
+        refusal."""
+        found: dict[str, tuple[int, float | None]] = dict.fromkeys(reporting, (0, None))
         for (name, where), known in [*self._counts.items()] if self._counts else ():
             if where == uuid and known.last is not None:
                 found[name] = known.count, known.last.time
@@ -75,7 +76,7 @@ class _Count:
 
 
 class _Waiting:
-    """The requests since the last event."""
+    """The requests since the last event, which the next event counts together."""
 
     def __init__(self, since: float) -> None:
         self.since, self.count = since, 0
@@ -84,13 +85,14 @@ class _Waiting:
 
 
 class RefusalEvents:
-    """Convert refused requests to events of the timeline: the first at once, repetitions aggregated.
+    """Convert refused requests to timeline events: the first at once, later ones aggregated in intervals of `EVERY`.
 
     Readers join an out-of-memory report with the event that counts its request. The event itself cannot carry the ids
     of its requests, because memguard 0.1.0 refuses an event with an unknown field. So each event gets a unique time,
     and the report names its request's id and that time.
 
-    Thread-safe. Its lock is reentrant, for a signal handler, and held for no more than a few lines.
+    Thread-safe. Its lock is re-entrant, because a signal handler may interrupt its holder, and is held for a few lines
+    only.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -117,7 +119,7 @@ class RefusalEvents:
         self._lock, self._waiting = threading.RLock(), {}
 
     def due(self, everything: bool = False) -> list[Event]:
-        """The events whose interval `EVERY` has passed, or all."""
+        """The events whose interval has ended; with `everything`, all pending events."""
         if not self._waiting:  # the common case
             return []
         with self._lock:
@@ -176,8 +178,9 @@ def record_of(
 ) -> int | None:
     """The number of the error's record; None if there is none. `records` are those without an error so far.
 
-    memguard's own allocators mark their errors. Other allocators' observers report only framework and size: of several
-    records the newest of this thread is taken, or else the newest, because `backward` allocates on its own thread.
+    memguard's own allocators mark their errors. The observers of other allocators report only framework and size. Of
+    several matching records, the newest of this thread is used; without one the newest of any thread, because
+    `backward` allocates on its own thread.
     """
     marked = facts.attributes.get(RECORD)
     if isinstance(marked, str) and marked.startswith(f"{pid}:"):
@@ -212,8 +215,8 @@ def from_text(facts: ErrorFacts, classification: Classification, time: float) ->
         return None
     if (cached := found.pop("cached", None)) is not None and "in_use" in found:
         found["held"] = found["in_use"] + cached
-    # An allocator whose text has `held` trimmed its cache before it refused. torch's cudaMallocAsync backend prints
-    # only `in_use`: the reclaimable part of the driver's pool is unknown.
+    # An allocator whose text has `held` has trimmed its cache before the refusal, so nothing is reclaimable. torch's
+    # cudaMallocAsync backend prints only `in_use`, and the reclaimable part of the driver's pool is unknown.
     reclaimable = 0 if "held" in found else None
     return RefusedRequest(spec.name, "text", time, requested=classification.requested)._replace(
         reclaimable=reclaimable, **found
@@ -236,7 +239,7 @@ def from_sample_or_peak(
     samples: Sequence[Sample],
     time: float,
 ) -> RefusedRequest | None:
-    """The last resorts for an error without figures: the last sample, or the peak; None if neither explains it.
+    """The figures for an error that has none: the last sample or the peak; None if neither explains the error.
 
     need  the bytes that the request needed under the requester's cap
     peak  the requester's largest use on this GPU so far
@@ -257,14 +260,13 @@ def from_sample_or_peak(
             row.name, "sample", samples[-1].time, gpu.device.uuid, classification.requested, last.held, last.in_use,
             last.reclaimable, free=seen.free,
         )  # fmt: skip
-    if (
-        peak is not None and row.name in NEVER_GIVE_BACK and peak >= (row.in_use or 0)
-    ):  # otherwise the framework may have held less at the refusal
+    # A pool that shrinks may have held less at the refusal.
+    if peak is not None and row.name in NEVER_GIVE_BACK and peak >= (row.in_use or 0):
         held = row.bytes if row.at_least is None else None
         held = max(held, peak) if held is not None else None
         peaked = RefusedRequest(row.name, "peak", time, gpu.device.uuid, classification.requested, held, peak, 0)
-    # The peak may be old, and the sample is from before the last requests. Of the figures that explain the error, the
-    # larger is the better bound: use at the refusal was at most the peak.
+    # The peak may be old, and the sample misses the last requests. Of the figures that explain the error, the larger is
+    # the better estimate of the bytes in use at the refusal, which were at most the peak.
     fills = [one for one in (peaked, sampled) if one is not None and row.cap and (one.in_use or 0) + need > row.cap]
     return max(fills, key=lambda one: one.in_use or 0, default=peaked or sampled)
 
@@ -274,9 +276,9 @@ def _more(then: int | None, now: int | None) -> bool:
 
 
 def complete(request: RefusedRequest, other: RefusedRequest | None) -> RefusedRequest:
-    """The request, completed with fields that only `other` has, and with the larger of both figures for in use.
+    """The request with its missing fields from `other`, and with the larger of both figures for bytes in use.
 
-    PyTorch's text counts idle memory in the pools of CUDA graphs as in use, and its counters do not.
+    PyTorch's text counts idle memory in the pools of CUDA graphs as in use; its counters do not.
     """
     if other is None:
         return request
@@ -288,9 +290,8 @@ def complete(request: RefusedRequest, other: RefusedRequest | None) -> RefusedRe
 
 
 def rows_at(gpu: DeviceLedger, request: RefusedRequest) -> DeviceLedger:
-    """The rows of one GPU at the refusal, as far as known; other rows as in `gpu`.
-
-    Memory that the requester has returned since was not free then.
+    """The rows of one GPU, with the requester's and the free memory as of the refusal. Memory that the requester has
+    returned since then was not free at the refusal.
     """
     rows, returned = [], 0
     for row in gpu.rows:
@@ -309,13 +310,14 @@ def rows_at(gpu: DeviceLedger, request: RefusedRequest) -> DeviceLedger:
 
 
 def _row(row: Row, request: RefusedRequest) -> Row:
-    """The requester's row at the refusal. Fields that the request lacks are unknown: current figures do not apply."""
+    """The requester's row at the refusal. Fields that the request lacks become unknown, because current figures do not
+    apply."""
     if request.cap is not None and row.cap is not None and request.cap < row.cap:
-        row = replace(row, cap=request.cap)  # the user's own limit
+        row = replace(row, cap=request.cap)  # a limit that the user set
     if request.held is None and request.in_use is None:
         return row
     held, in_use = request.held, request.in_use
-    if held is None:  # in use is its lower bound
+    if held is None:  # the bytes in use are its lower bound
         held = max(row.bytes or 0, in_use or 0)
     if row.at_least is not None:
         return replace(row, bytes=held, at_least=held, in_use=in_use)
@@ -324,7 +326,7 @@ def _row(row: Row, request: RefusedRequest) -> Row:
 
 
 def changes_since(then: DeviceLedger, now: DeviceLedger | None, name: str | None, pooled: int | None = None) -> str:
-    """What has changed since, as the end of a sentence; empty without a change or without current figures.
+    """The change of the figures since the refusal, as the end of a sentence; empty without a change or current figures.
 
     pooled  bytes in use at the refusal that no current figure counts
     """

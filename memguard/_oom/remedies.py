@@ -52,7 +52,7 @@ class Remedy:
 
 
 def remedies(classification: Classification, case: Case | None, reason: str = "elsewhere") -> tuple[Remedy, ...]:
-    """The remedies, best first. `reason` is the report's."""
+    """The remedies, best first. `reason`: why the request failed, as in the report."""
     if case is None:
         return tuple(Remedy(text) for text in _OTHER_MEMORY.get(classification.memory, ()))
     found: list[Remedy] = []
@@ -73,12 +73,12 @@ def remedies(classification: Classification, case: Case | None, reason: str = "e
 
 
 def if_no_room_was_made(why: NoHelp) -> tuple[Remedy, ...]:
-    """The first remedy if memguard could not look for room."""
+    """The first remedy if memguard could not make room."""
     return (Remedy(_NO_ROOM_WAS_MADE[why]),) if why in _NO_ROOM_WAS_MADE else ()
 
 
 def _trims(case: Case) -> Iterator[Remedy]:
-    """Trim other frameworks' caches, largest first. The requester has trimmed its own before it failed."""
+    """Trim other frameworks' caches, largest first. The requester has already trimmed its own cache."""
     sizes = {}
     for row in case.frameworks:
         size = row.reclaimable if row.reclaimable is not None else row.cached
@@ -103,7 +103,7 @@ def _processes(case: Case) -> Iterator[Remedy]:
     for size, pid in known[:2]:
         if size >= WORKSPACE:
             yield Remedy(f"process {pid} holds {format_size(size)} of {where}: end it{other}", size)
-    if case.unified:  # NVML lists no CPU programs, and on a Jetson no processes at all
+    if case.unified:  # NVML lists no CPU programs, and no processes at all on a Jetson
         yield Remedy(
             "other programs use this memory too, those of the CPU as well: free -h and top show which; end some"
         )
@@ -134,7 +134,7 @@ def _unaccounted(case: Case) -> Iterator[Remedy]:
 
 
 def _higher_cap(case: Case) -> Iterator[Remedy]:
-    """A cap under which the request fits, if the plan has room for it on every GPU; else another cap to shrink."""
+    """Raise the cap so that the request fits, if the plan has room on every GPU; else lower another cap for it."""
     row, device_plan, plan = case.row, case.device_plan, case.plan
     if row is None or device_plan is None or plan is None or row.name not in device_plan.caps:
         return
@@ -149,13 +149,13 @@ def _higher_cap(case: Case) -> Iterator[Remedy]:
         own, most = format_size(row.cap), format_size(cap)
         yield Remedy(f"{name}'s own limit of {own} is stricter than its cap of {most}: raise or remove that limit")
         return
-    # Allocators round up, PyCUDA's bins by up to a sixteenth. An unknown use is at most the whole cap.
+    # Allocators round up, PyCUDA's bins by up to a sixteenth. Unknown bytes in use are at most the whole cap.
     requested, taken = case.classification.requested, cap if case.not_reusable is None else case.not_reusable
     wanted = round_up(taken + case.needed + (requested or 0) // 16)
     if requested is None and case.refused_by_cap:  # the headroom was too small, and the request's size is unknown
         wanted = max(wanted, round_up(cap + WORKSPACE))
     least, gain = ("at least ", None) if requested is None else ("", wanted - cap)
-    # A share may be rounded down by a granule: reserve one granule for each of the others.
+    # A share may be rounded down by a granule, so one granule is reserved for each of the others.
     spare = {p.device.uuid: _highest_cap(p, name) - GRANULE * (len(p.caps) - 1) for p in plan.devices}
     if wanted <= cap:
         return
@@ -220,7 +220,7 @@ def _setting(device_plan: DevicePlan, name: str, bound: str) -> str:
 
 
 def _wider_bounds(device_plan: DevicePlan, name: str, wanted: int, least: str, gain: int | None) -> Iterator[Remedy]:
-    """Wider bounds for an elastic share. Its room below the max is no gain if others use the spare."""
+    """Raise the bounds of an elastic share. A higher max is useless if other frameworks use the unlent memory."""
     size = f"{least}{wanted // MIB}MiB"
     if wanted > device_plan.elastic[name][1]:
         yield Remedy(f"raise frameworks.{name}.max to {size}", gain)
@@ -235,7 +235,7 @@ def _wider_bounds(device_plan: DevicePlan, name: str, wanted: int, least: str, g
 
 
 def _higher_limit(case: Case, wanted: int, text: str) -> Iterator[Remedy]:
-    """The smallest `device.limit` under which the request fits. Shares grow with it, so the budget is planned again."""
+    """Raise `device.limit` to the smallest value under which the request fits. Shares grow with it, so plan again."""
     budget, device_plan, row = case.budget, case.device_plan, case.row
     assert budget is not None and device_plan is not None and row is not None
     name, cap = row.name, device_plan.caps[row.name]
@@ -245,7 +245,7 @@ def _higher_limit(case: Case, wanted: int, text: str) -> Iterator[Remedy]:
     fixed = sum(round_down(one) for one in parts if isinstance(one, int))
     own = budget.frameworks[name].share
     rooms: list[tuple[Fraction, dict[str, int]]] = []
-    if own is not None:  # its share grows with the limit, and may be rounded down by a granule
+    if own is not None:  # its share grows with the limit; one granule more covers rounding down
         rooms.append(((wanted + GRANULE) / Fraction(own), {}))
     if shares < 1:
         rooms.append((Fraction(wanted + fixed) / (1 - shares), {name: wanted}))
@@ -263,7 +263,8 @@ def _higher_limit(case: Case, wanted: int, text: str) -> Iterator[Remedy]:
 
 
 def _replanned_cap(case: Case, wanted: int, caps: Mapping[str, int], limit: int | None = None) -> int | None:
-    """The requester's cap here under these caps and this limit, if that budget can be planned and gives `wanted`."""
+    """The requester's cap on this GPU if the budget had these caps and this limit; None if it cannot be planned so, or
+    if the cap is below `wanted`."""
     budget, device_plan, row, plan = case.budget, case.device_plan, case.row, case.plan
     assert budget is not None and device_plan is not None and row is not None and plan is not None
     written = budget.model_dump(exclude_none=True)

@@ -1,7 +1,7 @@
 """The report on an out-of-memory error: the requester, the holders of the memory, idle memory, remedies. Pure.
 
-`diagnose` combines the classification on the exception (`classify`) with a reading of the ledger, the plan, the other
-processes and the last samples. Without evidence in the figures the report states `unknown` or "possibly".
+`diagnose` combines the classification of the exception with a reading of the ledger, the plan, the other processes and
+the last samples. If the figures prove no cause, the report says `unknown` or "possibly".
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["Classification", "ErrorFacts", "MemoryHolder", "Reason", "Remedy", "
 LINES, WIDTH = 14, 80
 """The most lines and columns of a printed report."""
 _SHOWN = 4
-"""The most holders printed. The JSON has all."""
+"""The most holders in a printed report. Its JSON has all."""
 _GROWTH = 64 * MIB
 """The smallest growth before the error that is reported."""
 
@@ -44,7 +44,7 @@ class MemoryHolder:
     """A holder of this GPU's memory: `kind` is framework, process, overhead or unaccounted.
 
     `cached` and `reclaimable` are known for frameworks only; None if unknown. `upper_bound`: the framework does not
-    report its bytes; they are at most `bytes`, which no other row contains.
+    report its bytes, and holds at most `bytes`. No other row contains them.
     """
 
     kind: str
@@ -59,12 +59,13 @@ class MemoryHolder:
 class Report:
     """The report on one error. `print` it, or use `as_dict()` / `to_json()`. It never holds the exception itself.
 
-    `requester` is the requester in words (`cublas, through cupy`), `error` the short text, `why` one sentence,
-    `holders` the largest first, `processes` the other processes on that GPU (bytes by PID, None if NVML does not report
-    them).
+    `requester` is the requester in words (`cublas, through cupy`), `error` a short text, `why` the cause in one
+    sentence. `holders` are sorted, largest first. `processes` has the bytes of the other processes on that GPU by PID,
+    None if NVML does not report them.
 
-    `moment` has the figures of the refusal; None if only those of `ledger` are known, which are from the time at which
-    memguard saw the error. `caught`: the refusal was seen, and its error has not left a block or the program.
+    `moment` has the figures of the refusal. It is None if only the figures of `ledger` are known, which memguard read
+    when it handled the error. `caught`: the refusal is known from its record; its error did not leave a block or the
+    program.
     """
 
     time: float
@@ -159,7 +160,7 @@ class Report:
         printer.text(str(self))
 
     def _lines(self) -> list[tuple[str, str, str]]:
-        """Style, label and text of each line; the best remedies, as many as fit."""
+        """The style, label and text of each line. Includes as many of the best remedies as fit."""
         lines = [("bold red", "", textwrap.shorten(f"memguard: {self.title}", WIDTH, placeholder="…"))]
         lines += _wrap("error", self.error, 1)
         gpu = next((gpu for gpu in self.ledger.devices if gpu.device.uuid == self.uuid), None) if self.ledger else None
@@ -205,13 +206,13 @@ def diagnose(
 ) -> Report:
     """The report on one exception, or on a refused request whose exception the program has caught.
 
-    ledger     a current reading, while the exception is alive; of the refusal, if the exception was not seen
+    ledger     read while the exception is alive; for a caught exception, read at the refusal
     processes  other processes' bytes by device UUID and PID
-    samples    the monitor's last ones, oldest first
+    samples    the monitor's last samples, oldest first
     time       seconds, as `time.time()`
     budget     the source of `plan`; without it no remedy changes `device.limit`
-    peaks      each framework's largest use so far, by device UUID and name
-    recorded   the record of the refusal, and `then` a reading of that moment
+    peaks      each framework's peak of bytes in use, by device UUID and name
+    recorded   the record of the refusal; `then` is a ledger read at the same time
     """
     raised = family(facts)
     requester = classification.requester or "unknown"
@@ -249,7 +250,7 @@ def diagnose(
     if (why_no_help := request.why_no_help if request is not None else None) is not None:
         if why_no_help.kind in (NoHelp.NOTHING_IDLE, NoHelp.NOT_ASKED):
             why = f"{why}; no room was made: {why_no_help.text}"
-        else:  # first, because a retry may be enough
+        else:  # this comes first, because a retry may be enough
             why = f"no room was made for it: {why_no_help.text}; {why}"
         found = (*if_no_room_was_made(why_no_help.kind), *found)
     return Report(
@@ -269,7 +270,8 @@ def _rows_at_refusal(
     peaks: Mapping[str, int],
     time: float,
 ) -> tuple[DeviceLedger, RefusedRequest | None]:
-    """The GPU's rows at the refusal, and their source; the current rows, and None, if no figures are known."""
+    """The GPU's rows at the refusal, and the figures that they are from; the current rows and None if no figures are
+    known."""
     from_text = refusal.from_text(facts, classification, time)
     uuid = gpu.device.uuid
     if recorded is not None:
@@ -290,7 +292,8 @@ def report_of_refusal(
     request: RefusedRequest, then: Ledger | None, plan: Plan | None, processes: Mapping[str, Mapping[int, int | None]],
     budget: Budget | None = None,
 ) -> Report:  # fmt: skip
-    """The report on a refused request whose exception was not seen: the program has probably caught it."""
+    """The report on a refused request whose exception did not reach memguard, probably because the program caught
+    it."""
     classification = Classification("gpu", request.framework, request.requested, True, refused=True)
     size = "" if request.requested is None else f" {format_size(request.requested)} of"
     facts = ErrorFacts("", (), f"its allocator refused{size} GPU memory; the program caught the error, as it seems", {})
@@ -355,7 +358,7 @@ def _growth(samples: Sequence[Sample], uuid: str | None) -> str:
 
 
 def _short(facts: ErrorFacts) -> str:
-    """Type and the line about memory, in at most 200 characters."""
+    """The type of the exception and the line of its text about memory, in at most 200 characters."""
     text = re.sub(r"\{\{[^{}]*\}\}\s*", "", facts.text)  # TensorFlow's node names
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     telling = next((line for line in lines if re.search(r"memory|alloc|\boom\b", line, re.IGNORECASE)), "")
@@ -366,7 +369,7 @@ def _short(facts: ErrorFacts) -> str:
 
 
 def _wrap(label: str, text: str, most: int, style: str = "") -> list[tuple[str, str, str]]:
-    """At most `most` lines, with the label before the first."""
+    """The text in at most `most` lines, with the label before the first."""
     indent = 9
     lines = textwrap.wrap(text, WIDTH - indent, max_lines=most, placeholder=" …")
     return [(style, f"  {label if not number else '':<{indent - 2}}", line) for number, line in enumerate(lines)]
