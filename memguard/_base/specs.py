@@ -64,10 +64,13 @@ CONTEXT_MAKER = next(row for row in SPECS.values() if row.context_module)
 """The framework that can create a second CUDA context."""
 
 
+OPTION_OWNERS: Mapping[str, str] = {option.name: row.name for row in SPECS.values() for option in row.options}
+"""The framework that has each option. Each option has one."""
+
+
 def setting(option: str) -> str:
     """The path in the budget of an option that one framework has: `frameworks.torch.nccl` for `nccl`."""
-    owner = next(row.name for row in SPECS.values() if any(own.name == option for own in row.options))
-    return f"frameworks.{owner}.{option}"
+    return f"frameworks.{OPTION_OWNERS[option]}.{option}"
 
 
 def framework_name(text: str) -> FrameworkName:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from memguard._base.advice import Advice
 from memguard._base.framework_spec import CONTEXT, OVERHEADS, SECOND_CONTEXT, SLACK, FrameworkSpec, Outside
-from memguard._base.specs import NEVER_GIVE_BACK, SPECS
+from memguard._base.specs import NEVER_GIVE_BACK, OPTION_OWNERS, SPECS
 from memguard._base.types import Device, DevicePlan, MemoryInfo, Plan, Room, Usage
 from memguard._base.units import GRANULE, MIB, format_size, round_down
 from memguard._budget.shared_pool import allocator_of, caps_of, clients, members, with_pool
@@ -318,8 +318,8 @@ def own_context(budget: Budget) -> bool:
 
 def _setting(budget: Budget, option: str) -> Any:
     """The option's value in the only framework that has it; None if the budget does not name that framework."""
-    owners = (name for name in budget.frameworks if any(own.name == option for own in SPECS[name].options))
-    return next((getattr(budget.frameworks[name], option) for name in owners), None)
+    owner = budget.frameworks.get(OPTION_OWNERS[option])
+    return None if owner is None else getattr(owner, option)
 
 
 def _divide(room: int, shares: Mapping[str, Fraction]) -> dict[str, int]:
