@@ -238,13 +238,9 @@ class Room(NamedTuple):
 
 
 class Applied(NamedTuple):
-    """The result of applying a cap: its enforcement, how to undo it, or why it cannot be undone.
-
-    Exactly one of `undo` and `permanent` is set.
-    """
+    """The result of applying a cap: its enforcement, and why it cannot be undone (None: it can)."""
 
     enforcement: Enforcement
-    undo: Callable[[], None] | None = None
     permanent: str | None = None
     notes: tuple[str, ...] = ()
 

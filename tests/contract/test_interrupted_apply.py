@@ -1,4 +1,4 @@
-"""Ctrl-C at any point of an adapter's `apply` or of its undo: `changes`, or the undo again, takes back what is left."""
+"""Ctrl-C at any point of an adapter's `apply` or of its undo: running the undo steps takes back what is left."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import test_numba_model
 import test_pycuda_model
 import test_rmm_model
 
+from memguard._base.undo import Undo
 from memguard._frameworks.rmm import resource
 
 _spec = importlib.util.spec_from_file_location("interruptions", Path(__file__).parents[1] / "unit" / "interruptions.py")
@@ -57,31 +58,33 @@ def rmm_state() -> tuple[object, ...]:
 def attempts(make: Callable[[], Any], state: Callable[[], object], caps: int) -> int:
     """Interrupt `apply`, and then the undo, at each point."""
 
-    def apply(setting: Any) -> Any:
-        return setting.framework.apply({gpu.uuid: caps for gpu in setting.host.devices()}, {})
+    def apply(setting: Any, undo: Undo) -> None:
+        setting.framework.apply({gpu.uuid: caps for gpu in setting.host.devices()}, {}, undo)
 
     before = state()
-    apply(make()).undo()  # what is done once only
+    undo = Undo()
+    apply(make(), undo)  # what is done once only
+    undo.run()
     setting = make()
     counted = interruptions.Points()
-    applied = counted.run(lambda: apply(setting))
+    counted.run(lambda: apply(setting, undo))
     assert state() != before
     undone = interruptions.Points()
-    undone.run(applied.undo)
-    assert state() == before
+    undone.run(undo.run)
+    assert state() == before and undo.done
     for at in range(1, counted.count + 1):
         setting, points = make(), interruptions.Points(at)
         with pytest.raises(KeyboardInterrupt):
-            points.run(lambda setting=setting: apply(setting))
-        setting.framework.changes.run()
-        assert state() == before, f"apply, {points.place}"
+            points.run(lambda setting=setting: apply(setting, undo))
+        undo.run()
+        assert state() == before and undo.done, f"apply, {points.place}"
     for at in range(1, undone.count + 1):
         setting, points = make(), interruptions.Points(at)
-        applied = apply(setting)
+        apply(setting, undo)
         with pytest.raises(KeyboardInterrupt):
-            points.run(applied.undo)
-        applied.undo()
-        assert state() == before, f"undo, {points.place}"
+            points.run(undo.run)
+        undo.run()
+        assert state() == before and undo.done, f"undo, {points.place}"
     return int(counted.count + undone.count)
 
 

@@ -352,7 +352,9 @@ def test_every_wording_that_names_a_call_or_a_process_is_followed_as_it_stands()
             memory = MemoryInfo(device.total, device.total - device.usable, 5 * GIB, 256 * MIB)
             state = Overhead().after(200 * MIB, frozenset({"context"}))
             part = device_ledger(Reading(device, memory, 5 * GIB, usages, state), plan.devices[0])
-            case = causes.Case(part, Classification("gpu", "cupy", 3 * GIB, True), plan=plan, other_processes={77: 5 * GIB})
+            case = causes.Case(
+                part, Classification("gpu", "cupy", 3 * GIB, True), plan=plan, other_processes={77: 5 * GIB}
+            )
             for remedy in remedies.remedies(case.classification, case, "card"):
                 said = {"requested": 3 * GIB, "remedies": [{"text": remedy.text, "bytes": remedy.bytes}]}
                 deed, skipped = moment.follow(one, moment.Ran(1, "", "", said, 0, 77))
