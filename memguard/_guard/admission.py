@@ -43,15 +43,16 @@ _FIRST_PAUSE, _LAST_PAUSE = 0.05, 0.5
 """Seconds between two attempts of a waiting workload, doubling from the first value to the last. The end of another
 workload triggers an attempt at once."""
 _MAX_READINGS = 4
-"""The most readings in one attempt. Workloads may begin, end and allocate between two readings."""
+"""The most readings in one attempt. It reads again because workloads may begin, end or allocate between two
+readings."""
 
 
 _MAX_ATTEMPTS = 1000
-"""Failed compare-and-swap attempts to reserve free memory before the workload is refused."""
+"""The most attempts to reserve free memory by compare-and-swap. If all fail, the workload is refused."""
 
 
 class _Work(NamedTuple):
-    """The request of one workload. `began` and `deadline` are values of `time.monotonic()`."""
+    """The request of one workload. `began` and `deadline` are times of `time.monotonic()`."""
 
     ticket: Ticket
     name: str
@@ -78,7 +79,8 @@ class _Work(NamedTuple):
 
 
 class Admission:
-    """Admission control for one budget. `find_drift` checks whether a framework's cap still holds."""
+    """Admission control for one budget. `find_drift` checks whether a framework's cap still holds, and records what
+    broke it."""
 
     def __init__(
         self, caps: CapTable, elastic: ElasticCaps, callbacks: Callbacks, find_drift: Callable[[str], None]
@@ -100,7 +102,8 @@ class Admission:
         )
 
     def reserved_not_taken(self, framework: str, uuid: str, in_use: int | None) -> int:
-        """Bytes that the framework's workloads have reserved on a GPU and not yet allocated. `in_use` None: unknown."""
+        """Bytes that the framework's workloads have reserved on a GPU and not yet allocated. `in_use` is None if
+        unknown."""
         if self.queue.current is EMPTY:
             return 0
         reservations = self.queue.pruned()
@@ -148,7 +151,7 @@ class Admission:
             return Room({}, None, 0, {})
         footprint = caps.framework(framework).footprint(needed)
         if again(cap=refusals.highest_cap(snapshot.device_plan, framework)).result.refusal is not None:
-            return Room({}, None, 0, {})  # too little even at the highest cap
+            return Room({}, None, 0, {})  # too little memory even at the highest cap
         room = elastic.reclaimer.make_room(device, framework, footprint + snapshot.result.reserved_under_cap)
         if snapshot.reservations is not EMPTY and (still := again().result.trim):  # reserved memory must be free too
             elastic.trim_idle(still, device)
@@ -220,7 +223,8 @@ class Admission:
         )
 
     def _attempts(self, work: _Work, report: WorkloadReport) -> Iterator[float]:
-        """Try to reserve until admitted. Yields the seconds to wait before the next attempt; raises BudgetExceeded."""
+        """Try to reserve until the workload is admitted. Yields the seconds to wait before each further attempt. Raises
+        BudgetExceeded at the deadline, or if waiting is useless."""
         pause, waits = _FIRST_PAUSE, False
         while True:
             if suspension.now is not None:  # suspended while waiting: nothing can be reserved until `resume`
@@ -237,7 +241,7 @@ class Admission:
             del error, refused
             if not waits:
                 waits = self._queue(work)
-                continue  # a workload that ended before this did not wake it
+                continue  # a workload that ended before did not wake this one
             yield min(pause, work.deadline - now)
             pause = min(2 * pause, _LAST_PAUSE)
         report.waited = time.monotonic() - work.began if waits else 0.0
@@ -250,9 +254,9 @@ class Admission:
                 return True
 
     def _try(self, work: _Work) -> tuple[BudgetExceeded, bool] | None:
-        """Reserve the memory if it is available now. Else return the error, and whether waiting is useless.
-
-        Other threads may change reservations or caps between a reading and the reservation. The loop is bounded.
+        """Reserve the memory if it is available now. Else return the error, and whether waiting is useless. The loop
+        tries again if another thread changed reservations or caps between the reading and the reservation, at most
+        `_MAX_ATTEMPTS` times.
         """
         rooms: dict[str, Room] = {}
         before: object = None
@@ -299,7 +303,7 @@ class Admission:
             )
 
     def _reserve(self, work: _Work, snapshots: Sequence[Snapshot]) -> bool:
-        """Compare-and-swap: add the reservation to the version that the readings used. False if it was replaced."""
+        """Add the reservation by compare-and-swap. False if the reservations have changed since the readings."""
         in_use = {snapshot.device_plan.device.uuid: snapshot.in_use.get(work.framework) for snapshot in snapshots}
         covered = all(snapshot.result.covered for snapshot in snapshots)
         entry = work.entry._replace(since=time.monotonic(), size=0 if covered else work.needed)
@@ -307,7 +311,7 @@ class Admission:
         reservations = snapshots[-1].reservations
         if not self.queue.replace(reservations, begun(reservations, entry, in_use)):
             return False
-        # From here on no cap is lowered below the reserved bytes. A cap may have been lowered since the reading.
+        # From here on no cap is lowered below the reserved bytes. But a cap may have been lowered after the reading.
         caps = [
             (self._caps.device_plan(snapshot.device_plan.device.uuid).caps, snapshot.device_plan.caps)
             for snapshot in snapshots
@@ -357,14 +361,15 @@ class Admission:
                 try:
                     self.queue.leave(ticket, functools.partial(self._in_use, report.framework), reservations, in_use)
                 finally:
-                    ticket.ended = True  # if `leave` was interrupted, the next `prune` ends it
+                    ticket.ended = True  # if `leave` was interrupted, the next `prune` removes it
         if (callback := self._callbacks.workload) is not None:
             callback(report, seconds, None if error is None else type(error).__name__)
 
     def _figures(
         self, report: WorkloadReport, earlier: int | None, error: BaseException | None
     ) -> dict[str, int | None] | None:
-        """Write the memory in use at the workload's end to the report. Returns it by UUID; None if it is unknown."""
+        """Write the bytes in use at the workload's end to the report. Returns them by UUID; None if they are
+        unknown."""
         try:
             self._caps.check_active()
             usages = self._usages_of(report.framework)
@@ -374,7 +379,7 @@ class Admission:
                 return None
             devices = [device_plan.device.uuid for device_plan in self._caps.plan.devices]
             return {uuid: policy.in_use(usage) for uuid, usage in zip(devices, usages, strict=True)}
-        except Exception as failure:  # shut down in the block, or a GPU is lost: keep the user's error
+        except Exception as failure:  # shutdown within the block, or a lost GPU, must not hide the user's error
             if error is None and not isinstance(failure, MemguardError):
                 raise
             text = str(failure)  # a log handler that keeps records would keep the exception's frames alive
@@ -419,7 +424,7 @@ class Admission:
         frameworks = self._caps.frameworks
         first = frameworks if all_frameworks else frameworks_to_read(reservations, request)
         usages = self._usages(first, device_plan)
-        memory = self._caps.host.memory(device)  # after the usages: bytes allocated in between count twice
+        memory = self._caps.host.memory(device)  # after the usages: bytes allocated in between count twice, not never
         result = self._admit(reservations, request, device_plan, usages, memory)
         if result.refusal is not None and not all_frameworks:
             usages = self._usages(frameworks, device_plan)
@@ -440,7 +445,8 @@ class Admission:
         usages: Mapping[str, Usage | None],
         memory: MemoryInfo,
     ) -> AdmissionResult:
-        """The result. A refusal has the figures of the framework, not of an allocator that others use too."""
+        """The admission result. Its refusal has the figures of the framework, not those of an allocator with several
+        clients."""
         name, allocator = request.framework, shared_pool.allocator_of(device_plan, request.framework)
         if request.before and self._within_min(request, device_plan, usages.get(allocator)):
             sharers = shared_pool.clients(device_plan, allocator)
@@ -453,7 +459,8 @@ class Admission:
         return result._replace(refusal=result.refusal.beside(others, shared_pool.note_on(device_plan, name, others)))
 
     def _within_min(self, request: Request, device_plan: DevicePlan, own: Usage | None) -> bool:
-        """Whether the request stays within the allocator's min, or its cap if fixed: guaranteed against siblings."""
+        """Whether the request stays within the bytes that the allocator is guaranteed: its min, or its cap if it is
+        fixed."""
         least = device_plan.elastic.get(request.framework, (device_plan.caps[request.framework], 0))[0]
         sharers = shared_pool.clients(device_plan, shared_pool.allocator_of(device_plan, request.framework))
         taken = (policy.in_use(own) or 0) + sum(self.read_reserved_not_taken(name, request.uuid) for name in sharers)
@@ -494,7 +501,8 @@ class Admission:
 
 
 def _at_most(framework: str, snapshot: Snapshot, again: Callable[..., Snapshot]) -> Snapshot:
-    """The snapshot for an elastic framework's error: at its highest possible cap if that refuses too, else as given."""
+    """The snapshot for an elastic framework's error: at its highest possible cap if it is refused there too, else
+    `snapshot`."""
     if framework not in snapshot.device_plan.elastic:
         return snapshot
     most = again(cap=refusals.highest_cap(snapshot.device_plan, framework))
@@ -502,7 +510,7 @@ def _at_most(framework: str, snapshot: Snapshot, again: Callable[..., Snapshot])
 
 
 def _contended(work: _Work, snapshot: Snapshot) -> BudgetExceeded:
-    """The error if memory was free at each attempt, but another thread changed reservations or caps first each time."""
+    """The error if memory was free at each attempt, but another thread changed reservations or caps each time."""
     reason = (
         f"{work.framework} needs {format_size(work.needed)}, and other threads changed reservations or caps "
         f"{_MAX_ATTEMPTS} times while this one tried to reserve it"

@@ -1,6 +1,6 @@
 """The cap table of one budget: the plan in force, the enforcement and drift of each cap, and the notes.
 
-It also owns what the parts of a guard share: the lock, and the host, which raises Suspended in a suspended process.
+It also owns what all parts of a guard use: the lock, and the host, which raises Suspended in a suspended process.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Callbacks:
 
     def __init__(self) -> None:
         self.event: Callable[[Event], None] | None = None
-        """Called when a cap no longer holds, or holds again: on the detecting thread, without the guard's lock."""
+        """Called when a cap no longer holds, or holds again. Runs on the detecting thread, without the guard's lock."""
         self.checkpoint: Callable[[], None] | None = None
         """Called at the start of `require` and `workload`, on the user's thread. May raise UnderPressure."""
         self.workload: Callable[[WorkloadReport, float, str | None], None] | None = None
@@ -64,7 +64,8 @@ class Callbacks:
 class CappedFramework:
     """A framework of the budget, and the enforcement of its cap.
 
-    `drift`: changes by other code after the cap was set, which break the cap. `enforcement` is `watched` meanwhile.
+    `drift`: the changes that other code made after the cap was set, and that break it. While there are any,
+    `enforcement` is `watched`.
     """
 
     def __init__(self, framework: Framework) -> None:
@@ -97,7 +98,7 @@ class CapTable:
         devices = host.devices(ordinals=policy.needs_ordinals(budget))
         self.sharing: Sharing | None = None
         """How the ranks of this node share the GPUs; None for a budget of one process."""
-        if budget.ranks is not None:  # else `init` does not import the module
+        if budget.ranks is not None:  # a budget without ranks does not import the module
             from memguard._budget import ranks
 
             self.sharing = ranks.of_budget(budget, len(devices), os.environ, host.simulated)
@@ -110,9 +111,10 @@ class CapTable:
         self._make_locks()
         self.entries: dict[str, CappedFramework] = {}
         self.frameworks: Mapping[str, Framework] = {}
-        """The adapters of `entries`. The mapping is replaced, never changed: the reader compares its identity."""
+        """The adapters of `entries`. The mapping is replaced and never modified, because the reader compares its
+        identity."""
         self.allocators: Mapping[str, Allocator] = {}
-        """What the caps of the plan limit, by name: each framework's own allocator, or the pool that several share."""
+        """The allocators that the plan's caps limit, by name: each framework's own, and the pool that several share."""
         self.stopped = False
         """Set when the guard stops. From then on nothing may report that a cap holds."""
         self.pid = os.getpid()
@@ -127,7 +129,7 @@ class CapTable:
 
     @property
     def own_plan(self) -> Plan:
-        """The plan of the GPUs that this process uses: of one GPU only, if its rank is known to use one."""
+        """The plan of the GPUs that this process uses: of a single GPU if its rank is known to use only that one."""
         own = None if self.sharing is None else self.sharing.own
         found = tuple(
             device_plan for device_plan in self.plan.devices if own is not None and device_plan.device.ordinal == own
@@ -138,7 +140,7 @@ class CapTable:
         self.lock: InterruptSafeLock = ranked(InterruptSafeLock(), Rank.GUARD)
         self.locked = LockedRunner(self.lock)
         self.drift_locked = LockedRunner(rank=Rank.DRIFT)
-        """The lock for recording drift. Its owner never waits for anything."""
+        """The lock for recording drift. Its owner never waits for another lock or a driver."""
 
     def forked(self) -> None:
         """Create new locks in a forked child: a thread of the parent may have held the inherited ones."""
@@ -169,7 +171,7 @@ class CapTable:
         )
 
     def used_by(self, framework: str) -> Sequence[DevicePlan]:
-        """The GPUs that a call without `device=` means: those that the framework uses, or the first."""
+        """The GPUs for a call without `device=`: those that the framework uses; if none, the first GPU."""
         device_plans = self.plan.devices
         if len(device_plans) == 1:
             return device_plans
@@ -182,12 +184,10 @@ class CapTable:
             self.suspended.refuse("a change of a cap")
         before = self.plan
         plan = policy.with_cap(before, uuid, name, cap)
-        if (
-            cap > self.device_plan(uuid).caps[name]
-        ):  # first: after an interruption the cap may be below the plan, never above
+        if cap > self.device_plan(uuid).caps[name]:  # first: after an interruption the cap is at most the plan's
             self.plan = plan
         entry = self.entry(name)
-        if entry.enforcement is not Enforcement.PENDING:  # else the framework's import applies this cap
+        if entry.enforcement is not Enforcement.PENDING:  # a pending cap is set at the framework's import
             try:
                 self.resize(name, entry.framework, plan)
             except Exception:
@@ -201,10 +201,11 @@ class CapTable:
             self._resize_version += 1
             framework.resize(plan.caps(name))
         finally:
-            self._resize_version += self._resize_version % 2  # even and larger than before: odd means in progress
+            self._resize_version += self._resize_version % 2  # odd while a resize runs, then even and larger
 
     def lower_to_min(self, name: str) -> None:
-        """Lower an elastic framework whose cap cannot move to its min, so that the rest can be lent to others."""
+        """Lower the planned cap of an elastic framework to its min if the cap cannot move, so that the rest can be
+        lent."""
         for device_plan in self.plan.devices:
             if name in device_plan.elastic:
                 self.plan = policy.with_cap(self.plan, device_plan.device.uuid, name, device_plan.elastic[name][0])
@@ -212,7 +213,7 @@ class CapTable:
     # the frameworks
 
     def install(self, entries: dict[str, CappedFramework]) -> None:
-        """Replace the frameworks and their allocators. Other threads may iterate over the old ones."""
+        """Replace the mappings of frameworks and allocators. Other threads may still iterate over the old ones."""
         self.frameworks = {name: entry.framework for name, entry in entries.items()}
         allocators: dict[str, Allocator] = {name: one for name, one in self.frameworks.items() if not one.pooled}
         if self.shared_pool is not None and entries:
@@ -233,7 +234,7 @@ class CapTable:
         return {name: one.usage(device) for name, one in self.allocators.items()}
 
     def create(self, name: str) -> Framework:
-        """The framework's adapter. The caller applies the cap."""
+        """Create the framework's adapter. The caller applies the cap."""
         if self.shared_pool is not None and name in self.shared_pool.clients:
             return registry.client(name, self.host, self.shared_pool)
         return registry.create(name, self.host)
@@ -304,7 +305,7 @@ class CapTable:
             self.announce(event)
 
     def drift_of(self, name: str, entry: CappedFramework) -> tuple[Drift, ...]:
-        """The changes since the cap was set. If the check fails, the drift recorded before."""
+        """The changes since the cap was set. If the check fails, the drift that was recorded before."""
         if entry.enforcement is not Enforcement.ENFORCED and not entry.drift:
             return ()  # no cap was set
         try:
@@ -314,7 +315,7 @@ class CapTable:
             return entry.drift
 
     def note_conflicting_setting(self, name: str, sentence: str) -> None:
-        """Announce that a later setting of the user collided with a framework's cap. The framework has logged it."""
+        """Announce that a setting which the user made later conflicts with a cap. The adapter has logged it."""
         self.announce(Event(time.time(), "note", sentence, framework=name))
 
     def announce(self, event: Event) -> None:
@@ -346,11 +347,11 @@ class CapTable:
             _log.log(level, "%s", note)
 
     def warn(self, note: str) -> None:
-        """As `note`, logged as a warning."""
+        """As `note`, but logged as a warning."""
         self.note(note, logging.WARNING)
 
     def all_notes(self) -> list[str]:
-        """The notes of the budget, each framework and each drift, and of the suspension."""
+        """The notes on the budget, on each framework and its drift, and on the suspension."""
         notes = [*self.notes]
         for entry in self.entries.values():
             notes += entry.framework.notes
@@ -381,7 +382,7 @@ class CapTable:
 
 
 def size_of(size: int | str) -> int:
-    """The size in bytes. Raises MemguardError if it is not a size."""
+    """Parse a size into bytes. Raises MemguardError if it is not a size."""
     try:
         return parse_size(size)
     except ValueError as error:

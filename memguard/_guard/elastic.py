@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 thread_flags = threading.local()
 """`started_by_memguard` is True on threads that memguard started. The program's callbacks there are background work."""
 _LOCK_TIMEOUT = 2.0
-"""Seconds that an allocation which is short of memory waits for the guard's lock before it is refused."""
+"""Seconds that a failing allocation waits for the guard's lock before it is refused."""
 _LOCK_BUSY = NoHelp.LOCK_HELD, NoHelp.WITHIN_CALL
 _CAPTURING = WhyNoHelp(NoHelp.CAPTURE, "a CUDA graph is being captured on this thread")
 
@@ -69,7 +69,8 @@ class ElasticCaps:
             return self.reclaimer.make_room(where, framework, needed)
 
     def shortage(self, shortage: Shortage) -> bool:
-        """Make room for a request that an allocator cannot serve. Returns True if the calling adapter should try again.
+        """Make room for a request that an allocator cannot serve. Returns True if the adapter should retry the
+        allocation.
 
         It runs within the allocation, on the allocating thread, which holds no lock of an adapter. It makes no room if
         that thread holds the guard's lock already, or if another thread holds it for `_LOCK_TIMEOUT` seconds.
@@ -109,7 +110,7 @@ class ElasticCaps:
         if why is None or why.kind in _LOCK_BUSY or requested is None:
             return why
         needed, cap = (request.held or 0) - (request.reclaimable or 0) + requested, request.cap or 0
-        # A cap other than the plan's was set by the user in the framework itself, and cannot rise.
+        # A cap that differs from the plan's was set by the user in the framework, and cannot rise.
         most = max(cap, device_plan.elastic.get(name, (0, 0))[1]) if cap == device_plan.caps.get(name) else cap
         full = request.free is not None and request.free < requested
         if why.kind is NoHelp.NOT_ASKED and full and usages:
@@ -179,7 +180,8 @@ class ElasticCaps:
         self._workloads.wake()
 
     def _resized_plan(self, framework: str, entry: CappedFramework, size: int) -> Plan:
-        """The plan with this cap on every GPU, after calling back lent memory. PlanError if the cap does not fit."""
+        """The plan with this cap on every GPU. Calls back lent memory for it. Raises PlanError if the cap does not
+        fit."""
         pending = entry.enforcement is Enforcement.PENDING
         sets = pending or entry.movable
         short: dict[str, Room] = {}
@@ -190,7 +192,7 @@ class ElasticCaps:
             if round_down(size)
             > max(device_plan.caps[framework], policy.left_beside(device_plan, framework, self._held(device_plan)))
         ]
-        for last in (False, True):  # dry run first: no GPU changes if the cap does not fit on another
+        for last in (False, True):  # dry run first: if the cap does not fit on one GPU, none changes
             act = last and not self.why_trim_forbidden()
             rooms = [
                 (device_plan, self.reclaimer.call_back(device_plan.device, framework, round_down(size), act))
@@ -217,16 +219,16 @@ class ElasticCaps:
             before = [self.reclaimer.available(device_plan.device) for device_plan in caps.plan.devices]
             for (
                 device_plan
-            ) in caps.plan.devices:  # PyTorch trims all devices at once: `before` and `after` enclose them all
-                # `usage`, because `state` would wait for a running import.
+            ) in caps.plan.devices:  # PyTorch trims all GPUs at once, so read `available` before and after all trims
+                # Not `state`, which would wait for a running import.
                 self.trim_idle([n for n in chosen if self._allocator(n).usage(device_plan.device)], device_plan.device)
             after = [self.reclaimer.available(device_plan.device) for device_plan in caps.plan.devices]
             self._workloads.wake()
             return sum(max(b - a, 0) for a, b in zip(before, after, strict=True))
 
     def trim_above_cap(self, name: str) -> None:
-        """Trim a framework that holds more than its cap. If it still does, log a warning and call back unused
-        memory that is lent to elastic frameworks."""
+        """Trim a framework that holds more than its cap. If it still holds more after the trim, log a warning and call
+        back unused memory that is lent to elastic frameworks."""
         entry = self._caps.entry(name)
 
         def above() -> str | None:
@@ -252,7 +254,8 @@ class ElasticCaps:
                 self.trims[name, device.uuid] += 1
 
     def _allocator(self, name: str) -> Allocator:
-        """The allocator or framework of that name. NotActive if a signal handler or finalizer ended the budget."""
+        """The allocator or framework of that name. Raises NotActive if a signal handler or finalizer has ended the
+        budget."""
         self._caps.check_active()
         try:
             return self._caps.allocator(name)
@@ -266,10 +269,11 @@ class ElasticCaps:
         On a background thread (an `on_event` or `on_sample` callback that trims) nothing is freed while communicators
         live. Freeing synchronizes with all work on the GPU, including collectives that wait for other ranks. It also
         holds the allocator's lock, for which the thread that launches the next collective may be waiting. The program's
-        own threads may trim outside a capture: the program requested the trim, or its allocation would fail otherwise,
-        and PyTorch would free its cache there with the same call. Moving a cap frees nothing and is always allowed.
+        own threads may trim outside a capture: either the program requested the trim, or its allocation would fail
+        without it, and PyTorch frees its cache there with the same call. Moving a cap frees nothing and is always
+        allowed.
         """
-        if self._caps.suspended is not None:  # a process with a capture or communicators cannot be suspended
+        if self._caps.suspended is not None:  # a process that captures or has communicators is never suspended
             return None
         if self.capturing():
             return _CAPTURING
@@ -291,7 +295,7 @@ class ElasticCaps:
 
 
 def _why_room_not_requested(framework: Framework | None) -> WhyNoHelp | None:
-    """The reason why an allocator refused a request without requesting room first."""
+    """The reason why an allocator refused a request without first requesting room."""
     if framework is None:
         return None
     if not framework.asks:

@@ -19,7 +19,7 @@ _HEAD = ("framework", "held", "cached", "reclaimable", "how")
 
 @dataclass(frozen=True)
 class FrameworkReclaimable:
-    """The memory that one framework could give back on one GPU, in bytes; None if unknown.
+    """The memory that one framework could return to the driver on one GPU, in bytes; None if unknown.
 
     `reclaimable` is the part of `cached` that a trim would really return. `how`: "memguard.trim" on any thread; "own
     thread": `memguard.trim` on the thread whose CUDA context the framework uses; "own call": only the framework's own
@@ -107,7 +107,8 @@ def of_sample(sample: Sample, plan: Plan, simulated: bool) -> Reclaimable:
 
 
 def _of_frameworks(found: Mapping[str, FrameworkSample]) -> tuple[FrameworkReclaimable, ...]:
-    """Sorted by reclaimable bytes, largest first, without rows that are no framework or pool, such as the exchange."""
+    """Sorted by reclaimable bytes, largest first. Leaves out rows other than frameworks and pools, such as the
+    exchange."""
     asked = {*SPECS, POOL}
     lines = [_of(name, usage) for name, usage in found.items() if name in asked or usage.cap is not None]
     return tuple(sorted(lines, key=lambda one: (one.reclaimable is None, -(one.reclaimable or 0), one.framework)))

@@ -1,7 +1,7 @@
 """The guard: applies a budget, reads memory usage, admits requests, and undoes the budget.
 
-It delegates to four parts: `caps` (the plan and the enforcement of each cap), `elastic` (moving caps, trimming
-caches), `admission` (reservations) and `reader` (the ledger). `_budget.policy` computes the plan.
+It delegates to `caps` (the plan and the enforcement of each cap), `elastic` (moving caps, trimming caches), `admission`
+(reservations) and `reader` (the ledger). `_budget.policy` computes the plan.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class AdmissionOnDemand:
     def get(self) -> Admission:
         """Return the admission control. The first call creates it."""
         if (made := self._made) is None:
-            made = vars(self).setdefault("_first", self._make())  # setdefault: another thread may have been faster
+            made = vars(self).setdefault("_first", self._make())  # another thread may have created one meanwhile
             self._made = made
         return made
 
@@ -114,14 +114,15 @@ class AdmissionOnDemand:
 
 
 class Guard:
-    """An applied budget, as `memguard.init` returns it. `print(guard)` shows the plan and how each cap holds."""
+    """An applied budget, as `memguard.init` returns it. `print(guard)` shows the plan and the enforcement of each
+    cap."""
 
     def __init__(self, budget: Budget, host: Host) -> None:
         self.budget = budget
         self.callbacks = Callbacks()
         self.caps = caps = CapTable(budget, host, self.callbacks)
         self.notes, self.sharing = caps.notes, caps.sharing
-        # A framework outside the budget has no cap, but a ledger row once it is live. Simulated GPUs have no such row.
+        # A framework outside the budget has no cap, but once it is live it has a ledger row, except on simulated GPUs.
         unnamed = () if host.simulated else tuple(name for name in SPECS if name not in budget.frameworks)
         self.reader = LedgerReader(host, unnamed, caps.warn)
         self.admission = AdmissionOnDemand(self._make_admission)
@@ -190,8 +191,8 @@ class Guard:
             if self._real_imports is not None:
                 self.undo.add("the notice about real frameworks", self._real_imports.stop)
                 self._real_imports.start()
-            # `state` waits for an import in another thread, and that import's hook may wait for the guard's lock. So
-            # read the state before installing a hook, and again later without the lock.
+            # `state` waits for a running import in another thread, whose hook may wait for the guard's lock. So read
+            # the state before the hooks are installed, and again later without the lock.
             entries = {name: CappedFramework(caps.create(name)) for name in self.budget.frameworks}
             for name, entry in entries.items():
                 entry.framework.on_warning = functools.partial(caps.note_conflicting_setting, name)
@@ -228,14 +229,14 @@ class Guard:
     def stop(self) -> list[str]:
         """Undo all changes in reverse order. Returns a sentence for each change that could not be undone.
 
-        After an interruption, call it again: it continues.
+        If it is interrupted, the next call continues.
         """
         self._refuse_while_suspended("the end of the budget")
         caps = self.caps
         caps.stopped = True  # from now on nothing may report that a cap holds
         try:
             if self.callbacks.stop is not None:
-                self.callbacks.stop.run()  # without the lock: the monitor thread may be waiting for it
+                self.callbacks.stop.run()  # without the lock, for which the monitor thread may be waiting
         finally:
             with caps.lock, deferred_signals():  # a Ctrl-C is raised once every cap is undone
                 try:
@@ -255,7 +256,8 @@ class Guard:
         return stays
 
     def forked(self) -> None:
-        """Release everything in a forked child without calling CUDA. The parent's budget does not apply there."""
+        """In a forked child, replace the locks and drop hooks and reservations, without calling CUDA. The parent's
+        budget does not apply there."""
         self.caps.forked()
         self.reader.forked()
         self.admission.forked()
@@ -270,7 +272,7 @@ class Guard:
         """
         from memguard._guard.suspended import SuspendedGpus, refusing
 
-        # Set `off` before the host: a caller that the refusing host rejects reads `off`.
+        # Set `suspended` before the host: a caller whose call the refusing host rejects reads `suspended`.
         self.caps.suspended = SuspendedGpus(reading, figures, off, self.caps.host)
         self.caps.host = self.reader.host = refusing(self.caps.host)
 
@@ -296,7 +298,7 @@ class Guard:
 
     def _read_ledger(self) -> Ledger:
         self._find_drift()
-        # Without the guard's lock: another thread may hold it while it waits for a lock that this thread holds.
+        # Do not take the guard's lock: its owner may be waiting for a lock that this thread holds.
         caps, reader = self.caps, self.reader
         if caps.stopped or caps.pid != os.getpid() or not caps.entries:
             caps.check_active()
@@ -345,8 +347,8 @@ class Guard:
         return sample_of((time.time(), devices))
 
     def last_sample(self) -> Sample | None:
-        """As `sample`, while the budget ends and its caps are still set. None in a forked child and in a suspended
-        process, where frameworks and GPUs must not be read."""
+        """As `sample`, for the end of a budget, while its caps are still set. None in a forked or suspended process,
+        where frameworks and GPUs must not be read."""
         caps = self.caps
         if caps.pid != os.getpid() or suspension.now is not None or caps.suspended is not None or not caps.entries:
             return None
@@ -360,7 +362,7 @@ class Guard:
         return {uuid: {n: peak for n, peak in peaks.items() if n in caps.frameworks} for uuid, peaks in found.items()}
 
     def _record_refusal(self, request: RefusedRequest) -> str | None:
-        """Record a request that the allocator refused finally. Adapters call it. Returns the id of the record.
+        """Record a request that the allocator has finally refused. Adapters call this. Returns the id of the record.
 
         It runs within the failing allocation, on the allocating thread. It takes no lock of the guard or the reader,
         because the lock's owner may be waiting for the allocator.
@@ -389,7 +391,7 @@ class Guard:
             entries = caps.entries
             enforcements = {name: entry.enforcement.value for name, entry in entries.items()}
             if (entry := entries.get(request.framework)) is not None and caps.drift_of(request.framework, entry):
-                enforcements[request.framework] = Enforcement.WATCHED.value  # the refusal did not come from this cap
+                enforcements[request.framework] = Enforcement.WATCHED.value  # a drifted cap did not cause the refusal
             others = {pid: size for pid, size in processes.items() if pid != caps.host.pid}
             now = request.time, caps.host.simulated
             context = functools.partial(
@@ -404,7 +406,8 @@ class Guard:
         return request.id
 
     def require(self, framework: FrameworkName, size: int | str, device: Device | None = None) -> None:
-        """Raise BudgetExceeded if `framework` cannot get `size` more. May trim siblings' caches, on this thread."""
+        """Raise BudgetExceeded if `framework` cannot allocate `size` more. May trim siblings' caches, on this
+        thread."""
         caps = self.caps
         if caps.suspended is not None:
             caps.suspended.refuse("memguard.require")
@@ -430,7 +433,7 @@ class Guard:
         return Admission(self.caps, self.elastic, self.callbacks, self._find_drift)
 
     def _fits(self, framework: str, needed: int, device_plan: DevicePlan) -> bool:
-        """Whether `needed` bytes fit on that GPU now. Reads no sibling unless workloads hold reservations."""
+        """Whether `needed` bytes fit on that GPU now. Reads siblings only if workloads hold reservations."""
         if not self.admission.idle:
             return self.admission.get().fits(framework, needed, device_plan.device)
         caps = self.caps
@@ -447,8 +450,8 @@ class Guard:
     def make_room(self, framework: FrameworkName, needed: int, device: Device | None = None) -> Room:
         """Trim siblings and raise the cap so that `framework` can take `needed` bytes from the driver.
 
-        Runs on the calling thread. Trims no more than needed, the sibling with the largest reclaimable cache first, and
-        nothing where a trim is forbidden. Never raises for a lack of memory: `Room.missing` has the missing bytes.
+        Runs on the calling thread. Trims no more than needed, the sibling with the largest reclaimable cache first.
+        Trims nothing where that is forbidden. A lack of memory raises nothing: `Room.missing` has the missing bytes.
         """
         self._refuse_while_suspended("making room")
         return self.elastic.make_room(framework, needed, device)
@@ -470,7 +473,7 @@ class Guard:
         return self.elastic.rebalance(sample)
 
     def take_events(self) -> list[Event]:
-        """The reclaim events since the last call: memory given back and caps moved."""
+        """The reclaim events since the last call: returned memory and moved caps."""
         return self.elastic.take_events()
 
     def reserved_not_taken(self, framework: FrameworkName, uuid: str) -> int:
@@ -503,7 +506,7 @@ class Guard:
         return await self.admission.get().begin_in_loop(name, framework, needs, wait)
 
     def reclaimable(self) -> Reclaimable:
-        """The bytes that each framework could give back. Trims nothing."""
+        """The bytes that each framework could return to the driver. Trims nothing."""
         self._refuse_while_suspended("memguard.reclaimable")
         from memguard._guard.figures import of_sample
 
@@ -580,7 +583,7 @@ class Guard:
     def _cap_after_import(self, name: str) -> None:
         try:
             self._apply_imported(name)
-        except Exception as error:  # the import has ended, so the error cannot fail it
+        except Exception as error:  # the import has ended, so this error cannot fail it
             self.caps.entries[name].enforcement = Enforcement.WATCHED
             self.caps.lower_to_min(name)
             self.caps.warn(f"{name}: its cap could not be set after its import: {words_of(error)}")
@@ -645,8 +648,8 @@ class Guard:
             self.permanent.append(f"{name}: the CUDA runtime loaded first stays loaded")
 
     def busy(self) -> Iterator[tuple[str, int | None]]:
-        """A warning for each GPU where other processes hold so much that the limit is not available, and the bytes that
-        this process holds there (None: unknown)."""
+        """A warning for each GPU where other processes hold part of the limit's memory, and the bytes that this process
+        holds there (None if unknown)."""
         self._refuse_while_suspended("a look at the GPUs' other processes")
         for device_plan in self.caps.plan.devices:
             active = self.caps.host.context_active(device_plan.device)
@@ -656,14 +659,16 @@ class Guard:
 
     def _warn_where_busy(self) -> None:
         for warning, own in self.busy():
-            if self.budget.on_busy == "raise" and own is not None:  # if unknown, this process may hold the memory
+            if (
+                self.budget.on_busy == "raise" and own is not None
+            ):  # if unknown, this process may hold the memory itself
                 fix = "use another GPU, lower device.limit, or write 'on_busy: warn'"
                 problem = self.budget.problem(("on_busy",), warning, fix)
                 raise PlanError([problem], self.budget.source or "init")
             self.caps.warn(warning)
 
     def _warn_of_mps(self) -> None:
-        """Warn for each GPU where CUDA's Multi-Process Service gives this process less than the budget's limit."""
+        """Warn for each GPU where CUDA's Multi-Process Service limits this process to less than the budget's limit."""
         given = os.environ.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT")
         if given and not self.caps.host.simulated:
             from memguard._budget import mps
@@ -682,6 +687,6 @@ def _context_of(
     when: float,
     simulated: bool,
 ) -> hooks.OomContext:
-    """The context of an out-of-memory report, built from a reading at the refusal."""
+    """The context for an out-of-memory report, from a reading at the refusal."""
     ledger = Ledger(when, (device_ledger(reading, device_plan, enforcements),), simulated)
     return hooks.OomContext(ledger, plan, {device_plan.device.uuid: others}, budget=budget)

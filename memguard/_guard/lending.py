@@ -1,23 +1,23 @@
-"""Computes how elastic caps move between min and max, and whose idle cache is trimmed. Pure: figures in, caps out.
+"""Computes how elastic caps move between min and max, and whose idle cache is trimmed. Pure.
 
 On each GPU the room is limit − reserve. The room above the sum of the minima is lent to elastic frameworks. The rules:
 
-- The free room is the room less each cap, or less the held bytes where a framework holds more than its cap
-  (`_budget.policy.room_left`): a cap that was lowered below live arrays frees none of them. If the free room is
-  negative, nothing is lent, and a monitor tick calls back lent memory that is unused.
+- The free room is the room less, for each framework, its cap or its held bytes, whichever is larger
+  (`_budget.policy.room_left`): lowering a cap below live arrays frees no memory. If the free room is negative, nothing
+  is lent, and a monitor tick calls back lent memory that is unused.
 - The sum of the caps never exceeds the room, and no cap is below its framework's min. So a framework always has its
   min at once, whatever its siblings hold.
-- A cap is never lowered below the bytes that its framework holds and its workloads have reserved. So live arrays are
-  never affected, and idle lent memory can be called back for any framework.
+- A cap is never lowered below the bytes that its framework holds and its workloads have reserved. So moving caps never
+  affects live arrays, and idle lent memory can be called back for any framework.
 - A framework that needs more is given, in this order: room that is not lent; lent room that is unused; lent memory that
-  is only cached, the largest cache first (before all others those whose reclaimable bytes are known), after a trim has
-  returned it to the driver. No cache is trimmed without need, and none if all caches together are too small.
+  is only cached, after a trim has returned it to the driver. Caches whose reclaimable bytes are known are trimmed
+  first, the largest before the others. No cache is trimmed without need, and none if all caches together are too small.
 - First come, first served. A framework whose allocator cannot request room within an allocation (torch) keeps headroom
   instead. A tick fills headroom from unused room, first for the framework that has borrowed the smallest part of its
   span. Headroom of these frameworks is taken last.
 
-Hysteresis: headroom below a threshold is filled to twice the threshold. So under a constant load a tick moves caps
-once.
+Hysteresis: headroom below a threshold is filled to twice the threshold. So under a constant load caps move at one tick
+only.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from memguard._base.units import GRANULE, MIB, round_down, round_up
 from memguard._budget.policy import room_left, trim_order
 
 _STEP = 16
-"""A raised cap rises further by 1/`_STEP` of its span (max − min), or by the bytes it has borrowed if that is more, as
-far as unused room allows. Otherwise every single request would raise the cap again."""
+"""A raised cap rises further by 1/`_STEP` of its span (max − min), or by its borrowed bytes (cap − min) if they are
+more, as far as unused room allows. Without this, each further request would raise the cap again."""
 _LOW = 64 * MIB
-"""The least headroom of a framework that cannot request room, or 1/`_STEP` of its max if that is more."""
+"""The least headroom of a framework that cannot request room. It is 1/`_STEP` of its max if that is more."""
 
 
 class CapState(NamedTuple):
-    """The figures of one framework on one GPU, in bytes.
+    """The figures of one allocator on one GPU, in bytes.
 
     `least` and `most` bound its cap; both are the cap if it cannot move. `reserved` is the memory that its workloads
     have reserved and not yet allocated. `held` is the memory taken from the driver plus `reserved`. `idle` is an upper
@@ -62,12 +62,12 @@ class CapState(NamedTuple):
 
     @property
     def unused(self) -> int:
-        """The bytes by which the cap can be lowered without a trim."""
+        """The bytes by which the cap can be lowered without trimming."""
         return max(self.cap - max(self.least, round_up(self.held)), 0)
 
     @property
     def cached(self) -> int:
-        """The further bytes that a trim of its cache would release, from its cap or from memory held above the cap."""
+        """The bytes beyond `unused` that a trim of its cache would release, under its cap or above it."""
         stays = max(self.least, round_up(max(self.held - self.idle, 0)))
         return max(max(self.cap_and_held) - self.unused - stays, 0)
 
@@ -75,8 +75,8 @@ class CapState(NamedTuple):
 class CapChange(NamedTuple):
     """The steps that raise a cap, in bytes.
 
-    `caps`: the changed caps, lowered ones first; empty while `trims` or `missing` is not. `trims`: siblings to trim
-    first, with the bytes; plan again after that. `missing`: the bytes that are not available. `live`, if any are
+    `caps`: the changed caps, lowered ones first; empty if `trims` or `missing` is set. `trims`: the siblings to trim
+    first, and the bytes. After a trim, plan again. `missing`: the bytes that are not available. `live`, if any are
     missing: the bytes that siblings hold in live arrays above their min, or above their cap if it cannot move.
     """
 
@@ -106,7 +106,7 @@ def plan_raise(states: Mapping[str, CapState], room: int, requester: str, wanted
             need -= cached[name]
     if need <= 0:
         return CapChange({}, tuple(trims))
-    # Even all caches are too small.
+    # All caches together are too small.
     live = {name: stuck for name, state in siblings.items() if (stuck := _live_above_min(state)) > 0}
     return CapChange({}, missing=round_up(need), live=live)  # a multiple of the granule, as caps are
 
@@ -173,14 +173,13 @@ def rebalance(states: Mapping[str, CapState], room: int) -> dict[str, int]:
 
 
 def plan_call_back(states: Mapping[str, CapState], room: int) -> dict[str, int]:
-    """The caps to lower while caps and held memory together exceed the room, because a framework holds more than its
-    cap."""
+    """The caps to lower when the free room is negative, because a framework holds more than its cap."""
     return _lower_unused(states, -room_left(room, [state.cap_and_held for state in states.values()]))[0]
 
 
 def _lower_unused(states: Mapping[str, CapState], need: int) -> tuple[dict[str, int], int]:
-    """The caps lowered by unused memory to free `need` bytes, and the bytes still missing (negative: freed beyond
-    `need`). Takes unused memory of frameworks that can request room first, of these the largest."""
+    """The caps lowered by unused memory to free `need` bytes, and the bytes still missing (negative if more was freed).
+    Lowers frameworks that can request room first, and of these the one with the most unused memory."""
     caps: dict[str, int] = {}
     unused = {name: state.unused for name, state in states.items()} if need > 0 else {}
     for name in sorted(unused, key=lambda one: (not states[one].requests_room, -unused[one])):
@@ -208,7 +207,7 @@ def reclaimable_caches(usages: Mapping[str, Usage | None], requester: str) -> li
     for name, usage in usages.items():
         if name == requester or usage is None or name in NEVER_GIVE_BACK or usage.held is None or usage.in_use is None:
             continue
-        cached = max(usage.held - usage.in_use, usage.reclaimable or 0)  # the figures may be read at different moments
+        cached = max(usage.held - usage.in_use, usage.reclaimable or 0)  # both figures may be from different moments
         idle = cached if usage.reclaimable is None else usage.reclaimable
         if idle > 0:
             found.append(ReclaimableCache(name, idle, cached, usage.reclaimable is not None))

@@ -1,7 +1,7 @@
 """Thread-safe reservations: compare-and-swap updates, waiting and wake-up.
 
-`Reservations` are immutable. A compare-and-swap on object identity replaces them. A reservation lives as long as its
-`Ticket`, so that an interrupted thread leaves nothing reserved.
+`Reservations` are immutable. An update replaces the object by a compare-and-swap on its identity. A reservation is
+removed when its `Ticket` is garbage-collected, so that an interrupted thread leaves no reservation behind.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _numbers = itertools.count(1)
 
 
 class Ticket:
-    """The handle of one workload among the reservations. The workload first waits, then holds its reservation."""
+    """The handle of one workload's reservation, from the beginning of its wait to the end of its block."""
 
     def __init__(self) -> None:
         self.number = next(_numbers)
@@ -54,7 +54,7 @@ class Ticket:
         loop, event = asyncio.get_running_loop(), asyncio.Event()
         before, self._wake = self._wake, lambda: loop.call_soon_threadsafe(event.set)
         try:
-            if self._woken.empty():  # else `wake` was called already
+            if self._woken.empty():  # otherwise `wake` was called already
                 await asyncio.wait_for(event.wait(), seconds)
         except TimeoutError:
             pass
@@ -91,7 +91,7 @@ class ReservationQueue:
         """Compare-and-swap: replace `before` with `after`. False if `before` is no longer current: read again."""
 
         def put() -> bool:
-            if self.current is before:  # Python runs no signal handler between this line and the next
+            if self.current is before:  # Python runs no signal handler before the next line
                 self.current = after
                 return True
             return False
@@ -99,7 +99,7 @@ class ReservationQueue:
         return self._locked.run(put, _LOCK_TIMEOUT) == (True,)
 
     def prune(self) -> Reservations:
-        """Remove reservations whose ticket is over or was garbage-collected. Returns the rest."""
+        """Remove reservations whose ticket has ended or was garbage-collected. Returns the rest."""
         while True:
             before = found = self.current
             for number in self._ended(found):
@@ -108,7 +108,7 @@ class ReservationQueue:
                 return found
 
     def pruned(self) -> Reservations:
-        """As `prune`, without replacing the current ones: for calls within an allocation."""
+        """The result of `prune`, without replacing the current reservations: for calls within an allocation."""
         found = self.current
         for number in self._ended(found):
             found = ended(found, number)
@@ -138,7 +138,7 @@ class ReservationQueue:
             self.wake()
 
     def created_here(self, numbers: frozenset[int]) -> frozenset[int]:
-        """The tickets that the current thread or task created. It can end only these."""
+        """Those of the tickets that the current thread or task created. It can end only these."""
         own, found = thread_and_task(), set()
         for number in numbers:
             ticket = known() if (known := self._tickets.get(number)) is not None else None
@@ -170,17 +170,17 @@ class ReservationQueue:
 
 
 def enclosing_tickets() -> frozenset[int]:
-    """The numbers of the tickets whose blocks enclose the running code. Some tickets may be over."""
+    """The numbers of the tickets whose blocks enclose the running code. Some tickets may have ended."""
     return WITHIN.get()
 
 
 def enter(ticket: Ticket, enclosing: frozenset[int]) -> None:
-    """Enter a ticket's block. `enclosing`: the enclosing tickets that are not over."""
+    """Enter a ticket's block. `enclosing`: the enclosing tickets that have not ended."""
     WITHIN.set(enclosing | {ticket.number})
 
 
 def leave(ticket: Ticket) -> None:
-    """Leave a ticket's block. `ContextVar.reset` would raise if a generator is closed in another context."""
+    """Leave a ticket's block. Not by `ContextVar.reset`, which raises if a generator is closed in another context."""
     found = WITHIN.get()
     if ticket.number in found:
         WITHIN.set(found - {ticket.number})

@@ -42,16 +42,17 @@ class WorkloadReservations(Protocol):
 
 
 class Reclaimer:
-    """Carries out what `lending` decides. Callers hold the guard's lock, except for `headroom`."""
+    """Carries out the decisions of `lending`. Callers hold the guard's lock, except for `headroom`."""
 
     def __init__(self, caps: CapTable, workloads: WorkloadReservations) -> None:
         self._caps, self._workloads = caps, workloads
         self._fixed: set[str] = set()
         """Elastic frameworks whose caps could not be changed."""
         self.events: deque[Event] = deque(maxlen=_KEPT)
-        """Events of moved caps and returned memory. They are queued, because no callback may run in an allocation."""
+        """Queued events of moved caps and returned memory. They are queued because no callback may run in an
+        allocation."""
         self.returned: Counter[tuple[str, str]] = Counter()
-        """Bytes returned for siblings, by framework and GPU (UUID)."""
+        """Bytes that each framework returned to make room for siblings, by framework and GPU (UUID)."""
         self.lends: Counter[tuple[str, str]] = Counter()
         """Number of raises of an elastic cap, by framework and GPU (UUID)."""
 
@@ -79,7 +80,7 @@ class Reclaimer:
     def call_back(self, device: Device, requester: str, cap: int, act: bool = True) -> Room:
         """Lower lent caps by unused and cached memory, so that the fixed cap of `requester` can rise to `cap` bytes.
 
-        Does not change the cap of `requester`. Not `act`: only compute the missing bytes.
+        Does not change the cap of `requester`. Without `act`, only computes the missing bytes.
         """
         exhausted: set[str] = set()
         returned: dict[str, int] = {}
@@ -101,9 +102,8 @@ class Reclaimer:
         return Room(returned, None, missing, live)
 
     def headroom(self, sample: DeviceSample) -> tuple[DevicePlan, dict[str, int]]:
-        """Compute the caps that should move at a tick to give headroom, and the plan that they are based on.
-
-        No caps if any has moved since the sample. Takes no lock and reads no framework.
+        """The caps to change at a tick to restore headroom, and the plan on which they are based. Returns no caps if
+        any has moved since the sample. Takes no lock and reads no framework.
         """
         device_plan, rows = self._caps.device_plan(sample.uuid), dict[str, Usage]()
         for name, (held, in_use, reclaimable, cap) in sample.frameworks.items():
@@ -116,8 +116,8 @@ class Reclaimer:
         )
 
     def call_back_unused(self, device: Device) -> None:
-        """Lower lent caps by unused memory while a framework that holds more than its cap makes the total exceed the
-        room."""
+        """Lower lent caps by unused memory if the free room is negative, because a framework holds more than its
+        cap."""
         device_plan = self._caps.device_plan(device.uuid)
         if device_plan.elastic:
             states = self._cap_states(device_plan, self._caps.usages(device))
@@ -142,7 +142,8 @@ class Reclaimer:
     ) -> tuple[int, Mapping[str, int]]:
         """Raise the cap for `needed` bytes. Returns `missing` and `live` as in `lending.CapChange`.
 
-        `usages` are by allocator. A trim updates the figures of the two allocators that it concerns.
+        `usages` has figures by allocator. After a trim, those of the requesting and the trimmed allocator are read
+        again.
         """
         exhausted: set[str] = set()
         for _ in range(2 * len(self._caps.allocators) + 2):
@@ -165,7 +166,7 @@ class Reclaimer:
                 )
                 if self._set_caps(device_plan, caps):
                     return 0, {}
-                usages.update(self._caps.usages(device))  # a framework has outgrown the cap that it was to have
+                usages.update(self._caps.usages(device))  # a framework has meanwhile allocated more than its new cap
                 continue
             name, size = change.trims[0]
             if not self._trim_partly(name, device, size, returned):
@@ -183,7 +184,8 @@ class Reclaimer:
         returned: dict[str, int],
         usages: dict[str, Usage | None],
     ) -> int:
-        """Trim siblings until the GPU has enough free memory. Returns the bytes still missing. `usages` as above."""
+        """Trim siblings until the GPU has enough free memory. Returns the bytes still missing. `usages` is as for
+        `_raise_cap`."""
         exhausted: set[str] = set()
         device, allocator = device_plan.device, shared_pool.allocator_of(device_plan, requester)
         while True:
@@ -191,7 +193,7 @@ class Reclaimer:
             free = self._caps.host.memory(device).free + (0 if by_allocator else self._reusable(allocator, own))
             short, to_free = needed - free, _bytes_to_free(requester, device_plan, own, needed) - free
             if full and not returned:
-                to_free = max(to_free, GRANULE)  # the driver refused, even if enough is free by now
+                to_free = max(to_free, GRANULE)  # the driver refused although enough may be free now
             if to_free <= 0:
                 return 0
             found = [one for one in lending.reclaimable_caches(usages, allocator) if one.name not in exhausted]
@@ -227,8 +229,8 @@ class Reclaimer:
         return got
 
     def available(self, device: Device) -> int:
-        """The GPU's total less this process's memory, a figure that other processes do not change. The GPU's
-        free memory if NVML does not list this process."""
+        """The GPU's total less this process's memory, which does not change when other processes allocate. If NVML does
+        not list this process, the GPU's free memory."""
         host = self._caps.host
         own = host.processes(device).get(host.pid)
         return host.memory(device).free if own is None else device.total - own
@@ -236,7 +238,7 @@ class Reclaimer:
     def _cap_states(
         self, plan: DevicePlan, usages: Mapping[str, Usage | None], exhausted: set[str] | frozenset[str] = frozenset()
     ) -> dict[str, lending.CapState]:
-        """The figures for `lending`, by allocator as `usages`. `exhausted`: allocators whose trim returned nothing."""
+        """The figures for `lending`, by allocator. `exhausted`: allocators whose trim returned nothing."""
         states, nothing_reserved = dict[str, lending.CapState](), self._workloads.idle
         caches = {one.name: one for one in lending.reclaimable_caches(usages, "") if one.name not in exhausted}
         for name, cap in shared_pool.caps_of(plan).items():
@@ -258,7 +260,7 @@ class Reclaimer:
         (
             """Change these caps of `device_plan`, lowered ones first.
 
-        Returns False if one could not be set, or if its framework has outgrown it.
+        Returns False if one could not be set, or if its framework now holds more than it.
         """
             ""
         )
@@ -269,7 +271,7 @@ class Reclaimer:
                 return False
             try:
                 self._caps.set_cap(name, uuid, cap)
-            except Exception as error:  # any error: a cap that cannot move must not fail the request
+            except Exception as error:  # any error, because a cap that cannot move must not fail the request
                 why = error.reason if isinstance(error, CapNotApplied) else words_of(error)
                 _log.warning("%s: its cap stays at %s: %s", name, format_size(now), why)
                 self._fixed.add(name)
@@ -278,7 +280,7 @@ class Reclaimer:
             usage = self._caps.allocators[name].usage(device) if cap < now else None
             held = (usage.held or 0) if usage is not None else 0
             if cap < now and held + self._workloads.reserved_not_taken(name, uuid, policy.in_use(usage)) > cap:
-                self._caps.set_cap(name, uuid, now)  # it has allocated or reserved memory meanwhile
+                self._caps.set_cap(name, uuid, now)  # it has meanwhile allocated or reserved more than the new cap
                 done = False
         return done
 

@@ -1,4 +1,4 @@
-"""Builds the BudgetExceeded error of a refused request: the missing memory, who holds it, and the fix. Pure."""
+"""Builds the BudgetExceeded error of a refused request: the missing memory, its holders, and the fix. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Snapshot(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """A workload that requests memory: its ticket number, and the start and end of its wait as `time.monotonic()`."""
+    """A requesting workload: its ticket's number, and the start and end of its wait as `time.monotonic()`."""
 
     number: int
     began: float

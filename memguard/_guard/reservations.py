@@ -1,8 +1,8 @@
 """Reservations: the bytes that each workload reserved per framework and GPU, and the queue of waiting ones. Pure.
 
-A workload allocates its reserved memory bit by bit, and frameworks do not report which array belongs to which workload.
-Only the sum over all arrays of a framework is known: its `in_use`. So all reservations of one framework on one GPU are
-accounted together:
+A workload allocates its reserved memory bit by bit, and frameworks do not report to which workload an array belongs.
+They report only the sum over all their arrays, `in_use`. So the reservations of one framework on one GPU are accounted
+as one sum:
 
     open = Σ sizes − growth          growth = in_use − base, between 0 and Σ sizes
 
@@ -12,13 +12,13 @@ as none exceeds its size:
 
 - The first workload begins: base = in_use.
 - Another begins: base = in_use − Σ sizes of the earlier ones, if that is larger: then they exceeded their reservations.
-- One ends: base = base + its size, but at most in_use. It is unknown whether it freed its arrays or others have
-  allocated theirs, so all its bytes are assumed to remain.
+- One ends: base = base + its size, but at most in_use. Whether it freed its arrays is unknown, so all its bytes are
+  assumed to remain allocated.
 - in_use is read below base: base = in_use. Older arrays were freed.
 
 Arrays allocated outside every workload count as growth of the workloads. An unknown figure (None) counts as no growth.
 
-A workload within another of the same framework uses the outer reservation, if that may still have enough bytes left.
+A workload within another of the same framework uses the outer reservation if enough of it may be unallocated.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from memguard._budget import policy
 Key = tuple[str, str]
 """Framework and GPU (UUID)."""
 _SHOWN = 12
-"""Lines of holders and waiting workloads in a message."""
+"""The most lines of holders and waiting workloads in a message."""
 
 
 class Reservation(NamedTuple):
@@ -147,11 +147,11 @@ def reserved_not_taken(
 def most_not_taken(
     reservations: Reservations, framework: str, uuid: str, in_use: int | None, enclosing: Collection[int]
 ) -> int:
-    """An upper bound of the bytes that the reservations `enclosing` have not yet allocated."""
+    """An upper bound of the bytes of the reservations `enclosing` that are not yet allocated."""
     sizes = _sizes(reservations.active, framework, uuid)
     own = _sizes([one for one in reservations.active if one.id in enclosing], framework, uuid)
     taken = growth(reservations, framework, uuid, in_use)
-    beside = sum(  # bytes that inner workloads already use of these reservations
+    beside = sum(  # the bytes that inner workloads requested from these reservations
         one.requested
         for one in reservations.active
         if not one.size
@@ -167,7 +167,7 @@ def served_before(
 ) -> tuple[Reservation, ...]:
     """The waiting reservations that are served before `number`; all of them if it is not queued yet.
 
-    None of them if an active workload encloses it: they may be waiting for the end of that workload.
+    Empty if an active workload encloses it, because the others may be waiting for the end of that workload.
     """
     if any(one.id in enclosing for one in reservations.active):
         return ()
@@ -203,7 +203,7 @@ class Request(NamedTuple):
 
 
 def frameworks_to_read(reservations: Reservations, request: Request) -> set[str]:
-    """The frameworks whose usage `admit` needs to admit the request without a trim, besides their allocators'."""
+    """The frameworks whose usages `admit` needs to admit the request without a trim."""
     return {
         request.framework,
         *(one.framework for one in reservations.active),
@@ -229,7 +229,7 @@ class AdmissionResult(NamedTuple):
 def admit(
     reservations: Reservations, request: Request, usages: Mapping[str, Usage | None], memory: MemoryInfo
 ) -> AdmissionResult:
-    """Decide whether the bytes are available in addition to all reservations. Read `memory` after `usages`.
+    """Decide whether the bytes are available in addition to all reservations. `memory` must be read after `usages`.
 
     The cap must hold the request and the open reservations of the same allocator. The GPU's free and trimmable memory
     must hold these and the open reservations of all other allocators. `usages` are by framework, and by allocator.
@@ -257,7 +257,7 @@ def admit(
     for name, size in reserved.items():
         usage = usages.get(name) or Usage(0, 0)
         cached = cache(usage)
-        free -= max(size - cached, 0)  # the rest comes from its own cache, which others cannot use
+        free -= max(size - cached, 0)  # the allocator's own cache, which others cannot use, serves the rest
         if usage.reclaimable is not None:
             beside[name] = usage._replace(reclaimable=max(cached - size, 0))
         elif cached:

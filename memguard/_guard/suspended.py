@@ -22,11 +22,13 @@ from memguard.errors import NotActive
 SUSPENDED = "suspended"
 """The enforcement of every cap in the ledger: nothing can be allocated."""
 Figures = Callable[[str], "MemoryInfo | None"]
-"""Reads NVML's figures of a GPU (UUID) in another process, because NVML would block in this one. None if unknown."""
+"""Reads a GPU's memory (by UUID) from NVML in another process, because NVML would block in this one. None if
+unknown."""
 
 
 class SuspendedGpus:
-    """Replaces a guard's GPUs during a suspension. `reading`: the last ledger before it. `off`: its time and sizes.
+    """Stands in for a guard's GPUs during a suspension. `reading`: the last ledger before it. `off`: its time and
+    sizes.
 
     `figures` reads the current memory of the GPUs. `host` is the real host.
     """
@@ -56,7 +58,7 @@ class SuspendedGpus:
 
 
 class _RefusingHost:
-    """A host whose methods raise Suspended. Attributes that are no methods, such as the PID, are the real host's."""
+    """A host whose methods raise Suspended. Its other attributes, such as the PID, are the real host's."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -100,7 +102,7 @@ def _device(gpu: DeviceLedger, off: Off, memory: MemoryInfo | None) -> DeviceLed
         rows.append(Row("free", "free", None))
     else:
         rows.append(Row("other processes", "other processes", memory.used))
-        # Drivers that do not report it (NVML v1) count it under other processes.
+        # Drivers that do not report the reserve (NVML v1) count it under other processes.
         rows.append(Row("driver reserve", "driver reserve", gpu.device.total - memory.used - memory.free or None))
         rows.append(Row("free", "free", memory.free))
     return DeviceLedger(gpu.device, tuple(rows), 0, gpu.limit, False, size)
