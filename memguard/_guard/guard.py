@@ -659,9 +659,7 @@ class Guard:
 
     def _warn_where_busy(self) -> None:
         for warning, own in self.busy():
-            if (
-                self.budget.on_busy == "raise" and own is not None
-            ):  # if unknown, this process may hold the memory itself
+            if self.budget.on_busy == "raise" and own is not None:  # if unknown, it may be this process's own memory
                 fix = "use another GPU, lower device.limit, or write 'on_busy: warn'"
                 problem = self.budget.problem(("on_busy",), warning, fix)
                 raise PlanError([problem], self.budget.source or "init")
