@@ -12,7 +12,8 @@ class Undo:
     """Undo steps, run last first. After an interruption the next `run` runs the remaining steps.
 
     Add a step before the change that it undoes: an interruption may come right after the change. So a step must also
-    work before the change was made, and after an earlier run of the step, complete or not. A step that ends is removed.
+    work before the change was made, after an earlier run of the step, complete or not, and while a later change stands
+    because its step was interrupted. A step that ends is removed.
 
     `on_error` is called with the name and the error of each step that raises. By default a failure is logged.
     """

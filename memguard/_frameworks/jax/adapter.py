@@ -99,7 +99,8 @@ class JAX(Framework):
         wanted = {**own, "memory_fraction": fraction, "preallocate": self._preallocate(own)}
         wanted.setdefault("allocator", self._allocator)  # overrides a later XLA_PYTHON_CLIENT_ALLOCATOR
         self._options, self._asked = wanted, before
-        undo.add(self.name, functools.partial(self._restore, jax))
+        replaced = Replacements()
+        undo.add(self.name, functools.partial(self._restore, jax, replaced))
         jax.config.update(_OPTIONS, wanted)
         found = getattr(jax.config, _OPTIONS)
         if found != wanted:
@@ -110,13 +111,12 @@ class JAX(Framework):
                 "report this with the version; until then leave jax out of the budget",
             )
         self._caps, self._settled = dict(caps), None
-        replaced = Replacements()
-        undo.add(self.name, replaced.undo)
         replaced.put(type(jax.config), "update", lambda original: self._held(original, wanted, usable))
         return Applied(Enforcement.ENFORCED)
 
-    def _restore(self, jax: Any) -> None:
+    def _restore(self, jax: Any, replaced: Replacements) -> None:
         """Restore the user's options. Raises CapNotApplied if the backend has started."""
+        replaced.undo()
         if live_client() is not None:
             raise self._kept()
         if getattr(jax.config, _OPTIONS) == self._options:

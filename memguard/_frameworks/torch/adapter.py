@@ -514,10 +514,11 @@ class Torch(resource.RmmClient):
             with ExitStack() as steps:
                 for pool in self._pools.values():
                     steps.callback(pool.restore)
-                for ordinal, fraction in self._set.items():
-                    if read is None or read(ordinal) == fraction:
+                for ordinal, before in self._before.items():
+                    # Without an entry in `_set`, a Ctrl-C may have come right after the fraction was set.
+                    if read is None or self._set.get(ordinal) in (None, read(ordinal)):
                         set_fraction = self._raw_set or torch._C._cuda_setMemoryFraction
-                        steps.callback(set_fraction, self._before[ordinal], ordinal)
+                        steps.callback(set_fraction, before, ordinal)
             interrupted = False
         except Exception:
             interrupted = False
