@@ -127,8 +127,8 @@ def workload(
     holders of the memory: at once, or after `wait` (seconds or `"10s"`). Waiting workloads are served first come, first
     served.
 
-    A `with` or `async with` block (which waits without blocking the event loop), or a decorator: of functions, `async
-    def`, generators and async generators, where the block is the body, not the call.
+    Use it as a `with` block, as an `async with` block, which waits without blocking the event loop, or as a decorator
+    of functions, `async def`, generators and async generators. For the last three the block is the body, not the call.
     """
     return Block(
         lambda: current().begin_workload(name, framework, needs, wait),

@@ -94,7 +94,7 @@ class Admission:
         return bool(self.queue.prune().active)
 
     def read_reserved_not_taken(self, framework: str, uuid: str) -> int:
-        """As `reserved_not_taken`, but read `in_use` from the framework. Takes no lock: an allocation may call it."""
+        """Like `reserved_not_taken`, but read `in_use` from the framework. Takes no lock: an allocation may call it."""
         return (
             0
             if self.queue.current is EMPTY
@@ -179,7 +179,7 @@ class Admission:
     async def begin_in_loop(
         self, name: str, framework: str, needs: int | str | None, wait: float | str | None
     ) -> tuple[WorkloadReport, End]:
-        """As `begin`, but does not block the event loop while it waits."""
+        """Like `begin`, but does not block the event loop while it waits."""
         report, ticket = WorkloadReport(name, framework), None
         work = self._workload_request(report, needs, wait)
         if work is None:
@@ -382,7 +382,7 @@ class Admission:
         except Exception as failure:  # shutdown within the block, or a lost GPU, must not hide the user's error
             if error is None and not isinstance(failure, MemguardError):
                 raise
-            text = str(failure)  # a log handler that keeps records would keep the exception's frames alive
+            text = str(failure)  # a log handler that stores records would keep the exception's frames alive
             _log.debug("workload %s: no figures at its end: %s", report.name, text)
             return None
 

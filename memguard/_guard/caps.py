@@ -64,7 +64,7 @@ class Callbacks:
 class CappedFramework:
     """A framework of the budget, and the enforcement of its cap.
 
-    `drift`: the changes that other code made after the cap was set, and that break it. While there are any,
+    `drift`: the changes that other code made after the cap was set, and that break it. While `drift` is not empty,
     `enforcement` is `watched`.
     """
 
@@ -347,7 +347,7 @@ class CapTable:
             _log.log(level, "%s", note)
 
     def warn(self, note: str) -> None:
-        """As `note`, but logged as a warning."""
+        """Like `note`, but logged as a warning."""
         self.note(note, logging.WARNING)
 
     def all_notes(self) -> list[str]:

@@ -99,7 +99,7 @@ class AdmissionOnDemand:
         return 0 if self._made is None else self._made.reserved_not_taken(framework, uuid, in_use)
 
     def read_reserved_not_taken(self, framework: str, uuid: str) -> int:
-        """As `reserved_not_taken`, but read `in_use` from the framework. Takes no lock."""
+        """Like `reserved_not_taken`, but read `in_use` from the framework. Takes no lock."""
         return 0 if self._made is None else self._made.read_reserved_not_taken(framework, uuid)
 
     def wake(self) -> None:
@@ -294,7 +294,7 @@ class Guard:
             return self._read_ledger()
         except Suspended:  # the process was suspended during the reading
             suspended = self.caps.suspended
-        return suspended.ledger() if suspended is not None else self._read_ledger()  # resumed already
+        return suspended.ledger() if suspended is not None else self._read_ledger()  # the process has resumed meanwhile
 
     def _read_ledger(self) -> Ledger:
         self._find_drift()
@@ -347,7 +347,7 @@ class Guard:
         return sample_of((time.time(), devices))
 
     def last_sample(self) -> Sample | None:
-        """As `sample`, for the end of a budget, while its caps are still set. None in a forked or suspended process,
+        """Like `sample`, for the end of a budget, while its caps are still set. None in a forked or suspended process,
         where frameworks and GPUs must not be read."""
         caps = self.caps
         if caps.pid != os.getpid() or suspension.now is not None or caps.suspended is not None or not caps.entries:
@@ -500,7 +500,7 @@ class Guard:
     async def begin_workload_in_loop(
         self, name: str, framework: FrameworkName, needs: int | str | None, wait: float | str | None
     ) -> tuple[WorkloadReport, End]:
-        """As `begin_workload`, without blocking the event loop."""
+        """Like `begin_workload`, without blocking the event loop."""
         if self.caps.suspended is not None:
             self.caps.suspended.refuse(f"workload {name!r}")
         return await self.admission.get().begin_in_loop(name, framework, needs, wait)

@@ -108,7 +108,7 @@ def plan_raise(states: Mapping[str, CapState], room: int, requester: str, wanted
         return CapChange({}, tuple(trims))
     # All caches together are too small.
     live = {name: stuck for name, state in siblings.items() if (stuck := _live_above_min(state)) > 0}
-    return CapChange({}, missing=round_up(need), live=live)  # a multiple of the granule, as caps are
+    return CapChange({}, missing=round_up(need), live=live)  # caps are multiples of the granule
 
 
 def _raise_further(

@@ -48,7 +48,7 @@ class Ticket:
                 self._woken.get_nowait()
 
     async def pause_in_loop(self, seconds: float) -> None:
-        """As `pause`, without blocking the event loop."""
+        """Like `pause`, without blocking the event loop."""
         import asyncio
 
         loop, event = asyncio.get_running_loop(), asyncio.Event()

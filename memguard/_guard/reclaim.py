@@ -142,8 +142,8 @@ class Reclaimer:
     ) -> tuple[int, Mapping[str, int]]:
         """Raise the cap for `needed` bytes. Returns `missing` and `live` as in `lending.CapChange`.
 
-        `usages` has figures by allocator. After a trim, those of the requesting and the trimmed allocator are read
-        again.
+        `usages` has figures by allocator. After a trim, the figures of the requesting and of the trimmed allocator are
+        read again.
         """
         exhausted: set[str] = set()
         for _ in range(2 * len(self._caps.allocators) + 2):
@@ -310,6 +310,7 @@ def _bytes_to_free(requester: str, device_plan: DevicePlan, own: Usage, needed: 
     cap = device_plan.caps.get(requester)
     if requester not in NEVER_GIVE_BACK or cap is None:
         return needed
-    # `held` is unknown with growth. It may be below the peak: TensorFlow returns regions before it refuses.
+    # `held` is unknown with growth. `in_use` may be below the peak, because TensorFlow returns regions before it
+    # refuses.
     held = own.held if own.held is not None else own.in_use or 0
     return max(needed, cap - held)

@@ -82,7 +82,7 @@ class Overhead:
     entered_at          the time of the last observed entry, in seconds
     charges             each charge for first uses or kernels: its bytes, the uses, and its part of `kernels`
     provisional         the part of `charged`, `first_uses` and `kernels` that was charged while a framework did not
-                        report what it held
+                        report its held bytes
     pool_lower_bound    the least that such frameworks must hold, in the last reading
     """
 

@@ -31,11 +31,11 @@ EXCHANGE = "exchange"
 
 @dataclass(frozen=True, init=False)
 class Row:
-    """One line of the ledger. Sizes are bytes, None if unknown; `bytes` is the summand.
+    """One line of the ledger. Sizes are bytes, None if unknown. `bytes` is the amount that counts in the sum.
 
     kind: framework, overhead, unaccounted, suspended, other processes, driver reserve, free. `lent` is the part of a
     framework's memory that consumers have views of, each byte once; None if nothing is lent. `refused` counts the
-    refusals of a framework of the budget on this GPU since the budget is active, if its allocator reports them.
+    refusals of a framework of the budget on this GPU since the budget was applied, if its allocator reports them.
     `last_refused` is the time of the last refusal (seconds, as `time.time()`); None if unknown, or for other rows.
     """
 

@@ -43,8 +43,8 @@ _ATTRIBUTES = (
     "requested", "memguard_requested", RECORD,
     *(row.size_attribute for row in SPECS.values() if row.size_attribute),
 )  # fmt: skip
-"""Exception attributes with figures: those of the frameworks' and of memguard's simulated errors, and those that
-memguard adds to PyCUDA's and Numba's errors."""
+"""Exception attributes with figures. The frameworks' errors and memguard's simulated errors have them, and memguard
+adds them to PyCUDA's and Numba's errors."""
 _MAX_TEXT = 4_000
 """Characters read at each end of a text. TensorFlow's texts list the whole graph."""
 _MAX_CHAIN = 100
@@ -359,7 +359,7 @@ def _write(shown: Report | str) -> None:
 
 
 def _similar(report: Report) -> _Shown:
-    """The output of similar reports in the last minute. Two threads get the same object."""
+    """The output of similar reports in the last minute. All threads get the same object."""
     classification, now = report.verdict, _now()
     for key, shown in list(_shown.items()):
         if not 0 <= now - shown.since < _REPEAT_SECONDS and _shown.get(key) is shown:

@@ -1,4 +1,4 @@
-"""One refused request, from the allocator that refused it to the report and the timeline. Pure but for two locks.
+"""One refused request, from the allocator that refused it to the report and the timeline. Pure except for two locks.
 
 The guard adds its figures and an id to the adapter's `RefusedRequest`. The exception carries the id too.
 `RefusalCounts` counts it for the ledger and the metrics, `RefusalEvents` makes the timeline's events, and `record_of`

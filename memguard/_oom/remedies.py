@@ -263,8 +263,8 @@ def _higher_limit(case: Case, wanted: int, text: str) -> Iterator[Remedy]:
 
 
 def _replanned_cap(case: Case, wanted: int, caps: Mapping[str, int], limit: int | None = None) -> int | None:
-    """The requester's cap on this GPU if the budget had these caps and this limit; None if it cannot be planned so, or
-    if the cap is below `wanted`."""
+    """The requester's cap on this GPU if the budget had these caps and this limit; None if that budget cannot be
+    planned, or if the cap is below `wanted`."""
     budget, device_plan, row, plan = case.budget, case.device_plan, case.row, case.plan
     assert budget is not None and device_plan is not None and row is not None and plan is not None
     written = budget.model_dump(exclude_none=True)
