@@ -71,7 +71,8 @@ def guard(
     simulate: str | Sequence[str] | None = None,
     missing_gpu: MissingGpu = "raise",
 ) -> Block[Guard]:
-    """A budget for a block; undone at its end, whatever happens in it. Changes that cannot be undone are logged.
+    """Apply a budget for a block, and undo it when the block ends, also by an error. Changes that cannot be undone are
+    logged.
 
     If the same budget is active already, the block leaves it active. With `replace=True` the one that was active
     before is not applied again at the end. `missing_gpu` and the environment count as for `init`.

@@ -116,10 +116,10 @@ class ConflictingSetting(CapNotApplied):
     def __init__(self, framework: str, setting: str, reason: str, remedy: str) -> None:
         self.setting = setting
         super().__init__(framework, f"{setting} {reason}", remedy)
-        self._given = (framework, setting, reason, remedy)
+        self._arguments = (framework, setting, reason, remedy)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), self._given
+        return type(self), self._arguments
 
 
 class BudgetExceeded(MemguardError):

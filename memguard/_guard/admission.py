@@ -64,7 +64,7 @@ class _Work(NamedTuple):
     deadline: float
 
     @property
-    def entry(self) -> Reservation:
+    def reservation(self) -> Reservation:
         uuids = tuple(device.uuid for device in self.devices)
         return Reservation(
             self.ticket.number,
@@ -250,7 +250,7 @@ class Admission:
     def _queue(self, work: _Work) -> bool:
         while True:
             reservations = self.queue.prune()
-            if self.queue.replace(reservations, queued(reservations, work.entry._replace(size=work.needed))):
+            if self.queue.replace(reservations, queued(reservations, work.reservation._replace(size=work.needed))):
                 return True
 
     def _try(self, work: _Work) -> tuple[BudgetExceeded, bool] | None:
@@ -306,10 +306,10 @@ class Admission:
         """Add the reservation by compare-and-swap. False if the reservations have changed since the readings."""
         in_use = {snapshot.device_plan.device.uuid: snapshot.in_use.get(work.framework) for snapshot in snapshots}
         covered = all(snapshot.result.covered for snapshot in snapshots)
-        entry = work.entry._replace(since=time.monotonic(), size=0 if covered else work.needed)
+        reservation = work.reservation._replace(since=time.monotonic(), size=0 if covered else work.needed)
         queue.enter(work.ticket, work.enclosing)
         reservations = snapshots[-1].reservations
-        if not self.queue.replace(reservations, begun(reservations, entry, in_use)):
+        if not self.queue.replace(reservations, begun(reservations, reservation, in_use)):
             return False
         # From here on no cap is lowered below the reserved bytes. But a cap may have been lowered after the reading.
         caps = [
@@ -320,7 +320,7 @@ class Admission:
             return True
         while True:
             reservations = self.queue.prune()
-            if self.queue.replace(reservations, ended(reservations, entry.id, in_use)):
+            if self.queue.replace(reservations, ended(reservations, reservation.id, in_use)):
                 return False
 
     def _refused(self, work: _Work, snapshot: Snapshot, room: Room) -> tuple[BudgetExceeded, bool]:

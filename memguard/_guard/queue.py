@@ -148,18 +148,18 @@ class ReservationQueue:
 
     def wake(self) -> None:
         """Wake all waiting tickets, because memory may have become free."""
-        for entry in self.current.waiting:
-            found = self._tickets.get(entry.id)
+        for reservation in self.current.waiting:
+            found = self._tickets.get(reservation.id)
             if found is not None and (ticket := found()) is not None:
                 ticket.wake()
 
     def _ended(self, reservations: Reservations) -> list[int]:
         dead = []
-        for entry in (*reservations.active, *reservations.waiting):
-            found = self._tickets.get(entry.id)
+        for reservation in (*reservations.active, *reservations.waiting):
+            found = self._tickets.get(reservation.id)
             ticket = found() if found is not None else None
             if ticket is None or ticket.ended:
-                dead.append(entry.id)
+                dead.append(reservation.id)
         return dead
 
     def _collected(self, number: int, _: Any) -> None:

@@ -68,49 +68,49 @@ class Reservations(NamedTuple):
     @property
     def ids(self) -> frozenset[int]:
         """The ids of all active and waiting reservations."""
-        return frozenset(entry.id for entry in (*self.active, *self.waiting))
+        return frozenset(reservation.id for reservation in (*self.active, *self.waiting))
 
 
 EMPTY = Reservations()
 
 
-def begun(reservations: Reservations, entry: Reservation, in_use: Mapping[str, int | None]) -> Reservations:
-    """Add `entry` to the active reservations. `in_use`: the framework's bytes by UUID."""
+def begun(reservations: Reservations, reservation: Reservation, in_use: Mapping[str, int | None]) -> Reservations:
+    """Add `reservation` to the active reservations. `in_use`: the framework's bytes by UUID."""
     bases = dict(reservations.bases)
-    for uuid in entry.uuids if entry.size else ():
-        key, now = (entry.framework, uuid), in_use.get(uuid)
+    for uuid in reservation.uuids if reservation.size else ():
+        key, now = (reservation.framework, uuid), in_use.get(uuid)
         before = _sizes(reservations.active, *key)
         base = bases.get(key)
         if not before or base is None:
             bases[key] = now
         elif now is not None:
             bases[key] = max(min(base, now), now - before)
-    waiting = tuple(one for one in reservations.waiting if one.id != entry.id)
-    return Reservations((*reservations.active, entry), waiting, bases)
+    waiting = tuple(one for one in reservations.waiting if one.id != reservation.id)
+    return Reservations((*reservations.active, reservation), waiting, bases)
 
 
 def ended(reservations: Reservations, number: int, in_use: Mapping[str, int | None] | None = None) -> Reservations:
     """Remove the reservation `number`, active or waiting. `in_use` as for `begun`; None: unknown."""
-    entry = next((one for one in reservations.active if one.id == number), None)
+    reservation = next((one for one in reservations.active if one.id == number), None)
     active = tuple(one for one in reservations.active if one.id != number)
     waiting = tuple(one for one in reservations.waiting if one.id != number)
     bases = dict(reservations.bases)
-    for uuid in entry.uuids if entry is not None and entry.size else ():
-        assert entry is not None
-        key, now = (entry.framework, uuid), (in_use or {}).get(uuid)
+    for uuid in reservation.uuids if reservation is not None and reservation.size else ():
+        assert reservation is not None
+        key, now = (reservation.framework, uuid), (in_use or {}).get(uuid)
         base = bases.get(key)
         if not _sizes(active, *key):
             bases.pop(key, None)
         elif base is None:
             bases[key] = now
         else:
-            bases[key] = base + entry.size if now is None else min(base + entry.size, now)
+            bases[key] = base + reservation.size if now is None else min(base + reservation.size, now)
     return Reservations(active, waiting, bases) if active or waiting else EMPTY
 
 
-def queued(reservations: Reservations, entry: Reservation) -> Reservations:
-    """Append `entry` to the waiting reservations."""
-    return reservations._replace(waiting=(*reservations.waiting, entry))
+def queued(reservations: Reservations, reservation: Reservation) -> Reservations:
+    """Append `reservation` to the waiting reservations."""
+    return reservations._replace(waiting=(*reservations.waiting, reservation))
 
 
 def with_lower_bases(reservations: Reservations, framework: str, in_use: Mapping[str, int | None]) -> Reservations:
@@ -325,13 +325,13 @@ def cache(usage: Usage) -> int:
     return policy.cached(usage)
 
 
-def _sizes(entries: Iterable[Reservation], framework: str, uuid: str) -> int:
-    return sum(one.size for one in entries if _is_of(one, framework, uuid))
+def _sizes(reservations: Iterable[Reservation], framework: str, uuid: str) -> int:
+    return sum(one.size for one in reservations if _is_of(one, framework, uuid))
 
 
-def _is_of(entry: Reservation, framework: str, uuid: str) -> bool:
-    return entry.framework == framework and uuid in entry.uuids
+def _is_of(reservation: Reservation, framework: str, uuid: str) -> bool:
+    return reservation.framework == framework and uuid in reservation.uuids
 
 
-def _ago(entry: Reservation, now: float) -> str:
-    return f"{max(now - entry.since, 0):.1f} s"
+def _ago(reservation: Reservation, now: float) -> str:
+    return f"{max(now - reservation.since, 0):.1f} s"

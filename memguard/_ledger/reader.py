@@ -216,7 +216,7 @@ class LedgerReader:
                 break
         (known, live, exact, at_least), state = held_by(usages), self._state(uuid)
         with_libraries, with_contexts, with_uncounted = self._overriding(frameworks)
-        active = True if now else host.context_active(device)  # with memory there, it has a context
+        active = True if now else host.context_active(device)  # a process with memory on the GPU has a context
         own = own_bytes(processes, pid, bool(active) or bool(live and active is None))
         found = [libraries for name, one in with_libraries if name in live and (libraries := one.libraries())]
         appeared = live.union(*found, _CONTEXT if active or own else ())
