@@ -44,7 +44,7 @@ def init(
 
     Call it first; frameworks may be imported before or after. The same budget again does nothing; another one needs
     `replace=True`. `simulate="h200"` (or several names) applies it to simulated GPUs instead of real ones; under
-    `memguard run --simulate`, and with `MEMGUARD_SIMULATE=h200`, that is the default.
+    `memguard run --device`, and with `MEMGUARD_SIMULATE=h200`, that is the default.
 
     Without `simulate`, `MEMGUARD_DISABLE=1` makes it apply nothing. `missing_gpu` decides what happens if this process
     has no GPU (no driver, none visible, not Linux): "raise" DeviceError; "warn" once and apply nothing; "simulate" one,

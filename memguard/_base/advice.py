@@ -39,6 +39,28 @@ class Advice:
         return replace(self, alternatives=alternatives)
 
 
+@dataclass(frozen=True)
+class Problem:
+    """One mistake in a budget file: its place, the value found, and the fix."""
+
+    message: str
+    fix: str = ""
+    line: int | None = None
+    column: int | None = None
+    path: str = ""
+
+    def render(self, source: str) -> str:
+        """`file:line:column: message`, the fix on the next line."""
+        return str(self.advice(source))
+
+    def advice(self, source: str) -> Advice:
+        """The text of `render` as data."""
+        where = source
+        if self.line is not None:
+            where += f":{self.line}:{self.column or 1}"
+        return Advice(f"{where}: {self.path + ': ' if self.path else ''}{self.message}", self.fix)
+
+
 class InvalidValue(ValueError):
     """A malformed value. `advice.fix` names a replacement; it is empty if none can be derived.
 

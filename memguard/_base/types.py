@@ -10,10 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from memguard._base.text import html, shown, visible
 from memguard._base.units import format_size
+
+POOL: Final = "shared pool"
+"""The ledger's row of the shared pool's bytes beyond the frameworks' arrays: one cache for all."""
 
 
 class State(Enum):
@@ -138,6 +141,14 @@ usage_of = partial(tuple.__new__, Usage)
 framework. The functions below that end in `_of` do the same for their classes."""
 memory_info_of: Callable[[tuple[int, int | None, int | None, int, int | None]], MemoryInfo]
 memory_info_of = partial(tuple.__new__, MemoryInfo)
+
+
+def cached(usage: Usage) -> int:
+    """The most that a trim of the framework may return: its whole cache if it does not report fragmentation."""
+    if usage.reclaimable is not None:
+        return usage.reclaimable
+    known = usage.held is not None and usage.in_use is not None
+    return max((usage.held or 0) - (usage.in_use or 0), 0) if known else 0  # clamped: two readings, at two moments
 
 
 class NoHelp(StrEnum):

@@ -16,7 +16,6 @@ from memguard._base.blocks import Block, End
 from memguard._base.interrupts import deferred_signals
 from memguard._base.logs import log as _log
 from memguard._base.logs import words_of
-from memguard._base.specs import SPECS
 from memguard._base.text import shown
 from memguard._base.types import (
     Device,
@@ -39,6 +38,7 @@ from memguard._devices import suspension
 from memguard._frameworks import registry
 from memguard._frameworks.base import Framework
 from memguard._frameworks.import_hook import ImportHook, RealImports
+from memguard._frameworks.specs import SPECS
 from memguard._guard.caps import Callbacks, CappedFramework, CapTable, size_of
 from memguard._guard.elastic import ElasticCaps, above_cap
 from memguard._ledger.overhead import own_bytes

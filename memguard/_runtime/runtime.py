@@ -43,7 +43,7 @@ _FORKED = Advice(
     "process",
     "call memguard.init here, for a budget of its own",
 )
-_WITHOUT = 'try it without a GPU: simulate="h200" (`memguard run --simulate h200`)'
+_WITHOUT = 'try it without a GPU: simulate="h200" (`memguard run --device h200`)'
 _MISSING = (
     'go on without a GPU: missing_gpu="warn" (no budget) or missing_gpu="simulate", or set '
     f"{workers.DISABLE}=1 or {workers.SIMULATE}=h200"
@@ -152,7 +152,7 @@ class Runtime:
         self.extensions: Mapping[str, str] = {}
         """The factories of extensions by section of the budget. See `extensions.load`."""
         self.simulated_by_default: Sequence[str] | None = None
-        """The GPUs of `memguard run --simulate`, which also apply to the program's own `init`."""
+        """The GPUs of `memguard run --device`, which also apply to the program's own `init`."""
         self.from_environment: Guard | None = None
         """The guard that MEMGUARD_CONFIG applied. The program's own `init` replaces it without `replace=True`."""
         self.claimed: list[Claimed] = []
@@ -509,7 +509,7 @@ class Runtime:
     # GPUs
 
     def _simulated_by_default(self) -> Sequence[str] | None:
-        """The GPUs of `memguard run --simulate`, else of MEMGUARD_SIMULATE. The latter are printed on stderr once."""
+        """The GPUs of `memguard run --device`, else of MEMGUARD_SIMULATE. The latter are printed on stderr once."""
         if self.simulated_by_default is not None:
             return self.simulated_by_default
         names = workers.simulated(os.environ)

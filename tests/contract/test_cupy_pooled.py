@@ -14,9 +14,8 @@ from support.drifts import drifts
 from test_cupy_model import Setting, model
 
 from memguard import _budget
-from memguard._base.types import Enforcement, Shortage, State
+from memguard._base.types import POOL, Enforcement, Shortage, State
 from memguard._base.units import MIB
-from memguard._budget.shared_pool import POOL
 from memguard._devices import pools
 from memguard._frameworks.cupy.pooled import PooledCuPy
 from memguard._frameworks.shared_pool import SharedPool

@@ -24,7 +24,6 @@ from support.capping import AppliedCaps, apply_caps
 import memguard
 from memguard import _budget
 from memguard._base.framework_spec import ArraysName, CacheName, FrameworkName
-from memguard._base.specs import SPECS
 from memguard._base.types import Enforcement, RefusedRequest, State, TraceEvent
 from memguard._base.units import GIB, GRANULE, MIB
 from memguard._devices import contexts
@@ -33,6 +32,7 @@ from memguard._frameworks import driver_pages, registry
 from memguard._frameworks.base import Framework
 from memguard._frameworks.simulated import adapter
 from memguard._frameworks.simulated.adapter import SimulatedFramework
+from memguard._frameworks.specs import SPECS
 from memguard._guard.guard import Guard
 from memguard._runtime import runtime
 from memguard.errors import CapNotApplied

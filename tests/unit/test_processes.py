@@ -798,7 +798,7 @@ def cli(*words):
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exc_info
     return [done.exit_code, done.output]
 result = {"check": cli("check", "budget.yaml"), "plan": cli("plan", "budget.yaml", "--device", "h200"),
-          "schema": cli("schema"), "here": cli("plan", "budget.yaml")}
+          "schema": cli("check", "--schema"), "here": cli("plan", "budget.yaml")}
 guard = memguard.init("budget.yaml", simulate="h200")
 result["active"], result["sum"] = guard.active, sum(row.bytes or 0 for row in memguard.ledger().devices[0].rows)
 memguard.require("torch", "1GiB")
@@ -834,6 +834,6 @@ def test_run_on_another_system_starts_the_program_and_has_its_exit_code(tmp_path
     done = program(
         tmp_path,
         ELSEWHERE.format(system=system)
-        + f"main(['run', '-c', 'budget.yaml', '--simulate', 'h200', '--', sys.executable, '-c', {code!r}])",
+        + f"main(['run', '-c', 'budget.yaml', '--device', 'h200', '--', sys.executable, '-c', {code!r}])",
     )
     assert (done.returncode, done.stdout) == (6, "True\n"), done.stderr

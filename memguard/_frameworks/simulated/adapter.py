@@ -16,7 +16,6 @@ from types import ModuleType
 from typing import Any
 
 from memguard._base.framework_spec import FrameworkSpec
-from memguard._base.specs import SPECS
 from memguard._base.types import Applied, Device, Enforcement, Shortage, State, TraceEvent, Usage
 from memguard._base.undo import Undo
 from memguard._base.units import MIB, format_size, round_up
@@ -37,6 +36,7 @@ from memguard._frameworks.simulated.allocators import (
     xla,
 )
 from memguard._frameworks.simulated.driver_allocators import CuPyPool, NumbaMemory
+from memguard._frameworks.specs import SPECS
 from memguard.errors import CapNotApplied, DeviceError
 
 _MOST_ASKED = 2

@@ -31,7 +31,7 @@ from memguard._node.suspend.triggers import listener
 from memguard._node.suspend.types import Progress, Reason
 from memguard.errors import MemguardError
 
-DONE, NO, UNKNOWN = 0, 1, 2
+DONE, NO, UNKNOWN = 0, 1, 4
 """What a command answers, and its exit code."""
 ROLL_BACK = 60.0
 """Seconds for which a process that was just taken off waits for the room that it has left."""
@@ -53,7 +53,7 @@ HAZARDS = (
 class NotThereError(MemguardError):
     """There is no such process."""
 
-    exit_code = UNKNOWN
+    exit_code = 2  # a wrong argument
 
 
 class NotAllowedError(MemguardError):

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from memguard._base.specs import SPECS
 from memguard._base.types import Device, DevicePlan, Enforcement, TraceEvent
 from memguard._base.undo import Undo
 from memguard._base.units import GRANULE, format_size
 from memguard._devices.catalog import Model
 from memguard._devices.simulated import CONTEXT, SimulatedHost
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory, SimulatedFramework
+from memguard._frameworks.specs import SPECS
 from memguard._ledger.overhead import Overhead
 from memguard._ledger.rows import Reading, device_ledger
 from memguard._ledger.types import Ledger
