@@ -1,6 +1,7 @@
 """Computes how elastic caps move between min and max, and whose idle cache is trimmed. Pure.
 
-On each GPU the room is limit − reserve. The room above the sum of the minima is lent to elastic frameworks. The rules:
+On each GPU the room for all caps is limit − reserve. The room above the sum of the minima is lent to elastic
+frameworks. The rules:
 
 - The free room is the room less, for each framework, its cap or its held bytes, whichever is larger
   (`_budget.policy.room_left`): lowering a cap below live arrays frees no memory. If the free room is negative, nothing

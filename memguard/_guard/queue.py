@@ -138,7 +138,7 @@ class ReservationQueue:
             self.wake()
 
     def created_here(self, numbers: frozenset[int]) -> frozenset[int]:
-        """Those of the tickets that the current thread or task created. It can end only these."""
+        """The tickets among `numbers` that the current thread or task created. It can end only these."""
         own, found = thread_and_task(), set()
         for number in numbers:
             ticket = known() if (known := self._tickets.get(number)) is not None else None

@@ -1,8 +1,8 @@
 """Reclaim: makes room for one request by raising an elastic cap and trimming idle caches of siblings.
 
 `lending` decides. Reclaim may run within the failing allocation, on the user's thread, which holds no lock of the
-requesting adapter. The bytes returned are measured by NVML's figure of this process before and after a trim, because
-`torch.cuda.empty_cache()` silently does nothing in a capture or while a `MemPool` is in use.
+requesting adapter. The returned bytes are measured as the decrease of this process's memory in NVML during a trim,
+because `torch.cuda.empty_cache()` silently does nothing in a capture or while a `MemPool` is in use.
 """
 
 from __future__ import annotations

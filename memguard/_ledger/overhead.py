@@ -57,13 +57,13 @@ Charge = tuple[int, frozenset[Use], int]
 class Overhead:
     """The bytes charged as overhead on one GPU so far, and the owners seen so far.
 
-    largest_gap         the largest gap so far: memory that is freed and allocated again, or was counted early, is not
-                        charged twice
+    largest_gap         the largest gap so far: only growth above it is charged, so that memory which is freed and
+                        allocated again is not charged twice
     communicators_owed  the bytes that communicators may still allocate: one that is created eagerly allocates most at
                         its first collective
     last_gap            the gap of the last reading: a new owner is charged with the growth since then, whatever the
                         earlier gaps
-    slabs               the bytes of the driver's slabs that no framework counts, in this reading; part of no gap
+    slabs               the bytes of the driver's slabs that no framework counts, in this reading; no gap includes them
     owner_appeared      whether an owner appeared in the last reading
     second_contexts     the part of `charged` for contexts other than the primary one
     loaded              the libraries loaded so far
