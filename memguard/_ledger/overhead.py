@@ -57,8 +57,8 @@ Charge = tuple[int, frozenset[Use], int]
 class Overhead:
     """The bytes charged as overhead on one GPU so far, and the owners seen so far.
 
-    largest_gap         the largest gap so far: only growth above it is charged, so that memory which is freed and
-                        allocated again is not charged twice
+    largest_gap         the largest gap so far: growth is measured from it, so that memory which is freed and allocated
+                        again is not charged twice
     communicators_owed  the bytes that communicators may still allocate: one that is created eagerly allocates most at
                         its first collective
     last_gap            the gap of the last reading: a new owner is charged with the growth since then, whatever the

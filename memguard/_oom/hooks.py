@@ -147,8 +147,8 @@ def show_next_in_full() -> None:
 
 def report_error(error: BaseException, *, show: bool = True) -> Report | None:
     """The report, if the error is or was caused by an out-of-memory error. For each error, the report is made, noted
-    and printed once. For the same requester, cause and GPU it is printed in full once a minute; in between it takes one
-    line. Returns None also if no budget is active and the error was not reported under one.
+    and printed once. Reports with the same requester, cause and GPU are printed in full once a minute, and in one line
+    in between. Returns None also if no budget is active and the error was not reported under one.
     """
     report, new_number = _examine(error)
     if report is not None and new_number and show:
