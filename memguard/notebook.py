@@ -56,6 +56,8 @@ def unload_ipython_extension(shell: Any) -> None:
 
 def _unload(shell: Any) -> None:
     """Remove what is ours, known by its class's name: a reload makes another class."""
+    from memguard._node.suspend.triggers import when_idle
+
     for magics in shell.magics_manager.magics.values():
         if _is_ours(magics.get("memguard")):
             del magics["memguard"]
@@ -65,7 +67,7 @@ def _unload(shell: Any) -> None:
                 shell.events.unregister(event, callback)
     if _is_ours(hooks.display):
         hooks.display = None
-    notebook_cells.let_go(shell)
+    when_idle.let_go(shell)
 
 
 def _is_ours(function: Any) -> bool:
@@ -254,13 +256,13 @@ def _line(words: list[str], shell: Any) -> Any:
 def _suspended(shell: Any, when: str | None) -> str:
     """`%memguard suspend`, now or when idle: what follows from it."""
     from memguard._budget.values import IDLE, duration
-    from memguard._node import suspend
     from memguard._node.suspend import self_suspend
     from memguard._node.suspend.triggers import when_idle
+    from memguard._node.suspend.types import TIMEOUT
 
-    found, ignored = notebook_cells.attach(shell), suspend.ignores_host_memory()
+    found, ignored = notebook_cells.attach(shell), self_suspend.ignores_host_memory()
     if when is None:
-        return f"{self_suspend.suspend(suspend.TIMEOUT, 'asked', found.owner, ignored)}; the next cell brings it back"
+        return f"{self_suspend.suspend(TIMEOUT, 'asked', found.owner, ignored)}; the next cell brings it back"
     if when == "never":
         when_idle.end()
         return "this process stays on its GPUs, however long it is idle"

@@ -63,6 +63,15 @@ class State(IntEnum):
     """The process's GPU memory is copied to the host, and the process uses no GPU."""
     FAILED = 3
     """The process cannot be restored."""
+    CHECKPOINTING = 4
+    """A checkpoint is in progress. CUDA 13.0's header lacks this state and the next one, 13.5's has them: a driver that
+    does not know them blocks the query until the operation has ended."""
+    RESTORING = 5
+    """A restore is in progress."""
+
+
+IN_PROGRESS = (State.CHECKPOINTING, State.RESTORING)
+"""The states that end by themselves."""
 
 
 class Checkpoint(Protocol):

@@ -1,8 +1,8 @@
 """Whether this process is off its GPUs now: every layer checks it before it calls CUDA or NVML.
 
 While a process is suspended, NVML's calls and CUDA's allocations block, and a synchronize or an event query crashes the
-process (SIGSEGV; driver 580.159, H200). So memguard must call neither CUDA nor NVML then. `_node.suspend` sets this
-state; the ledger, the monitor, trims and exit hooks read it.
+process (SIGSEGV; driver 580.159, H200). So memguard must call neither CUDA nor NVML then. `_node.suspend` changes this
+state by `enter`; the ledger, the monitor, `memguard top`, metrics, trims and exit hooks read it.
 """
 
 from __future__ import annotations
@@ -17,20 +17,28 @@ from memguard._base.advice import Advice
 from memguard._base.logs import log as _log
 from memguard._base.logs import text_of
 from memguard._base.units import format_size
+from memguard._devices.phase import SETTLED, TRANSITIONS, IllegalTransition, Phase
 from memguard.errors import Suspended
 
 
 @dataclass(frozen=True)
 class Off:
-    """Off the GPUs since `since` (Unix time). `bytes` were moved from each GPU (UUID). `moving`: the move is in
-    progress."""
+    """Off the GPUs since `since` (Unix time). `bytes` were moved from each GPU (UUID)."""
 
     bytes: dict[str, int]
     since: float
-    moving: bool = False
+    phase: Phase = Phase.OFF
+    """Never RUNNING."""
+
+    @property
+    def moving(self) -> bool:
+        """Whether it is leaving or returning."""
+        return self.phase not in SETTLED
 
     def __str__(self) -> str:
         """`suspended, 12.3 GiB in host memory`."""
+        if self.phase is Phase.LOST:
+            return "lost: the driver has destroyed what it had on its GPUs"
         return f"suspended, {self.text_of_bytes} in host memory" if self.bytes else "suspended"
 
     @property
@@ -40,7 +48,8 @@ class Off:
 
 
 now: Off | None = None
-"""Set before the first gate closes, None again after the last one opens. One assignment each: readers take no lock."""
+"""None in the phase RUNNING: until the first gate closes, and from before the first one opens. `enter` changes it with
+one assignment: readers take no lock."""
 forbidden: dict[str, tuple[int, str, str]] = {}
 """Work that forbids a suspension, by kind: its PID, the reason, and the fix.
 
@@ -49,6 +58,31 @@ The work adds its entry at its beginning and removes it at its end. A forked chi
 _later: deque[Callable[[], object]] = deque()
 """Driver calls that destructors deferred."""
 _of_parent: list[deque[Callable[[], object]]] = []
+
+
+def phase() -> Phase:
+    """The phase of this process."""
+    off = now
+    return Phase.RUNNING if off is None else off.phase
+
+
+def enter(new: Phase, sizes: dict[str, int] | None = None) -> None:
+    """Change the phase. For the thread that has the turn to suspend or resume.
+
+    `sizes`: the bytes that leave each GPU; without them those known before stay. To stay in a phase is legal.
+    Raises IllegalTransition for a change that the table does not have.
+    """
+    global now
+    off = now
+    before = Phase.RUNNING if off is None else off.phase
+    if new is not before and (before, new) not in TRANSITIONS:
+        raise IllegalTransition(before, new)
+    if new is Phase.RUNNING:
+        now = None
+    elif off is None:
+        now = Off(sizes or {}, time.time(), new)
+    else:
+        now = Off(sizes or off.bytes, off.since, new)
 
 
 def refused(what: str) -> Suspended:
@@ -61,6 +95,8 @@ def off_its_gpus(what: str = "") -> Advice:
     head = f"{what}: this process is" if what else "this process is already"
     off = now
     since = "" if off is None else f" since {time.strftime('%H:%M:%S', time.localtime(off.since))}"
+    if off is not None and off.phase is Phase.LOST:
+        return Advice(f"{head} off its GPUs{since} ({off})", "end it and start it again")
     return Advice(
         f"{head} off its GPUs{since} ({off or 'suspended'})",
         f"memguard.resume(), or `memguard resume {os.getpid()}` from a shell; inside "

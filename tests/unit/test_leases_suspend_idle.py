@@ -23,7 +23,8 @@ from memguard._node.leases import choose, decide, returning
 from memguard._node.leases.decide import Want
 from memguard._node.leases.store import Store
 from memguard._node.leases.types import Claim
-from memguard._node.suspend.triggers import listener, making_room
+from memguard._node.suspend import requests
+from memguard._node.suspend.triggers import for_lease, listener, making_room, own_lease
 from memguard._node.suspend.triggers.making_room import MakingRoom
 from memguard._runtime import runtime
 from memguard.errors import CannotResume, CannotSuspend, NotActive
@@ -118,7 +119,7 @@ class Scene:
     def request(self, process: Process) -> tuple[dict[str, int], float]:
         self.asked.append(process)
         if self.refuses:
-            raise listener.RefusedError("a workload runs in it\n    fix: wait for it", reason="a workload runs in it")
+            raise requests.RefusedError("a workload runs in it\n    fix: wait for it", reason="a workload runs in it")
         return {GPU: 1 << 30}, 0.5
 
     def look(self, claims: list[Claim], seconds: float = 1.0) -> None:
@@ -176,18 +177,39 @@ def test_one_that_refuses_is_left_alone_for_a_while() -> None:
     assert len(scene.asked) == 2
 
 
-def test_one_that_is_off_its_gpus_learns_from_its_helper_what_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_is_off_its_gpus_learns_from_its_helper_what_others_do(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its own calls of NVML would wait until it is back, and nobody would be asked to leave for it."""
     from suspending import way_of
 
+    rooms: list[MakingRoom] = []
+
+    class Noted(MakingRoom):
+        def __init__(self, *given: Any, **more: Any) -> None:
+            super().__init__(*given, **more)
+            rooms.append(self)
+
+    def nobody_waits(*_: object, **__: object) -> None:
+        raise CannotResume("enough was seen", lost=True)
+
+    memguard.init(BUDGET, simulate="h200")
+    monkeypatch.setattr(making_room, "MakingRoom", Noted)
     with way_of(monkeypatch) as way:
         way.use_of = {101: False, 102: True}
-        uses = making_room._Uses()
-        memguard.suspend()
-        assert [uses(101), uses(102), uses(103)] == [False, True, None]
+        found, lease = memguard.suspend(), own_lease.current()
+        assert lease is not None
+        with monkeypatch.context() as patched:
+            patched.setattr(lease, "back", nobody_waits)
+            with pytest.raises(CannotResume, match="enough was seen"):
+                memguard.resume()
+            for_lease._return(found, lease)
+        assert len(rooms) == 2
+        for room in rooms:
+            assert [room._used(101), room._used(102), room._used(103)] == [False, True, None]
         memguard.resume()
         way.use_of = {101: True}
-        assert uses(101) is None  # asked by itself again: there is no NVML here
+        assert {room._used(101) for room in rooms} == {None}  # it waits no more
 
 
 # A suspended process and its lease
@@ -240,8 +262,6 @@ def test_without_its_lease_it_stays_suspended_and_says_who_has_it(folder: Path) 
 
 
 def test_a_process_with_a_workload_does_not_leave(folder: Path) -> None:
-    from memguard._node.suspend.triggers import for_lease
-
     memguard.init(BUDGET, simulate="h200")
     with (
         memguard.workload("step", framework="torch", needs="1GiB"),
@@ -252,8 +272,6 @@ def test_a_process_with_a_workload_does_not_leave(folder: Path) -> None:
 
 
 def test_without_a_lease_nothing_leaves_for_one(folder: Path) -> None:
-    from memguard._node.suspend.triggers import for_lease
-
     memguard.init({**BUDGET, "device": {"limit": "100GiB"}}, simulate="h200")
     with pytest.raises(CannotSuspend, match="it holds no lease"):
         for_lease.leave()
@@ -263,9 +281,7 @@ def test_a_process_leaves_only_while_somebody_waits_for_its_lease(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who has asked may have gone, or been served, before the request is read. So may a stranger ask."""
-    from memguard._node.suspend.triggers import for_lease
-
-    monkeypatch.setattr(for_lease, "_back", float("-inf"))
+    monkeypatch.setattr(own_lease, "back_since", float("-inf"))
     memguard.init(BUDGET, simulate="h200")
     with pytest.raises(CannotSuspend, match="nobody waits for its lease"):
         listener._leave()
@@ -278,7 +294,7 @@ def test_a_process_leaves_only_while_somebody_waits_for_its_lease(
     assert sorted(state for _, state in states()) == ["held", "waiting"]
     waiting.close()
     until(lambda: suspension.now is None)
-    assert for_lease.current() is not None and states() == [(os.getpid(), "held")]
+    assert own_lease.current() is not None and states() == [(os.getpid(), "held")]
 
 
 def test_a_process_does_not_leave_while_init_is_at_work_in_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,11 +310,10 @@ def test_whoever_waits_for_the_lease_ends_no_suspension_that_came_later(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from memguard._node.leases.lease import Lease
-    from memguard._node.suspend.triggers import for_lease
 
     memguard.init(BUDGET, simulate="h200")
     first = memguard.suspend()
-    one = for_lease.current()
+    one = own_lease.current()
     assert one is not None
     back = Lease.back
 
@@ -314,15 +329,13 @@ def test_whoever_waits_for_the_lease_ends_no_suspension_that_came_later(
 
 
 def test_one_that_another_has_brought_back_claims_nothing_once_it_is_off_again(folder: Path) -> None:
-    from memguard._node.suspend.triggers import for_lease
-
     memguard.init(BUDGET, simulate="h200")
     memguard.suspend()
-    one = for_lease.current()
+    one = own_lease.current()
     other = lease_of_simulated(100)
     other.take()
     assert one is not None
-    claims = threading.Thread(target=for_lease._claim, args=(one,))
+    claims = threading.Thread(target=own_lease._claim, args=(one,))
     claims.start()
     claims.join(20)
     assert not claims.is_alive() and sorted(state for _, state in states()) == ["held", "off"]
@@ -333,11 +346,9 @@ def test_one_that_another_has_brought_back_claims_nothing_once_it_is_off_again(f
 def test_an_interrupted_return_gives_the_lease_back_that_came_just_then(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from memguard._node.suspend.triggers import for_lease
-
     memguard.init(BUDGET, simulate="h200")
     memguard.suspend()
-    one = for_lease.current()
+    one = own_lease.current()
     assert one is not None
 
     def comes_late(*_: object) -> None:
@@ -346,7 +357,7 @@ def test_an_interrupted_return_gives_the_lease_back_that_came_just_then(
     with monkeypatch.context() as patched:
         patched.setattr(one, "_until", comes_late)
         with pytest.raises(CannotResume, match="interrupted"):
-            for_lease.have(None, lambda: True, lambda wait: None)
+            own_lease.claim(None, lambda: True, lambda wait: None, lambda pid: None)
     assert states() == [(os.getpid(), "off")] and not one.held
 
 

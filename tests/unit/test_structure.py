@@ -24,12 +24,6 @@ MODULES = structure.modules(PACKAGE.parent)
 ARROWS = structure.arrows(MODULES)
 
 CIRCLES = {
-    (
-        "_node.suspend",
-        "_node.suspend.self_suspend",
-        *(f"_node.suspend.triggers.{name}" for name in ("for_lease", "listener", "making_room")),
-        *(f"_node.suspend.triggers.{name}" for name in ("notebook_cells", "when_idle")),
-    ): "a suspension for a lease, or for idleness, is one of this process itself, which waits for leases",
     ("_tools.doctor", "_tools.doctor.render"): "a report renders itself",
 }
 """Modules of one room that import each other, and why. What a table of a room names is loaded later: it closes none."""

@@ -353,15 +353,21 @@ def every_kind(framework: Any) -> tuple[list[Gates], Callable[[], Any]]:
     return given, state
 
 
+def opens(undo: Undo, gate: gates.Gate) -> None:
+    """What a return does with the gate: lift it, then destroy what it kept."""
+    undo.run()
+    gate.open()
+
+
 def test_an_interruption_at_any_point_leaves_nothing(every_kind: tuple[list[Gates], Callable[[], Any]]) -> None:
     given, state = every_kind
     before = state()
     undo = Undo()
     counted = interruptions.Points()
-    counted.run(lambda: gates.close(undo=undo, given=given))
+    gate = counted.run(lambda: gates.close(undo=undo, given=given))
     opened = interruptions.Points()
     assert state() != before
-    opened.run(undo.run)
+    opened.run(lambda: opens(undo, gate))
     assert state() == before
     assert counted.count > 50 and opened.count > 20
     for at in range(1, counted.count + 1):
@@ -374,8 +380,8 @@ def test_an_interruption_at_any_point_leaves_nothing(every_kind: tuple[list[Gate
         undo, points = Undo(), interruptions.Points(at)
         gate = gates.close(undo=undo, given=given)
         with pytest.raises(KeyboardInterrupt):
-            points.run(undo.run)
-        undo.run()
+            points.run(lambda undo=undo, gate=gate: opens(undo, gate))
+        opens(undo, gate)
         assert state() == before, f"open, {points.place}"
         assert not gate.closed and not gate._kept._objects
         assert datetime.date(2026, 1, 2).isoformat() == "2026-01-02"

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from memguard._devices import suspension
 from memguard._frameworks.simulated.adapter import SimulatedFramework
 from memguard._guard.guard import Guard
 from memguard._node.suspend import self_suspend
-from memguard._node.suspend.triggers import at_exit, for_lease, when_idle
+from memguard._node.suspend.triggers import at_exit, for_lease, own_lease, when_idle
 from memguard._node.suspend.types import Wait
 from memguard._runtime import runtime
 from memguard.errors import CannotResume, CannotSuspend, MemguardError, Suspended
@@ -37,7 +38,7 @@ UUID = "GPU-00000000-0000-4000-8000-000000000000"
 def way(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeWay]:
     with way_of(monkeypatch, {UUID: 3 * GIB}) as found:
         yield found
-    assert not at_exit._wanted
+    assert not isinstance(sys.exit, at_exit._Exit)
     assert not [thread for thread in threading.enumerate() if thread.name == "memguard-suspend"]
 
 
@@ -224,7 +225,7 @@ def test_who_leaves_unasked_does_not_wait_for_that(
     leave: Callable[[Any], object], way: FakeWay, ends_late: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has seen that nothing runs, and tries again soon: what begins during a wait must not lose its GPU."""
-    monkeypatch.setattr(for_lease, "current", lambda: SimpleNamespace(held=True))
+    monkeypatch.setattr(own_lease, "current", lambda: SimpleNamespace(held=True))
     monkeypatch.setattr(for_lease, "_unneeded", lambda _: "")
     monkeypatch.setattr(for_lease, "_at_work", lambda: "")
     monkeypatch.setattr(when_idle, "has_gpu", lambda: True)
@@ -451,6 +452,26 @@ def test_what_waited_at_a_gate_finds_memguard_awake(way: FakeWay, budget: Guard)
     assert seen == [(None, Guard)]
 
 
+def test_no_ctrl_c_reaches_the_way_back_itself(way: FakeWay, budget: Guard) -> None:
+    """The gates are lifted and the guard asks the GPUs again on another thread; the return is told all the same."""
+    threads: list[bool] = []
+    events: list[str] = []
+    watch = memguard.on_event(lambda event: events.append(event.kind))
+
+    def told() -> None:
+        threads.append(threading.current_thread() is threading.main_thread())
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)  # the main thread takes it while it waits
+
+    memguard.suspend()
+    way.gates[-1].told = told
+    with pytest.raises(KeyboardInterrupt):
+        memguard.resume()
+    watch.remove()
+    assert threads == [False] and suspension.now is None and budget.caps.off is None and way.closed == 1
+    assert events == ["suspended", "resumed"]
+
+
 def test_a_callback_on_the_monitors_thread_cannot_suspend(way: FakeWay, budget: Guard) -> None:
     found: list[BaseException] = []
 
@@ -506,20 +527,21 @@ def test_a_signal_handler_within_a_suspension_cannot_begin_another(way: FakeWay)
 
 
 def test_a_ctrl_c_while_the_gates_open_opens_them(way: FakeWay, budget: Guard) -> None:
+    """What waited for the GPUs is destroyed on the thread of the call: PyCUDA does that on no other."""
     memguard.suspend()
     gate = way.gates[-1]
     came: list[int] = []
 
-    def told() -> None:
-        if not came:
-            came.append(threading.get_ident())
+    def destroys() -> None:
+        came.append(threading.get_ident())
+        if len(came) == 1:
             raise KeyboardInterrupt
 
-    gate.told = told
+    gate.destroys = destroys
     with pytest.raises(KeyboardInterrupt):
         memguard.resume()
     assert (
-        came == [threading.get_ident()]
+        came == [threading.get_ident()] * 2  # again, for what the interruption left
         and not gate.closed
         and budget.caps.suspended is None
         and self_suspend.current() is None

@@ -27,7 +27,7 @@ from memguard._base.units import GIB, MIB
 from memguard._guard.guard import Guard
 from memguard._node.identity import this_process
 from memguard._node.suspend import sockets
-from memguard._node.suspend.triggers.listener import SilentError
+from memguard._node.suspend.requests import SilentError
 from memguard._node.top import server
 from memguard._runtime import runtime, session
 from memguard._runtime.pressure import Action

@@ -22,10 +22,10 @@ from memguard._devices.nvml import Nvml
 from memguard._node import identity
 from memguard._node.identity import Process
 from memguard._node.leases.registry import Budgeted
+from memguard._node.suspend import requests
 from memguard._node.suspend.driver.channel import CheckpointChannel
 from memguard._node.suspend.store import records, work_lock
 from memguard._node.suspend.store.records import Record
-from memguard._node.suspend.triggers import listener
 from memguard.errors import DeviceError, MemguardError
 
 SCHEMA = 1
@@ -35,6 +35,8 @@ _AT: Mapping[State | None, At] = {
     State.LOCKED: "locked",
     State.CHECKPOINTED: "suspended",
     State.FAILED: "failed",
+    State.CHECKPOINTING: "locked",
+    State.RESTORING: "locked",
     None: "unknown",
 }
 STATE, STATES = 3.0, 20.0
@@ -231,7 +233,7 @@ def read(door: Callable[[], CheckpointChannel], root: str = "/", where: str | No
     try:
         known = records.every(where)
         work_lock.tidy(where)
-        listener.tidy(where)
+        requests.tidy(where)
     except (OSError, MemguardError) as error:
         unsafe = f"what processes have said of themselves is not read: {_line(error)}"
     try:

@@ -86,13 +86,17 @@ class Gate:
         if left:
             _log.debug("suspend: not gated: %s", "; ".join(left))
 
-    def open(self) -> None:
+    def lift(self) -> None:
         """Let those who wait go on, and put everything back. A second call goes on where an interrupted one stopped."""
         self.closed = False
         for door in [*self._waiting]:
             with contextlib.suppress(RuntimeError):  # it has gone on already
                 door.release()
         self._undo.run()
+
+    def open(self) -> None:
+        """Lift it, then run the finalizers that it deferred and destroy what it kept, on this thread. As `lift`."""
+        self.lift()
         while self._later:
             call = self._later.pop(0)
             try:
@@ -161,10 +165,10 @@ class Gate:
 
 
 def close(owner: int | None = None, undo: Undo | None = None, given: Iterable[Gates] | None = None) -> Gate:
-    """Close a gate. `undo` gets the step that opens it, before anything is replaced: for who may be interrupted."""
+    """Close a gate. `undo` gets the step that lifts it, before anything is replaced: for who may be interrupted."""
     gate = Gate(owner)
     if undo is not None:
-        undo.add("the gate", gate.open)
+        undo.add("the gate", gate.lift)
     try:
         gate.close(given)
     except BaseException:

@@ -114,7 +114,7 @@ class Cells:
 
     def _back(self) -> NotRun | None:
         """Bring it back. What a failure or an interruption is to the cell; None if it is back."""
-        from memguard._node import suspend
+        from memguard._node.suspend import self_suspend
 
         line = Line(self.shell)
         off = suspension.now
@@ -122,7 +122,7 @@ class Cells:
         try:
             while self._leaving:  # the watcher has decided, and may not have begun
                 time.sleep(_SLICE)
-            suspend.resume(progress=line.show)
+            self_suspend.resume(None, line.show)
         except CannotResume as error:
             return _refusal(line, error.advice)
         except Exception as error:
@@ -198,14 +198,6 @@ def detach(shell: Any) -> None:
     for name in _NAMES:
         for callback in [one for one in shell.events.callbacks[name] if _is_ours(one)]:
             shell.events.unregister(name, callback)
-
-
-def let_go(shell: Any) -> None:
-    """The extension is unloaded: `detach`, unless something else still needs to know of the cells."""
-    from memguard._node.suspend.triggers import when_idle
-
-    if suspension.now is None and not when_idle.alive():
-        detach(shell)
 
 
 def of(shell: Any) -> Cells | None:
