@@ -468,7 +468,7 @@ def test_no_ctrl_c_reaches_the_way_back_itself(way: FakeWay, budget: Guard) -> N
     with pytest.raises(KeyboardInterrupt):
         memguard.resume()
     watch.remove()
-    assert threads == [False] and suspension.now is None and budget.caps.off is None and way.closed == 1
+    assert threads == [False] and suspension.now is None and budget.caps.suspended is None and way.closed == 1
     assert events == ["suspended", "resumed"]
 
 
