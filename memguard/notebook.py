@@ -149,7 +149,7 @@ class Extension:
 
     def runs(self, info: Any = None) -> None:
         """Before each cell."""
-        hooks.in_full_again()  # the report of an earlier cell may be out of sight
+        hooks.show_next_in_full()  # the report of an earlier cell may be out of sight
         self._put_notes_back()
         self._running = True
 
@@ -161,7 +161,7 @@ class Extension:
         """After each cell, when its traceback has been shown."""
         self._put_notes_back()
         error = getattr(result, "error_in_exec", None)
-        found = hooks.seen(error) if error is not None else None
+        found = hooks.report_error(error) if error is not None else None
         self._running = False
         reports, self._reports = self._reports, []
         for report in reports:
@@ -233,7 +233,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
             continue
         known.add(id(one))
         yield one
-        cause, context, members = hooks.kin(one)
+        cause, context, members = hooks.related(one)
         waiting += [other for other in (cause, context, *members) if other is not None]
 
 

@@ -166,7 +166,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
     hooks = sys.modules.get("memguard._oom.hooks")  # loaded with the first budget
     if hooks is None or not report.failed:
         return
-    found = hooks.seen(call.excinfo.value, show=False)
+    found = hooks.report_error(call.excinfo.value, show=False)
     if found is not None:
         report.sections.append(("memguard", str(found)))
 

@@ -41,7 +41,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong in a budget file: where, what was found, what to do."""
+    """One mistake in a budget file: its place, the value found, and the fix."""
 
     message: str
     fix: str = ""
@@ -54,7 +54,7 @@ class Problem:
         return str(self.advice(source))
 
     def advice(self, source: str) -> Advice:
-        """What `render` makes its text of."""
+        """The text of `render` as data."""
         where = source
         if self.line is not None:
             where += f":{self.line}:{self.column or 1}"

@@ -47,7 +47,7 @@ class Rank(IntEnum):
     RESERVATIONS = 6
     """`ReservationQueue`: one compare-and-swap."""
     DRIFT = 7
-    """`CapTable.noting`: records drift of a cap."""
+    """`CapTable.drift_locked`: records drift of a cap."""
     TIMELINE = 8
     """`Writer`: one line of the timeline."""
 
@@ -159,7 +159,7 @@ def _leave(lock: Any) -> None:
         lock.release()
 
 
-class Turn:
+class LockedRunner:
     """A re-entrant lock that runs a function while held, so that a Ctrl-C at any point leaves it free.
 
     `lock` is a lock that other code also takes directly; without it, a new lock of `rank`.
@@ -170,21 +170,21 @@ class Turn:
         self._lock: Any = own if rank is None else ranked(own, rank)
 
     @property
-    def mine(self) -> bool:
+    def held_here(self) -> bool:
         """Whether this thread holds the lock: a signal handler or finalizer made this call during the work."""
         return bool(self._lock._is_owned())
 
-    def take(self, work: Callable[..., T], patience: float, *given: Any) -> tuple[T] | None:
+    def run(self, work: Callable[..., T], timeout: float, *given: Any) -> tuple[T] | None:
         """Run `work(*given)` with the lock held. Returns its result in a tuple.
 
-        Returns None if another thread holds the lock for more than `patience` seconds.
+        Returns None if another thread holds the lock for more than `timeout` seconds.
         """
         lock = self._lock
         if lock._is_owned():
             return (work(*given),)
         try:
             try:
-                return (work(*given),) if lock.acquire(timeout=patience) else None
+                return (work(*given),) if lock.acquire(timeout=timeout) else None
             finally:  # the body of `_leave` without the call: every path runs it
                 if lock._is_owned():
                     lock.release()

@@ -223,13 +223,13 @@ class RefusedRequest(NamedTuple):
 class Shortage(NamedTuple):
     """A request that an allocator cannot serve, before it is refused for good. Sizes are bytes.
 
-    `asked` is the size of the request, `needed` the most that the allocator would take from the driver for it. `full`:
+    `requested`: the size of the request. `needed`: the most that its allocator would take from the driver. `full`:
     the driver refused, as the GPU has too little free memory; otherwise the cap refused.
     """
 
     framework: str
     uuid: str
-    asked: int
+    requested: int
     needed: int
     full: bool
 

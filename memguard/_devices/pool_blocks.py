@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from ctypes import c_uint64, c_void_p
 
-from memguard._base.locks import Turn
+from memguard._base.locks import LockedRunner
 from memguard._base.logs import log as _log
 from memguard._devices import contexts, streams, suspension
 from memguard._devices.libcuda import DriverAPI, check
@@ -194,7 +194,7 @@ class PoolCap:
     def __init__(self, used: Callable[[], int], most: int) -> None:
         self._used, self._most = used, most
         self._claims: dict[tuple[int, int], int] = {}
-        self._turn = Turn()
+        self._locked = LockedRunner()
 
     def take(self, size: int) -> Claim | None:
         """The right to allocate `size` bytes now; None if they exceed the cap. End the claim after the allocation."""
@@ -205,9 +205,9 @@ class PoolCap:
         if used + claimed <= self._most:
             return claim
         claim.end()
-        if used + size > self._most or self._turn.mine:
+        if used + size > self._most or self._locked.held_here:
             return None
-        found = self._turn.take(self._after_others, _PATIENCE, size)
+        found = self._locked.run(self._after_others, _PATIENCE, size)
         return None if found is None else found[0]
 
     def _after_others(self, size: int) -> Claim | None:
@@ -228,4 +228,4 @@ class PoolCap:
     def forked(self) -> None:
         """In a forked child, drop the claims: the parent's threads do not exist there."""
         self._claims.clear()
-        self._turn = Turn()
+        self._locked = LockedRunner()

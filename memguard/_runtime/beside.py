@@ -237,7 +237,7 @@ class Beside:
             if sample is None:
                 return False
             writer.sample(sample)
-            for event in [*guard.moved(), *self._peaks.events(sample.time, guard.peaks(), last=True)]:
+            for event in [*guard.take_events(), *self._peaks.events(sample.time, guard.peaks(), last=True)]:
                 writer.event(event)
         except Exception as error:
             _log.debug("the last sample was not taken: %s", text_of(error))

@@ -20,7 +20,7 @@ from memguard._base.types import Event, Pressure, RefusedRequest, Sample, Worklo
 from memguard._base.undo import Undo
 from memguard._base.units import format_size
 from memguard._devices import contexts, suspension
-from memguard._guard.elastic import own_thread
+from memguard._guard.elastic import thread_flags
 from memguard._oom import hooks
 from memguard._oom.refusal import RefusalEvents
 from memguard._runtime.leaks import Workloads
@@ -301,7 +301,7 @@ class Session:
     # the monitor's thread
 
     def _take(self) -> Sample:
-        self._here.monitor, _thread.session, own_thread.mine = True, self, True
+        self._here.monitor, _thread.session, thread_flags.started_by_memguard = True, self, True
         if not getattr(self._here, "relaxed", False):
             self._here.relaxed = self.guard.host.simulated or contexts.relax()
         sample = self.guard.sample()
@@ -325,7 +325,7 @@ class Session:
             self._call(event)
 
     def _record(self, sample: Sample, events: list[Event]) -> None:
-        writer, moved = self._writer, self.guard.moved()
+        writer, moved = self._writer, self.guard.take_events()
         if writer is not None:
             writer.sample(sample)
             self._write_refusals()

@@ -158,7 +158,7 @@ class IdleGuard(_Inactive):
     def last_sample(self) -> Sample | None:
         return None
 
-    def part(self, uuid: str) -> NoReturn:
+    def device_plan(self, uuid: str) -> NoReturn:
         self._refuse()
 
     @property
@@ -174,7 +174,7 @@ class IdleGuard(_Inactive):
     def rebalance(self, sample: Sample) -> Sample:
         return sample
 
-    def moved(self) -> list[Event]:
+    def take_events(self) -> list[Event]:
         return []
 
     def make_room(self, framework: str, needed: int, device: Device | None = None) -> Room:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from memguard._base.locks import Rank, Turn, awaiting
+from memguard._base.locks import LockedRunner, Rank, awaiting
 from memguard._base.types import Event, Plan, Sample
 from memguard._base.units import KIB, MIB, format_size
 from memguard._timeline import files
@@ -69,7 +69,7 @@ class Writer:
     ) -> None:
         self._pid = os.getpid()
         self.path = files.expand(path, self._pid, rank)
-        self._say, self._clock, self._turn = say, clock, Turn(rank=Rank.TIMELINE)
+        self._say, self._clock, self._locked = say, clock, LockedRunner(rank=Rank.TIMELINE)
         self._waiting: deque[Callable[[], object]] = deque()  # records that arrived during another write
         self._begun = False
         self._over = False  # closed; the lock's holder closes the file if `close` cannot
@@ -105,7 +105,7 @@ class Writer:
         """Create the file, and write earlier records. Call it once."""
         with self._or_refused():
             try:
-                self._turn.take(self._begin_first, _PATIENCE)
+                self._locked.run(self._begin_first, _PATIENCE)
             finally:
                 if self._waiting or self._over:  # by a signal handler or finalizer within it
                     self._settle(_PATIENCE)
@@ -165,7 +165,7 @@ class Writer:
             return
         self._over = True
         _leaving[id(self)] = self
-        if not self._turn.mine:
+        if not self._locked.held_here:
             self._settle(_PATIENCE)
         if self._pid < 0:  # already closed, perhaps by a finalizer before the append
             _leaving.pop(id(self), None)
@@ -195,13 +195,13 @@ class Writer:
         if self._over or os.getpid() != self._pid:  # a forked child shares the file with its parent: it must not write
             return
         # A signal handler or finalizer interrupted another write, which ends first. So does `begin`.
-        if self._turn.mine or not self._begun:
+        if self._locked.held_here or not self._begun:
             self._waiting.append(lambda: self._put_now(one, when, write, *given))
             return
 
         try:
             try:
-                put = self._turn.take(self._put_now, _PATIENCE, one, when, write, *given)
+                put = self._locked.run(self._put_now, _PATIENCE, one, when, write, *given)
                 if put is None:
                     self._unreported += one
                     return
@@ -223,7 +223,7 @@ class Writer:
         `patience` seconds, that thread does the work.
         """
         while self._waiting or (self._over and self._pid == os.getpid()):
-            if awaiting(self._writing, self._turn.take, self._catch_up, patience) is None:
+            if awaiting(self._writing, self._locked.run, self._catch_up, patience) is None:
                 return
 
     def _catch_up(self) -> None:
@@ -326,11 +326,13 @@ class Writer:
                 f"{self.path}: {why}", fix="name another file; memguard overwrites only its own timelines"
             )
         if held is not None and held._writes(self.path):
-            if not held._turn.mine:
+            if not held._locked.held_here:
                 return
         elif not files.in_use(self.path) or self._left_by_now():
             return
-        if any(one._turn.mine and one._writes(self.path) for one in [held, *_leaving.values()] if one is not None):
+        if any(
+            one._locked.held_here and one._writes(self.path) for one in [held, *_leaving.values()] if one is not None
+        ):
             raise TimelineError(
                 f"{self.path}: this thread is just writing it, and memguard was called within that, by a signal "
                 "handler or a finalizer",
@@ -344,7 +346,7 @@ class Writer:
     def _left_by_now(self) -> bool:
         """Wait for another thread's write through a closed writer of this file. Whether the file is free then."""
         for one in list(_leaving.values()):
-            if one._pid == os.getpid() and not one._turn.mine and one._writes(self.path):
+            if one._pid == os.getpid() and not one._locked.held_here and one._writes(self.path):
                 one._settle(_LEAVING)
         return not os.path.lexists(self.path) or not files.in_use(self.path)
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import short
 from short import PAGE, filled, refusals, two_at_once
-from test_interrupted_apply import interruptions
+from support.interrupted import interruptions
 from test_pycuda_model import Model, Setting, model  # noqa: F401 (a fixture)
 from test_pycuda_oracle import Program
 
@@ -88,7 +88,11 @@ def test_a_request_above_its_cap_is_served_once_the_cap_is_raised(setting: Setti
     assert refusals(setting) == [] and 1 <= len(asked) <= 3
     first = asked[0]
     assert (first.framework, first.uuid, first.full) == ("pycuda", setting.gpu.uuid, False)
-    assert first.asked >= CAP and first.needed % PAGE == 0 and first.asked <= first.needed < first.asked * 1.07 + PAGE
+    assert (
+        first.requested >= CAP
+        and first.needed % PAGE == 0
+        and first.requested <= first.needed < first.requested * 1.07 + PAGE
+    )
     assert setting.usage().held == setting.taken
 
 

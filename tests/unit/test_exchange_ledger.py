@@ -320,7 +320,7 @@ def test_a_context_takes_all_at_once_and_nothing_later() -> None:
     """Unlike a communicator, which leaves room for what it takes at its first collective."""
     names = frozenset({"context", "torch"})
     state = Overhead().after(612 * MIB, names).after(612 * MIB, names | {"second context"})
-    assert state.owed == 0 and state.charged == 612 * MIB
+    assert state.communicators_owed == 0 and state.charged == 612 * MIB
 
 
 def test_another_budget_begins_with_what_it_sees_itself(beside: dict[int, str]) -> None:

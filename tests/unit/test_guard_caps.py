@@ -103,7 +103,7 @@ def test_what_is_only_cached_comes_back_for_it_too() -> None:
     assert cap_of(cupy) == 4 * GIB and torch.stats(host_of(guard).devices()[0]).held == 5 * GIB
     part = guard.plan.devices[0]
     assert part.unallocated == part.limit - part.reserve - sum(part.caps.values()) >= 0
-    assert any("room for cupy: torch gave back" in event.text for event in guard.moved())
+    assert any("room for cupy: torch gave back" in event.text for event in guard.take_events())
 
 
 def test_what_is_live_stays_and_the_refusal_names_who_has_it() -> None:

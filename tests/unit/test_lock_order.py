@@ -16,7 +16,7 @@ from waiting import until
 
 import memguard
 from memguard._base import locks
-from memguard._base.locks import InterruptSafeLock, Rank, Turn, ranked
+from memguard._base.locks import InterruptSafeLock, LockedRunner, Rank, ranked
 from memguard._base.units import GIB
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory
 from memguard._node.suspend import self_suspend
@@ -103,7 +103,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[Order]:
     found = Order()
     monkeypatch.setattr(locks, "check_order", found)
     monkeypatch.setattr(this, "lock", ranked(InterruptSafeLock(), Rank.RUNTIME))
-    monkeypatch.setattr(self_suspend, "_turn", Turn(rank=Rank.SUSPENSION))
+    monkeypatch.setattr(self_suspend, "_locked", LockedRunner(rank=Rank.SUSPENSION))
     yield found
     memguard.shutdown()
     until(lambda: all(thread.name != "memguard-suspended" for thread in threading.enumerate()))
@@ -140,7 +140,7 @@ def test_a_program_keeps_the_order(order: Order, tmp_path: Path) -> None:
     waits = threading.Thread(target=second)
     with memguard.workload("first", framework="numba", needs="1GiB"):
         waits.start()
-        until(lambda: guard.admission.get().queue.settled().waiting)
+        until(lambda: guard.admission.get().queue.prune().waiting)
         with pytest.raises(memguard.BudgetExceeded):
             memguard.require("cupy", "39GiB")
     waits.join(60)

@@ -399,7 +399,7 @@ def test_a_scrape_waits_for_no_lock(port: int) -> None:
     taken, done = threading.Event(), threading.Event()
 
     def hang() -> None:
-        with guard.caps.lock, guard.reader._turn._lock:
+        with guard.caps.lock, guard.reader._locked._lock:
             taken.set()
             done.wait(20)
 

@@ -62,7 +62,7 @@ def asks_nobody(frameworks: Frameworks, patch: pytest.MonkeyPatch) -> None:
 def communicates(frameworks: Frameworks, patch: pytest.MonkeyPatch) -> None:
     frameworks["torch"].allocate(20 * GIB)
     patch.setattr(frameworks["torch"], "communicating", lambda: True)
-    patch.setattr(elastic.own_thread, "mine", True, raising=False)
+    patch.setattr(elastic.thread_flags, "started_by_memguard", True, raising=False)
 
 
 def fills_the_card(frameworks: Frameworks, idle: int) -> None:

@@ -349,7 +349,7 @@ def test_what_users_print(
             frameworks["torch"].allocate(2 * GIB)
         except Exception as error:
             error.args = (f"{error.args[0]} {EVIL}",)
-            report = memguard._oom.hooks.seen(error, show=False)
+            report = memguard._oom.hooks.report_error(error, show=False)
     assert report is not None
     guard.notes.append(f"a note {EVIL}")
     event = Event(START, "pressure", f"torch {EVIL}", Pressure.WARN, "GPU-1", "torch", 3.0, 4)
@@ -385,7 +385,7 @@ def test_what_travels_has_every_character_whatever_standard_output_lacks(
     with pytest.raises(RuntimeError) as failed:
         frameworks["torch"].allocate(2 * GIB)
     failed.value.args = (f"{EVIL} {failed.value.args[0]}",)
-    oom = memguard._oom.hooks.seen(failed.value, show=False)
+    oom = memguard._oom.hooks.report_error(failed.value, show=False)
     assert oom is not None
     with pytest.raises(memguard.ConfigError) as wrong:
         memguard.Budget.from_mapping({"version": 1, EVIL: EVIL})

@@ -100,7 +100,7 @@ def test_within_a_capture_nothing_is_given_back(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_request_does_not_wait_for_a_call_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memguard._guard.elastic._PATIENCE", 0.05)
+    monkeypatch.setattr("memguard._guard.elastic._LOCK_TIMEOUT", 0.05)
     guard = start(FOUR)
     cached(guard, "torch", 8 * GIB)
     gpu = leave(guard, GIB)

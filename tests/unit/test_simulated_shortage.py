@@ -39,7 +39,7 @@ def test_a_request_above_the_cap_asks_and_is_served_once_there_is_room(name: str
     framework.on_shortage = make_room
     framework.allocate(33 * MIB)
     (shortage,) = asked
-    assert (shortage.framework, shortage.uuid, shortage.asked, shortage.full) == (name, gpu.uuid, 33 * MIB, False)
+    assert (shortage.framework, shortage.uuid, shortage.requested, shortage.full) == (name, gpu.uuid, 33 * MIB, False)
     assert framework.stats(gpu).held <= 40 * MIB + 4 * MIB + shortage.needed, "needed is the most that it takes"
 
 

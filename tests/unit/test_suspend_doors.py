@@ -203,7 +203,7 @@ def test_the_guard_itself_answers_or_refuses(guard: Guard) -> None:
     sample = guard.sample()
     with memguard.suspended():
         assert "suspended, " in str(guard) and repr(guard) and guard.active
-        assert guard.peaks() == {} and guard.moved() == []
+        assert guard.peaks() == {} and guard.take_events() == []
         assert guard.rebalance(sample) is sample
         assert not guard.elastic.capturing()
         assert not guard.elastic.shortage(Shortage("torch", guard.plan.devices[0].device.uuid, 1, 1, True))
@@ -246,7 +246,7 @@ def test_an_out_of_memory_error_is_reported_from_the_record(guard: Guard) -> Non
     with pytest.raises(FrameworkOutOfMemory) as caught:
         torch.allocate(100 * GIB)
     with memguard.suspended():
-        assert hooks.seen(caught.value, show=False) is not None
+        assert hooks.report_error(caught.value, show=False) is not None
 
 
 def test_a_block_of_work_that_was_open_ends_without_figures(guard: Guard) -> None:
@@ -271,9 +271,9 @@ def test_a_workload_that_waits_for_room_goes_on_waiting(guard: Guard) -> None:
     first, second = threading.Thread(target=holding), threading.Thread(target=waiting)
     turns = guard.admission.get().queue
     first.start()
-    until(lambda: turns.settled().active)
+    until(lambda: turns.prune().active)
     second.start()
-    until(lambda: turns.settled().waiting)
+    until(lambda: turns.prune().waiting)
     with memguard.suspended():
         hold.set()
         first.join(10)
@@ -291,11 +291,11 @@ def test_a_notebook_shows_the_record(guard: Guard) -> None:
 
 
 def test_nothing_stays_replaced(guard: Guard) -> None:
-    before = (guard.caps.off, guard.host, dict(vars(guard)).keys(), sys.exit, sys.excepthook)
+    before = (guard.caps.suspended, guard.host, dict(vars(guard)).keys(), sys.exit, sys.excepthook)
     for _ in range(3):
         with memguard.suspended():
             pass
-    assert (guard.caps.off, guard.host, dict(vars(guard)).keys(), sys.exit, sys.excepthook) == before
+    assert (guard.caps.suspended, guard.host, dict(vars(guard)).keys(), sys.exit, sys.excepthook) == before
     assert guard.ledger().devices[0].row("torch").bytes == 2 * GIB
 
 

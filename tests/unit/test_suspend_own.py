@@ -139,7 +139,7 @@ def test_what_speaks_against_it_changes_nothing(way: FakeWay, budget: Guard) -> 
     way.at = at
     with pytest.raises(CannotSuspend, match="it shares memory"):
         memguard.suspend()
-    assert suspension.now is None and budget.caps.off is None and not way.gates
+    assert suspension.now is None and budget.caps.suspended is None and not way.gates
 
 
 def test_a_block_that_fails_keeps_its_own_error(way: FakeWay) -> None:
@@ -172,7 +172,7 @@ def test_another_process_brings_it_back(way: FakeWay, budget: Guard) -> None:
         time.sleep(0.01)
     while suspension.now is not None or self_suspend.current() is not None:
         time.sleep(0.01)
-    assert budget.caps.off is None and "restore" not in way.steps
+    assert budget.caps.suspended is None and "restore" not in way.steps
     assert memguard.ledger().devices[0].suspended is None
 
 
@@ -241,8 +241,8 @@ def test_a_watcher_that_comes_late_undoes_nothing_of_the_next_suspension(way: Fa
     assert first is not None
     memguard.resume()
     with memguard.suspended():
-        self_suspend._turn.take(self_suspend._came_back, 1, first, ", late")
-        assert suspension.now is not None and budget.caps.off is not None and way.gates[-1].closed
+        self_suspend._locked.run(self_suspend._came_back, 1, first, ", late")
+        assert suspension.now is not None and budget.caps.suspended is not None and way.gates[-1].closed
 
 
 def test_without_room_it_stays_suspended_and_whole(way: FakeWay) -> None:
@@ -284,7 +284,7 @@ def test_an_interrupted_suspension_is_taken_back(way: FakeWay, budget: Guard, st
     interrupt_at(way, step)
     with pytest.raises(KeyboardInterrupt):
         memguard.suspend()
-    assert way.running and suspension.now is None and self_suspend.current() is None and budget.caps.off is None
+    assert way.running and suspension.now is None and self_suspend.current() is None and budget.caps.suspended is None
     assert memguard.ledger().devices[0].suspended is None
 
 
@@ -414,7 +414,7 @@ def test_a_sample_that_does_not_end_refuses_it(way: FakeWay, budget: Guard, monk
     with pytest.raises(CannotSuspend, match="the monitor's sample has not ended"):
         memguard.suspend()
     go_on.set()
-    assert suspension.now is None and budget.caps.off is None
+    assert suspension.now is None and budget.caps.suspended is None
 
 
 def test_a_call_of_the_guard_that_does_not_end_refuses_it(
@@ -423,7 +423,7 @@ def test_a_call_of_the_guard_that_does_not_end_refuses_it(
     monkeypatch.setattr(self_suspend, "QUIET", 0.2)
     with budget.caps.lock, pytest.raises(CannotSuspend, match="a call of memguard on another thread has not ended"):
         memguard.suspend()
-    assert suspension.now is None and budget.caps.off is None and not way.gates
+    assert suspension.now is None and budget.caps.suspended is None and not way.gates
 
 
 def test_a_forked_child_is_not_suspended(way: FakeWay, budget: Guard) -> None:
@@ -432,7 +432,7 @@ def test_a_forked_child_is_not_suspended(way: FakeWay, budget: Guard) -> None:
     if not child:
         code = 1
         try:
-            inert = suspension.now is None and self_suspend.current() is None and budget.caps.off is None
+            inert = suspension.now is None and self_suspend.current() is None and budget.caps.suspended is None
             try:
                 memguard.suspend()
             except CannotSuspend as error:
@@ -468,7 +468,7 @@ def test_no_ctrl_c_reaches_the_way_back_itself(way: FakeWay, budget: Guard) -> N
     with pytest.raises(KeyboardInterrupt):
         memguard.resume()
     watch.remove()
-    assert threads == [False] and suspension.now is None and budget.caps.off is None and way.closed == 1
+    assert threads == [False] and suspension.now is None and budget.caps.suspended is None and way.closed == 1
     assert events == ["suspended", "resumed"]
 
 
@@ -543,6 +543,6 @@ def test_a_ctrl_c_while_the_gates_open_opens_them(way: FakeWay, budget: Guard) -
     assert (
         came == [threading.get_ident()] * 2  # again, for what the interruption left
         and not gate.closed
-        and budget.caps.off is None
+        and budget.caps.suspended is None
         and self_suspend.current() is None
     )

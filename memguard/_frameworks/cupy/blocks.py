@@ -24,7 +24,7 @@ from operator import attrgetter, itemgetter
 from types import SimpleNamespace
 from typing import Any
 
-from memguard._base.locks import Turn
+from memguard._base.locks import LockedRunner
 from memguard._base.logs import log as _log
 from memguard._base.units import GRANULE, round_up
 from memguard._devices import contexts
@@ -50,7 +50,7 @@ class Blocks:
     """The idle blocks of CuPy's pools. Thread-safe."""
 
     def __init__(self) -> None:
-        self._turn = Turn()
+        self._locked = LockedRunner()
         self._unreadable = False
 
     def reclaimable(self, pool: Any, ordinal: int, pieces: Callable[[int], int] | None = None) -> int | None:
@@ -110,7 +110,7 @@ class Blocks:
         """Size, size of the whole block and its address for each idle block; None if the index cannot be read now."""
         streams = self._streams(one) if streams is None else streams
         try:
-            done = self._turn.take(_read, _WITHIN, getattr(one, INDEX), streams)
+            done = self._locked.run(_read, _WITHIN, getattr(one, INDEX), streams)
         except (AttributeError, TypeError, IndexError) as failure:
             self._unreadable = True
             _log.debug("cupy: what its pool would give back is unknown: %s", str(failure))

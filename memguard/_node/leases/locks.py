@@ -6,7 +6,7 @@ it (fcntl(2)). So a process opens it once, looks through that same descriptor, a
 
 A process's own locks do not show in F_GETLK: `File.held` has them.
 
-All of this, and the database beside it, is used by one thread at a time (`turn`). A fork waits for that: so a child has
+All of this, and the database beside it, is used by one thread at a time (`locked`). A fork waits for that: a child has
 no handle of the database, and what SQLite knows of locks is true there (sqlite.org/howtocorrupt.html, 2.2 and 2.6).
 """
 
@@ -21,14 +21,14 @@ import threading
 from collections.abc import Iterator
 
 from memguard._base import life
-from memguard._base.locks import Turn
+from memguard._base.locks import LockedRunner
 
 _FLOCK = struct.Struct("hhqqi4x")
 """`struct flock`: l_type, l_whence, l_start, l_len, l_pid."""
 _FORK = 60.0
 """Seconds for which a fork waits at most."""
 _lock = threading.RLock()
-turn = Turn(_lock)
+locked = LockedRunner(_lock)
 _files: dict[tuple[int, int], File] = {}
 """By device and inode: two paths may lead to one file."""
 torn = False
@@ -76,7 +76,7 @@ class File:
 
 @contextlib.contextmanager
 def opened(path: str) -> Iterator[File]:
-    """The file, which must be there. Only within `turn`. Raises OSError."""
+    """The file, which must be there. Only within `locked`. Raises OSError."""
     watch_forks()
     found = os.stat(path, follow_symlinks=False)
     identity = found.st_dev, found.st_ino
@@ -118,9 +118,9 @@ def _in_parent() -> None:
 
 
 def _in_child() -> None:
-    global _lock, turn, torn, in_use
+    global _lock, locked, torn, in_use
     _lock = threading.RLock()
-    turn = Turn(_lock)
+    locked = LockedRunner(_lock)
     for file in [*_files.values()]:
         with contextlib.suppress(OSError):
             os.close(file.fd)  # frees nothing: the locks are the parent's

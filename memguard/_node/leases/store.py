@@ -1,6 +1,6 @@
 """The claims of all processes of a user, in one SQLite database in the user's folder.
 
-Every call opens the database, does one transaction, and closes it, under `locks.turn`: so nothing of it crosses a fork,
+Every call opens the database, does one transaction, and closes it, under `locks.locked`: nothing of it crosses a fork,
 and what a process had open when it was killed, the next one's recovery takes back. Whoever takes the write lock removes
 the claims of the dead first (`locks`), and whoever has changed something grants what can be granted then, to everybody
 (`serve`): so they are served in the order of coming, however seldom one of them looks.
@@ -118,13 +118,13 @@ class Store:
         return str(found[0]) if found else "ok"
 
     def _done(self, do: Callable[[], T], patience: float) -> T:
-        if locks.turn.mine:
+        if locks.locked.held_here:
             raise MemguardError(
                 "a lease is being changed on this thread, and this call came within that, from a signal handler or a "
                 "finalizer",
                 fix="call it once the other call has returned",
             )
-        done = locks.turn.take(do, patience)
+        done = locks.locked.run(do, patience)
         if done is None:
             raise MemguardError(f"another thread of this process has had {self.path} for {patience:.0f} s")
         return done[0]

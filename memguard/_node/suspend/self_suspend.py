@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from memguard._base import life
 from memguard._base.advice import Advice
-from memguard._base.locks import Rank, Turn
+from memguard._base.locks import LockedRunner, Rank
 from memguard._base.logs import log as _log
 from memguard._base.types import Event
 from memguard._base.undo import Undo
@@ -105,7 +105,7 @@ class _Own:
         suspension.enter(Phase.OFF if self.lost is None else Phase.LOST, sizes)
 
 
-_turn = Turn(rank=Rank.SUSPENSION)
+_locked = LockedRunner(rank=Rank.SUSPENSION)
 """Of the thread that takes the process off its GPUs, or brings it back."""
 _BUSY = "another call takes this process off its GPUs, or brings it back"
 _now: _Own | None = None
@@ -142,9 +142,9 @@ def suspend(
     _refuse_twice()
     _refuse_here()
     given, until = (timeout, why, owner, ignore_host_memory), time.monotonic() + min(patience, timeout)
-    done = None if _turn.mine else _turn.take(_suspend, 0, *given)
-    while done is None and not _turn.mine and not _leaves() and time.monotonic() < until:
-        done = _turn.take(_suspend, _SLICE, *given)
+    done = None if _locked.held_here else _locked.run(_suspend, 0, *given)
+    while done is None and not _locked.held_here and not _leaves() and time.monotonic() < until:
+        done = _locked.run(_suspend, _SLICE, *given)
     if done is None:
         raise Suspended(f"{_BUSY}", fix="wait for it")
     _tell(done[0])
@@ -216,10 +216,10 @@ def resume(timeout: float | None, progress: Progress | None, only: Suspension | 
 
     `only`: from that suspension, and from none that came after it.
     """
-    if _turn.mine and current() is None:  # within the call that takes it off: there is nothing yet to bring back
+    if _locked.held_here and current() is None:  # within the call that takes it off: there is nothing yet to bring back
         return
     patience = -1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)
-    if _turn.mine or _turn.take(_resume, patience, timeout, progress, only) is None:
+    if _locked.held_here or _locked.run(_resume, patience, timeout, progress, only) is None:
         raise Suspended(f"{_BUSY}", fix="wait for it")
 
 
@@ -291,7 +291,7 @@ def _watch(own: _Own) -> None:
             time.sleep(_LOOK)
             continue
         while back and _now is own and own.lost is None:  # while `resume` here is at it, it has the turn
-            _turn.take(_came_back, _LOOK, own, ", brought back by another process")
+            _locked.run(_came_back, _LOOK, own, ", brought back by another process")
 
 
 def _tell(found: Suspension) -> None:
@@ -371,8 +371,8 @@ def _watch_forks() -> None:
 
 def _forked() -> None:
     """A forked child has no CUDA: it is not suspended, and waits at no gate."""
-    global _now, _turn
-    own, _now, _turn = _now, None, Turn(rank=Rank.SUSPENSION)
+    global _now, _locked
+    own, _now, _locked = _now, None, LockedRunner(rank=Rank.SUSPENSION)
     suspension.forked()
     at_exit.dismiss()
     if own is not None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from memguard._base.types import RefusedRequest
 from memguard._base.units import format_size
 from memguard._oom import hooks
-from memguard._oom.classify import ErrorFacts, Verdict, classify
+from memguard._oom.classify import Classification, ErrorFacts, classify
 
 _WALKED = 100
 """The most exceptions of one chain that are examined, and whose frames are cleared."""
@@ -47,7 +47,7 @@ class Failure(NamedTuple):
     certain: bool
     request: RefusedRequest | None
     facts: ErrorFacts
-    verdict: Verdict
+    classification: Classification
     words: str
     in_use: Mapping[str, Mapping[str, int]] = {}
     held: Mapping[str, Mapping[str, int]] = {}
@@ -69,12 +69,12 @@ def recognised(error: BaseException, outer: int | None = None) -> Failure | None
     found = _look(error, outer, set())
     if found is None:
         return None
-    facts, verdict = found
-    request = hooks.request_of(facts, verdict)
-    asked = request.requested if request is not None and request.requested is not None else verdict.requested
+    facts, classification = found
+    request = hooks.request_of(facts, classification)
+    asked = request.requested if request is not None and request.requested is not None else classification.requested
     own = hooks.facts_of(error)
     words = f"{own.type.rpartition('.')[2]}: {first_sentences(own.text)}"
-    return Failure(verdict.requester, asked, verdict.certain, request, facts, verdict, words)
+    return Failure(classification.requester, asked, classification.certain, request, facts, classification, words)
 
 
 def first_sentences(text: str) -> str:
@@ -90,19 +90,19 @@ def first_sentences(text: str) -> str:
     return found
 
 
-def _look(error: BaseException, outer: int | None, known: set[int]) -> tuple[ErrorFacts, Verdict] | None:
+def _look(error: BaseException, outer: int | None, known: set[int]) -> tuple[ErrorFacts, Classification] | None:
     if id(error) == outer or id(error) in known or len(known) >= _WALKED or not issubclass(type(error), Exception):
         return None
     known.add(id(error))
-    cause, context, members = hooks.kin(error)
+    cause, context, members = hooks.related(error)
     if members:
         found = [_look(member, outer, known) for member in members]
         return found[0] if all(found) else None
     facts = hooks.facts_of(error)
-    verdict = classify(facts)
-    if verdict.memory != "none":
-        return (facts, verdict) if verdict.memory == "gpu" else None
-    for one in (cause, None if hooks.suppressed(error) else context):
+    classification = classify(facts)
+    if classification.memory != "none":
+        return (facts, classification) if classification.memory == "gpu" else None
+    for one in (cause, None if hooks.context_suppressed(error) else context):
         if one is not None and (deeper := _look(one, outer, known)) is not None:
             return deeper
     return None
@@ -121,7 +121,7 @@ def clear_frames(error: BaseException, outer: int | None = None) -> None:
             continue
         known.add(id(one))
         _clear_trace(_TRACEBACK.__get__(one))
-        cause, context, members = hooks.kin(one)
+        cause, context, members = hooks.related(one)
         waiting += [context, cause, *members]
 
 

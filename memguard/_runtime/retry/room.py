@@ -96,9 +96,9 @@ def make(failure: Failure) -> Done:
     uuid = None if device is None else device.uuid
     if device is None or who is None or who not in guard.frameworks:  # a library: its memory lies outside every cap
         return Done(freed, returned, uuid=uuid)
-    cap = guard.part(device.uuid).caps.get(who)
+    cap = guard.device_plan(device.uuid).caps.get(who)
     room = _raise(guard, failure, cast("FrameworkName", who), device, returned)
-    after = guard.part(device.uuid).caps.get(who)
+    after = guard.device_plan(device.uuid).caps.get(who)
     moved = (cap, after) if cap is not None and after is not None and cap != after else None
     return Done(freed, returned, moved, room.live, uuid)
 
@@ -111,7 +111,7 @@ def _raise(guard: Guard, failure: Failure, who: FrameworkName, device: Device, r
     then = max(failure.held.get(device.uuid, {}).get(who, 0), refused or 0)
     size = WORKSPACE if failure.asked is None else failure.asked
     least = guard.frameworks[who].footprint(size) + max(then - held, 0)
-    _, most = guard.part(device.uuid).elastic.get(who, (0, 0))
+    _, most = guard.device_plan(device.uuid).elastic.get(who, (0, 0))
     needed = max(most - held, least)
     room = guard.make_room(who, needed, device)
     for _ in range(_ASKED):
@@ -142,7 +142,7 @@ def _device(guard: Guard, failure: Failure) -> Device | None:
     parts = guard.plan.devices
     if len(parts) == 1:
         return parts[0].device
-    found = device_of(failure.facts.text, failure.verdict, guard.ledger(), failure.request)
+    found = device_of(failure.facts.text, failure.classification, guard.ledger(), failure.request)
     return None if found is None else found.device
 
 

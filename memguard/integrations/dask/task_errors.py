@@ -54,7 +54,7 @@ class _Reported:
         self.original = original
 
     def __call__(self, error: BaseException, *args: Any, **kwargs: Any) -> Any:
-        report = hooks.seen(error) if _telling and isinstance(error, Exception) else None
+        report = hooks.report_error(error) if _telling and isinstance(error, Exception) else None
         message = self.original(error, *args, **kwargs)
         if report is not None:
             _carry(message, report)

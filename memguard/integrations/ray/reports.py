@@ -53,7 +53,7 @@ def _reported(text: Any, cause: Any) -> Any:
     """The text with the report, if the exception was raised here: one that came from elsewhere has no traceback."""
     if not isinstance(text, str) or not isinstance(cause, Exception) or cause.__traceback__ is None:
         return text
-    report = hooks.seen(cause)
+    report = hooks.report_error(cause)
     if report is None:
         return text
     from memguard._oom.report import full_text
