@@ -71,7 +71,7 @@ class Allocator(ABC):
 
     @property
     @abstractmethod
-    def asks(self) -> bool:
+    def requests_room(self) -> bool:
         """Whether it requests room before it refuses a request: true for memguard's own allocators."""
 
     @abstractmethod
@@ -133,9 +133,9 @@ class Framework(Allocator):
         return self.spec.module
 
     @property
-    def asks(self) -> bool:
+    def requests_room(self) -> bool:
         """Whether its allocator calls `_short` before it refuses a request."""
-        return self.spec.asks
+        return self.spec.requests_room
 
     @property
     def hook(self) -> str:

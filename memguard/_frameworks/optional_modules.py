@@ -53,14 +53,14 @@ class Kind(NamedTuple):
 class Native(NamedTuple):
     """A C++ thread of the framework that polls the driver (`_node/suspend/gates/native_threads.py`).
 
-    `library`: the beginning of the name of the file that stores the driver's addresses. `asks`: the polled driver
+    `library`: the beginning of the name of the file that stores the driver's addresses. `polls`: the polled driver
     function; its answer CUDA_SUCCESS must be true for a process without work on its GPUs, and must end no wait.
     `every`: seconds between two polls. `thread`: a text that the library's file contains if the library has the thread.
     `live`: whether the framework has begun to use its GPUs.
     """
 
     library: str
-    asks: str
+    polls: str
     every: float
     thread: bytes
     live: Callable[[], bool]

@@ -36,7 +36,7 @@ class SharedPool(Allocator):
     watched.
     """
 
-    name, asks = shared_pool.POOL, True
+    name, requests_room = shared_pool.POOL, True
 
     def __init__(self, caps: Mapping[str, int], warn: Callable[[str], None], clients: Sequence[str] = ()) -> None:
         self.caps, self.clients, self.capped = dict(caps), tuple(clients), shared_pool.capped(clients)

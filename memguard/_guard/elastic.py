@@ -286,7 +286,7 @@ def _why_not_asked(framework: Framework | None) -> WhyNoHelp | None:
     """The reason why an allocator refused a request without requesting room first."""
     if framework is None:
         return None
-    if not framework.asks:
+    if not framework.requests_room:
         return WhyNoHelp(NoHelp.NOT_ASKED, f"{framework.name}'s allocator does not ask")
     if framework.capturing():
         return _CAPTURING

@@ -250,7 +250,7 @@ class Reclaimer:
             else:
                 promised = self._reserved.not_taken(name, plan.device.uuid, policy.in_use(usage))
             idle = 0 if name in spent else offers.get(name, 0)
-            parts[name] = lending.Part(least, most, cap, held + promised, idle, allocator.asks, promised)
+            parts[name] = lending.Part(least, most, cap, held + promised, idle, allocator.requests_room, promised)
         return parts
 
     def _set(self, device: Device, caps: Mapping[str, int]) -> bool:

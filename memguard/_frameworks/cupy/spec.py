@@ -31,5 +31,5 @@ SPEC = FrameworkSpec(
     figures=(("held", r"allocated so far: ([\d,]+ bytes)"),),
     install="cupy-cuda13x",
     own_trim="cupy.get_default_memory_pool().free_all_blocks()",
-    asks=True,
+    requests_room=True,
 )

@@ -38,7 +38,7 @@ from memguard._frameworks.simulated.allocators import (
 from memguard._frameworks.simulated.driver_allocators import CuPyPool, NumbaMemory
 from memguard.errors import CapNotApplied, DeviceError
 
-_MOST_ASKED = 2
+_MOST_ROOM_REQUESTS = 2
 """Requests for room before one allocation is refused."""
 _NOTE = "the GPUs and frameworks of this budget are simulated: nothing real is limited"
 
@@ -81,7 +81,7 @@ MODELS: Mapping[str, AllocatorModel] = {
     ),
 }
 """By the `allocator` of a row. A row without a model gets the generic one: a caching pool like torch's."""
-_ASKING = frozenset(row.allocator for row in SPECS.values() if row.asks)
+_REQUESTS_ROOM = frozenset(row.allocator for row in SPECS.values() if row.requests_room)
 """The allocators that request room before they refuse, as memguard's own do."""
 
 
@@ -173,7 +173,7 @@ class SimulatedFramework(Framework):
             workspace=0,
             cap_is="",
             refuses_silently=silent,
-            asks=allocator in _ASKING,
+            requests_room=allocator in _REQUESTS_ROOM,
         )
         self.imported = imported
         self._gpus = host
@@ -318,7 +318,7 @@ class SimulatedFramework(Framework):
 
     def _served(self, gpu: Device, nbytes: int, exact: bool) -> int:
         within = self._allocating == threading.get_ident()  # in a signal handler or a finalizer: makes no room
-        for left in reversed(range(_MOST_ASKED + 1 if self.asks and not within else 1)):
+        for left in reversed(range(_MOST_ROOM_REQUESTS + 1 if self.requests_room and not within else 1)):
             try:
                 return self._allocate(gpu, nbytes, exact)
             except FrameworkOutOfMemory as error:

@@ -63,7 +63,7 @@ def hold(tables: Iterable[Gates], undo: Undo) -> tuple[str, ...]:
     for hook, native, found in _loaded(tables):
         places = slots(native, found)
         for place in places:
-            _answer(place, native.asks, undo)
+            _answer(place, native.polls, undo)
         if not places and native.live() and has_thread(native, found):
             left.append(f"{hook}: {native.library}")
     return tuple(left)
@@ -72,7 +72,7 @@ def hold(tables: Iterable[Gates], undo: Undo) -> tuple[str, ...]:
 def slots(native: Native, found: Iterable[Region]) -> list[int]:
     """Where in its memory the library keeps the address of the driver's function."""
     cuda = libcuda.opened(libcuda.NAME)
-    address = None if cuda is None else libcuda.address(cuda, native.asks)
+    address = None if cuda is None else libcuda.address(cuda, native.polls)
     return c_functions.pointers_to(found, address) if address else []
 
 
