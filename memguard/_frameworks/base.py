@@ -21,7 +21,7 @@ The rules for every method:
   right after the last change: so before each change `apply` adds the change's undo step to `changes`. An undo can be
   called again, and then continues.
 - A setting that the user makes later, through the framework's public calls, meets the cap: the smaller of the two
-  holds, and `_warn` reports it at once (`replacements.py` implements this). Where the cap cannot hold, `_changed` makes
+  holds, and `_warn` reports it at once (`replacements.py` implements this). Where the cap cannot hold, `_check_drift_now` makes
   the guard read `drift` at once. The undo restores the user's latest setting.
 - `usage` reports the framework's own figures: None if it holds nothing or is not live. A figure that the framework
   does not report is None, never 0.
@@ -119,9 +119,9 @@ class Framework(Allocator):
         self.changes = Undo()
         """Undoes the changes of an interrupted `apply`. A completed `apply` returns its own `undo`."""
         self.on_refusal: Callable[[RefusedRequest], str | None] | None = None
-        """Called by `_refused` with each refused request; set by the guard. Returns the id of the record."""
+        """Called by `_report_refusal` with each refused request; set by the guard. Returns the id of the record."""
         self.on_shortage: Callable[[Shortage], bool] | None = None
-        """Called by `_short` to make room before a request is refused; set by the guard."""
+        """Called by `_request_room` to make room before a request is refused; set by the guard."""
 
     @property
     def name(self) -> str:
@@ -134,7 +134,7 @@ class Framework(Allocator):
 
     @property
     def requests_room(self) -> bool:
-        """Whether its allocator calls `_short` before it refuses a request."""
+        """Whether its allocator calls `_request_room` before it refuses a request."""
         return self.spec.requests_room
 
     @property
@@ -196,7 +196,7 @@ class Framework(Allocator):
         return []
 
     def unseen(self) -> str | None:
-        """Why memguard misses a refused request if the program catches its error; None if `_refused` reports each."""
+        """Why memguard misses a refused request if the program catches its error; None if `_report_refusal` reports each."""
         return "its allocator tells nobody of a refused request" if self.spec.refuses_silently else None
 
     def uncounted(self) -> str | None:
@@ -204,7 +204,7 @@ class Framework(Allocator):
         `unaccounted`."""
         return None
 
-    def _refused(
+    def _report_refusal(
         self,
         error: BaseException | None,
         uuid: str | None,
@@ -227,7 +227,7 @@ class Framework(Allocator):
         except Exception as failure:
             _log.debug("%s: a refused request was not recorded: %s", self.name, failure)
 
-    def _short(self, shortage: Shortage) -> bool:
+    def _request_room(self, shortage: Shortage) -> bool:
         """Make room for a request before it is refused: siblings release cache, an elastic cap rises.
 
         True if that freed memory or raised the cap, so that the request is worth another try. Call it on the requesting
@@ -269,7 +269,7 @@ class Framework(Allocator):
         """
         return None
 
-    def _say(self, note: str) -> None:
+    def _add_note(self, note: str) -> None:
         if note not in self.notes:
             self.notes.append(note)
             _log.info("%s", note)
@@ -282,7 +282,7 @@ class Framework(Allocator):
             if self.on_warning is not None:
                 self.on_warning(sentence)
 
-    def _changed(self) -> None:
+    def _check_drift_now(self) -> None:
         """Have the cap checked now, not at the next reading: the user changed a setting that it depends on."""
         if self.on_change is not None:
             self.on_change()
@@ -302,21 +302,21 @@ class Framework(Allocator):
         return module
 
 
-def accept_standing(
-    name: str, title: str, pool: str, standing: Mapping[str, tuple[int, int]], caps: Mapping[str, int]
+def accept_permanent_limits(
+    name: str, title: str, pool: str, existing: Mapping[str, tuple[int, int]], caps: Mapping[str, int]
 ) -> Applied:
     """Accept the existing limits of a live framework whose limits can no longer change.
 
-    They are accepted only if an earlier budget of this process set them and they fit these caps. `standing` is cap and
+    They are accepted only if an earlier budget of this process set them and they fit these caps. `existing` is cap and
     limit by device UUID, in bytes. Raises CapNotApplied otherwise.
     """
-    if not standing:
+    if not existing:
         raise CapNotApplied(
             name,
             f"it was live before memguard.init(): its {pool} exists and can no longer be limited",
             f"call memguard.init() before {title}'s first operation",
         )
-    for uuid, (cap, limit) in standing.items():
+    for uuid, (cap, limit) in existing.items():
         own = limit < cap // MIB * MIB  # the user's own limit: it fits every looser cap
         if caps.get(uuid) != cap and not (own and caps.get(uuid, 0) >= limit):
             raise CapNotApplied(
@@ -328,14 +328,14 @@ def accept_standing(
     return Applied(Enforcement.ENFORCED, permanent="its limit stays from the budget before")
 
 
-def with_size(error: BaseException, asked: int) -> BaseException:
+def attach_size(error: BaseException, requested: int) -> BaseException:
     """Set the error's `memguard_requested` to the requested bytes. A function, so that no frame keeps the error
     alive."""
-    error.memguard_requested = asked  # type: ignore[attr-defined]
+    error.memguard_requested = requested  # type: ignore[attr-defined]
     return error
 
 
-def weakly(thing: Any) -> weakref.ref[Any] | None:
+def weak_reference(thing: Any) -> weakref.ref[Any] | None:
     """A weak reference, to recognise the object again without keeping it alive; None if its type allows none."""
     try:
         return weakref.ref(thing)
@@ -347,19 +347,19 @@ TRIES = 2
 """Tries for a request after room was made: another thread may take the room first."""
 
 
-def within(lock: Any) -> bool:
+def holds_lock(lock: Any) -> bool:
     """Whether this thread holds the lock: a signal handler or a finalizer interrupted a call that relies on its
     blocks."""
     return bool(lock._is_owned())
 
 
-def short_of(error: BaseException, asked: int, needed: int, *, full: bool) -> BaseException:
+def attach_shortage(error: BaseException, requested: int, needed: int, *, full: bool) -> BaseException:
     """Attach a shortage to the error. A function, so that no frame keeps the error alive."""
     error.memguard_short = needed, full  # type: ignore[attr-defined]
-    return with_size(error, asked)
+    return attach_size(error, requested)
 
 
-def shortage_of(error: BaseException, framework: str, uuid: str, asked: int) -> Shortage | None:
+def attached_shortage(error: BaseException, framework: str, uuid: str, requested: int) -> Shortage | None:
     """The shortage attached to an error; None for any other error."""
     needed, full = getattr(error, "memguard_short", (None, False))
-    return None if needed is None else Shortage(framework, uuid, asked, needed, full)
+    return None if needed is None else Shortage(framework, uuid, requested, needed, full)

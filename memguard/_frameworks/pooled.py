@@ -7,7 +7,7 @@ from typing import Any
 
 from memguard._base.types import Applied, Device, Drift, Enforcement, Shortage, Usage
 from memguard._base.units import round_up
-from memguard._frameworks.base import Framework, with_size
+from memguard._frameworks.base import Framework, attach_size
 from memguard._frameworks.driver_pages import PIECE
 from memguard._frameworks.shared_pool import SharedPool
 from memguard.errors import CapNotApplied
@@ -49,11 +49,13 @@ class PooledCapped(_Pooled):
         # If the cap allows the bytes, the GPU is full.
         return Shortage(self.name, uuid, size, needed, held + needed <= caps.get(uuid, 0))
 
-    def _told_on(self, uuid: str, error: BaseException, size: int, caps: Mapping[str, int]) -> BaseException:
+    def _with_reported_refusal(
+        self, uuid: str, error: BaseException, size: int, caps: Mapping[str, int]
+    ) -> BaseException:
         """The refused request's error with its size, after reporting the refusal."""
-        with_size(error, size)
+        attach_size(error, size)
         if uuid in caps:
-            self._refused(error, uuid, size, reclaimable=0)
+            self._report_refusal(error, uuid, size, reclaimable=0)
         return error
 
 
@@ -74,7 +76,7 @@ class PooledWatched(_Pooled):
     def _watched(
         self,
         applied: Applied,
-        standing: dict[str, Any],
+        permanent: dict[str, Any],
         before: Mapping[str, Any],
         stays: str,
         note: str,
@@ -82,7 +84,7 @@ class PooledWatched(_Pooled):
     ) -> Applied:
         """The applied limits as watched, with the framework's bytes counted in the pool. The undo runs `restore` first.
 
-        `standing` are the limits that stay once the framework is live, `before` the limits of earlier budgets; `stays`
+        `permanent` are the limits that stay once the framework is live, `before` the limits of earlier budgets; `stays`
         is the error's text for them.
         """
         devices = {device.uuid: device for device in self.host.devices()}
@@ -99,8 +101,8 @@ class PooledWatched(_Pooled):
             try:
                 applied.undo()
             except CapNotApplied:
-                standing.clear()  # it has no limit that could remain
-                standing.update(before)
+                permanent.clear()  # it has no limit that could remain
+                permanent.update(before)
                 raise CapNotApplied(self.name, stays, "restart the process") from None
 
         self.shared_pool.count(self.name, counted)

@@ -51,14 +51,14 @@ class PooledBlocks(PooledCapped):
             flush()
             blocks.wait()
             held = blocks.take(size)
-            if held is not None or not self._short(self._shortage_on(self._here(), size, self._pool_caps)):
+            if held is not None or not self._request_room(self._shortage_on(self._here(), size, self._pool_caps)):
                 break
         return held
 
     def _here(self) -> str:
         return contexts.uuid_of(contexts.current())
 
-    def _no_room(self, size: int) -> str:
+    def _no_room_text(self, size: int) -> str:
         """The end of a refusal's sentence."""
         uuid = self._here()
         held, used = self.shared_pool.figures(uuid) or (0, 0)
@@ -67,6 +67,6 @@ class PooledBlocks(PooledCapped):
             f"{format_size(self._pool_caps.get(uuid))}, holds {format_size(held)}, and {format_size(used)} are in use"
         )
 
-    def _told(self, error: BaseException, size: int) -> BaseException:
+    def _with_reported_refusal_here(self, error: BaseException, size: int) -> BaseException:
         """The refused request's error with its size, after reporting the refusal."""
-        return self._told_on(self._here(), error, size, self._pool_caps)
+        return self._with_reported_refusal(self._here(), error, size, self._pool_caps)

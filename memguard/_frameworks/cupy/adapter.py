@@ -10,7 +10,7 @@ The pool's class cannot be changed, so the adapter compares the pool's limit wit
 the pool could exceed the cap. A pool that `set_allocator` makes CuPy's allocator later shares the cap with the former
 pools.
 
-Before it refuses a request, the adapter requests room from siblings (`_short`), without a lock. It reads the bytes that
+Before it refuses a request, the adapter requests room from siblings (`_request_room`), without a lock. It reads the bytes that
 a trim would release from CuPy's own index of its idle blocks (`blocks.py`).
 
 Outside the cap: context and modules, cuBLAS and cuSOLVER workspaces, `using_allocator`, and direct calls of other
@@ -34,7 +34,7 @@ from memguard._base.locks import Rank, ranked
 from memguard._base.types import Applied, Device, Drift, Enforcement, Shortage, Usage, usage_of
 from memguard._base.units import GRANULE, round_up
 from memguard._devices import contexts
-from memguard._frameworks.base import with_size
+from memguard._frameworks.base import attach_size
 from memguard._frameworks.cupy import blocks
 from memguard._frameworks.cupy.limits import Limits, limit_of, limit_to
 from memguard._frameworks.cupy.room_before_gc import Collector
@@ -84,7 +84,7 @@ class CuPy(Limits, resource.RmmClient):
             return Applied(Enforcement.WATCHED, lambda: None, notes=(note,))
         if resource.is_cupys(allocator):
             known = self._by_uuid() if contexts.initialised() else None  # else a CuPy call would initialise CUDA
-            return self._told_at_once(cupy, self._limit_rmm(caps, known))
+            return self._watch_later_allocators(cupy, self._limit_rmm(caps, known))
         if not isinstance(pool, cupy.cuda.MemoryPool):
             raise ConflictingSetting(
                 self.name,
@@ -223,7 +223,7 @@ class CuPy(Limits, resource.RmmClient):
                         before, _ = self._limited[ordinal]
                         cap = min(caps[uuid], before or caps[uuid])  # the pool's own stricter limit stays
                         cap = max(cap - self._elsewhere(ordinal), 1)
-                        self._note(ordinal, before, cap)
+                        self._record_limit(ordinal, before, cap)
                         self._on(ordinal, functools.partial(limit_to, cap))
             except BaseException:
                 changed = [n for n, limit in limited_before.items() if self._limited[n] != limit]
@@ -331,7 +331,7 @@ class CuPy(Limits, resource.RmmClient):
             if memory is None and self.on_shortage is not None:
                 memory = self._with_room(ordinal, pool, size, rounded, refusal)
             if memory is None:
-                self._tell(with_size(error, size), ordinal, size)
+                self._report_refusal_on(attach_size(error, size), ordinal, size)
             return memory
 
         # Each allocation runs `allocate`, and each closure variable slows it: attributes of `self` hold the rarely used
@@ -419,7 +419,7 @@ class CuPy(Limits, resource.RmmClient):
                 return pool.malloc(rounded)
         for _ in range(_TRIES):
             shortage = self._shortage(ordinal, pool, size, rounded)
-            if shortage is None or not self._short(shortage):
+            if shortage is None or not self._request_room(shortage):
                 return None
             with contextlib.suppress(refusal):
                 return pool.malloc(rounded)
@@ -450,7 +450,7 @@ class CuPy(Limits, resource.RmmClient):
         ):
             return True
         shortage = self._shortage(ordinal, self._pool, size, rounded, full)
-        return shortage is not None and self._short(shortage)
+        return shortage is not None and self._request_room(shortage)
 
     def _shortage(self, ordinal: int, pool: Any, size: int, rounded: int, full: bool | None = None) -> Shortage | None:
         """Why the pool refuses; None where reclaim cannot help.
@@ -468,13 +468,13 @@ class CuPy(Limits, resource.RmmClient):
             return None
         return Shortage(self.name, uuid, size, round_up(rounded), full)
 
-    def _tell(self, error: BaseException, ordinal: int, size: int) -> None:
+    def _report_refusal_on(self, error: BaseException, ordinal: int, size: int) -> None:
         """Report a request that the pool refused. The pool has freed its unsplit blocks: nothing is reclaimable."""
         uuid = self._uuid(ordinal)
         if uuid in self._caps:
             _, limit = self._limited.get(ordinal, (0, 0))
             own = limit if 0 < limit < self._caps[uuid] else None  # the pool's own stricter limit
-            self._refused(error, uuid, size, reclaimable=0, cap=own)
+            self._report_refusal(error, uuid, size, reclaimable=0, cap=own)
 
     def _replace(self, cupy: Any, replaced: Replacements) -> None:
         """Hold later allocators of the user to the cap, or report at once that memguard cannot hold them."""
@@ -488,7 +488,7 @@ class CuPy(Limits, resource.RmmClient):
                     self._use(cupy, pool, allocator)
                 else:
                     original(allocator)
-                self._changed()
+                self._check_drift_now()
 
             return call
 
@@ -508,7 +508,7 @@ class CuPy(Limits, resource.RmmClient):
             replaced.put(owner, "set_allocator", set_allocator)
         replaced.put(cupy.cuda, "using_allocator", using_allocator)
 
-    def _told_at_once(self, cupy: Any, applied: Applied) -> Applied:
+    def _watch_later_allocators(self, cupy: Any, applied: Applied) -> Applied:
         """With RMM: report at once that memguard cannot hold an allocator that the user sets later."""
         replaced, inner = Replacements(), applied.undo
 

@@ -44,14 +44,14 @@ class Limits(Framework):
             cap = self._caps.get(uuid)
             if cap is None or ordinal in self._limited:
                 if cap is None and self._caps:
-                    self._say(
+                    self._add_note(
                         f"cupy: cuda:{ordinal} ({uuid or 'unknown to CUDA'}) is not in the budget: not capped there"
                     )
                 return
             cap = max(cap - self._elsewhere(ordinal), 1)
             before = self._pool.get_limit()
             if 0 < before < cap:
-                self._say(f"cupy: its own limit of {format_size(before)} is stricter than the cap and stays")
+                self._add_note(f"cupy: its own limit of {format_size(before)} is stricter than the cap and stays")
                 cap = before
             elif before > cap:  # set before memguard could read its GPU; an allocation must not fail because of it
                 self._warn(f"cupy: its own limit of {format_size(before)} is looser than the cap, so the cap holds")
@@ -64,7 +64,7 @@ class Limits(Framework):
                     f"the limit reads back as {found}",
                     "report this with the version; until then leave cupy out of the budget",
                 )
-            self._note(ordinal, before, cap)
+            self._record_limit(ordinal, before, cap)
             self._pieces.setdefault(ordinal, Pieces(slabs[uuid]))
 
     def _limit_live(self, cupy: Any) -> None:
@@ -92,7 +92,7 @@ class Limits(Framework):
             uuid = self._uuid(ordinal)
             cap = max(self._caps.get(uuid, limit) - self._elsewhere(ordinal), 1)
             holds = asked if 0 < asked <= cap else cap
-            self._note(ordinal, asked, holds)
+            self._record_limit(ordinal, asked, holds)
             if holds == asked:
                 return
             self._pool.set_limit(size=holds)
@@ -129,11 +129,11 @@ class Limits(Framework):
             most = min(cap, before or cap)
             if most <= limit:
                 return False
-            self._note(ordinal, before, most)
+            self._record_limit(ordinal, before, most)
             self._pool.set_limit(size=most)
             return True
 
-    def _note(self, ordinal: int, before: int, limit: int) -> None:
+    def _record_limit(self, ordinal: int, before: int, limit: int) -> None:
         """Record the limit set on a device, and the user's own."""
         self._limited[ordinal] = (before, limit)
         limits = {limit for _, limit in self._limited.values()}

@@ -176,7 +176,7 @@ class PooledCuPy(PooledCapped, CuPy):
         """Make the pool current before the first allocation on a GPU. Returns the GPU's live sizes."""
         uuid = self._uuid(ordinal)
         if uuid not in self._caps and self._caps:
-            self._say(f"cupy: cuda:{ordinal} ({uuid or 'unknown to CUDA'}) is not in the budget: not capped there")
+            self._add_note(f"cupy: cuda:{ordinal} ({uuid or 'unknown to CUDA'}) is not in the budget: not capped there")
         self.shared_pool.use(self.name, uuid, ordinal)
         return self._live_sizes.setdefault(ordinal, {})
 
@@ -189,7 +189,7 @@ class PooledCuPy(PooledCapped, CuPy):
             cupy.cuda.get_current_stream().synchronize()
             if (memory := take()) is not None:
                 return memory
-            if not self._short(self._shortage_on(uuid, size, self._caps)):
+            if not self._request_room(self._shortage_on(uuid, size, self._caps)):
                 break
         raise self._refusal(cupy, uuid, size)  # made in a call: no frame keeps the error alive
 
@@ -197,7 +197,7 @@ class PooledCuPy(PooledCapped, CuPy):
         """CuPy's own error, after reporting the refusal."""
         held, _ = self.shared_pool.figures(uuid) or (0, 0)
         error = cupy.cuda.memory.OutOfMemoryError(size, held, self._caps.get(uuid, 0))
-        return self._told_on(uuid, error, size, self._caps)
+        return self._with_reported_refusal(uuid, error, size, self._caps)
 
     def _later(self, original: Callable[..., None], cupy: Any) -> Callable[..., None]:
         """Accept an async pool that the user sets later, which uses the same pool; report any other at once."""
@@ -209,7 +209,7 @@ class PooledCuPy(PooledCapped, CuPy):
                 self._asked_for = allocator
             else:
                 original(allocator)
-            self._changed()
+            self._check_drift_now()
 
         return set_allocator
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from memguard._base.types import Applied, Device, Drift, Enforcement, Usage, usage_of
 from memguard._base.units import MIB, format_size, round_up
-from memguard._frameworks.base import Framework, accept_standing, weakly
+from memguard._frameworks.base import Framework, accept_permanent_limits, weak_reference
 from memguard._frameworks.jax.spec import SPEC
 from memguard._frameworks.replacements import Replacements
 from memguard.errors import CapNotApplied, ConflictingSetting
@@ -35,7 +35,7 @@ _FRACTION, _DEPRECATED = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACT
 _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 _ALLOCATORS = SPEC.allocators
 _NOWHERE: tuple[Callable[[], object], int] = (lambda: None, 0)
-standing_caps: dict[str, int] = {}
+permanent_caps: dict[str, int] = {}
 """JAX's caps at its start, by device UUID. They stay until the process ends."""
 
 
@@ -76,8 +76,8 @@ class JAX(Framework):
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
         jax: Any = sys.modules["jax"]
         if live_client() is not None:
-            standing = {uuid: (cap, cap) for uuid, cap in standing_caps.items()}
-            applied = accept_standing(self.name, "JAX", "pool", standing, caps)
+            standing = {uuid: (cap, cap) for uuid, cap in permanent_caps.items()}
+            applied = accept_permanent_limits(self.name, "JAX", "pool", standing, caps)
             self._caps, self._settled = dict(caps), None
             return applied
         if not hasattr(jax.config, _OPTIONS):
@@ -92,7 +92,7 @@ class JAX(Framework):
             raise CapNotApplied(self.name, "no GPU of the budget is visible", "check CUDA_VISIBLE_DEVICES")
         fraction = min(_fraction(caps[uuid], total) for uuid, total in usable.items())
         if len({_fraction(caps[uuid], total) for uuid, total in usable.items()}) > 1:
-            self._say("jax: it has one fraction for all GPUs, so its smallest cap applies to every GPU")
+            self._add_note("jax: it has one fraction for all GPUs, so its smallest cap applies to every GPU")
         fraction = self._stricter(fraction, own, usable, caps)
         wanted = {**own, "memory_fraction": fraction, "preallocate": self._preallocate(own)}
         wanted.setdefault("allocator", self._allocator)  # overrides a later XLA_PYTHON_CLIENT_ALLOCATOR
@@ -102,7 +102,7 @@ class JAX(Framework):
         def undo() -> None:
             replaced.undo()
             if live_client() is not None:
-                standing_caps.update(self._caps)
+                permanent_caps.update(self._caps)
                 raise CapNotApplied(self.name, "its backend has started; its limit stays", "restart the process")
             if getattr(jax.config, _OPTIONS) == self._options:
                 jax.config.update(_OPTIONS, self._asked)
@@ -154,7 +154,7 @@ class JAX(Framework):
         for position, local in enumerate(client.local_devices()):
             uuid = known.get(_ordinal(local), "")
             if uuid == wanted:
-                if (reference := weakly(client)) is not None:
+                if (reference := weak_reference(client)) is not None:
                     self._places[wanted] = reference, position
                 return local, False
             unknown = unknown or not uuid
@@ -191,7 +191,7 @@ class JAX(Framework):
                 for ordinal, (limit, cap) in self._limits().items()
                 if not 0 < limit <= cap
             ]
-            self._settled = weakly(client)
+            self._settled = weak_reference(client)
         return self._lost
 
     def forked(self) -> None:
@@ -288,7 +288,7 @@ class JAX(Framework):
                     f"unset it, lower it, or raise frameworks.jax in the budget to at least {-(-most // MIB)}MiB",
                 )
             if theirs < fraction:
-                self._say(f"jax: its own {setting}={value} is stricter than the cap and stays")
+                self._add_note(f"jax: its own {setting}={value} is stricter than the cap and stays")
                 fraction = theirs
         return fraction
 
@@ -298,7 +298,7 @@ class JAX(Framework):
         if asked is None or str(asked) in ("false", "False", "0"):
             return False
         setting = f"{_OPTIONS} preallocate" if "preallocate" in own else _PREALLOCATE
-        self._say(f"jax: {setting} stays, so JAX takes its whole cap when its backend starts")
+        self._add_note(f"jax: {setting} stays, so JAX takes its whole cap when its backend starts")
         return True
 
     def _locals(self) -> list[tuple[Any, str]]:

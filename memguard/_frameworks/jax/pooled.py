@@ -28,11 +28,11 @@ class PooledJAX(PooledWatched, JAX):
                 "its backend has started with an allocator, which cannot change",
                 "call memguard.init() before JAX's first operation, or write 'strategy: caps'",
             )
-        before = dict(adapter.standing_caps)
+        before = dict(adapter.permanent_caps)
         applied = super().apply(caps, options)
         note = "jax: watched, not capped: it draws from the device's default pool, where its fraction is no limit"
         stays = "its backend has started and stays on the default pool"
-        return self._watched(applied, adapter.standing_caps, before, stays, note)
+        return self._watched(applied, adapter.permanent_caps, before, stays, note)
 
     def _why_not(self, allocator: str) -> str | None:
         if allocator.strip().lower() in ("", self._allocator):

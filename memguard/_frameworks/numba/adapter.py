@@ -27,7 +27,7 @@ from memguard._base.logs import log as _log
 from memguard._base.types import Applied, Device, Drift, Enforcement, Usage, usage_of
 from memguard._base.units import round_up
 from memguard._devices import contexts
-from memguard._frameworks.base import shortage_of
+from memguard._frameworks.base import attached_shortage
 from memguard._frameworks.numba.contexts import ARRAYS, DRIVER, managers_on, numba_contexts, uuid_of
 from memguard._frameworks.numba.spec import SPEC
 from memguard._frameworks.replacements import Replacements
@@ -110,7 +110,9 @@ class Numba(resource.RmmClient):
         def streams_are_others() -> None:
             if manager.pooling:
                 manager.pooling = False
-                self._say("numba: it works on a stream that is not its own: what it frees goes to the driver, unpooled")
+                self._add_note(
+                    "numba: it works on a stream that is not its own: what it frees goes to the driver, unpooled"
+                )
 
         self.changes.add(self.name, undo)
         driver.set_memory_manager(manager)
@@ -140,7 +142,7 @@ class Numba(resource.RmmClient):
                 answer = original(mm_plugin)
             else:
                 answer, self._asked = original(self._manager), driver.NumbaCUDAMemoryManager
-            self._changed()
+            self._check_drift_now()
             return answer
 
         return set_memory_manager
@@ -227,13 +229,13 @@ class Numba(resource.RmmClient):
 
     def room_for(self, error: BaseException, uuid: str, size: int) -> bool:
         """Whether room was made for a failed request. Callers have released the count's lock."""
-        shortage = shortage_of(error, self.name, uuid, size)
-        return shortage is not None and uuid in self.caps and not self.capturing() and self._short(shortage)
+        shortage = attached_shortage(error, self.name, uuid, size)
+        return shortage is not None and uuid in self.caps and not self.capturing() and self._request_room(shortage)
 
-    def tell(self, error: BaseException, uuid: str, size: int) -> None:
+    def report_refusal(self, error: BaseException, uuid: str, size: int) -> None:
         """Report a refused request. Callers have released the count's lock."""
         if uuid in self.caps:
-            self._refused(error, uuid, size)
+            self._report_refusal(error, uuid, size)
 
     def _apply_rmm(self, caps: Mapping[str, int]) -> Applied:
         try:

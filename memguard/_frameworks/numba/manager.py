@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Protocol
 
 from memguard._base.units import format_size, round_up
 from memguard._devices import contexts, streams, suspension
-from memguard._frameworks.base import TRIES, short_of, within
+from memguard._frameworks.base import TRIES, attach_shortage, holds_lock
 from memguard._frameworks.driver_pages import addresses_to_free, whole
 from memguard._frameworks.numba.accounting import Bank, Figures
 from memguard._frameworks.numba.contexts import current_uuid, handle_of, numba_contexts, uuid_of
@@ -35,7 +35,7 @@ class Owner(Protocol):
     caps: dict[str, int]
 
     def room_for(self, error: BaseException, uuid: str, size: int) -> bool: ...
-    def tell(self, error: BaseException, uuid: str, size: int) -> None: ...
+    def report_refusal(self, error: BaseException, uuid: str, size: int) -> None: ...
 
 
 def capped(driver: Any) -> type:
@@ -95,8 +95,8 @@ def capped(driver: Any) -> type:
                     framework = self.memguard
                     if framework is None or "OUT_OF_MEMORY" not in str(error):
                         raise
-                    if more <= 0 or within(self.bank.lock) or not framework.room_for(error, self.uuid, size):
-                        framework.tell(error, self.uuid, size)
+                    if more <= 0 or holds_lock(self.bank.lock) or not framework.room_for(error, self.uuid, size):
+                        framework.report_refusal(error, self.uuid, size)
                         raise
                 more -= 1  # after the error and its frames are gone
 
@@ -150,7 +150,7 @@ def capped(driver: Any) -> type:
                     if int(error.code) == _OUT_OF_MEMORY and not last:
                         return False
                     if int(error.code) == _OUT_OF_MEMORY:
-                        short_of(error, size, round_up(taken), full=True)
+                        attach_shortage(error, size, round_up(taken), full=True)
                     raise
                 block.address = int(getattr(block.pointer, "value", block.pointer))
                 block.buffer = contexts.buffer(block.address)
@@ -183,7 +183,7 @@ def capped(driver: Any) -> type:
             if self._from_driver(memory, size, cap, last=True):
                 return
             held = sum(manager.held() for manager in members)
-            raise short_of(
+            raise attach_shortage(
                 driver.CudaAPIError(
                     driver.binding.CUresult.CUDA_ERROR_OUT_OF_MEMORY if hasattr(driver, "binding") else _OUT_OF_MEMORY,
                     f"Call to cuMemAlloc results in CUDA_ERROR_OUT_OF_MEMORY: asked for {format_size(size)}, holds "

@@ -96,9 +96,11 @@ def joined(driver: Any) -> type:
             held = owner._from_pool(blocks, size, self.deallocations.clear)
             if held is None:
                 code = driver.binding.CUresult.CUDA_ERROR_OUT_OF_MEMORY if hasattr(driver, "binding") else 2
-                text = "Call to cuMemAllocFromPoolAsync results in CUDA_ERROR_OUT_OF_MEMORY: " + owner._no_room(size)
+                text = "Call to cuMemAllocFromPoolAsync results in CUDA_ERROR_OUT_OF_MEMORY: " + owner._no_room_text(
+                    size
+                )
                 # Raised from a call: no frame keeps the error, and so the program's arrays, alive.
-                raise owner._told(driver.CudaAPIError(code, text), size)
+                raise owner._with_reported_refusal_here(driver.CudaAPIError(code, text), size)
             return self._array_of(held)
 
         def _array_of(self, held: Held) -> Any:

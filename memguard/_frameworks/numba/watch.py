@@ -40,17 +40,17 @@ _lost: weakref.WeakSet[ModuleType] = weakref.WeakSet()
 """Numba drivers with streams that were unwatched for a time, or that used a stream of another kind."""
 
 
-def watch(driver: Any, replaced: Replacements, tell: Callable[[], None]) -> bool:
+def watch(driver: Any, replaced: Replacements, on_uncovered: Callable[[], None]) -> bool:
     """Watch Numba's streams until `replaced` is undone; `lose` must follow. Returns whether it covers all of them.
 
-    It calls `tell` when Numba is given a stream of another kind, on the same thread.
+    It calls `on_uncovered` when Numba is given a stream of another kind, on the same thread.
     """
     if driver in _lost or any(not hasattr(driver, name) for name in _NEEDED) or _per_thread(driver) or _configured():
         return False
 
     def end() -> None:
         _lost.add(driver)
-        tell()
+        on_uncovered()
 
     def made(original: Callable[..., None]) -> Callable[..., None]:
         def init(self: Any, handle: Any, finalizer: Any = None, *args: Any, **kwargs: Any) -> None:

@@ -27,7 +27,7 @@ from memguard._base.locks import Rank, ranked
 from memguard._base.types import Applied, Device, Drift, Enforcement, TraceEvent, Usage, usage_of
 from memguard._base.units import GRANULE, format_size, round_up
 from memguard._devices import contexts
-from memguard._frameworks.base import TRIES, Framework, short_of, shortage_of, within
+from memguard._frameworks.base import TRIES, Framework, attach_shortage, attached_shortage, holds_lock
 from memguard._frameworks.driver_pages import DriverPages, slabs
 from memguard._frameworks.pycuda.contexts import automatic, current_context, pushed, serve_by_primary, watch_streams
 from memguard._frameworks.pycuda.pool import Pitched, Pool, RawPool
@@ -147,7 +147,7 @@ class PyCUDA(Framework):
         drv = sys.modules.get("pycuda.driver")
         if drv is None or not self._caps:
             return
-        nested = within(self._lock)
+        nested = holds_lock(self._lock)
         with self._lock:
             self._settle()
             current = current_context(drv)
@@ -252,7 +252,7 @@ class PyCUDA(Framework):
                     return pitched_within_cap(uuid, width, height, access_size)
                 except drv.MemoryError as error:
                     if more <= 0 or not self._room_for(error, uuid, asked):
-                        self._tell(error, uuid, asked)
+                        self._report_refusal_on(error, uuid, asked)
                         raise
                 more -= 1  # after the error and its frames are gone
 
@@ -415,21 +415,21 @@ class PyCUDA(Framework):
                     return allocation
             except drv.MemoryError as error:
                 if more <= 0 or not self._room_for(error, uuid, size):
-                    self._tell(error, uuid, size)
+                    self._report_refusal_on(error, uuid, size)
                     raise
             more -= 1  # after the error and its frames are gone
 
     def _room_for(self, error: BaseException, uuid: str, asked: int) -> bool:
         """Whether room was made for a failed request. Not within another call that holds the lock."""
-        shortage = shortage_of(error, self.name, uuid, asked)
+        shortage = attached_shortage(error, self.name, uuid, asked)
         if shortage is None or uuid not in self._caps or self.capturing():
             return False
-        return not within(self._lock) and self._short(shortage)
+        return not holds_lock(self._lock) and self._request_room(shortage)
 
-    def _tell(self, error: BaseException, uuid: str, size: int) -> None:
+    def _report_refusal_on(self, error: BaseException, uuid: str, size: int) -> None:
         """Report a refused request. Callers have released the lock."""
         if uuid in self._caps:
-            self._refused(error, uuid, size)
+            self._report_refusal(error, uuid, size)
 
     def _counted(self, drv: Any, pool: Pool, size: int) -> Any:
         self._settle()
@@ -480,7 +480,7 @@ class PyCUDA(Framework):
                 try:
                     taken = take()
                 except drv.MemoryError as error:  # the driver's error, whose text has no size
-                    short_of(error, asked, needed, full=True)
+                    attach_shortage(error, asked, needed, full=True)
                     if last or cap is None:
                         raise
                 else:
@@ -494,7 +494,7 @@ class PyCUDA(Framework):
                 if current is not None and pool.reachable(current.handle):
                     pool.free_held()
         held = self._counted_bytes(uuid)
-        raise short_of(
+        raise attach_shortage(
             drv.MemoryError(
                 f"out of memory: asked for {format_size(asked)} (takes {format_size(self.footprint(asked))}), holds "
                 f"{format_size(held)} of the {format_size(cap or 0)} that the memguard budget gives pycuda"

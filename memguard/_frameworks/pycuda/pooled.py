@@ -90,7 +90,7 @@ class PooledPyCUDA(PooledBlocks, PyCUDA):
             return None
         blocks = self.shared_pool.blocks(self.name)
         if blocks is None:
-            self._say(
+            self._add_note(
                 "pycuda: it works in a CUDA context that is not the primary one: what it allocates there lies outside "
                 "the shared pool, and outside every cap"
             )
@@ -99,7 +99,7 @@ class PooledPyCUDA(PooledBlocks, PyCUDA):
         if held is not None:
             return kind(held)
         # Raised from a call: no frame keeps the error, and so the program's arrays, alive.
-        raise self._told(drv.MemoryError("out of memory: " + self._no_room(size)), size)
+        raise self._with_reported_refusal_here(drv.MemoryError("out of memory: " + self._no_room_text(size)), size)
 
 
 def _block_class(drv: Any) -> type:

@@ -313,7 +313,7 @@ class SimulatedFramework(Framework):
             return self._served(gpu, nbytes, exact)
         except FrameworkOutOfMemory as error:
             if self.unseen() is None:
-                self._refused(error, gpu.uuid, nbytes)
+                self._report_refusal(error, gpu.uuid, nbytes)
             raise
 
     def _served(self, gpu: Device, nbytes: int, exact: bool) -> int:
@@ -324,7 +324,7 @@ class SimulatedFramework(Framework):
             except FrameworkOutOfMemory as error:
                 full = error.driver is not None
                 short = Shortage(self.name, gpu.uuid, nbytes, self._needed(gpu, nbytes, full), full)
-                if not left or not self._short(short):
+                if not left or not self._request_room(short):
                     raise
         raise AssertionError("the last attempt returns or raises")
 
@@ -347,7 +347,7 @@ class SimulatedFramework(Framework):
                 self._allocating = before
             array = next(self._ids)
             self._blocks[array] = gpu, block
-            self._note("alloc", array, gpu, nbytes)
+            self._record_event("alloc", array, gpu, nbytes)
             return array
 
     def free(self, array: int) -> None:
@@ -357,7 +357,7 @@ class SimulatedFramework(Framework):
                 raise ValueError(f"{self.name}: array {array} is not live (freed twice?)")
             gpu, block = self._blocks.pop(array)
             self._pools[gpu.uuid].free(block)
-            self._note("free", array, gpu)
+            self._record_event("free", array, gpu)
 
     def _pool(self, gpu: Device, nbytes: int) -> Allocator:
         """The device's allocator. The first call makes the framework live there."""
@@ -398,7 +398,7 @@ class SimulatedFramework(Framework):
             raise DeviceError(f"no simulated GPU {position}; there are {len(devices)}", fix="count from 0")
         return devices[position]
 
-    def _note(self, op: str, array: int, gpu: Device, nbytes: int | None = None) -> None:
+    def _record_event(self, op: str, array: int, gpu: Device, nbytes: int | None = None) -> None:
         if self._recording is None or (op == "free" and array not in self._recorded):
             return
         self._recorded.add(array)

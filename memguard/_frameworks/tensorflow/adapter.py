@@ -22,12 +22,12 @@ from typing import Any
 from memguard._base.logs import log as _log
 from memguard._base.types import Applied, Device, Drift, Enforcement, Usage, usage_of
 from memguard._base.units import MIB, format_size, round_up
-from memguard._frameworks.base import Framework, accept_standing, weakly
+from memguard._frameworks.base import Framework, accept_permanent_limits, weak_reference
 from memguard._frameworks.replacements import Replacements
 from memguard._frameworks.tensorflow.spec import SPEC
 from memguard.errors import CapNotApplied, ConflictingSetting, DeviceError
 
-standing_caps: dict[str, tuple[int, int, bool]] = {}
+permanent_caps: dict[str, tuple[int, int, bool]] = {}
 """Cap, limit and growth at TensorFlow's start, by device UUID. They stay until the process ends."""
 _EAGER = "tensorflow.python.eager.context"
 _GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
@@ -79,7 +79,7 @@ class TensorFlow(Framework):
             by_gpu = self._match(gpus)
             wanted, own = ("true" if self._growth else "false"), os.environ.get(_GROWTH, "").strip().lower()
             if own not in ("", wanted):
-                self._say(f"tensorflow: {_GROWTH}={own} was set, but the budget's growth: {wanted} holds")
+                self._add_note(f"tensorflow: {_GROWTH}={own} was set, but the budget's growth: {wanted} holds")
             undo.append(as_it_is(_GROWTH))
             self.changes.add(self.name, undo[0])
             os.environ[_GROWTH] = wanted
@@ -104,7 +104,7 @@ class TensorFlow(Framework):
             undo[-1]()
             self._undo_allocator()
             if self._live(tf) or self._session:
-                standing_caps.update({u: (self._caps[u], self._limits[u], self._growth) for u in self._logical})
+                permanent_caps.update({u: (self._caps[u], self._limits[u], self._growth) for u in self._logical})
                 raise CapNotApplied(self.name, "its allocator exists; its limit stays", "restart the process")
             for step in reversed(undo[1:]):
                 step()
@@ -113,12 +113,12 @@ class TensorFlow(Framework):
         return Applied(Enforcement.ENFORCED, undo_all)
 
     def _accept_standing(self, caps: Mapping[str, int]) -> Applied:
-        standing = {uuid: (cap, limit) for uuid, (cap, limit, _) in standing_caps.items()}
-        applied = accept_standing(self.name, "TensorFlow", "allocator", standing, caps)
+        standing = {uuid: (cap, limit) for uuid, (cap, limit, _) in permanent_caps.items()}
+        applied = accept_permanent_limits(self.name, "TensorFlow", "allocator", standing, caps)
         self._caps, self._settled = dict(caps), None
-        for position, (uuid, (_, limit, self._growth)) in enumerate(standing_caps.items()):
+        for position, (uuid, (_, limit, self._growth)) in enumerate(permanent_caps.items()):
             self._limits[uuid], self._logical[uuid] = limit, position
-            self._say_stricter(f"GPU:{position}", limit, caps[uuid])
+            self._note_stricter(f"GPU:{position}", limit, caps[uuid])
         return applied
 
     def usage(self, device: Device) -> Usage | None:
@@ -136,7 +136,7 @@ class TensorFlow(Framework):
         if not self._live(tf):
             if not self._session or uuid not in self._logical:
                 return None
-            return self._untold(uuid)
+            return self._unreported(uuid)
         in_use = peak = 0
         try:
             number = self._logical.get(uuid)
@@ -147,7 +147,7 @@ class TensorFlow(Framework):
                 info = tf.config.experimental.get_memory_info(f"GPU:{number}")
                 in_use, peak = in_use + info["current"], peak + info["peak"]
         except (ValueError, RuntimeError, AttributeError):
-            return self._untold(uuid) if _has(tf, number or 0) else None
+            return self._unreported(uuid) if _has(tf, number or 0) else None
         if not numbers:
             return None
         limit = self._limits.get(uuid) if uuid in self._logical else None
@@ -155,7 +155,7 @@ class TensorFlow(Framework):
             return usage_of((limit, in_use, 0, None, None, peak))
         return usage_of((None, in_use, 0, peak, limit, peak))
 
-    def _untold(self, uuid: str) -> Usage:
+    def _unreported(self, uuid: str) -> Usage:
         """Usage of a GPU for which TensorFlow reports nothing: without growth the pool equals its limit."""
         limit = self._limits.get(uuid) if uuid in self._logical else None
         return Usage(None, None, 0, held_at_most=limit) if self._growth or limit is None else Usage(limit, None, 0)
@@ -186,7 +186,7 @@ class TensorFlow(Framework):
         gpus = zip(tf.config.list_physical_devices("GPU"), self._logical, strict=False)  # both in TensorFlow's order
         lost = [gpu.name for gpu, uuid in gpus if not _limited(tf, gpu, self._caps[uuid])]
         self._lost = [Drift(f"the limit of {name} was removed or raised after memguard.init") for name in lost]
-        self._settled = weakly(context) if context is not None else None
+        self._settled = weak_reference(context) if context is not None else None
         return self._lost
 
     def forked(self) -> None:
@@ -312,7 +312,7 @@ class TensorFlow(Framework):
             self._spans = self._count()
             if not fits:
                 asked = int(sum(entry.memory_limit or 0 for entry in entries)) * MIB
-                self._say_larger(
+                self._warn_of_larger(
                     f"set_logical_device_configuration ({format_size(asked) if asked else 'no limit'})",
                     _short(dev),
                     cap * MIB,
@@ -335,7 +335,7 @@ class TensorFlow(Framework):
             finally:
                 table[dev] = ours
             if bool(enable) != self._growth:
-                self._say(
+                self._add_note(
                     f"tensorflow: set_memory_growth({enable}) changes nothing: the budget's growth: "
                     f"{str(self._growth).lower()} holds"
                 )
@@ -408,19 +408,19 @@ class TensorFlow(Framework):
             shown = f"per_process_gpu_memory_fraction={fraction:.4g}" if fraction else "virtual_devices"
             largest = max((size for size in given if size is not None), default=0)
             setting = f"the config of a session ({shown}, {format_size(int(largest))})"
-            self._say_larger(setting, f"GPU:{listed[0] if listed else 0}", caps[0] * MIB)
+            self._warn_of_larger(setting, f"GPU:{listed[0] if listed else 0}", caps[0] * MIB)
         else:
-            self._say("tensorflow: a session has a config without a limit: the cap holds in it")
+            self._add_note("tensorflow: a session has a config without a limit: the cap holds in it")
         return held
 
-    def _say_larger(self, setting: str, where: str, cap: int) -> None:
+    def _warn_of_larger(self, setting: str, where: str, cap: int) -> None:
         self._warn(f"tensorflow: {setting} asks for more than the cap of {format_size(cap)} on {where}: the cap holds")
 
     def _keep(self, gpu: Any, limits: list[int | None], cap: int) -> int:
         """The user's own limit in bytes. ConflictingSetting if it is looser than the cap."""
         only = limits[0] if len(limits) == 1 else None
         if only is not None and only * MIB <= cap:
-            self._say_stricter(_short(gpu), only * MIB, cap)
+            self._note_stricter(_short(gpu), only * MIB, cap)
             return only * MIB
         setting = f"set_logical_device_configuration of {gpu.name} ({', '.join(str(limit) for limit in limits)} MiB)"
         if len(limits) > 1:
@@ -435,9 +435,9 @@ class TensorFlow(Framework):
             self.name, setting, f"is looser than the cap of {format_size(cap)}", f"remove that call{larger}"
         )
 
-    def _say_stricter(self, name: str, limit: int, cap: int) -> None:
+    def _note_stricter(self, name: str, limit: int, cap: int) -> None:
         if limit < cap // MIB * MIB:
-            self._say(
+            self._add_note(
                 f"tensorflow: its own memory_limit of {format_size(limit)} on {name} is stricter than the cap of "
                 f"{format_size(cap)} and stays"
             )

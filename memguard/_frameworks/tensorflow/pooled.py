@@ -32,7 +32,7 @@ class PooledTensorFlow(PooledWatched, TensorFlow):
                 "call memguard.init() before TensorFlow's first operation, or write 'strategy: caps'",
             )
         self._refuse_unlimited()
-        before, restore = dict(adapter.standing_caps), adapter.as_it_is(_VARIABLE)
+        before, restore = dict(adapter.permanent_caps), adapter.as_it_is(_VARIABLE)
         self.changes.add(self.name, restore)
         os.environ[_VARIABLE] = _WANTED
         try:
@@ -45,7 +45,7 @@ class PooledTensorFlow(PooledWatched, TensorFlow):
             return applied
         note = "tensorflow: watched, not capped: it draws from the device's default pool, where its limit is none"
         stays = "its allocator exists and stays on the default pool"
-        return self._watched(applied, adapter.standing_caps, before, stays, note, restore)
+        return self._watched(applied, adapter.permanent_caps, before, stays, note, restore)
 
     def _refuse_unlimited(self) -> None:
         value = os.environ.get(_VARIABLE, "").strip().lower()

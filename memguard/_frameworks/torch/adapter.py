@@ -331,7 +331,7 @@ class Torch(resource.RmmClient):
             if self._caps and not self._live(torch) and not resource.is_loaded_for("torch"):
                 raise self._unlimited()
             original(allocator)  # a live torch refuses it by itself; RMM's is limited when torch becomes live
-            self._changed()
+            self._check_drift_now()
 
         return change_allocator
 
@@ -339,7 +339,7 @@ class Torch(resource.RmmClient):
         def enable(value: bool) -> None:
             original(value)
             self._uncached = not value
-            self._changed()
+            self._check_drift_now()
 
         return enable
 
@@ -438,20 +438,20 @@ class Torch(resource.RmmClient):
             return f"torch's {backend} allocator has no observer of refused requests"
         if _observed is not torch:
             try:
-                attach(_tell)
+                attach(_on_refused)
             except (RuntimeError, TypeError) as error:
                 return f"torch's allocator took no observer of refused requests: {error}"
             _observed = torch
         _observer = self, os.getpid()
         return None
 
-    def _told(self, ordinal: int, requested: int, allowed: int, free: int) -> None:
+    def _report_observed(self, ordinal: int, requested: int, allowed: int, free: int) -> None:
         uuid = next((uuid for uuid, number in (self._uuids or {}).items() if number == ordinal), None)
         if uuid in self._caps:
             own = allowed if allowed < self._caps[uuid] - SEGMENT else None  # its own fraction, if stricter
             in_use, pooled = self._in_use(ordinal, requested)
             figures = {"cap": own, "free": free, "in_use": in_use, "pooled": pooled}
-            self._refused(None, uuid, requested, "observer", reclaimable=0, **figures)
+            self._report_refusal(None, uuid, requested, "observer", reclaimable=0, **figures)
 
     def _in_use(self, ordinal: int, requested: int) -> tuple[int | None, int | None]:
         """Bytes in use including idle bytes of private pools, and those idle bytes; None if torch's counters
@@ -475,7 +475,7 @@ class Torch(resource.RmmClient):
         before = self._before.setdefault(ordinal, read(ordinal) if read is not None else 1.0)
         most = _exactly(allowed, total)
         if int(before * total) < allowed:
-            self._say(f"torch: its own fraction of {before:.4g} is stricter than the cap and stays")
+            self._add_note(f"torch: its own fraction of {before:.4g} is stricter than the cap and stays")
             allowed = int(before * total)
         elif first and before < 1.0 and int(before * total) > allowed + SEGMENT:
             setting = f"torch.cuda.set_per_process_memory_fraction({before:.4g})"
@@ -559,9 +559,11 @@ class Torch(resource.RmmClient):
             if "tensorflow" not in sys.modules:
                 continue
             if true is None:
-                self._say("torch beside tensorflow: not checked, because the driver does not show this GPU")
+                self._add_note("torch beside tensorflow: not checked, because the driver does not show this GPU")
             else:
-                self._say(f"torch beside tensorflow: checked, both torch and the driver see {true} multiprocessors")
+                self._add_note(
+                    f"torch beside tensorflow: checked, both torch and the driver see {true} multiprocessors"
+                )
 
     def _ordinals(self, torch: Any) -> dict[str, int]:
         """CUDA's ordinal by UUID, from torch itself once it is live. Torch's `uuid` is NVML's without `GPU-`."""
@@ -578,13 +580,13 @@ def _exactly(allowed: int, total: int) -> float:
     return fraction if int(fraction * total) >= allowed else min(math.nextafter(fraction, 1.0), 1.0)
 
 
-def _tell(device: int, requested: int, allowed: int, free: int) -> None:
+def _on_refused(device: int, requested: int, allowed: int, free: int) -> None:
     """The observer that torch's allocator calls before it raises. An exception here would replace torch's own."""
     found = _observer
     if found is None or found[1] != os.getpid():
         return
     try:
-        found[0]._told(device, requested, allowed, free)
+        found[0]._report_observed(device, requested, allowed, free)
     except Exception as error:
         _log.debug("torch: a refused request was not recorded: %s", error)
 
