@@ -252,15 +252,15 @@ class _WhenBack:
     """Work that can be checked only once the process is back on its GPUs. `offer` lacks its owner."""
 
     def __init__(self, offer: Offer, stream: int | None, context: int | None) -> None:
-        self._asked: tuple[Offer, int | None, int | None] | None = (offer, stream, context)
+        self._arguments: tuple[Offer, int | None, int | None] | None = (offer, stream, context)
         self._mark: Mark | _Later | _WhenBack | None = None
 
     def passed(self) -> bool:
         if suspension.now is not None:
             return False
-        asked, self._asked = self._asked, None
-        if asked is not None:
-            self._mark = _running_work(*asked)
+        arguments, self._arguments = self._arguments, None
+        if arguments is not None:
+            self._mark = _running_work(*arguments)
         return self._mark is None or self._mark.passed()
 
     def close(self) -> None:

@@ -112,7 +112,7 @@ class CuPy(Limits, resource.RmmClient):
             self._plain[self._allocate] = allocator
             self._set_allocator(self._allocate)
             self._replace(cupy, replaced)
-            self._ask_before_collecting(cupy.cuda.memory)
+            self._install_collector(cupy.cuda.memory)
         except BaseException:
             undo()
             raise
@@ -157,7 +157,9 @@ class CuPy(Limits, resource.RmmClient):
         found = 0
         known = slabs[uuid].pieces if ordinal in self._pieces else None
         with contexts.pushed(ordinal) as there:
-            for pool in (self._asked(sys.modules["cupy"]), *(former for former, _ in self._former)) if there else ():
+            for pool in (
+                (self._queried_pool(sys.modules["cupy"]), *(former for former, _ in self._former)) if there else ()
+            ):
                 if isinstance(pool, sys.modules["cupy"].cuda.MemoryAsyncPool):
                     part = returned_by_trim(int(pool.total_bytes()), int(pool.used_bytes()))
                 else:
@@ -176,7 +178,7 @@ class CuPy(Limits, resource.RmmClient):
             return
         if self._rmm is None and not self._former:
             with contexts.beside_captures(), contexts.pushed(ordinal) as there:
-                pool = self._asked(cupy) if there else None
+                pool = self._queried_pool(cupy) if there else None
                 if isinstance(pool, cupy.cuda.MemoryAsyncPool):
                     if self._trim_to(cupy, pool, ordinal, needed):
                         return
@@ -290,7 +292,7 @@ class CuPy(Limits, resource.RmmClient):
         cupy = _imported()
         if cupy is None or not self._live(cupy):
             return {}
-        return {"allocator": "rmm" if self._rmm is not None else type(self._asked(cupy)).__name__}
+        return {"allocator": "rmm" if self._rmm is not None else type(self._queried_pool(cupy)).__name__}
 
     def forked(self) -> None:
         self._lock, self._caps, self._limited = ranked(threading.RLock(), Rank.ALLOCATOR), {}, {}
@@ -428,14 +430,14 @@ class CuPy(Limits, resource.RmmClient):
                 return memory
         return None
 
-    def _ask_before_collecting(self, memory: Any) -> None:
+    def _install_collector(self, memory: Any) -> None:
         """Install `Collector` in a CuPy known to hold no lock when it collects garbage: one with readable blocks."""
         one = getattr(memory, "SingleDeviceMemoryPool", None)
         if vars(memory).get("gc") is gc and hasattr(one, blocks.INDEX) and self._allocate is not None:
-            self._collector = Collector(self._ask, self._allocate.__code__)
+            self._collector = Collector(self._make_room_first, self._allocate.__code__)
             memory.gc = self._collector
 
-    def _ask(self, size: int, rounded: int, full: bool) -> bool:
+    def _make_room_first(self, size: int, rounded: int, full: bool) -> bool:
         """Whether siblings make room before CuPy collects garbage for a request. `full`: the driver refused.
 
         Idle blocks of the pool itself are freed first: above its limit CuPy frees them only after a collection.
@@ -597,7 +599,7 @@ class CuPy(Limits, resource.RmmClient):
 
     def _totals_here(self, ordinal: int) -> tuple[int, int] | None:
         """Held and used bytes on the GPU of the current context."""
-        pool = self._pool or self._asked(sys.modules["cupy"])
+        pool = self._pool or self._queried_pool(sys.modules["cupy"])
         total, used = int(pool.total_bytes()), int(pool.used_bytes())
         for former, _ in self._former:
             total, used = total + int(former.total_bytes()), used + int(former.used_bytes())

@@ -86,17 +86,17 @@ class Limits(Framework):
             if ordinal not in self._limited:
                 return
             _, limit = self._limited[ordinal]
-            asked = int(self._pool.get_limit())
-            if asked == limit:
+            user_limit = int(self._pool.get_limit())
+            if user_limit == limit:
                 return
             uuid = self._uuid(ordinal)
             cap = max(self._caps.get(uuid, limit) - self._elsewhere(ordinal), 1)
-            holds = asked if 0 < asked <= cap else cap
-            self._record_limit(ordinal, asked, holds)
-            if holds == asked:
+            holds = user_limit if 0 < user_limit <= cap else cap
+            self._record_limit(ordinal, user_limit, holds)
+            if holds == user_limit:
                 return
             self._pool.set_limit(size=holds)
-        size = f"a limit of {format_size(asked)}" if asked else "no limit"
+        size = f"a limit of {format_size(user_limit)}" if user_limit else "no limit"
         self._warn(f"cupy: MemoryPool.set_limit asks for {size} on cuda:{ordinal}: its cap of {format_size(cap)} holds")
 
     def _elsewhere(self, ordinal: int) -> int:
@@ -164,12 +164,12 @@ class Limits(Framework):
             f"remove it, lower it, or raise frameworks.cupy in the budget to at least {-(-limit // MIB)}MiB",
         )
 
-    def _on(self, ordinal: int, ask: Callable[[Any], Any], pool: Any = None) -> Any:
-        """Call `ask` with the pool, or another one, on a device with a context; None without a context."""
+    def _on(self, ordinal: int, call: Callable[[Any], Any], pool: Any = None) -> Any:
+        """Call `call` with the pool, or another one, on a device with a context; None without a context."""
         with contexts.pushed(ordinal) as there:
-            return ask(self._asked(sys.modules["cupy"]) if pool is None else pool) if there else None
+            return call(self._queried_pool(sys.modules["cupy"]) if pool is None else pool) if there else None
 
-    def _asked(self, cupy: Any) -> Any:
+    def _queried_pool(self, cupy: Any) -> Any:
         """The capped pool, else CuPy's allocator if that is a pool, else the default pool."""
         pool = self._pool or getattr(cupy.cuda.get_allocator(), "__self__", None)
         known = isinstance(pool, (cupy.cuda.MemoryPool, cupy.cuda.MemoryAsyncPool))

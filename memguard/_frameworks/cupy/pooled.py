@@ -53,14 +53,14 @@ class PooledCuPy(PooledCapped, CuPy):
             self._refuse_what_it_holds(pool)
         self._caps, replaced = dict(caps), Replacements()
         self._raw_set = cupy.cuda.set_allocator
-        self._asked_for = before
+        self._user_allocator = before
 
         def undo() -> None:
             replaced.undo()
             ours, self._caps = self._allocate, {}
             self.shared_pool.forget(self.name)
             if ours is not None and cupy.cuda.get_allocator() is ours:
-                self._set_allocator(self._asked_for)
+                self._set_allocator(self._user_allocator)
             self._allocate = None
 
         self.changes.add(self.name, undo)
@@ -206,7 +206,7 @@ class PooledCuPy(PooledCapped, CuPy):
             pool = getattr(allocator, "__self__", None)
             if isinstance(pool, cupy.cuda.MemoryAsyncPool) and self._allocate is not None:
                 original(self._allocate)
-                self._asked_for = allocator
+                self._user_allocator = allocator
             else:
                 original(allocator)
             self._check_drift_now()

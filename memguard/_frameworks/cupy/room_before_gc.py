@@ -19,10 +19,10 @@ _REFUSED = 2  # cudaErrorMemoryAllocation
 
 
 class Collector:
-    """Replaces the module `gc`. `ask(size, rounded, full)` returns whether siblings made room."""
+    """Replaces the module `gc`. `make_room(size, rounded, full)` returns whether siblings made room."""
 
-    def __init__(self, ask: Callable[[int, int, bool], bool], code: CodeType) -> None:
-        self._ask, self._code = ask, code
+    def __init__(self, make_room: Callable[[int, int, bool], bool], code: CodeType) -> None:
+        self._make_room_first, self._code = make_room, code
         self._thread = threading.local()
 
     def __getattr__(self, name: str) -> Any:
@@ -40,7 +40,7 @@ class Collector:
         if not isinstance(size, int) or not isinstance(rounded, int):
             return gc.collect(*generation)
         full = getattr(sys.exc_info()[1], "status", None) == _REFUSED
-        served = self._ask(size, rounded, full)
+        served = self._make_room_first(size, rounded, full)
         if full:
             mine["served"] = served
         return 0 if served else gc.collect(*generation)

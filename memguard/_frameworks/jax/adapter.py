@@ -52,8 +52,8 @@ class JAX(Framework):
         self._by_ordinal: dict[int, str] | None = None
         self._options: dict[str, Any] = {}
         self._lost: list[Drift] = []  # the drift found
-        self._settled: weakref.ref[Any] | None = None  # the started backend whose drift is final
-        self._asked: Any = None  # the user's options
+        self._final_backend: weakref.ref[Any] | None = None  # the started backend whose drift is final
+        self._user_options: Any = None  # the user's options
         self._places: dict[str, tuple[Callable[[], object], int]] = {}  # by UUID: backend, GPU's position in it
 
     def why_absent(self) -> str | None:
@@ -78,7 +78,7 @@ class JAX(Framework):
         if live_client() is not None:
             standing = {uuid: (cap, cap) for uuid, cap in permanent_caps.items()}
             applied = accept_permanent_limits(self.name, "JAX", "pool", standing, caps)
-            self._caps, self._settled = dict(caps), None
+            self._caps, self._final_backend = dict(caps), None
             return applied
         if not hasattr(jax.config, _OPTIONS):
             raise CapNotApplied(
@@ -97,7 +97,7 @@ class JAX(Framework):
         wanted = {**own, "memory_fraction": fraction, "preallocate": self._preallocate(own)}
         wanted.setdefault("allocator", self._allocator)  # overrides a later XLA_PYTHON_CLIENT_ALLOCATOR
         replaced = Replacements()
-        self._options, self._asked = wanted, before
+        self._options, self._user_options = wanted, before
 
         def undo() -> None:
             replaced.undo()
@@ -105,7 +105,7 @@ class JAX(Framework):
                 permanent_caps.update(self._caps)
                 raise CapNotApplied(self.name, "its backend has started; its limit stays", "restart the process")
             if getattr(jax.config, _OPTIONS) == self._options:
-                jax.config.update(_OPTIONS, self._asked)
+                jax.config.update(_OPTIONS, self._user_options)
             self._caps = {}
 
         self.changes.add(self.name, undo)
@@ -118,7 +118,7 @@ class JAX(Framework):
                 f"the options read back as {found!r}",
                 "report this with the version; until then leave jax out of the budget",
             )
-        self._caps, self._settled = dict(caps), None
+        self._caps, self._final_backend = dict(caps), None
 
         try:
             replaced.put(type(jax.config), "update", lambda original: self._held(original, wanted, usable))
@@ -182,7 +182,9 @@ class JAX(Framework):
             lost = any(now.get(key) != self._options.get(key) for key in ("memory_fraction", "allocator"))
             change = f"its {_OPTIONS} were changed after memguard.init"
             return [Drift(change, "the cap will not hold")] if lost else []
-        if self._settled is None or self._settled() is not client:  # a limit never changes after the backend's start
+        if (
+            self._final_backend is None or self._final_backend() is not client
+        ):  # a limit never changes after the backend's start
             self._lost = [
                 Drift(
                     f"its backend started {f'with a limit of {format_size(limit)}' if limit else 'without a limit'} "
@@ -191,7 +193,7 @@ class JAX(Framework):
                 for ordinal, (limit, cap) in self._limits().items()
                 if not 0 < limit <= cap
             ]
-            self._settled = weak_reference(client)
+            self._final_backend = weak_reference(client)
         return self._lost
 
     def forked(self) -> None:
@@ -251,7 +253,7 @@ class JAX(Framework):
                 held["allocator"] = allocator
             elif allocator is not None:
                 lost.append(f"allocator={allocator}")
-            self._asked, self._options = val, held
+            self._user_options, self._options = val, held
             original(config, name, held)
             if lost:
                 size = min(self._caps[uuid] for uuid in usable)

@@ -44,7 +44,7 @@ class Figures:
     def used(self, block: Block, size: int) -> None:
         """Count the block's array of `size` bytes."""
         block.state = USED
-        block.asked = size
+        block.requested = size
         self.in_use += size
         self._changes += 1
         if self.in_use > self.peak:
@@ -60,8 +60,8 @@ class Figures:
             if memory is not None:
                 memory._freed = True
             block.state = PENDING
-            self.in_use -= block.asked
-            block.asked = 0
+            self.in_use -= block.requested
+            block.requested = 0
             self._resting[block] = None
             self._changes += 1
             return True

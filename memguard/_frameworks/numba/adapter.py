@@ -47,7 +47,7 @@ class Numba(resource.RmmClient):
         super().__init__(host)
         self.caps: dict[str, int] = {}
         self._manager: Any = None
-        self._asked: Any = None  # the user's memory manager
+        self._user_manager: Any = None  # the user's memory manager
 
     def why_absent(self) -> str | None:
         """Not installed, or kept off the GPU by NUMBA_DISABLE_CUDA or NUMBA_ENABLE_CUDASIM."""
@@ -96,14 +96,14 @@ class Numba(resource.RmmClient):
         from memguard._frameworks.numba.manager import capped
 
         manager: Any = type(live[0]) if live else capped(driver)  # from an earlier budget
-        replaced, self._asked = Replacements(), before
+        replaced, self._user_manager = Replacements(), before
 
         def undo() -> None:
             manager.pooling = False
             watch.lose(driver)
             replaced.undo()
             if driver._memory_manager is manager:
-                driver._memory_manager = self._asked
+                driver._memory_manager = self._user_manager
             manager.memguard = self._manager = None  # contexts created meanwhile keep it; it no longer refuses
             _give_back(manager.banks)
 
@@ -141,7 +141,7 @@ class Numba(resource.RmmClient):
             if self._manager is None or mm_plugin not in (driver.NumbaCUDAMemoryManager, self._manager):
                 answer = original(mm_plugin)
             else:
-                answer, self._asked = original(self._manager), driver.NumbaCUDAMemoryManager
+                answer, self._user_manager = original(self._manager), driver.NumbaCUDAMemoryManager
             self._check_drift_now()
             return answer
 

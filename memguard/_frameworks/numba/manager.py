@@ -206,7 +206,7 @@ def capped(driver: Any) -> type:
         def drop(self, memory: Any) -> None:
             """Make the block of an ended array pending. Called by finalizers."""
             block: Block = memory._block
-            size = block.asked
+            size = block.requested
             try:
                 if self.figures.left(block, memory):  # else a reset has freed it
                     self.deallocations.add_item(self.carry_out, block, size)

@@ -35,7 +35,7 @@ def memories(driver: Any) -> type:
             self.size = self._cuda_memsize_ = size
             self._manager = manager
 
-        def _asked(self, frame: Any) -> Any:
+        def _note_reader(self, frame: Any) -> Any:
             block: Any = self._block
             if not block.exported and exported(frame):
                 block.exported = True
@@ -43,25 +43,25 @@ def memories(driver: Any) -> type:
 
         @property
         def device_pointer(self) -> Any:
-            return self._asked(sys._getframe(1))
+            return self._note_reader(sys._getframe(1))
 
         @property
         def handle(self) -> Any:
-            return self._asked(sys._getframe(1))
+            return self._note_reader(sys._getframe(1))
 
         @property
         def device_ctypes_pointer(self) -> Any:
-            self._asked(sys._getframe(1))
+            self._note_reader(sys._getframe(1))
             return ctypes_of(self)
 
         @property
         def device_pointer_value(self) -> Any:
-            self._asked(sys._getframe(1))
+            self._note_reader(sys._getframe(1))
             return value_of(self)
 
         def memset(self, byte: int, count: int | None = None, stream: Any = 0) -> None:
             if not covered(stream):
-                self._asked(None)
+                self._note_reader(None)
             super().memset(byte, count, stream)
 
         def view(self, start: int, stop: int | None = None) -> Any:
@@ -99,14 +99,14 @@ def memories(driver: Any) -> type:
 
         @property
         def device_ctypes_pointer(self) -> Any:
-            self._view.owner._asked(sys._getframe(1))
+            self._view.owner._note_reader(sys._getframe(1))
             return vars(self)["device_ctypes_pointer"]
 
         def __getattr__(self, name: str) -> Any:
             if name in ("device_pointer", "handle", "device_pointer_value"):
-                self._view.owner._asked(sys._getframe(1))
+                self._view.owner._note_reader(sys._getframe(1))
             elif name == "memset":
-                self._view.owner._asked(None)
+                self._view.owner._note_reader(None)
             return super().__getattr__(name)
 
     def _cut(part: Any) -> Any:

@@ -37,7 +37,7 @@ class Mark(Protocol):
 
 
 class Block:
-    """One driver allocation of `size` bytes, of which its array requested `asked` (0: it has no array).
+    """One driver allocation of `size` bytes, of which its array requested `requested` (0: it has no array).
 
     In the pool `size` is whole (`driver_pages.whole`), and a block serves only requests of its own whole size: so a
     reused block wastes nothing of the cap. `pointer` is Numba's own object, None before the allocation; `buffer` is the
@@ -45,11 +45,11 @@ class Block:
     address, and may use it on any stream.
     """
 
-    __slots__ = ("address", "asked", "buffer", "exported", "pointer", "pooled", "size", "state")
+    __slots__ = ("address", "buffer", "exported", "pointer", "pooled", "requested", "size", "state")
 
     def __init__(self, size: int, pooled: bool) -> None:
         self.size, self.pooled = size, pooled
-        self.address = self.asked = 0
+        self.address = self.requested = 0
         self.exported = False
         self.pointer: Any = None
         self.buffer: int | None = None

@@ -43,12 +43,12 @@ class PooledNumba(PooledBlocks, Numba):
             why = "it was live before memguard.init(): its context keeps its memory manager"
             raise CapNotApplied(self.name, why, "call memguard.init() before Numba's first array or kernel")
         manager: Any = type(live[0]) if live else joined(driver)  # from an earlier budget
-        replaced, self._asked = Replacements(), before
+        replaced, self._user_manager = Replacements(), before
 
         def undo() -> None:
             replaced.undo()
             if driver._memory_manager is manager:
-                driver._memory_manager = self._asked
+                driver._memory_manager = self._user_manager
             manager.memguard_client = self._manager = None  # contexts created meanwhile allocate as Numba does
             self.shared_pool.forget(self.name)
             self._pool_caps = {}

@@ -246,13 +246,13 @@ class PyCUDA(Framework):
             current = current_context(drv)
             if current is None:
                 return raw_pitch(width, height, access_size)
-            uuid, asked, more = self._uuid(drv, current), round_up(width, 512) * height, TRIES
+            uuid, requested, more = self._uuid(drv, current), round_up(width, 512) * height, TRIES
             while True:
                 try:
                     return pitched_within_cap(uuid, width, height, access_size)
                 except drv.MemoryError as error:
-                    if more <= 0 or not self._room_for(error, uuid, asked):
-                        self._report_refusal_on(error, uuid, asked)
+                    if more <= 0 or not self._room_for(error, uuid, requested):
+                        self._report_refusal_on(error, uuid, requested)
                         raise
                 more -= 1  # after the error and its frames are gone
 
@@ -271,9 +271,9 @@ class PyCUDA(Framework):
                     pitched.gone(int(taken[0]), taken[1] * height)
                     taken[0].free()
 
-                asked = round_up(width, 512) * height
-                fits = functools.partial(pages.fits, asked)
-                allocation, pitch = self._within_cap(drv, uuid, asked, round_up(asked), fits, take, give_back)
+                requested = round_up(width, 512) * height
+                fits = functools.partial(pages.fits, requested)
+                allocation, pitch = self._within_cap(drv, uuid, requested, round_up(requested), fits, take, give_back)
                 self._note_peak(uuid)
             gone = pitched, int(allocation), pitch * height
             weakref.finalize(allocation, self._gone.append, gone).atexit = False
@@ -419,9 +419,9 @@ class PyCUDA(Framework):
                     raise
             more -= 1  # after the error and its frames are gone
 
-    def _room_for(self, error: BaseException, uuid: str, asked: int) -> bool:
+    def _room_for(self, error: BaseException, uuid: str, requested: int) -> bool:
         """Whether room was made for a failed request. Not within another call that holds the lock."""
-        shortage = attached_shortage(error, self.name, uuid, asked)
+        shortage = attached_shortage(error, self.name, uuid, requested)
         if shortage is None or uuid not in self._caps or self.capturing():
             return False
         return not holds_lock(self._lock) and self._request_room(shortage)
@@ -465,7 +465,7 @@ class PyCUDA(Framework):
         self,
         drv: Any,
         uuid: str,
-        asked: int,
+        requested: int,
         needed: int,
         fits: Callable[[int], bool],
         take: Callable[[], _Taken],
@@ -480,7 +480,7 @@ class PyCUDA(Framework):
                 try:
                     taken = take()
                 except drv.MemoryError as error:  # the driver's error, whose text has no size
-                    attach_shortage(error, asked, needed, full=True)
+                    attach_shortage(error, requested, needed, full=True)
                     if last or cap is None:
                         raise
                 else:
@@ -496,10 +496,10 @@ class PyCUDA(Framework):
         held = self._counted_bytes(uuid)
         raise attach_shortage(
             drv.MemoryError(
-                f"out of memory: asked for {format_size(asked)} (takes {format_size(self.footprint(asked))}), holds "
+                f"out of memory: asked for {format_size(requested)} (takes {format_size(self.footprint(requested))}), holds "
                 f"{format_size(held)} of the {format_size(cap or 0)} that the memguard budget gives pycuda"
             ),
-            asked,
+            requested,
             needed,
             full=False,
         )

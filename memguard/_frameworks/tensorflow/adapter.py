@@ -50,11 +50,11 @@ class TensorFlow(Framework):
         self._seen: dict[str, range] | None = None  # its device numbers for each GPU, if live without caps
         self._unmatched = False  # whether it then has GPUs of unknown UUID
         self._gpus: dict[Any, str] = {}  # UUID by TensorFlow's device
-        self._asked: dict[Any, list[Any]] = {}  # the user's later settings, by TensorFlow's device
+        self._user_devices: dict[Any, list[Any]] = {}  # the user's later settings, by TensorFlow's device
         self._spans: dict[str, range] = {}  # its device numbers for each GPU, once the user has configured one
         self._undo_allocator: Callable[[], None] = lambda: None
         self._lost: list[Drift] = []  # the drift found
-        self._settled: weakref.ref[Any] | None = None  # the live context whose drift is final
+        self._final_context: weakref.ref[Any] | None = None  # the live context whose drift is final
         self._session = False  # a TF1 session created the allocators, without the eager context
 
     def _live(self, module: ModuleType) -> bool:
@@ -72,7 +72,7 @@ class TensorFlow(Framework):
             note = f"tensorflow sees no GPU{why}; its share stays free"
             _log.warning("%s", note)
             return Applied(Enforcement.ABSENT, lambda: None, notes=(note,))
-        self._caps, self._growth, self._settled = dict(caps), bool(options.get("growth", True)), None
+        self._caps, self._growth, self._final_context = dict(caps), bool(options.get("growth", True)), None
         undo: list[Callable[[], None]] = []
         notes = list(self.notes)
         try:
@@ -108,14 +108,14 @@ class TensorFlow(Framework):
                 raise CapNotApplied(self.name, "its allocator exists; its limit stays", "restart the process")
             for step in reversed(undo[1:]):
                 step()
-            self._logical, self._limits, self._gpus, self._asked, self._spans = {}, {}, {}, {}, {}
+            self._logical, self._limits, self._gpus, self._user_devices, self._spans = {}, {}, {}, {}, {}
 
         return Applied(Enforcement.ENFORCED, undo_all)
 
     def _accept_standing(self, caps: Mapping[str, int]) -> Applied:
         standing = {uuid: (cap, limit) for uuid, (cap, limit, _) in permanent_caps.items()}
         applied = accept_permanent_limits(self.name, "TensorFlow", "allocator", standing, caps)
-        self._caps, self._settled = dict(caps), None
+        self._caps, self._final_context = dict(caps), None
         for position, (uuid, (_, limit, self._growth)) in enumerate(permanent_caps.items()):
             self._limits[uuid], self._logical[uuid] = limit, position
             self._note_stricter(f"GPU:{position}", limit, caps[uuid])
@@ -181,12 +181,12 @@ class TensorFlow(Framework):
         context = _context()
         if getattr(context, "_context_handle", None) is None:  # not live, or None
             context = None
-        elif self._settled is not None and self._settled() is context:
+        elif self._final_context is not None and self._final_context() is context:
             return self._lost
         gpus = zip(tf.config.list_physical_devices("GPU"), self._logical, strict=False)  # both in TensorFlow's order
         lost = [gpu.name for gpu, uuid in gpus if not _limited(tf, gpu, self._caps[uuid])]
         self._lost = [Drift(f"the limit of {name} was removed or raised after memguard.init") for name in lost]
-        self._settled = weak_reference(context) if context is not None else None
+        self._final_context = weak_reference(context) if context is not None else None
         return self._lost
 
     def forked(self) -> None:
@@ -233,7 +233,7 @@ class TensorFlow(Framework):
         """The device numbers for all GPUs, of which the user may have split some into several logical devices."""
         found, first = {}, 0
         for gpu, uuid in self._gpus.items():
-            count = len(self._asked.get(gpu) or "1")
+            count = len(self._user_devices.get(gpu) or "1")
             found[uuid] = range(first, first + count)
             first += count
         return found
@@ -267,8 +267,8 @@ class TensorFlow(Framework):
                 raise CapNotApplied(
                     self.name, "this TensorFlow keeps its device table elsewhere", "restart the process"
                 )
-            if gpu in self._asked:
-                table[gpu] = self._asked[gpu]
+            if gpu in self._user_devices:
+                table[gpu] = self._user_devices[gpu]
             elif not own:
                 table.pop(gpu, None)
 
@@ -308,7 +308,7 @@ class TensorFlow(Framework):
             held = [entry._replace(memory_limit=limit) for entry, limit in zip(entries, limits, strict=True)]
             fits = held == entries
             answer = original(context, dev, virtual_devices if fits else held)
-            self._asked[dev], self._limits[uuid] = virtual_devices, int(sum(limits)) * MIB
+            self._user_devices[dev], self._limits[uuid] = virtual_devices, int(sum(limits)) * MIB
             self._spans = self._count()
             if not fits:
                 asked = int(sum(entry.memory_limit or 0 for entry in entries)) * MIB
@@ -326,7 +326,7 @@ class TensorFlow(Framework):
             """Call TensorFlow without memguard's entry in the device table, with which TensorFlow would refuse
             growth."""
             table = getattr(context, "_virtual_device_map", None)
-            if dev not in self._gpus or dev in self._asked or not isinstance(table, dict) or dev not in table:
+            if dev not in self._gpus or dev in self._user_devices or not isinstance(table, dict) or dev not in table:
                 return original(context, dev, enable)
             ours = table[dev]
             try:

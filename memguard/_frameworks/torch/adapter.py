@@ -87,10 +87,10 @@ class Torch(resource.RmmClient):
         return None
 
     def _live(self, module: ModuleType) -> bool:
-        asked = getattr(
+        query = getattr(
             getattr(module, "cuda", None), "is_initialized", None
         )  # missing while another thread imports torch
-        return asked is not None and bool(asked())
+        return query is not None and bool(query())
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
         torch = self._torch()
@@ -294,13 +294,13 @@ class Torch(resource.RmmClient):
         self._replaced = replaced = Replacements()
         self.changes.add(self.name, replaced.undo)
         self._raw_set = torch._C._cuda_setMemoryFraction
-        replaced.put(torch._C, "_cuda_setMemoryFraction", self._fraction_asked)
-        replaced.put(torch._C, "_cuda_changeCurrentAllocator", self._allocator_asked)
-        replaced.put(torch._C, "_cuda_cudaCachingAllocator_enable", self._caching_asked)
+        replaced.put(torch._C, "_cuda_setMemoryFraction", self._wrap_set_fraction)
+        replaced.put(torch._C, "_cuda_changeCurrentAllocator", self._wrap_change_allocator)
+        replaced.put(torch._C, "_cuda_cudaCachingAllocator_enable", self._wrap_enable_caching)
         for name in ("_accelerator_setAllocatorSettings", "_cuda_cudaCachingAllocator_set_allocator_settings"):
-            replaced.put(torch._C, name, self._settings_asked)
+            replaced.put(torch._C, name, self._wrap_set_settings)
 
-    def _fraction_asked(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_set_fraction(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def set_fraction(fraction: float, device: int) -> None:
             most = self._most.get(device)
             if most is None:
@@ -308,11 +308,11 @@ class Torch(resource.RmmClient):
                 return
             held, read = most
             original(held if fraction > read else fraction, device)
-            self._asked(device, fraction, "torch.cuda.set_per_process_memory_fraction")
+            self._record_fraction(device, fraction, "torch.cuda.set_per_process_memory_fraction")
 
         return set_fraction
 
-    def _asked(self, ordinal: int, fraction: float, setting: str) -> None:
+    def _record_fraction(self, ordinal: int, fraction: float, setting: str) -> None:
         """Record the user's fraction: the undo sets it, and until then the stricter one holds."""
         read = getattr(self._torch()._C, "_cuda_getMemoryFraction", None)
         self._before[ordinal] = fraction
@@ -325,7 +325,7 @@ class Torch(resource.RmmClient):
                 "the cap holds"
             )
 
-    def _allocator_asked(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_change_allocator(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def change_allocator(allocator: Any) -> None:
             torch = self._torch()
             if self._caps and not self._live(torch) and not resource.is_loaded_for("torch"):
@@ -335,7 +335,7 @@ class Torch(resource.RmmClient):
 
         return change_allocator
 
-    def _caching_asked(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_enable_caching(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def enable(value: bool) -> None:
             original(value)
             self._uncached = not value
@@ -343,7 +343,7 @@ class Torch(resource.RmmClient):
 
         return enable
 
-    def _settings_asked(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_set_settings(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def set_settings(env: str) -> Any:
             answer, torch = original(env), self._torch()
             if not self._most or not self._live(torch):
@@ -352,7 +352,7 @@ class Torch(resource.RmmClient):
             read = getattr(torch._C, "_cuda_getMemoryFraction", None)
             for ordinal in list(self._most) if read is not None else ():
                 if read is not None and read(ordinal) != self._set[ordinal]:
-                    self._asked(ordinal, read(ordinal), f"the setting {env!r}")
+                    self._record_fraction(ordinal, read(ordinal), f"the setting {env!r}")
             self._set_now(torch)
             return answer
 
@@ -600,7 +600,7 @@ def _communicates(group: Any) -> bool:
     try:
         import torch
 
-        asked = getattr(group._get_backend(torch.device("cuda")), "_is_initialized", None)
-        return bool(asked()) if asked is not None else False
+        query = getattr(group._get_backend(torch.device("cuda")), "_is_initialized", None)
+        return bool(query()) if query is not None else False
     except RuntimeError:  # no backend for CUDA tensors (gloo), or destroyed
         return False

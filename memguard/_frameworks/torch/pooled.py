@@ -22,7 +22,7 @@ from memguard._frameworks.torch.adapter import Torch
 from memguard.errors import CapNotApplied, ConflictingSetting
 
 _BACKEND = "cudaMallocAsync"
-_ASK = f"backend:{_BACKEND}"
+_SELECTED = f"backend:{_BACKEND}"
 _UNIT = 512
 _NEW, _OLD = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 _FIRST_WITH_NEW = (2, 10)
@@ -50,17 +50,17 @@ class PooledTorch(Torch):
         version = settings.version()
         for name in names or [_OLD if version is not None and version < _FIRST_WITH_NEW else _NEW]:
             before = os.environ.get(name)
-            wanted = f"{before},{_ASK}" if before else _ASK
+            wanted = f"{before},{_SELECTED}" if before else _SELECTED
             undo.add(f"torch: {name}", functools.partial(_put_back, name, wanted, before))
             os.environ[name] = wanted
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
         torch: Any = sys.modules["torch"]
-        asked = getattr(torch._C, "_cuda_getAllocatorBackend", None)  # missing in a build without CUDA
-        if asked is not None and not torch.version.hip and (backend := str(asked())) != _BACKEND:
+        query = getattr(torch._C, "_cuda_getAllocatorBackend", None)  # missing in a build without CUDA
+        if query is not None and not torch.version.hip and (backend := str(query())) != _BACKEND:
             raise self._other(
                 f"the {backend} backend of a torch that is imported",
-                f"`import torch` after memguard.init(), or set {_NEW}={_ASK} before Python starts",
+                f"`import torch` after memguard.init(), or set {_NEW}={_SELECTED} before Python starts",
             )
         applied = super().apply(caps, options)
         if self.shared_pool.capped:
