@@ -70,7 +70,7 @@ class Gates(NamedTuple):
     """A framework's table.
 
     `hook` is the module that is in `sys.modules` once the framework is imported. `waits` are the functions that wait.
-    `later` are functions that finalizers call: the gate defers them until it opens. `kept` are types whose destructors
+    `later` are functions that finalizers call: the gate defers them until it opens. `kept_alive` are types whose destructors
     call the driver: their objects, and the result of `holds`, stay alive until then. `imports` are further modules
     whose import calls the driver. `left` are sentences on calls that no gate covers. `refuses` makes a block in which
     functions without a Python name (operators) first call its argument with a readable name, on the thread that entered
@@ -80,7 +80,7 @@ class Gates(NamedTuple):
     hook: str
     waits: tuple[Entry, ...]
     later: tuple[Entry, ...] = ()
-    kept: tuple[Kind, ...] = ()
+    kept_alive: tuple[Kind, ...] = ()
     holds: Callable[[], object] | None = None
     imports: tuple[str, ...] = ()
     left: tuple[str, ...] = ()

@@ -55,7 +55,7 @@ class _Threads(threading.local):
 
 
 _threads = _Threads()
-_kept: dict[int, Any] = {}
+_keepalive: dict[int, Any] = {}
 """By GPU. A primary context that was used here is kept alive: making one takes a tenth of a second."""
 
 
@@ -84,7 +84,7 @@ class pycuda_context:  # noqa: N801 (a context manager that is entered by its na
         context = here.contexts.get(self.device)
         if context is None:
             context = here.contexts[self.device] = _retained(self.device)
-            _kept.setdefault(self.device, context)
+            _keepalive.setdefault(self.device, context)
         _close_at_exit()
         context.push()
         here.blocks += 1

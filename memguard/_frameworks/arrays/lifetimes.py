@@ -108,7 +108,7 @@ class _Entry(NamedTuple):
 
 
 _new_entry: Callable[[tuple[Any, ...]], _Entry] = functools.partial(tuple.__new__, _Entry)
-kept: Counter[int] = Counter()
+held_for_processes: Counter[int] = Counter()
 """Bytes by GPU (CUDA's ordinal) that this process holds for other processes: no framework's row contains them."""
 _open: dict[int, _Entry] = {}
 """The memory shared now, without its owners."""

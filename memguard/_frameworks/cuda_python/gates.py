@@ -117,7 +117,7 @@ GATES = (
                 optional=True,
             ),
         ),
-        kept=(
+        kept_alive=(
             *kinds("cuda.core._module", "cuLibraryUnload, taken to crash as cuModuleUnload does", "ObjectCode Kernel"),
             *kinds("cuda.core._stream", "cuStreamDestroy", "Stream"),
             *kinds("cuda.core._event", "cuEventDestroy", "Event"),

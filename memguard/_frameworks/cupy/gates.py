@@ -132,7 +132,7 @@ GATES = (
             *entries("cupy.cuda.stream", "wait", "cuStreamDestroy", "Stream.__del__"),
             *entries("cupy.cuda.pinned_memory", "wait", "cuMemFreeHost", "PinnedMemory.__del__"),
         ),
-        kept=(
+        kept_alive=(
             *kinds("cupy.cuda.function", "cuModuleUnload crashes", "Module"),
             *kinds("cupy.cuda.memory", "cuMemFree, cuMemFreeAsync", "Memory MemoryAsync ManagedMemory PooledMemory"),
             *kinds("cupy.cuda.graph", "cuGraphExecDestroy", "Graph"),

@@ -109,7 +109,7 @@ GATES = (
             ),
             *entries("jax", "crash", "cuModuleUnload", "clear_caches", touches=gpu_live),
         ),
-        kept=kinds(_JAXLIB, "cuModuleUnload crashes", "LoadedExecutable"),
+        kept_alive=kinds(_JAXLIB, "cuModuleUnload crashes", "LoadedExecutable"),
         holds=programs,
         # Read in XLA's sources of 2026 (stream_executor/cuda: host_callback_registry.cc, cuda_executor.h,
         # cuda_stream.cc): a monitor thread polls each stream every 5 s. It looks only for errors, so a completed and a

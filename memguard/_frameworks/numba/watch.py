@@ -121,12 +121,12 @@ class Ended:
     """
 
     def __init__(self) -> None:
-        self.marks: list[Ended.Kept] = []
+        self.marks: list[Ended.SharedMark] = []
         """The marks not found passed yet."""
         self._most = _MOST_ENDED
         self._lives = Counter[int]()  # by a context's handle, which a later context may reuse
 
-    class Kept:
+    class SharedMark:
         """A mark that several flushes wait for: it is closed when its work is done, not with the first flush."""
 
         def __init__(self, mark: streams.Mark, context: int) -> None:
@@ -151,26 +151,26 @@ class Ended:
                 if len(self.marks) > self._most:
                     self._most = max(_MOST_ENDED, 2 * len(self.under_way()))
                 with contexts.beside_captures():
-                    self.marks.append(self.Kept(streams.Mark(ordinal, handle, context), context))
+                    self.marks.append(self.SharedMark(streams.Mark(ordinal, handle, context), context))
 
         return mark
 
-    def under_way(self) -> list[Ended.Kept]:
+    def under_way(self) -> list[Ended.SharedMark]:
         """The marks whose work may be unfinished. Raises DeviceError if a query fails."""
-        for kept in self.marks.copy():
-            if kept.passed():
+        for shared in self.marks.copy():
+            if shared.passed():
                 with contextlib.suppress(ValueError):  # removed by another thread
-                    self.marks.remove(kept)
-                    kept.mark.close()
+                    self.marks.remove(shared)
+                    shared.mark.close()
         return self.marks.copy()
 
     def forget(self, context: int) -> None:
         """Drop the work and streams of a context that ends."""
         self._lives[context] += 1
-        for kept in self.marks.copy():  # removed one by one: a finalizer may append to the list at any time
-            if kept.context == context:
+        for shared in self.marks.copy():  # removed one by one: a finalizer may append to the list at any time
+            if shared.context == context:
                 with contextlib.suppress(ValueError):
-                    self.marks.remove(kept)
+                    self.marks.remove(shared)
 
 
 ended = Ended()

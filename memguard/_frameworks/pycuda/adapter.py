@@ -36,7 +36,7 @@ from memguard._frameworks.replacements import Replacements
 from memguard.errors import CapNotApplied
 
 _Taken = TypeVar("_Taken")
-_kept: list[Pool] = []
+_never_freed: list[Pool] = []
 
 
 class PyCUDA(Framework):
@@ -337,7 +337,7 @@ class PyCUDA(Framework):
                     if current is not None and pool.context == current.handle:
                         pool.free_held()
                     else:
-                        _kept.append(pool)  # freeing it without its current context may abort the process
+                        _never_freed.append(pool)  # freeing it without its current context may abort the process
                 for pool in self._all():
                     pool.forget()
                 self._last = None
@@ -564,7 +564,7 @@ class PyCUDA(Framework):
         if self._last is pool:
             self._last = None
         pool.forget()
-        _kept.append(pool)
+        _never_freed.append(pool)
 
     def _pools(self, uuid: str) -> list[Pool]:
         """The pools on this GPU, without those whose contexts, and hence memory, are gone.

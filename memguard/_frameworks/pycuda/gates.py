@@ -117,7 +117,7 @@ GATES = (
                 "Memcpy2D.__call__ Memcpy3D.__call__ Memcpy3DPeer.__call__",
             ),
         ),
-        kept=(
+        kept_alive=(
             *kinds("pycuda._driver", "cuModuleUnload crashes", "Module"),
             *kinds(
                 "pycuda._driver",

@@ -241,18 +241,18 @@ class Pool:
     def _give_rest(self, pool: Any, free_held: Callable[[Any], None]) -> None:
         """Free the idle blocks. The small one stays if others do, or if it lies in a slab opened by other code while
         the pool has live blocks: its replacement might open a slab, and exceed the cap."""
-        kept: Any = None
+        small_block: Any = None
         if self._small and self._holds and pool.active_bytes:
             try:
-                kept = self._raw.allocate(pool, 1)
+                small_block = self._raw.allocate(pool, 1)
             except Exception as error:  # without a current context, where PyCUDA frees the small block too
                 _log.debug("pycuda: the pool's idle block goes too: %s", error)
-        address = index(kept) if kept is not None else 0
+        address = index(small_block) if small_block is not None else 0
         where = self._where.get(address)
         if where is not None and (self._aside or self._pages.in_slab_of_others(address, where.size)):
-            where.hand_out(address, kept)
+            where.hand_out(address, small_block)
         else:
-            kept = None
+            small_block = None
         self._witness, self.lives = None, _unknown  # the free of the witness block would look like the context's end
         try:
             free_held(pool)

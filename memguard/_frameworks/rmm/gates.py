@@ -36,6 +36,6 @@ GATES = (
                 optional=True,
             ),
         ),
-        kept=kinds("rmm.pylibrmm.device_buffer", "cuMemFreeAsync", "DeviceBuffer"),
+        kept_alive=kinds("rmm.pylibrmm.device_buffer", "cuMemFreeAsync", "DeviceBuffer"),
     ),
 )

@@ -166,7 +166,7 @@ GATES = (
                 touches=to_cuda,
             ),
         ),
-        kept=(
+        kept_alive=(
             *kinds("torch._C", "cuEventDestroy, with the GIL", "_CudaEventBase Event"),
             *kinds("torch._C", "cuGraphExecDestroy", "_CUDAGraph"),
             *kinds("torch._C", "cuMemFree", "_MemPool"),

@@ -339,15 +339,15 @@ def _folder() -> tuple[str, str]:
     raise OSError("no directory for a socket: XDG_RUNTIME_DIR and the directory for temporary files are not writable")
 
 
-_kept_lock = threading.RLock()
+_charge_lock = threading.RLock()
 
 
 def charge(ordinal: int, nbytes: int) -> None:
     """This process now holds `nbytes` more (or less) of a GPU, for other processes or left to it by one."""
-    with _kept_lock:
-        lifetimes.kept[ordinal] += nbytes
-        if not lifetimes.kept[ordinal]:
-            del lifetimes.kept[ordinal]
+    with _charge_lock:
+        lifetimes.held_for_processes[ordinal] += nbytes
+        if not lifetimes.held_for_processes[ordinal]:
+            del lifetimes.held_for_processes[ordinal]
 
 
 _server = Server()
@@ -371,8 +371,8 @@ def _at_exit() -> None:
 
 
 def _forked() -> None:
-    global _server, _kept_lock
+    global _server, _charge_lock
     _inherited.append(_server)
     _server.abandon()
-    _server, _kept_lock = Server(), threading.RLock()
-    lifetimes.kept.clear()
+    _server, _charge_lock = Server(), threading.RLock()
+    lifetimes.held_for_processes.clear()
