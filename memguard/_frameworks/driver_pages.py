@@ -43,7 +43,7 @@ def whole_share(size: int, unit: int = UNIT) -> int:
 
 
 @dataclass
-class _Shared:
+class _Slab:
     """A slab: the pieces of all frameworks in it, and its bytes counted in the frameworks' rows."""
 
     pieces: int = 0
@@ -63,12 +63,12 @@ class Slabs:
         self.gaps = 0
         # A signal handler or a finalizer may interrupt a call: so related figures change with no call in between.
         self._lock = threading.RLock()
-        self._slabs: dict[int, _Shared] = {}
+        self._slabs: dict[int, _Slab] = {}
 
-    def enter(self, address: int) -> bool:
+    def add_piece(self, address: int) -> bool:
         """Count one more piece. Returns whether it opened its slab."""
         with self._lock:
-            slab = self._slabs.setdefault(address // GRANULE, _Shared())
+            slab = self._slabs.setdefault(address // GRANULE, _Slab())
             slab.pieces += 1
             if address % GRANULE == 0 and not slab.known:
                 slab.known = True
@@ -89,7 +89,7 @@ class Slabs:
         slab = self._slabs.get(address // GRANULE)
         return slab.pieces if slab is not None else 0
 
-    def leave(self, address: int) -> None:
+    def remove_piece(self, address: int) -> None:
         """Count one piece less. Drops the slab with its last piece."""
         with self._lock:
             slab = self._slabs[address // GRANULE]
@@ -105,7 +105,7 @@ slabs: defaultdict[str, Slabs] = defaultdict(Slabs)
 
 
 @dataclass
-class _Own:
+class _OwnPieces:
     """One framework's pieces in one slab: their number and bytes."""
 
     whole: bool
@@ -127,12 +127,12 @@ class DriverPages:
     def __init__(self, shared: Slabs, whole: bool = True) -> None:
         self._shared, self._whole = shared, whole
         self._large = self._small = self._expected = 0
-        self.coming = 0
-        """The bytes of `adding` in `changes`, in whole pages. They count already, so that a request of a signal handler
+        self.queued = 0
+        """The bytes of `apply_add` in `changes`, in whole pages. They count already, so that a request of a signal handler
         does not take their room."""
-        self._slabs: dict[int, _Own] = {}
+        self._slabs: dict[int, _OwnPieces] = {}
         self.changes: deque[tuple[Callable[[int, int], None], int, int]] = deque()
-        """Queued changes for `settle`: `adding` or `leaving` with address and size. A caller that must know at a Ctrl-C
+        """Queued changes for `apply_changes`: `apply_add` or `apply_remove` with address and size. A caller that must know at a Ctrl-C
         whether its change will be made appends it here, and records that with no call in between."""
         self._changing = False
 
@@ -163,19 +163,19 @@ class DriverPages:
         return size <= SMALL and self.held() + self.growth(size) <= cap  # a larger one grows by whole pages
 
     def add(self, address: int, size: int) -> None:
-        self._in_turn(self.adding, address, size)
+        self._queue(self.apply_add, address, size)
 
-    def gone(self, address: int, size: int) -> None:
+    def remove(self, address: int, size: int) -> None:
         """Record that the driver has freed an allocation."""
-        self._in_turn(self.leaving, address, size)
+        self._queue(self.apply_remove, address, size)
 
-    def _in_turn(self, change: Callable[[int, int], None], address: int, size: int) -> None:
-        coming = round_up(size) if change == self.adding else 0
-        self.coming += coming
+    def _queue(self, change: Callable[[int, int], None], address: int, size: int) -> None:
+        queued = round_up(size) if change == self.apply_add else 0
+        self.queued += queued
         self.changes.append((change, address, size))
-        self.settle()
+        self.apply_changes()
 
-    def settle(self) -> None:
+    def apply_changes(self) -> None:
         """Carry out the changes. A Ctrl-C neither loses nor repeats one; `Slabs.gaps` alone may miss a piece."""
         if self._changing:
             return
@@ -187,18 +187,18 @@ class DriverPages:
         finally:
             self._changing = False
 
-    def adding(self, address: int, size: int) -> None:
+    def apply_add(self, address: int, size: int) -> None:
         if size > SMALL:
             pages = round_up(size)
             self._large += pages
-            self.coming -= pages
+            self.queued -= pages
             self.changes.popleft()
             return
-        opened = self._shared.enter(address)
+        opened = self._shared.add_piece(address)
         slab = self._slabs.get(address // GRANULE)
-        self._change(slab or _Own(opened and self._whole), address, 1, size, round_up(size))
+        self._change(slab or _OwnPieces(opened and self._whole), address, 1, size, round_up(size))
 
-    def leaving(self, address: int, size: int) -> None:
+    def apply_remove(self, address: int, size: int) -> None:
         if size > SMALL:
             pages = round_up(size)
             self._large -= pages
@@ -209,7 +209,7 @@ class DriverPages:
             self.changes.popleft()  # else it would be retried for ever
             raise KeyError(address)
         self._change(slab, address, -1, -size)
-        self._shared.leave(address)
+        self._shared.remove_piece(address)
 
     def in_slab_of_others(self, address: int, size: int) -> bool:
         """Whether this allocation counts by its own bytes, because other code opened its slab."""
@@ -230,11 +230,11 @@ class DriverPages:
             self._expected = before  # harmless if an interruption came before the change
 
     def held(self) -> int:
-        return self._large + self._small + self.coming + self._expected
+        return self._large + self._small + self.queued + self._expected
 
     def counted(self) -> int:
         """`held` without the expected bytes."""
-        return self._large + self._small + self.coming
+        return self._large + self._small + self.queued
 
     def returned_by(self, pieces: Iterable[tuple[int, int]]) -> int:
         """The bytes that go back to the driver with these allocations. A slab goes back with its last piece."""
@@ -255,7 +255,7 @@ class DriverPages:
                 found += GRANULE
         return found
 
-    def parts(self, blocks: Iterable[tuple[int, int]]) -> list[tuple[int, list[int]]]:
+    def groups(self, blocks: Iterable[tuple[int, int]]) -> list[tuple[int, list[int]]]:
         """Which of these allocations the driver frees together: the bytes and addresses of each group.
 
         Omits pieces in slabs that other code keeps allocated: freeing those pieces returns nothing by itself.
@@ -273,13 +273,13 @@ class DriverPages:
                 found.append((GRANULE, inside))
         return found
 
-    def _change(self, slab: _Own, address: int, pieces: int, size: int, coming: int = 0) -> None:
+    def _change(self, slab: _OwnPieces, address: int, pieces: int, size: int, queued: int = 0) -> None:
         """Update the slab and every sum, so that readings cost nothing. Removes the first of `changes`."""
         number, slabs, changes = address // GRANULE, self._slabs, self.changes
-        after = _Own(slab.whole, slab.pieces + pieces, slab.bytes + _units(size))
+        after = _OwnPieces(slab.whole, slab.pieces + pieces, slab.bytes + _units(size))
         counted = (after.counted if after.pieces else 0) - (slab.counted if slab.pieces else 0)
         slabs[number] = after
-        self.coming -= coming
+        self.queued -= queued
         self._small += counted
         changes.popleft()
         if not after.pieces:
@@ -292,7 +292,7 @@ def _units(size: int) -> int:
     return round_up(size, UNIT) if size >= 0 else -round_up(-size, UNIT)
 
 
-def least(sizes: Sequence[int], needed: int) -> list[int] | None:
+def fewest_blocks(sizes: Sequence[int], needed: int) -> list[int] | None:
     """Positions of blocks with at least `needed` bytes together, without a superfluous one; None if all have fewer.
 
     It minimises the blocks rather than the bytes, as each block costs time: the largest blocks, and as the last one the
@@ -315,9 +315,9 @@ def addresses_to_free(pages: DriverPages, blocks: Sequence[tuple[int, int]], nee
 
     None if that takes all. The pieces of a slab are freed together or not at all.
     """
-    parts = pages.parts(blocks)
-    chosen = least([size for size, _ in parts], needed)
-    return None if chosen is None else frozenset(address for one in chosen for address in parts[one][1])
+    groups = pages.groups(blocks)
+    chosen = fewest_blocks([size for size, _ in groups], needed)
+    return None if chosen is None else frozenset(address for one in chosen for address in groups[one][1])
 
 
 def returned_by_trim(reserved: int, used: int) -> int | None:

@@ -397,7 +397,7 @@ class CuPy(Limits, resource.RmmClient):
                 return pool.malloc(rounded)
         before, pieces = pool.total_bytes(), self._pieces.get(ordinal)
         if pieces is not None:
-            pieces.settle(before)
+            pieces.drop_freed(before)
         gap = size <= SMALL and pieces is not None and pieces.gap(size)
         if rounded <= size or not (gap or pool.free_bytes() >= size):
             return None
@@ -405,7 +405,7 @@ class CuPy(Limits, resource.RmmClient):
             memory = pool.malloc(size)
         except refusal:
             return None
-        if pool.total_bytes() == before or (gap and pieces is not None and pieces.beside(memory.ptr)):
+        if pool.total_bytes() == before or (gap and pieces is not None and pieces.in_known_slab(memory.ptr)):
             return memory
         del memory  # it opened a slab or took whole pages, which exceeds the cap
         pool.free_all_blocks()
@@ -604,7 +604,7 @@ class CuPy(Limits, resource.RmmClient):
         for former, _ in self._former:
             total, used = total + int(former.total_bytes()), used + int(former.used_bytes())
         if (pieces := self._pieces.get(ordinal)) is not None:
-            pieces.settle(total)
+            pieces.drop_freed(total)
         return (total, used) if total or used or ordinal in self._limited else None
 
 

@@ -160,7 +160,7 @@ class Pieces:
 
     def __init__(self, slabs: Slabs) -> None:
         self._lock = threading.RLock()  # re-entrant: a signal handler or a finalizer may interrupt a call
-        self._settling = False
+        self._dropping = False
         self._pages = DriverPages(slabs, whole=False)  # the pool's own figure contains their exact bytes
         self._there: dict[int, tuple[int, int]] = {}  # size and the driver's id, by address
         self._new: deque[tuple[int, int, int]] = deque()
@@ -173,36 +173,36 @@ class Pieces:
         if number is not None:
             self._new.append((address, size, number))
             if len(self._new) > max(_MOST_NEW, len(self._there)):  # so each piece is checked twice on average
-                self.settle(self._total)
+                self.drop_freed(self._total)
 
     def gap(self, size: int) -> bool:
         """Whether a slab may have room for one more piece: its gaps may be too short, or contain others' pieces."""
         with self._lock:
             return self._pages.gap(size)
 
-    def beside(self, address: int) -> bool:
+    def in_known_slab(self, address: int) -> bool:
         """Whether the slab of this address contains recorded pieces."""
         with self._lock:
             return self._pages.known(address)
 
-    def settle(self, total: int) -> None:
+    def drop_freed(self, total: int) -> None:
         """Drop the pieces that were freed. Queries the driver (0.5 µs each) only if the pool's `total` changed."""
         if total == self._total and not self._new:
             return
         with self._lock:
-            if self._settling:
+            if self._dropping:
                 return  # the interrupted call does it
-            self._settling = True
+            self._dropping = True
             try:
-                self._settle(total)
+                self._drop_freed(total)
             finally:
-                self._settling = False
+                self._dropping = False
 
-    def _settle(self, total: int) -> None:
+    def _drop_freed(self, total: int) -> None:
         self._total = total
         for address, (size, number) in list(self._there.items()):
             if contexts.buffer(address) != number and self._there.pop(address, None) is not None:
-                self._pages.gone(address, size)
+                self._pages.remove(address, size)
         while self._new:
             try:
                 address, size, number = self._new.popleft()
@@ -218,4 +218,4 @@ class Pieces:
             self._new.clear()
             for address, (size, _) in list(self._there.items()):
                 if self._there.pop(address, None) is not None:
-                    self._pages.gone(address, size)
+                    self._pages.remove(address, size)

@@ -37,9 +37,9 @@ class Figures:
         whole_pages = round_up(size)
         # No call in between, so a Ctrl-C finds all of it or nothing.
         self.blocks[block] = None
-        pages.coming += whole_pages
-        pages.changes.append((pages.adding, block.address, size))
-        pages.settle()
+        pages.queued += whole_pages
+        pages.changes.append((pages.apply_add, block.address, size))
+        pages.apply_changes()
 
     def used(self, block: Block, size: int) -> None:
         """Count the block's array of `size` bytes."""
@@ -78,16 +78,16 @@ class Figures:
                 if block in self.blocks:  # else a signal handler counted it first
                     del self.blocks[block]
                     self._changes += 1
-                    pages.changes.append((pages.leaving, block.address, block.size))
-                    pages.settle()
+                    pages.changes.append((pages.apply_remove, block.address, block.size))
+                    pages.apply_changes()
                 if freed[0] is entry:
                     freed.popleft()
         except IndexError:
             pass
         if pages.changes:  # from an interruption by Ctrl-C
-            pages.settle()
+            pages.apply_changes()
 
-    def settle(self, lock: Any) -> None:
+    def apply_if_unlocked(self, lock: Any) -> None:
         """`apply` for a reading: only if the lock is free."""
         got: list[bool] = []
         try:

@@ -75,7 +75,7 @@ def capped(driver: Any) -> type:
             """Bytes held, in use, reclaimable, and the peak in use. Takes no lock, as its owner may wait long."""
             figures = self.figures
             if self._freed or figures.pages.changes:
-                figures.settle(self.bank.lock)
+                figures.apply_if_unlocked(self.bank.lock)
             return figures.pages.counted(), figures.in_use, figures.reclaimable(), figures.peak
 
         def alone(self) -> bool:

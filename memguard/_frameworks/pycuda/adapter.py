@@ -57,7 +57,7 @@ class PyCUDA(Framework):
         self._pages: dict[str, DriverPages] = {}
         self._pitched: dict[str, Pitched] = {}
         self._peak: Counter[str] = Counter()
-        self._gone: deque[tuple[Pitched, int, int]] = deque()  # recorded by finalizers, applied with the lock held
+        self._freed: deque[tuple[Pitched, int, int]] = deque()  # recorded by finalizers, applied with the lock held
         self._events: list[TraceEvent] | None = None
         self._recorded: set[int] = set()
         self._serial = 0
@@ -103,11 +103,11 @@ class PyCUDA(Framework):
             return None
         uuid = device.uuid
         with self._lock:
-            if self._gone:
-                self._settle()
+            if self._freed:
+                self._apply_recorded()
             pools, pages = self._pools(uuid), self._pages.get(uuid) or self._pages_of(uuid)
             if pages.changes:
-                pages.settle()
+                pages.apply_changes()
             in_use = 0
             pieces: list[tuple[int, int]] = []
             for pool in pools:
@@ -149,7 +149,7 @@ class PyCUDA(Framework):
             return
         nested = holds_lock(self._lock)
         with self._lock:
-            self._settle()
+            self._apply_recorded()
             current = current_context(drv)
             here = None if current is None else current.handle
             pools, before = self._pools(uuid), self._counted_bytes(uuid)
@@ -258,7 +258,7 @@ class PyCUDA(Framework):
 
         def pitched_within_cap(uuid: str, width: int, height: int, access_size: int) -> Any:
             with self._lock:
-                self._settle()
+                self._apply_recorded()
                 pages = self._pages_of(uuid)
                 pitched = self._pitched.setdefault(uuid, Pitched(pages))
 
@@ -268,7 +268,7 @@ class PyCUDA(Framework):
                     return allocation, pitch
 
                 def give_back(taken: tuple[Any, int]) -> None:
-                    pitched.gone(int(taken[0]), taken[1] * height)
+                    pitched.remove(int(taken[0]), taken[1] * height)
                     taken[0].free()
 
                 requested = round_up(width, 512) * height
@@ -276,7 +276,7 @@ class PyCUDA(Framework):
                 allocation, pitch = self._within_cap(drv, uuid, requested, round_up(requested), fits, take, give_back)
                 self._note_peak(uuid)
             gone = pitched, int(allocation), pitch * height
-            weakref.finalize(allocation, self._gone.append, gone).atexit = False
+            weakref.finalize(allocation, self._freed.append, gone).atexit = False
             return allocation, pitch
 
         def allocate(pool: Any, size: int) -> Any:
@@ -332,7 +332,7 @@ class PyCUDA(Framework):
                 _swap_defaults(self._mem_alloc, raw_alloc)  # also in a gpuarray imported after memguard.init
             current = current_context(drv)
             with self._lock:
-                self._settle()
+                self._apply_recorded()
                 for pool in self._own.values():
                     if current is not None and pool.context == current.handle:
                         pool.free_held()
@@ -432,7 +432,7 @@ class PyCUDA(Framework):
             self._report_refusal(error, uuid, size)
 
     def _counted(self, drv: Any, pool: Pool, size: int) -> Any:
-        self._settle()
+        self._apply_recorded()
         pool.tidy()
         bin_size = pool.bin_size(size)
         if self._events is None:
@@ -488,7 +488,7 @@ class PyCUDA(Framework):
                         return taken
                     give_back(taken)  # no hole of a slab had room, so the driver opened another slab
                     del taken
-            self._settle()  # blocks that the garbage collector freed meanwhile
+            self._apply_recorded()  # blocks that the garbage collector freed meanwhile
             current = current_context(drv)
             for pool in self._pools(uuid):
                 if current is not None and pool.reachable(current.handle):
@@ -543,20 +543,20 @@ class PyCUDA(Framework):
         with self._lock:
             self._note_peak(pool.uuid, pool)
 
-    def _settle(self) -> None:
+    def _apply_recorded(self) -> None:
         """Apply the frees that finalizers of pitched allocations recorded, and changes that a Ctrl-C interrupted.
 
         Callers hold the lock.
         """
         for pages in list(self._pages.values()):
             if pages.changes:
-                pages.settle()
-        while self._gone:
+                pages.apply_changes()
+        while self._freed:
             try:
-                count, address, size = self._gone.popleft()
+                count, address, size = self._freed.popleft()
             except IndexError:  # a signal handler removed the last one
                 return
-            count.gone(address, size)
+            count.remove(address, size)
 
     def _bury(self, pool: Pool) -> None:
         """Keep the pool of a destroyed context for ever: its memory is gone, and freeing it would abort the process."""

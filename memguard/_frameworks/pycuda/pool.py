@@ -258,7 +258,7 @@ class Pool:
             free_held(pool)
             self._clear()
             self._aside.end()
-            self._forget_gone()
+            self._forget_freed()
         finally:
             self._choose_witness()
 
@@ -285,7 +285,7 @@ class Pool:
             self.forget(unless_used=True)
         elif managed != self._others + self._sum and (managed, self._sum) != self._looked:
             self._clear()
-            self._forget_gone()
+            self._forget_freed()
             self._looked = managed, self._sum
 
     def looked_at(self) -> tuple[int, list[tuple[int, int]]]:
@@ -393,7 +393,7 @@ class Pool:
         self._small = self._bin(size).idle
         if pool.held_blocks == 0:  # its user stopped it in a way that memguard does not observe
             self._stop()
-            self._forget_gone()
+            self._forget_freed()
 
     def _stop(self) -> None:
         """Make the pool keep no blocks: each free goes to the driver at once."""
@@ -406,7 +406,7 @@ class Pool:
         for found in list(self._bins.values()):
             found.idle.clear()
 
-    def _forget_gone(self) -> None:
+    def _forget_freed(self) -> None:
         """Drop the blocks that the pool has freed. The driver reports which, as a concurrent `hit` may be using one."""
         for address, known in list(self._ids.items()):
             where = self._where.get(address)
@@ -425,9 +425,9 @@ class Pool:
         self._ids[address], self._where[address] = known, found
         found.held[address] = None
         self._sum += size
-        pages.coming += whole_pages
-        pages.changes.append((pages.adding, address, size))
-        pages.settle()
+        pages.queued += whole_pages
+        pages.changes.append((pages.apply_add, address, size))
+        pages.apply_changes()
         if self._witness is None:
             self._choose_witness()
 
@@ -442,10 +442,10 @@ class Pool:
         if address in found.held:
             del found.held[address]
         self._sum -= found.size
-        pages.changes.append((pages.leaving, address, found.size))
+        pages.changes.append((pages.apply_remove, address, found.size))
         if self._witness == address:
             self._choose_witness()
-        pages.settle()
+        pages.apply_changes()
 
     def _choose_witness(self) -> None:
         """Choose a block as witness: while the driver reports its id, the context is the same."""
@@ -491,6 +491,6 @@ class Pitched:
         self.in_use += size
         self._pages.add(address, size)
 
-    def gone(self, address: int, size: int) -> None:
+    def remove(self, address: int, size: int) -> None:
         self.in_use -= size
-        self._pages.gone(address, size)
+        self._pages.remove(address, size)
