@@ -14,20 +14,20 @@ from memguard._frameworks.pycuda import contexts as pycuda_contexts
 from memguard.errors import DeviceError
 
 
-def beside(ordinal: int, pools: Iterable[int] = ()) -> dict[int, str]:
+def find(ordinal: int, pools: Iterable[int] = ()) -> dict[int, str]:
     """The creator of each context of the GPU other than the primary one, by handle. `pools`: contexts of PyCUDA's
     pools.
 
     Never raises. Without a primary context there is no second one: the first context of any kind counts as primary.
     """
     try:
-        return _beside(ordinal, pools)
+        return _find(ordinal, pools)
     except Exception as error:  # the driver shuts down, or PyCUDA is half imported: the reading continues without it
         _log.debug("second contexts: %s: %s", type(error).__name__, error)
         return {}
 
 
-def _beside(ordinal: int, pools: Iterable[int]) -> dict[int, str]:
+def _find(ordinal: int, pools: Iterable[int]) -> dict[int, str]:
     known, here, ours = contexts.primary_known(ordinal), contexts.current_handle(), pycuda_contexts.pushed()
     alone = known is not None and {here, ours, *pools} <= {known, None}
     if alone and not pycuda_contexts.automatic_made():

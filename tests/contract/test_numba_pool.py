@@ -844,7 +844,7 @@ def test_a_reset_gives_back_what_is_pending_at_once(setting: Setting, deferred: 
     with setting.cuda.current_context().defer_cleanup() if deferred else contextlib.nullcontext():
         live.pop()
         held.reset()
-        assert setting.taken() == 0 and len(given) == 3 and held not in held.bank.members and held.bank.single
+        assert setting.taken() == 0 and len(given) == 3 and held not in held.group.members and held.group.single
     live.clear()
     flush(setting)
     assert len(given) == 3 and setting.usage().held == 0 and setting.usage().in_use == 0

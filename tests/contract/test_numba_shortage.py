@@ -39,7 +39,7 @@ def setting(model: Model) -> Setting:
 
 def shortages(setting: Setting, serve: Callable[[Shortage], bool]) -> list[Shortage]:
     """What is asked for from now on; `serve` answers, without the lock of the GPU's count."""
-    return short.shortages(setting, serve, lambda setting: not manager(setting).bank.lock._is_owned())
+    return short.shortages(setting, serve, lambda setting: not manager(setting).group.lock._is_owned())
 
 
 def cap(setting: Setting, size: int) -> None:
@@ -92,7 +92,7 @@ def test_within_another_call_that_has_the_lock_nobody_is_asked(setting: Setting)
     """As a finalizer or a signal handler is, which comes into an allocation on the same thread."""
     asked: list[Shortage] = []
     setting.framework.on_shortage = lambda shortage: bool(asked.append(shortage)) or True
-    with manager(setting).bank.lock:
+    with manager(setting).group.lock:
         setting.refused(CAP + 1)
     assert asked == []
 
@@ -199,7 +199,7 @@ def test_a_ctrl_c_anywhere_leaves_the_books_right(
         usage = setting.usage()
         if usage.held != setting.taken() or usage.in_use != in_use:
             wrong.append(f"{point.place}: {usage}, taken {setting.taken()}, in use before {in_use}")
-        if manager(setting).bank.lock._is_owned():
+        if manager(setting).group.lock._is_owned():
             wrong.append(f"{point.place}: the lock is held")
             break
         del arrays

@@ -288,13 +288,13 @@ def asked():
         name = stub.stub_asked(len(found))
         found.append(name and name.decode())
     return int(made.ptr) == old, "cuEventRecord" in found, "cuCtxRecordEvent" in found
-print(contexts.may_be_aside(), *asked())
+print(contexts.may_use_non_blocking_streams(), *asked())
 made = drv.Stream(), drv.Stream(0)
-print(contexts.may_be_aside(), *asked())
+print(contexts.may_use_non_blocking_streams(), *asked())
 made = drv.Stream(flags=1)
-print(contexts.may_be_aside(), *asked())
+print(contexts.may_use_non_blocking_streams(), *asked())
 applied.undo()
-print(contexts.may_be_aside(), *asked())
+print(contexts.may_use_non_blocking_streams(), *asked())
 """
     assert [line.split() for line in python(stubbed, "-c", HIT + code + END).splitlines()] == [
         ["True", "True", "False", "True"],  # CUDA was there before the budget, so there may be such a stream

@@ -1,4 +1,4 @@
-"""Counts the bytes that Numba holds: in one context (`Figures`), and in all that share a GPU's cap (`Bank`)."""
+"""Counts the bytes that Numba holds: in one context (`Figures`), and in all that share a GPU's cap (`ManagerGroup`)."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Figures:
         return found
 
 
-class Bank:
+class ManagerGroup:
     """The capped managers of one GPU, whose contexts share its cap.
 
     An allocating thread holds the lock, even while it synchronises the GPU. So readings do not take it.

@@ -35,7 +35,7 @@ from memguard._frameworks.rmm import resource
 from memguard.errors import CapNotApplied, ConflictingSetting
 
 if TYPE_CHECKING:
-    from memguard._frameworks.numba.accounting import Bank
+    from memguard._frameworks.numba.accounting import ManagerGroup
 
 
 class Numba(resource.RmmClient):
@@ -105,7 +105,7 @@ class Numba(resource.RmmClient):
             if driver._memory_manager is manager:
                 driver._memory_manager = self._user_manager
             manager.memguard = self._manager = None  # contexts created meanwhile keep it; it no longer refuses
-            _give_back(manager.banks)
+            _give_back(manager.groups)
 
         def streams_are_others() -> None:
             if manager.pooling:
@@ -156,11 +156,11 @@ class Numba(resource.RmmClient):
             return self._rmm.usage(device.uuid)
         if not isinstance(managers[0], self._manager or ()):
             return Usage(None, None)  # Numba is not in the budget, or another manager is set: nothing counts its memory
-        bank: Bank = managers[0].bank
+        group: ManagerGroup = managers[0].group
         if managers[0].alone():
             held, in_use, reclaimable, peak = managers[0].usage()
             return usage_of((held, in_use, reclaimable, None, None, peak))
-        found = [manager.usage() for manager in {managers[0], *bank.all()}]
+        found = [manager.usage() for manager in {managers[0], *group.all()}]
         held, in_use, reclaimable, peak = (sum(part) for part in zip(*found, strict=True))
         return Usage(held, in_use, reclaimable, peak=peak)
 
@@ -181,7 +181,7 @@ class Numba(resource.RmmClient):
             if pending is not None and uuid_of(context) == device.uuid:
                 with contexts.pushed(int(context.device.id)) as there:
                     if there and isinstance(manager, self._manager or ()):
-                        with manager.bank.lock:  # an allocation may flush them at the same time
+                        with manager.group.lock:  # an allocation may flush them at the same time
                             got = manager.give_back(needed)
                         needed = None if needed is None else needed - got
                     elif there:
@@ -223,9 +223,9 @@ class Numba(resource.RmmClient):
         if self._manager is None:
             return
         self._manager.pooling = False
-        for bank in self._manager.banks.values():
+        for group in self._manager.groups.values():
             # Another thread of the parent may have held the old lock.
-            bank.lock = ranked(threading.RLock(), Rank.ALLOCATOR)
+            group.lock = ranked(threading.RLock(), Rank.ALLOCATOR)
 
     def room_for(self, error: BaseException, uuid: str, size: int) -> bool:
         """Whether room was made for a failed request. Callers have released the count's lock."""
@@ -246,11 +246,11 @@ class Numba(resource.RmmClient):
             ) from error
 
 
-def _give_back(banks: Mapping[str, Bank]) -> None:
+def _give_back(groups: Mapping[str, ManagerGroup]) -> None:
     """Free every pooled block. Never raises: a block that the driver cannot free stays allocated."""
-    for bank in list(banks.values()):
-        with bank.lock, contexts.beside_captures():
-            for manager in bank.all():
+    for group in list(groups.values()):
+        with group.lock, contexts.beside_captures():
+            for manager in group.all():
                 try:
                     manager.drain()
                 except Exception as error:

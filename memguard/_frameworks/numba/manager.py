@@ -19,7 +19,7 @@ from memguard._base.units import format_size, round_up
 from memguard._devices import contexts, streams, suspension
 from memguard._frameworks.base import TRIES, attach_shortage, holds_lock
 from memguard._frameworks.driver_pages import addresses_to_free, whole
-from memguard._frameworks.numba.accounting import Bank, Figures
+from memguard._frameworks.numba.accounting import Figures, ManagerGroup
 from memguard._frameworks.numba.contexts import current_uuid, handle_of, numba_contexts, uuid_of
 from memguard._frameworks.numba.memory import memories
 from memguard._frameworks.numba.pool import BACK, NEW, PENDING, Block, Mark, Pool, Taker
@@ -48,7 +48,7 @@ def capped(driver: Any) -> type:
         memguard: ClassVar[Owner | None] = None
         pooling: ClassVar[bool] = False
         """Whether the pool's marks cover all streams that Numba uses. Once False, never True again."""
-        banks: ClassVar[defaultdict[str, Bank]] = defaultdict(Bank)
+        groups: ClassVar[defaultdict[str, ManagerGroup]] = defaultdict(ManagerGroup)
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
@@ -62,7 +62,7 @@ def capped(driver: Any) -> type:
 
         def _attach(self, uuid: str) -> None:
             """Allocate on this GPU from now on."""
-            self.uuid, self.bank, self.figures = uuid, self.banks[uuid], Figures(uuid)
+            self.uuid, self.group, self.figures = uuid, self.groups[uuid], Figures(uuid)
             self._freed = self.figures.freed
             self._member = False
 
@@ -75,12 +75,12 @@ def capped(driver: Any) -> type:
             """Bytes held, in use, reclaimable, and the peak in use. Takes no lock, as its owner may wait long."""
             figures = self.figures
             if self._freed or figures.pages.changes:
-                figures.apply_if_unlocked(self.bank.lock)
+                figures.apply_if_unlocked(self.group.lock)
             return figures.pages.counted(), figures.in_use, figures.reclaimable(), figures.peak
 
         def alone(self) -> bool:
             """Whether it is the only manager that has allocated on its GPU."""
-            return self._member and bool(self.bank.single)
+            return self._member and bool(self.group.single)
 
         def memalloc(self, size: int) -> Any:
             if not self.uuid and (here := current_uuid()):
@@ -88,14 +88,14 @@ def capped(driver: Any) -> type:
             memory, more = Memory(self, size), TRIES
             while True:
                 try:
-                    with self.bank.lock:
+                    with self.group.lock:
                         self._serve(memory, size)
                     return memory
                 except driver.CudaAPIError as error:
                     framework = self.memguard
                     if framework is None or "OUT_OF_MEMORY" not in str(error):
                         raise
-                    if more <= 0 or holds_lock(self.bank.lock) or not framework.room_for(error, self.uuid, size):
+                    if more <= 0 or holds_lock(self.group.lock) or not framework.room_for(error, self.uuid, size):
                         framework.report_refusal(error, self.uuid, size)
                         raise
                 more -= 1  # after the error and its frames are gone
@@ -105,7 +105,7 @@ def capped(driver: Any) -> type:
             cap = None if framework is None else framework.caps.get(self.uuid)
             if not self._member:
                 self._member = True
-                self.bank.add(self)
+                self.group.add(self)
             if cap is not None and self.pool.idle and self._from_pool(self.pool.take, memory, size, cap):
                 return
             if not self._from_driver(memory, size, cap):
@@ -118,8 +118,8 @@ def capped(driver: Any) -> type:
             if self._freed:
                 figures.apply()
             held = figures.pages.held()
-            if not self.bank.single:
-                held += self.bank.elsewhere(self)
+            if not self.group.single:
+                held += self.group.elsewhere(self)
             block = take(whole(size), memory) if held <= cap else None
             if block is None:
                 return False
@@ -132,7 +132,7 @@ def capped(driver: Any) -> type:
             figures = self.figures
             if self._freed:
                 figures.apply()
-            pages, elsewhere = figures.pages, self.bank.elsewhere
+            pages, elsewhere = figures.pages, self.group.elsewhere
             if cap is not None and not pages.fits(size, cap - elsewhere(self)):
                 return False
             pooled = self._pools(cap)
@@ -169,8 +169,8 @@ def capped(driver: Any) -> type:
             pending or pooled.
             """
             members = [self]
-            if not self.bank.single:
-                members += [other for other in self.bank.all() if other is not self]
+            if not self.group.single:
+                members += [other for other in self.group.all() if other is not self]
             for manager in members:
                 manager.deallocations.clear()
             if cap is not None and self.pool.idle and self._from_pool(self.pool.wait, memory, size, cap):
@@ -275,7 +275,7 @@ def capped(driver: Any) -> type:
 
         def reset(self) -> None:
             """Free everything at once, even within `defer_cleanup`: the context may end right after it."""
-            with self.bank.lock:
+            with self.group.lock:
                 super().reset()
                 for block in list(self.figures.blocks):
                     self.figures.left(block, None)
@@ -285,7 +285,7 @@ def capped(driver: Any) -> type:
                 self.drain()
                 self.figures.apply()
                 self._home, self._member = None, False  # if the context continues, the next allocation counts again
-                self.bank.remove(self)
+                self.group.remove(self)
             if self.context is not None:
                 streams.forget(handle_of(self.context))
                 ended.forget(handle_of(self.context))

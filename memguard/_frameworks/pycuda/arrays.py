@@ -18,7 +18,7 @@ from memguard._frameworks.arrays.base import Arrays, Before
 from memguard._frameworks.arrays.compatibility import Layout, Traits
 from memguard._frameworks.arrays.lifetimes import Lifetime, Offer, new_offer
 from memguard._frameworks.arrays.view import ITEM_SIZES, NUMPY_DTYPES, View, in_bytes
-from memguard._frameworks.pycuda.contexts import may_be_aside
+from memguard._frameworks.pycuda.contexts import may_use_non_blocking_streams
 
 
 class PyCUDAArrays(Arrays):
@@ -107,10 +107,10 @@ class PyCUDAArrays(Arrays):
         if isinstance(made.gpudata, sys.modules["pycuda.driver"].DeviceAllocation):
             return
         ordinal = contexts.current() or 0
-        context, aside = self.context(ordinal), may_be_aside()
+        context, non_blocking = self.context(ordinal), may_use_non_blocking_streams()
         if stream is not None and stream <= streams.PER_THREAD and context is not None:
             stream = None  # a default stream of this context, which the driver would take for the primary context's
-        if aside:
+        if non_blocking:
             streams.follow(ordinal, None, stream, context)
         elif stream is not None:
             streams.follow_default(ordinal, stream, context)

@@ -75,27 +75,27 @@ def pushed() -> int | None:
 
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _watched: Replacements | None = None
-_aside = True
+_non_blocking = True
 
 
 def watch_streams(drv: Any, replaced: Replacements, *, used: bool) -> None:
     """Detect, until `replaced` is undone, the creation of a non-blocking stream. `used`: one may exist already."""
-    global _watched, _aside
+    global _watched, _non_blocking
 
     def init(original: Callable[..., None]) -> Callable[..., None]:
         def call(stream: Any, flags: int = 0) -> None:
-            global _aside
+            global _non_blocking
             original(stream, flags)
             if flags & _NON_BLOCKING:
-                _aside = True
+                _non_blocking = True
 
         return call
 
-    _watched, _aside = None, used
+    _watched, _non_blocking = None, used
     if hasattr(drv, "Stream") and replaced.put(drv.Stream, "__init__", init):
         _watched = replaced
 
 
-def may_be_aside() -> bool:
+def may_use_non_blocking_streams() -> bool:
     """Whether PyCUDA may have work on a non-blocking stream. True if unknown."""
-    return _aside or _watched is None or not _watched.active
+    return _non_blocking or _watched is None or not _watched.active

@@ -1,6 +1,6 @@
-"""Frees only a part of the idle blocks of PyCUDA's pool: `Aside` keeps the others from the pool's `free_held`.
+"""Frees only a part of the idle blocks of PyCUDA's pool: `SetAsideBlocks` keeps the others from the pool's `free_held`.
 
-`free_held` frees all idle blocks. To keep some, `Aside` allocates them for itself during the call, and then drops the
+`free_held` frees all idle blocks. To keep some, `SetAsideBlocks` allocates them for itself during the call, and then drops the
 allocations. A request of a bin's size gets an idle block of that bin, so this takes no driver memory. `Bin` counts the
 pool's blocks of one size.
 """
@@ -60,7 +60,7 @@ class Bin:
         return allocation is None or allocation() is None
 
 
-class Aside:
+class SetAsideBlocks:
     """The blocks of one pool that are set aside, only during its `free_held`. Callers hold the adapter's lock."""
 
     def __init__(self, allocate: Callable[[Any, int], Any]) -> None:

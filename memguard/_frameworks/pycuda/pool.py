@@ -15,7 +15,7 @@ from memguard._base.logs import log as _log
 from memguard._base.units import GRANULE, round_up
 from memguard._devices import contexts
 from memguard._frameworks.driver_pages import DriverPages
-from memguard._frameworks.pycuda.partial_free import NEVER, Aside, Bin
+from memguard._frameworks.pycuda.partial_free import NEVER, Bin, SetAsideBlocks
 
 _MOST_TIMES = 8
 _MOST_SIZES = 4096
@@ -59,7 +59,7 @@ class Pool:
         self.made_in, self._thread = made_in, threading.get_ident()
         self._raw, self._pages = raw, pages
         self._allocate = raw.allocate
-        self._aside = Aside(raw.allocate)
+        self._set_aside = SetAsideBlocks(raw.allocate)
         self.wanted = 0
         """Idle bytes needed by a thread that could not free them: the pool's next request must free them."""
         self._bins: dict[int, Bin] = {}
@@ -225,18 +225,18 @@ class Pool:
             self.freed(index(allocation), allocation)
 
     def _empty(self, pool: Any, free_held: Callable[[Any], None], needed: int | None) -> None:
-        aside = self._aside
+        set_aside = self._set_aside
         try:
             try:
                 self.close()
-                aside.end()  # from an interruption by Ctrl-C
+                set_aside.end()  # from an interruption by Ctrl-C
                 if needed is not None and self._holds:
-                    aside.take(pool, list(self._bins.values()), self._small, self._pages, needed)
+                    set_aside.take(pool, list(self._bins.values()), self._small, self._pages, needed)
                 self._give_rest(pool, free_held)
             finally:
-                aside.end()
+                set_aside.end()
         finally:
-            aside.end()
+            set_aside.end()
 
     def _give_rest(self, pool: Any, free_held: Callable[[Any], None]) -> None:
         """Free the idle blocks. The small one stays if others do, or if it lies in a slab opened by other code while
@@ -249,7 +249,7 @@ class Pool:
                 _log.debug("pycuda: the pool's idle block goes too: %s", error)
         address = index(small_block) if small_block is not None else 0
         where = self._where.get(address)
-        if where is not None and (self._aside or self._pages.in_slab_of_others(address, where.size)):
+        if where is not None and (self._set_aside or self._pages.in_slab_of_others(address, where.size)):
             where.hand_out(address, small_block)
         else:
             small_block = None
@@ -257,7 +257,7 @@ class Pool:
         try:
             free_held(pool)
             self._clear()
-            self._aside.end()
+            self._set_aside.end()
             self._forget_freed()
         finally:
             self._choose_witness()
@@ -302,12 +302,12 @@ class Pool:
             if allocation is None or allocation() is None
         ]
         active = int(pool.active_bytes) if pool is not None else 0
-        return active - self._aside.bytes() if self._emptying else active, unused
+        return active - self._set_aside.bytes() if self._emptying else active, unused
 
     def active_bytes(self) -> int:
         pool = self.reference()
         active = int(pool.active_bytes) if pool is not None else 0
-        return active - self._aside.bytes() if self._emptying else active
+        return active - self._set_aside.bytes() if self._emptying else active
 
     def forget(self, *, unless_used: bool = False) -> None:
         """Stop counting the pool's blocks; with `unless_used` only while the pool has none at all."""
