@@ -82,7 +82,7 @@ class Allocator(ABC):
     def trim(self, device: Device) -> None:
         """Release all releasable memory to the driver now, on this thread. Does nothing if there is none."""
 
-    def give_back(self, device: Device, needed: int) -> None:
+    def trim_partly(self, device: Device, needed: int) -> None:
         """As `trim`, but only about `needed` bytes where the allocator can release a part; others release all."""
         self.trim(device)
 

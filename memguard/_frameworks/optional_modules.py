@@ -114,10 +114,10 @@ Objects = Mapping[str, list[Any]]
 
 
 class Question(NamedTuple):
-    """`ask` yields lines of text; `what` names the unreadable fact in the report if it raises."""
+    """`read` yields lines of text; `what` names the unreadable fact in the report if it raises."""
 
     what: str
-    ask: Callable[[Modules, Objects], Iterator[str]]
+    read: Callable[[Modules, Objects], Iterator[str]]
 
 
 class InProcess(NamedTuple):
@@ -127,7 +127,7 @@ class InProcess(NamedTuple):
     these functions inspect, as pairs of module and name; Python's collector finds the objects. `shares`: memory that
     other processes share. `communicators`, `captures`, `profilers`: the live ones. `capturing`: whether this thread
     captures a CUDA graph. `work_areas`: bytes in use on this thread's current GPU that are no arrays of the program.
-    `let_go`: free memory that the framework only caches for its next call; it may raise. `ranks`: the library that
+    `free_caches`: free memory that the framework only caches for its next call; it may raise. `ranks`: the library that
     counts this process's ranks, and their number or None. `swapped`: the replacement of the framework's own allocator.
     """
 
@@ -139,7 +139,7 @@ class InProcess(NamedTuple):
     profilers: tuple[Question, ...] = ()
     capturing: Callable[[Modules], bool] | None = None
     work_areas: Callable[[Modules], int | None] | None = None
-    let_go: Callable[[Modules], None] | None = None
+    free_caches: Callable[[Modules], None] | None = None
     ranks: tuple[str, Callable[[Modules], int | None]] | None = None
     swapped: Callable[[Modules], str | None] | None = None
 

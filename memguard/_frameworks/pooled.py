@@ -29,7 +29,7 @@ class _Pooled(Framework):
 class PooledCapped(_Pooled):
     """Base of an adapter with memguard's own allocator: its held memory is its live blocks."""
 
-    def give_back(self, device: Device, needed: int) -> None:
+    def trim_partly(self, device: Device, needed: int) -> None:
         """Trim the whole pool: its cache belongs to all frameworks."""
         self.trim(device)
 

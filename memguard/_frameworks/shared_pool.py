@@ -164,7 +164,7 @@ class SharedPool(Allocator):
                 framework.trim(device)
         self.release(device.uuid)  # TensorFlow and JAX have no function to synchronise
 
-    def give_back(self, device: Device, needed: int) -> None:
+    def trim_partly(self, device: Device, needed: int) -> None:
         """Release at least `needed` idle bytes in whole pieces: first the memory that is idle now, without waiting.
 
         To the driver, memory is in use while its free is queued behind work. So if too little is idle, each client

@@ -88,7 +88,7 @@ class Reclaimer:
             if not change.calls:
                 if self._set(device, {name: size for name, size in change.caps.items() if name != who}):
                     break
-            elif not self._give_back(change.calls[0][0], device, change.calls[0][1], returned):
+            elif not self._trim_partly(change.calls[0][0], device, change.calls[0][1], returned):
                 spent.add(change.calls[0][0])
         self._note(who, device.uuid, returned, None)
         return Room(returned, None, missing, live)
@@ -155,7 +155,7 @@ class Reclaimer:
                 usages.update(self._caps.usages(device))  # a framework has outgrown the cap that it was to have
                 continue
             name, size = change.calls[0]
-            if not self._give_back(name, device, size, returned):
+            if not self._trim_partly(name, device, size, returned):
                 spent.add(name)
             self._read_again(usages, device, name, allocator)
         return needed, {}
@@ -186,7 +186,7 @@ class Reclaimer:
             if donor is None:
                 return max(short, GRANULE if full and not returned else 0)
             # One granule more: the driver needs memory for the page tables of the allocation.
-            if not self._give_back(donor.name, device, wished + GRANULE, returned):
+            if not self._trim_partly(donor.name, device, wished + GRANULE, returned):
                 spent.add(donor.name)
             self._read_again(usages, device, donor.name, allocator)
 
@@ -212,12 +212,12 @@ class Reclaimer:
         held = own.held if own.held is not None else own.in_use or 0
         return max(needed, cap - held)
 
-    def _give_back(self, name: str, device: Device, size: int, returned: dict[str, int]) -> int:
+    def _trim_partly(self, name: str, device: Device, size: int, returned: dict[str, int]) -> int:
         """Trim one sibling by `size` bytes. Returns the measured decrease of this process's memory."""
         before = self.available(device)
         try:
             with contexts.beside_captures():
-                self._caps.allocators[name].give_back(device, size)
+                self._caps.allocators[name].trim_partly(device, size)
         except Exception as error:  # a sibling's error must not replace the requester's
             _log.debug("%s: nothing was given back: %s", name, str(error))
         got = max(self.available(device) - before, 0)

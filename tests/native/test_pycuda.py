@@ -91,8 +91,8 @@ def test_memguards_pool_gives_back_on_a_thread_without_a_context_and_the_users_o
     """Neither leaks, of which PyCUDA warns, and no context is left on the other thread, which would end the process."""
     code = """
 stub.stub_taken.restype = ctypes.c_size_t
-def give_back(needed=3 << 20):
-    framework.give_back(gpu, needed)
+def trim_partly(needed=3 << 20):
+    framework.trim_partly(gpu, needed)
     print(drv.Context.get_current() is None)
 for way in (drv.mem_alloc, pool.allocate):
     blocks = [way(8 << 20) for _ in range(3)]
@@ -100,7 +100,7 @@ for way in (drv.mem_alloc, pool.allocate):
     blocks.clear()
     for needed in (3 << 20, 1 << 30):
         before = stub.stub_taken()
-        thread = threading.Thread(target=give_back, args=(needed,))
+        thread = threading.Thread(target=trim_partly, args=(needed,))
         thread.start(); thread.join()
         print(before - stub.stub_taken() >> 20)
         again = way(1 << 20)

@@ -551,9 +551,9 @@ class Capturing(SimulatedFramework):
         self.trimmed.append(bool(self.beside))
         super().trim(device)
 
-    def give_back(self, device: Device, needed: int) -> None:
+    def trim_partly(self, device: Device, needed: int) -> None:
         self.trimmed.append(bool(self.beside))
-        super().give_back(device, needed)
+        super().trim_partly(device, needed)
 
 
 @pytest.fixture

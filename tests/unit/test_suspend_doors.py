@@ -44,7 +44,7 @@ BUDGET: dict[str, Any] = {
     "on_pressure": ["trim", "raise"],
 }
 METHODS = (
-    "usage", "trim", "give_back", "drift", "capturing", "resize", "apply", "state", "footprint", "contexts",
+    "usage", "trim", "trim_partly", "drift", "capturing", "resize", "apply", "state", "footprint", "contexts",
     "uncounted", "libraries", "record",
 )  # fmt: skip
 

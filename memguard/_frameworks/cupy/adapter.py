@@ -169,7 +169,7 @@ class CuPy(Limits, resource.RmmClient):
                 found += part
         return found
 
-    def give_back(self, device: Device, needed: int) -> None:
+    def trim_partly(self, device: Device, needed: int) -> None:
         """As `trim`, limited to the blocks of some streams, and to a part of the driver's own pool, if that
         suffices."""
         cupy = _imported()

@@ -105,7 +105,7 @@ class Numba(resource.RmmClient):
             if driver._memory_manager is manager:
                 driver._memory_manager = self._user_manager
             manager.memguard = self._manager = None  # contexts created meanwhile keep it; it no longer refuses
-            _give_back(manager.groups)
+            _free_pooled(manager.groups)
 
         def streams_are_others() -> None:
             if manager.pooling:
@@ -168,7 +168,7 @@ class Numba(resource.RmmClient):
         """Flush the frees pending on the device, and release its pool."""
         self._shrink(device, None)
 
-    def give_back(self, device: Device, needed: int) -> None:
+    def trim_partly(self, device: Device, needed: int) -> None:
         """Flush the pending frees, then free the fewest pooled blocks with at least `needed` bytes of the driver's
         pages. The driver synchronises the GPU before each free."""
         self._shrink(device, needed)
@@ -182,7 +182,7 @@ class Numba(resource.RmmClient):
                 with contexts.pushed(int(context.device.id)) as there:
                     if there and isinstance(manager, self._manager or ()):
                         with manager.group.lock:  # an allocation may flush them at the same time
-                            got = manager.give_back(needed)
+                            got = manager.trim_partly(needed)
                         needed = None if needed is None else needed - got
                     elif there:
                         pending.clear()
@@ -246,7 +246,7 @@ class Numba(resource.RmmClient):
             ) from error
 
 
-def _give_back(groups: Mapping[str, ManagerGroup]) -> None:
+def _free_pooled(groups: Mapping[str, ManagerGroup]) -> None:
     """Free every pooled block. Never raises: a block that the driver cannot free stays allocated."""
     for group in list(groups.values()):
         with group.lock, contexts.beside_captures():

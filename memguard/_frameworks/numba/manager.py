@@ -250,7 +250,7 @@ def capped(driver: Any) -> type:
                         self._freed.append((None, block))  # a second record is ignored
                 raise
 
-        def give_back(self, needed: int | None = None) -> int:
+        def trim_partly(self, needed: int | None = None) -> int:
             """Flush the pending frees and free pooled blocks. Callers hold the lock. Returns the bytes freed.
 
             `needed`: free only as many blocks as return these bytes to the driver; None: all.

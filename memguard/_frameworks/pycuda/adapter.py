@@ -61,7 +61,7 @@ class PyCUDA(Framework):
         self._events: list[TraceEvent] | None = None
         self._recorded: set[int] = set()
         self._serial = 0
-        self._wanting = False  # whether a pool has `wanted` bytes
+        self._some_wanted = False  # whether a pool has `wanted` bytes
         self._mem_alloc: Callable[[int], Any] | None = None
 
     def _live(self, module: ModuleType) -> bool:
@@ -111,7 +111,7 @@ class PyCUDA(Framework):
             in_use = 0
             pieces: list[tuple[int, int]] = []
             for pool in pools:
-                active, unused = pool.looked_at()
+                active, unused = pool.refreshed_figures()
                 in_use += active
                 pieces += unused
             in_use = self._noted(uuid, in_use)
@@ -133,7 +133,7 @@ class PyCUDA(Framework):
         """`free_held()` of the pools that this thread can free."""
         self._shrink(device.uuid, None)
 
-    def give_back(self, device: Device, needed: int) -> None:
+    def trim_partly(self, device: Device, needed: int) -> None:
         """Free the fewest idle blocks with at least `needed` bytes of the driver's pages.
 
         memguard's own pools free blocks on threads where PyCUDA has their context current, or none. The user's pools
@@ -160,19 +160,19 @@ class PyCUDA(Framework):
                 if pool.reachable(here):
                     pool.free_held(needed=None if needed is None or nested else missing)
                 elif needed is not None and _idle_bytes(pool):
-                    pool.wanted, self._wanting = max(pool.wanted, missing), True
+                    pool.wanted, self._some_wanted = max(pool.wanted, missing), True
                     pool.close()  # else a `hit` would skip the check
 
-    def _give_wanted(self, drv: Any) -> None:
+    def _free_wanted(self, drv: Any) -> None:
         """Free the bytes that another thread needed from this thread's pools. Callers hold the lock."""
         current = current_context(drv)
-        self._wanting = False
+        self._some_wanted = False
         for pool in self._all():
             if pool.wanted and current is not None and pool.reachable(current.handle):
                 needed, pool.wanted = pool.wanted, 0
                 pool.free_held(needed=needed)
             elif pool.wanted:
-                self._wanting = True
+                self._some_wanted = True
 
     def resize(self, caps: Mapping[str, int]) -> None:
         """Set the cap that the next check reads, even that of a request which has just failed. Idle blocks above a
@@ -267,13 +267,15 @@ class PyCUDA(Framework):
                     pitched.add(int(allocation), pitch * height)
                     return allocation, pitch
 
-                def give_back(taken: tuple[Any, int]) -> None:
+                def undo_allocation(taken: tuple[Any, int]) -> None:
                     pitched.remove(int(taken[0]), taken[1] * height)
                     taken[0].free()
 
                 requested = round_up(width, 512) * height
                 fits = functools.partial(pages.fits, requested)
-                allocation, pitch = self._within_cap(drv, uuid, requested, round_up(requested), fits, take, give_back)
+                allocation, pitch = self._within_cap(
+                    drv, uuid, requested, round_up(requested), fits, take, undo_allocation
+                )
                 self._note_peak(uuid)
             gone = pitched, int(allocation), pitch * height
             weakref.finalize(allocation, self._freed.append, gone).atexit = False
@@ -371,7 +373,7 @@ class PyCUDA(Framework):
             handle = current.handle
             former = pool = self._own.get(handle)
             if pool is not None and pool.dead():  # a new context got the handle of a destroyed one
-                self._bury(pool)
+                self._retire(pool)
                 pool = None
             elif pool is not None and pool.empty() and pool.made_in is not current and not self._primary(handle):
                 pool = None  # perhaps destroyed too: an empty pool cannot show it, and loses no memory
@@ -410,8 +412,8 @@ class PyCUDA(Framework):
                     pool = find()
                     uuid = pool.uuid
                     allocation = self._counted(drv, pool, size)
-                    if self._wanting:
-                        self._give_wanted(drv)
+                    if self._some_wanted:
+                        self._free_wanted(drv)
                     return allocation
             except drv.MemoryError as error:
                 if more <= 0 or not self._room_for(error, uuid, size):
@@ -448,7 +450,7 @@ class PyCUDA(Framework):
             round_up(bin_size) + (GRANULE if pool.empty() else 0),  # with its first block it takes another to keep idle
             lambda cap: pages.fits(bin_size, cap) or pool.has_free(bin_size),
             lambda: pool.take(size, bin_size),
-            pool.give_back,
+            pool.undo_allocation,
         )
         self._note_peak(pool.uuid, pool)
         if self._events is None:
@@ -469,7 +471,7 @@ class PyCUDA(Framework):
         needed: int,
         fits: Callable[[int], bool],
         take: Callable[[], _Taken],
-        give_back: Callable[[_Taken], None],
+        undo_allocation: Callable[[_Taken], None],
     ) -> _Taken:
         """The result of `take`. Raises PyCUDA's own MemoryError if the cap forbids it even without idle blocks, or if
         the driver refuses it."""
@@ -486,7 +488,7 @@ class PyCUDA(Framework):
                 else:
                     if cap is None or self._counted_bytes(uuid) <= max(cap, held):
                         return taken
-                    give_back(taken)  # no hole of a slab had room, so the driver opened another slab
+                    undo_allocation(taken)  # no hole of a slab had room, so the driver opened another slab
                     del taken
             self._apply_recorded()  # blocks that the garbage collector freed meanwhile
             current = current_context(drv)
@@ -510,7 +512,7 @@ class PyCUDA(Framework):
 
     def _counted_bytes(self, uuid: str) -> int:
         for pool in self._pools(uuid):
-            pool.look()
+            pool.refresh()
         return self._pages_of(uuid).counted()
 
     def _in_use(self, uuid: str, pools: Sequence[Pool] | None = None) -> int:
@@ -531,13 +533,13 @@ class PyCUDA(Framework):
         pools = self._pools(uuid)
         for pool in pools:
             pool.peak_room = -1  # a concurrent hit on another thread calls this too, and waits
-        noted = [pool.doubt() for pool in pools]
+        noted = [pool.check_peak() for pool in pools]
         active = [pool.active_bytes() for pool in pools]
         spare = -self._in_use(uuid, pools)
         spare += self._peak[uuid]  # a separate statement: the line above may have raised the peak
         for pool, size, idle in zip(pools, active, noted, strict=True):
             pool.peak_room = size + (spare if pool is rising else 0)
-            pool.trust(idle)
+            pool.skip_peak_check(idle)
 
     def _new_peak(self, pool: Pool) -> None:
         with self._lock:
@@ -558,7 +560,7 @@ class PyCUDA(Framework):
                 return
             count.remove(address, size)
 
-    def _bury(self, pool: Pool) -> None:
+    def _retire(self, pool: Pool) -> None:
         """Keep the pool of a destroyed context for ever: its memory is gone, and freeing it would abort the process."""
         _discard(self._own, pool.context, pool)
         if self._last is pool:
@@ -579,7 +581,7 @@ class PyCUDA(Framework):
             if not gone and not self._others:
                 return pools
             for pool in gone:
-                self._bury(pool)
+                self._retire(pool)
         for key, pool in list(self._others.items()):
             if pool.reference() is None:
                 self._drop(key, pool)
@@ -610,7 +612,7 @@ class PyCUDA(Framework):
 
 
 def _idle_bytes(pool: Pool) -> int:
-    return sum([size for _, size in pool.looked_at()[1]])
+    return sum([size for _, size in pool.refreshed_figures()[1]])
 
 
 def _discard(pools: dict[int, Pool], key: int, pool: Pool | None) -> None:

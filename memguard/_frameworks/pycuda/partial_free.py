@@ -42,7 +42,7 @@ class Bin:
         the last update of the peak: since then the pool has got no block, and no idle block without an entry was used.
         The first bin below its bound resets all bounds."""
 
-    def hand_out(self, address: int, allocation: Any) -> None:
+    def record_allocation(self, address: int, allocation: Any) -> None:
         """Record a block that the pool allocated without the removal of an entry."""
         with contextlib.suppress(IndexError):  # a `hit` may remove the last one at any moment
             self.idle.pop()
@@ -50,7 +50,7 @@ class Bin:
         if address in self.held:
             self.held[address] = reference
 
-    def put_back(self) -> None:
+    def restore_entry(self) -> None:
         """Restore the entry that a request removed in vain."""
         self.idle.append(None)
 

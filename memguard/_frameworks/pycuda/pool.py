@@ -72,8 +72,8 @@ class Pool:
         self._holds, self._emptying, self._again, self._keeping = True, False, False, False
         self._sum = 0
         """Bytes of the known blocks, by PyCUDA's count."""
-        self._looked = -1, -1
-        """PyCUDA's bytes and `_sum` when `look` last found a difference."""
+        self._refreshed = -1, -1
+        """PyCUDA's bytes and `_sum` when `refresh` last found a difference."""
         self._others: int = pool().managed_bytes
         """Bytes of blocks from before the budget. A request that gets such a block detects it."""
 
@@ -91,7 +91,7 @@ class Pool:
         if self._ready is not ready:
             return None
         if not (found.idle or self._small or pool.held_blocks > 1):
-            found.put_back()
+            found.restore_entry()
             return None
         try:
             allocation = self._allocate(pool, size)
@@ -105,19 +105,19 @@ class Pool:
         held[address] = reference
         if len(found.idle) < found.enough:
             if found.enough != NEVER:
-                self.doubt()
+                self.check_peak()
             if pool.active_bytes > self.peak_room:
                 self.on_new_peak(self)
         return allocation
 
-    def doubt(self) -> list[tuple[Bin, int]]:
-        """Make each `hit` check the bytes in use from now on. Returns the argument for `trust`."""
+    def check_peak(self) -> list[tuple[Bin, int]]:
+        """Make each `hit` check the bytes in use from now on. Returns the argument for `skip_peak_check`."""
         bins = list(self._bins.values())
         for found in bins:
             found.enough = NEVER
         return [(found, len(found.idle)) for found in bins]
 
-    def trust(self, noted: list[tuple[Bin, int]]) -> None:
+    def skip_peak_check(self, noted: list[tuple[Bin, int]]) -> None:
         """Let `hit` skip that check, as the peak now includes the bytes in use. `noted` was read before those bytes:
         allocations and frees meanwhile only make the bounds stricter."""
         for found, idle in noted:
@@ -165,7 +165,7 @@ class Pool:
             return context == self.context and (self.made_in is not None or self._thread == threading.get_ident())
         return self.made_in is not None and self._witness is not None and self.lives()
 
-    def give_back(self, allocation: Any) -> None:
+    def undo_allocation(self, allocation: Any) -> None:
         """Free an allocation that exceeds the cap right after it was made, so that no other request gets its block."""
         self.free_held(allocation=allocation)
 
@@ -232,13 +232,13 @@ class Pool:
                 set_aside.end()  # from an interruption by Ctrl-C
                 if needed is not None and self._holds:
                     set_aside.take(pool, list(self._bins.values()), self._small, self._pages, needed)
-                self._give_rest(pool, free_held)
+                self._free_rest(pool, free_held)
             finally:
                 set_aside.end()
         finally:
             set_aside.end()
 
-    def _give_rest(self, pool: Any, free_held: Callable[[Any], None]) -> None:
+    def _free_rest(self, pool: Any, free_held: Callable[[Any], None]) -> None:
         """Free the idle blocks. The small one stays if others do, or if it lies in a slab opened by other code while
         the pool has live blocks: its replacement might open a slab, and exceed the cap."""
         small_block: Any = None
@@ -250,7 +250,7 @@ class Pool:
         address = index(small_block) if small_block is not None else 0
         where = self._where.get(address)
         if where is not None and (self._set_aside or self._pages.in_slab_of_others(address, where.size)):
-            where.hand_out(address, small_block)
+            where.record_allocation(address, small_block)
         else:
             small_block = None
         self._witness, self.lives = None, _unknown  # the free of the witness block would look like the context's end
@@ -277,23 +277,23 @@ class Pool:
             found.freed(None)
         return True
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Drop the blocks that other code has freed."""
         pool = self.reference()
         managed = pool.managed_bytes if pool is not None else 0
         if not managed:
             self.forget(unless_used=True)
-        elif managed != self._others + self._sum and (managed, self._sum) != self._looked:
+        elif managed != self._others + self._sum and (managed, self._sum) != self._refreshed:
             self._clear()
             self._forget_freed()
-            self._looked = managed, self._sum
+            self._refreshed = managed, self._sum
 
-    def looked_at(self) -> tuple[int, list[tuple[int, int]]]:
-        """`active_bytes` after a `look`, with address and size of the blocks that a trim would free: those without an
+    def refreshed_figures(self) -> tuple[int, list[tuple[int, int]]]:
+        """`active_bytes` after a `refresh`, with address and size of the blocks that a trim would free: those without an
         allocation."""
         pool = self.reference()
         if pool is None or pool.managed_bytes != self._others + self._sum or not self._sum:
-            self.look()
+            self.refresh()
         unused = [
             (address, found.size)
             for found in list(self._bins.values())
@@ -328,7 +328,7 @@ class Pool:
 
     def _grow(self, size: int, bin_size: int) -> Any:
         pool = self.reference()
-        self.doubt()
+        self.check_peak()
         before = pool.managed_bytes
         try:
             allocation = self._within(self._raw.allocate, pool, size)
@@ -345,7 +345,7 @@ class Pool:
         if address not in found.held:
             self._forget(address, known)
             self._add(address, found)
-        found.hand_out(address, allocation)
+        found.record_allocation(address, allocation)
         if not as_foreseen:
             # PyCUDA freed some idle blocks, unknown which, because the driver refused once; or the block existed before
             # the budget. So free all idle blocks.

@@ -282,10 +282,10 @@ class SimulatedFramework(Framework):
             if device.uuid in self._pools and not self._allocating:  # else called within an allocation
                 self._pools[device.uuid].trim()
 
-    def give_back(self, device: Device, needed: int) -> None:
+    def trim_partly(self, device: Device, needed: int) -> None:
         with self._lock:
             if device.uuid in self._pools and not self._allocating:
-                self._pools[device.uuid].give_back(needed)
+                self._pools[device.uuid].trim_partly(needed)
 
     def footprint(self, size: int) -> int:
         return self.model.footprint(size)

@@ -75,7 +75,7 @@ class Allocator(ABC):
     def trim(self) -> int:
         """Release cached memory to the driver; returns the bytes."""
 
-    def give_back(self, needed: int) -> None:
+    def trim_partly(self, needed: int) -> None:
         """As `trim`, but only about `needed` bytes where the allocator can release a part."""
         self.trim()
 
@@ -299,14 +299,14 @@ class PyCUDAPool(Allocator):
         """`free_held()`."""
         before = self.held
         while self._bins:
-            self._give_back(max(self._bins))
+            self._free_kept(max(self._bins))
         return before - self.held
 
-    def give_back(self, needed: int) -> None:
+    def trim_partly(self, needed: int) -> None:
         """Free the fewest kept blocks that suffice; pieces of slabs last, as a slab goes back with its last piece."""
         before = self.held
         while self._bins and (short := needed - before + self.held) > 0:
-            self._give_back(bin_number(serving(map(alloc_size, self._bins), short)))
+            self._free_kept(bin_number(serving(map(alloc_size, self._bins), short)))
 
     def _allocate(self, block: int, nbytes: int, exact: bool) -> int:
         number = bin_number(nbytes)
@@ -329,12 +329,12 @@ class PyCUDAPool(Allocator):
         while not self._grow(self._driver_bytes(size)):
             if not self._bins:
                 return False
-            self._give_back(max(self._bins))  # if the driver refuses, the pool frees its largest kept block first
+            self._free_kept(max(self._bins))  # if the driver refuses, the pool frees its largest kept block first
         if size <= self.SLAB_UP_TO:
             self._slabs += size
         return True
 
-    def _give_back(self, number: int) -> None:
+    def _free_kept(self, number: int) -> None:
         self._drop(number)
         size = alloc_size(number)
         if size <= self.SLAB_UP_TO:

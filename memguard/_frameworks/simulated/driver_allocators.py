@@ -167,16 +167,16 @@ class NumbaMemory(Allocator):
         """`deallocations.clear()`, which runs the pending frees; then frees the pool."""
         before = self.held
         self._flush()
-        while self._give_one_back():
+        while self._free_pooled_block():
             pass
         return before - self.held
 
-    def give_back(self, needed: int) -> None:
+    def trim_partly(self, needed: int) -> None:
         """Free the fewest pooled blocks that suffice, once nothing is pending; pieces of slabs last."""
         before = self.held
         self._flush()
         while self._pooled and (short := needed - before + self.held) > 0:
-            self._give_one_back(serving(self._pooled, short))
+            self._free_pooled_block(serving(self._pooled, short))
 
     def _flush(self) -> None:
         for piece in self._pending:
@@ -186,7 +186,7 @@ class NumbaMemory(Allocator):
                 self._pages.free(piece)
         self._pending, self._pending_bytes = [], 0
 
-    def _give_one_back(self, size: int | None = None) -> bool:
+    def _free_pooled_block(self, size: int | None = None) -> bool:
         """Free a pooled block: of this size, or the latest one. False if there is none."""
         if not self._pooled:
             return False
@@ -201,7 +201,7 @@ class NumbaMemory(Allocator):
         if piece is None:
             self._flush()
             piece = self._from_pool(nbytes) or self._pages.allocate(nbytes)
-        while piece is None and self._give_one_back():
+        while piece is None and self._free_pooled_block():
             piece = self._pages.allocate(nbytes)
         if piece is None:
             raise self._refused(nbytes)

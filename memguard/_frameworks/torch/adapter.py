@@ -164,7 +164,7 @@ class Torch(resource.RmmClient):
             torch.cuda.synchronize(self._ordinals(torch)[device.uuid])
             pool.trim()
 
-    def give_back(self, device: Device, needed: int) -> None:
+    def trim_partly(self, device: Device, needed: int) -> None:
         """Under the async backend, release whole pieces of its driver pool with at least `needed` bytes; else `trim`,
         as `empty_cache()` cannot release a part.
 

@@ -70,7 +70,7 @@ def _profilers(modules: Modules, objects: Objects) -> Iterator[str]:
         yield "torch's CUPTI monitor runs"
 
 
-def _let_go(modules: Modules) -> None:
+def _free_workspaces(modules: Modules) -> None:
     """Free PyTorch's cuBLAS workspaces, as its own tests do before they search for leaks.
 
     Not with a CUDA graph's private pool: a graph may still use a workspace from before its capture.
@@ -104,7 +104,7 @@ IN_PROCESS = InProcess(
     captures=(Question("whether torch captures a CUDA graph", _captures),),
     profilers=(Question("whether torch's profiler runs", _profilers),),
     capturing=_capturing,
-    let_go=_let_go,
+    free_caches=_free_workspaces,
     ranks=("torch.distributed", _ranks),
     swapped=_swapped,
 )
