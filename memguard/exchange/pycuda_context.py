@@ -20,7 +20,7 @@ from memguard.errors import DeviceError
 from memguard.exchange.arguments import is_ordinal
 
 
-class _Open:
+class _ThreadContexts:
     """How many contexts this thread has pushed and not popped, and its object for each GPU's primary context.
 
     Each thread needs objects of its own: PyCUDA frees memory only on the thread that made the context object.
@@ -49,12 +49,12 @@ class _Open:
         self.close()
 
 
-class _Threads(threading.local):
+class _PerThread(threading.local):
     def __init__(self) -> None:
-        self.open = _Open()
+        self.open = _ThreadContexts()
 
 
-_threads = _Threads()
+_per_thread = _PerThread()
 _keepalive: dict[int, Any] = {}
 """By GPU. A primary context that was used here is kept alive: making one takes a tenth of a second."""
 
@@ -80,7 +80,7 @@ class pycuda_context:  # noqa: N801 (a context manager that is entered by its na
 
     def __enter__(self) -> Any:
         suspension.check("memguard.exchange.pycuda_context")
-        here = _threads.open
+        here = _per_thread.open
         context = here.contexts.get(self.device)
         if context is None:
             context = here.contexts[self.device] = _retained(self.device)
@@ -91,14 +91,14 @@ class pycuda_context:  # noqa: N801 (a context manager that is entered by its na
         return context
 
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
-        if not _threads.open.blocks:
+        if not _per_thread.open.blocks:
             if kind is not None:  # the block's own error goes on
                 return
             raise DeviceError(
                 "this block of pycuda_context was entered on another thread",
                 fix="enter and leave it on the thread that works with PyCUDA",
             )
-        _threads.open.pop()
+        _per_thread.open.pop()
 
 
 @functools.cache
@@ -108,7 +108,7 @@ def _close_at_exit() -> None:
 
 
 def _close_here() -> None:
-    _threads.open.close()
+    _per_thread.open.close()
 
 
 def _retained(device: int) -> Any:

@@ -117,11 +117,11 @@ def last_route() -> Route | None:
 
 def _shared(producer: Arrays, consumer: Arrays, offer: Offer, stream: int | None) -> Any:
     view, traits = offer.view, consumer.traits
-    uses = stream if stream is not None or view.device is None else consumer.stream(view.device)
+    use_stream = stream if stream is not None or view.device is None else consumer.stream(view.device)
     context = consumer.context(view.device) if consumer.own_contexts else None
-    lifetime = lifetimes.begin(offer, traits.name, uses, traits.releases_when_done, context)
+    lifetime = lifetimes.begin(offer, traits.name, use_stream, traits.releases_when_done, context)
     try:
-        return consumer.import_view(view, lifetime, functools.partial(producer.ready, offer), uses)
+        return consumer.import_view(view, lifetime, functools.partial(producer.ready, offer), use_stream)
     except BaseException:
         lifetime.cancel()
         raise
@@ -153,7 +153,7 @@ def _copy(
             producer.ready(offer, None)
         made = producer.copy(x, place)
     else:
-        writable = _writable(offer)
+        writable = _without_readonly(offer)
         if compatibility.obstacle(writable.view, traits, view.device) or not (view.compact or traits.strided):
             producer, x, writable = compacted(x, producer, writable)
             left = compatibility.obstacle(writable.view, traits, view.device)
@@ -186,7 +186,7 @@ def _route(view: View, consumer: Arrays, made: Any, place: int) -> str:
     return ", peer to peer" if True in reached and consumer.direct else ""
 
 
-def _writable(offer: Offer) -> Offer:
+def _without_readonly(offer: Offer) -> Offer:
     """The offer without the read-only flag: a copy only reads it."""
     return offer._replace(view=offer.view._replace(readonly=False))
 
@@ -212,7 +212,7 @@ def compacted(x: Any, producer: Arrays, offer: Offer) -> tuple[Arrays, Any, Offe
 
     CannotShare if none can.
     """
-    maker, x = _compact_copy(x, producer, _writable(offer))
+    maker, x = _compact_copy(x, producer, _without_readonly(offer))
     return maker, x, maker.offer(x)
 
 

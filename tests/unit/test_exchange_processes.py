@@ -533,7 +533,7 @@ def test_all_exports_together_leave_the_program_its_files(
 
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     monkeypatch.setattr(resource, "getrlimit", lambda which: (90, hard))
-    assert server.most_in_all() == 22
+    assert server.process_connection_limit() == 22
     handles = [export(Array(numpy.full(5, number, "f4"))) for number in range(5)]
     told = [asked(connect, handles[number % 5])[1] for number in range(60)]
     assert told == [""] * 22 + [wire.PROCESS] * 38
@@ -549,7 +549,7 @@ def test_all_exports_together_leave_the_program_its_files(
     for handle in handles:
         handle.close()
     monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, hard))
-    assert server.most_in_all() == wire.MOST_HOLDERS
+    assert server.process_connection_limit() == wire.MOST_HOLDERS
 
 
 def test_hundreds_of_half_open_connections_keep_nobody_out_and_go_by_themselves(

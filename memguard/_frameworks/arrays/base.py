@@ -23,7 +23,7 @@ from memguard._frameworks.arrays.lifetimes import Lifetime, Offer
 from memguard._frameworks.arrays.view import DTYPES, View, dtype_name, in_elements
 from memguard.errors import CannotShare
 
-Before = Callable[["int | None"], None]
+MakeWait = Callable[["int | None"], None]
 """Makes a stream (None: the host) wait until the memory is ready."""
 
 
@@ -95,8 +95,8 @@ class Arrays(ABC):
         return None
 
     @abstractmethod
-    def import_view(self, view: View, lifetime: Lifetime, before: Before, stream: int | None) -> Any:
-        """An array over this memory, which references `lifetime`. Calls `before` once, with the stream that will use
+    def import_view(self, view: View, lifetime: Lifetime, make_wait: MakeWait, stream: int | None) -> Any:
+        """An array over this memory, which references `lifetime`. Calls `make_wait` once, with the stream that will use
         it."""
 
     @abstractmethod

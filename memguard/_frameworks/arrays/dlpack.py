@@ -137,10 +137,10 @@ class _Block:
 
 
 class Exporter:
-    """The object that `from_dlpack` functions import. `before` makes a stream wait until the memory is ready."""
+    """The object that `from_dlpack` functions import. `make_wait` makes a stream wait until the memory is ready."""
 
-    def __init__(self, view: View, lifetime: Lifetime, device: int | None, before: Any) -> None:
-        self._view, self._lifetime, self._device, self._before = view, lifetime, device, before
+    def __init__(self, view: View, lifetime: Lifetime, device: int | None, make_wait: Any) -> None:
+        self._view, self._lifetime, self._device, self._make_wait = view, lifetime, device, make_wait
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (CPU, 0) if self._device is None else (CUDA, self._device)
@@ -148,5 +148,5 @@ class Exporter:
     def __dlpack__(self, *, stream: int | None = None, **_: object) -> Any:
         """`stream` as in the protocol: -1 for no waiting, None for the legacy default stream."""
         if stream != -1:
-            self._before(1 if stream is None else stream)
+            self._make_wait(1 if stream is None else stream)
         return capsule(self._view, self._lifetime, device=self._device)

@@ -23,7 +23,7 @@ from memguard._devices.streams import LEGACY, PER_THREAD, Mark
 from memguard._frameworks.arrays.view import View
 from memguard.errors import DeviceError, Suspended
 
-_POLL, _REST = 0.001, 0.1
+_POLL, _POLL_SUSPENDED = 0.001, 0.1
 """Seconds between two checks of work that must end before memory is released; the second while the process is off its
 GPUs."""
 
@@ -96,7 +96,7 @@ class _Parked:
 
     __slots__ = ("mark", "offer", "thread")
 
-    def __init__(self, offer: Offer, mark: Mark | _Later | _WhenBack | None) -> None:
+    def __init__(self, offer: Offer, mark: Mark | _DeferredMark | _AfterResume | None) -> None:
         self.offer: Offer | None = offer
         self.mark, self.thread = mark, offer.thread
 
@@ -180,13 +180,15 @@ def covered(parts: Iterable[tuple[int, int]]) -> int:
     return total
 
 
-def _running_work(offer: Offer, stream: int | None, context: int | None = None) -> Mark | _Later | _WhenBack | None:
+def _running_work(
+    offer: Offer, stream: int | None, context: int | None = None
+) -> Mark | _DeferredMark | _AfterResume | None:
     """The consumer's work that still runs, if no stream of the producer can wait for it; else None."""
     _, shape, _, _, device, _ = offer.view
     if device is None or 0 in shape:
         return None
     if suspension.now is not None:
-        return _WhenBack(offer._replace(owner=None), stream, context)
+        return _AfterResume(offer._replace(owner=None), stream, context)
     # The handle of the per-thread default stream means this thread's stream, and other threads may have used theirs.
     stream = None if stream == PER_THREAD else stream
     mine = None if offer.stream == PER_THREAD else offer.stream
@@ -212,23 +214,23 @@ def _running_work(offer: Offer, stream: int | None, context: int | None = None) 
                         mark.before(then)
         return None
     except Suspended:  # the suspension began during this call
-        return _WhenBack(offer._replace(owner=None), stream, context)
+        return _AfterResume(offer._replace(owner=None), stream, context)
     except DeviceError as error:
         _log.debug("exchange: %s", error)
     # No stream can wait, so the work is polled until it is done.
     if stream is not None:
-        later = _Later(device, stream, context)
-        return None if _passed(later) else later
+        deferred = _DeferredMark(device, stream, context)
+        return None if _passed(deferred) else deferred
     try:
         mark = Mark(device, None, context)
     except DeviceError:
         return None
     except Suspended:
-        return _WhenBack(offer._replace(owner=None), stream, context)
+        return _AfterResume(offer._replace(owner=None), stream, context)
     return None if _passed(mark) else mark
 
 
-class _Later:
+class _DeferredMark:
     """A `Mark` of a stream, recorded as soon as recording breaks no CUDA graph capture."""
 
     def __init__(self, device: int, stream: int, context: int | None) -> None:
@@ -248,12 +250,12 @@ class _Later:
             self._mark.close()
 
 
-class _WhenBack:
+class _AfterResume:
     """Work that can be checked only once the process is back on its GPUs. `offer` lacks its owner."""
 
     def __init__(self, offer: Offer, stream: int | None, context: int | None) -> None:
         self._arguments: tuple[Offer, int | None, int | None] | None = (offer, stream, context)
-        self._mark: Mark | _Later | _WhenBack | None = None
+        self._mark: Mark | _DeferredMark | _AfterResume | None = None
 
     def passed(self) -> bool:
         if suspension.now is not None:
@@ -268,7 +270,7 @@ class _WhenBack:
             self._mark.close()
 
 
-def _passed(mark: Mark | _Later | _WhenBack) -> bool:
+def _passed(mark: Mark | _DeferredMark | _AfterResume) -> bool:
     """Whether the work is done; closes the mark if so. An error counts as done: the context and its memory are gone."""
     try:
         if not mark.passed():
@@ -305,7 +307,7 @@ class _Sweeper:
     def _run(self) -> None:
         try:
             while any(parked.thread is None for parked in list(_parked)):
-                time.sleep(_POLL if suspension.now is None else _REST)
+                time.sleep(_POLL if suspension.now is None else _POLL_SUSPENDED)
                 sweep()
         finally:
             self._running = False

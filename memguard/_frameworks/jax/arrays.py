@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from memguard._devices import streams
 from memguard._frameworks.arrays import dlpack
-from memguard._frameworks.arrays.base import Arrays, Before
+from memguard._frameworks.arrays.base import Arrays, MakeWait
 from memguard._frameworks.arrays.compatibility import Layout, Traits
 from memguard._frameworks.arrays.lifetimes import Lifetime, Offer, new_offer
 from memguard._frameworks.arrays.view import DTYPES, View, dtype_name, new_view, row_major
@@ -85,7 +85,7 @@ class JAXArrays(Arrays):
             raise streams.Captured("a CUDA graph is being captured: it cannot wait for JAX")
         owner.append(_capsule(owner[0], stream))
 
-    def import_view(self, view: View, lifetime: Lifetime, before: Before, stream: int | None) -> Any:
+    def import_view(self, view: View, lifetime: Lifetime, make_wait: MakeWait, stream: int | None) -> Any:
         import jax
 
         if view.dtype in _WIDE and not jax.config.jax_enable_x64:
@@ -101,7 +101,7 @@ class JAXArrays(Arrays):
                 "hand it over outside jax.jit, and pass it as an argument",
             )
         exporter = _NoWaitExporter if lifetime.offer.done else dlpack.Exporter
-        array = jax.dlpack.from_dlpack(exporter(view, lifetime, view.device, before))
+        array = jax.dlpack.from_dlpack(exporter(view, lifetime, view.device, make_wait))
         if view.size and array.unsafe_buffer_pointer() != view.address:
             raise CannotShare(
                 lifetime.offer.producer,

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from memguard._devices import contexts, copies, streams
 from memguard._frameworks.arrays import array_interface
-from memguard._frameworks.arrays.base import Arrays, Before
+from memguard._frameworks.arrays.base import Arrays, MakeWait
 from memguard._frameworks.arrays.compatibility import Layout, Traits
 from memguard._frameworks.arrays.lifetimes import Lifetime, Offer, new_offer
 from memguard._frameworks.arrays.view import NUMPY_DTYPES, View
@@ -36,8 +36,8 @@ class NumbaArrays(Arrays):
         view, stream, context = self._interface(x)
         return new_offer(("numba", view, x, stream, context, None, False))
 
-    def import_view(self, view: View, lifetime: Lifetime, before: Before, stream: int | None) -> Any:
-        before(stream)
+    def import_view(self, view: View, lifetime: Lifetime, make_wait: MakeWait, stream: int | None) -> Any:
+        make_wait(stream)
         cuda = sys.modules.get("numba.cuda") or importlib.import_module("numba.cuda")
         return cuda.as_cuda_array(array_interface.WithInterface(view, lifetime, stream), sync=False)
 

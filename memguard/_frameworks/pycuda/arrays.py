@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from memguard._devices import contexts, copies, streams
 from memguard._frameworks.arrays import array_interface
-from memguard._frameworks.arrays.base import Arrays, Before
+from memguard._frameworks.arrays.base import Arrays, MakeWait
 from memguard._frameworks.arrays.compatibility import Layout, Traits
 from memguard._frameworks.arrays.lifetimes import Lifetime, Offer, new_offer
 from memguard._frameworks.arrays.view import ITEM_SIZES, NUMPY_DTYPES, View, in_bytes
@@ -55,8 +55,8 @@ class PyCUDAArrays(Arrays):
         here = contexts.current_handle()
         return here if device is not None and here != contexts.primary(device) else None
 
-    def import_view(self, view: View, lifetime: Lifetime, before: Before, stream: int | None) -> Any:
-        before(stream)
+    def import_view(self, view: View, lifetime: Lifetime, make_wait: MakeWait, stream: int | None) -> Any:
+        make_wait(stream)
         gpuarray = sys.modules.get("pycuda.gpuarray") or importlib.import_module("pycuda.gpuarray")
         address, shape, strides, dtype, _, _ = view
         return gpuarray.GPUArray(

@@ -12,7 +12,7 @@ import sys
 from typing import Any, ClassVar, NamedTuple
 
 from memguard._frameworks.arrays import dlpack
-from memguard._frameworks.arrays.base import Arrays, Before
+from memguard._frameworks.arrays.base import Arrays, MakeWait
 from memguard._frameworks.arrays.compatibility import Layout, Traits
 from memguard._frameworks.arrays.lifetimes import Lifetime, Offer, new_offer
 from memguard._frameworks.arrays.view import DTYPES, NO_FLOAT8, View
@@ -57,8 +57,8 @@ class TensorFlowArrays(Arrays):
         """Cached functions: a lookup in TensorFlow's package takes as long as a driver call."""
         tf, known = sys.modules["tensorflow"], self._known
         if known is None or known.tf is not tf:
-            ways = tf.experimental.dlpack
-            known = self._known = _Calls(tf, tf.executing_eagerly, ways.to_dlpack, ways.from_dlpack)
+            functions = tf.experimental.dlpack
+            known = self._known = _Calls(tf, tf.executing_eagerly, functions.to_dlpack, functions.from_dlpack)
         return known
 
     def offer(self, x: Any) -> Offer:
@@ -91,7 +91,7 @@ class TensorFlowArrays(Arrays):
     def ready(self, offer: Offer, stream: int | None) -> None:
         """Does nothing: `to_dlpack` has waited for the values."""
 
-    def import_view(self, view: View, lifetime: Lifetime, before: Before, stream: int | None) -> Any:
+    def import_view(self, view: View, lifetime: Lifetime, make_wait: MakeWait, stream: int | None) -> Any:
         if "tensorflow" not in sys.modules:
             importlib.import_module("tensorflow")
         _, eager, _, from_dlpack = self._calls()
@@ -101,7 +101,7 @@ class TensorFlowArrays(Arrays):
                 "hand it over outside tf.function, and pass it as an argument",
             )
         number = None if view.device is None else _logical(view.device)
-        before(None)
+        make_wait(None)
         return from_dlpack(dlpack.capsule(view, lifetime, device=number))
 
     def copy(self, array: Any, device: int | None) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from memguard._frameworks.arrays import dlpack
-from memguard._frameworks.arrays.base import Arrays, Before
+from memguard._frameworks.arrays.base import Arrays, MakeWait
 from memguard._frameworks.arrays.compatibility import Layout, Obstacle, Traits
 from memguard._frameworks.arrays.lifetimes import Lifetime, Offer, new_offer
 from memguard._frameworks.arrays.view import DTYPES, View, new_view
@@ -74,8 +74,8 @@ class TorchArrays(Arrays):
     _current: tuple[Any, Callable[[int], int]] | None = None
     """PyTorch, and its function for the current stream."""
 
-    def import_view(self, view: View, lifetime: Lifetime, before: Before, stream: int | None) -> Any:
-        before(stream)
+    def import_view(self, view: View, lifetime: Lifetime, make_wait: MakeWait, stream: int | None) -> Any:
+        make_wait(stream)
         torch = sys.modules.get("torch") or importlib.import_module("torch")
         return torch.utils.dlpack.from_dlpack(dlpack.capsule(view, lifetime, device=view.device))
 

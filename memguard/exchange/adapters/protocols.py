@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from memguard._devices import streams
 from memguard._frameworks.arrays import dlpack
-from memguard._frameworks.arrays.base import Arrays, Before
+from memguard._frameworks.arrays.base import Arrays, MakeWait
 from memguard._frameworks.arrays.compatibility import Layout, Traits
 from memguard._frameworks.arrays.lifetimes import Lifetime, Offer
 from memguard._frameworks.arrays.view import View
@@ -20,7 +20,7 @@ class ProducerOnly(Arrays):
     waits: ClassVar[str] = ""
     compacts: ClassVar[Layout | None] = None
 
-    def import_view(self, view: View, lifetime: Lifetime, before: Before, stream: int | None) -> Any:
+    def import_view(self, view: View, lifetime: Lifetime, make_wait: MakeWait, stream: int | None) -> Any:
         raise NotImplementedError(self.name)
 
     def copy(self, array: Any, device: int | None) -> Any:

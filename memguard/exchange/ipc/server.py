@@ -41,12 +41,14 @@ _LONGEST = 107
 class Export:
     """One array that others may attach. `fd` is its memory's file descriptor, `release` frees it.
 
-    `outlasts`: whoever has attached it keeps the memory when this process releases it. Otherwise this process releases
+    `kept_by_attachers`: whoever has attached it keeps the memory when this process releases it. Otherwise this process releases
     it after the last of them is gone.
     """
 
-    def __init__(self, description: Description, fd: int | None, outlasts: bool, release: Callable[[], None]) -> None:
-        self.description, self.fd, self.outlasts, self._release = description, fd, outlasts, release
+    def __init__(
+        self, description: Description, fd: int | None, kept_by_attachers: bool, release: Callable[[], None]
+    ) -> None:
+        self.description, self.fd, self.kept_by_attachers, self._release = description, fd, kept_by_attachers, release
         self.token = secrets.token_hex(16)
         self.closed = False
         self.peers: set[_Peer] = set()
@@ -61,7 +63,7 @@ def _nothing() -> None:
     return None
 
 
-def most_in_all() -> int:
+def process_connection_limit() -> int:
     """Connections that may hold exports of this process at once: the rest of its file descriptors is the program's."""
     import resource  # not there on Windows, where nothing is exported
 
@@ -90,7 +92,7 @@ class Server:
         self._exports: dict[str, Export] = {}
         self._listener: socket.socket | None = None
         self.path = ""
-        self._loop = EventLoop(self._lock, self._busy, self._drop_late)
+        self._loop = EventLoop(self._lock, self._busy, self._drop_expired)
         self._waiting: set[_Peer] = set()
         self._attached: set[socket.socket] = set()
 
@@ -120,7 +122,7 @@ class Server:
             if export.closed:
                 return
             export.closed = True
-            over = export.outlasts or not export.peers
+            over = export.kept_by_attachers or not export.peers
             if over:
                 del self._exports[export.token]
             self._stop_listening_unless_used()
@@ -150,9 +152,9 @@ class Server:
                 raise
         self._loop.call_soon(functools.partial(self._watch, connection, ended))
 
-    def leave(self, connection: socket.socket, undo: Callable[[], None]) -> None:
+    def detach(self, connection: socket.socket, undo: Callable[[], None]) -> None:
         """Run `undo` on the thread, then close a watched connection. From a destructor too: it takes no lock."""
-        self._loop.call_soon(functools.partial(self._leave, connection, undo))
+        self._loop.call_soon(functools.partial(self._detach, connection, undo))
 
     def abandon(self) -> None:
         """In a forked child: close this process's copies of everything. The originals are the parent's."""
@@ -217,7 +219,7 @@ class Server:
     def _busy(self) -> bool:
         return bool(self._exports or self._attached or self._waiting or self._listener is not None)
 
-    def _drop_late(self) -> float | None:
+    def _drop_expired(self) -> float | None:
         """Drop each peer whose time is up. Returns the seconds until the next one's is; None if none waits."""
         now = time.monotonic()
         for peer in [peer for peer in self._waiting if peer.deadline <= now]:
@@ -235,16 +237,16 @@ class Server:
             return
         try:
             connection.setblocking(False)
-            who = wire.peer(connection)
-            if not wire.same_user(who):
-                raise OSError(f"process {who.pid} belongs to user {who.uid}")
+            process = wire.peer(connection)
+            if not wire.same_user(process):
+                raise OSError(f"process {process.pid} belongs to user {process.uid}")
             if len(self._waiting) >= MOST_WAITING:  # the one that has waited longest makes room
                 self._drop(min(self._waiting, key=lambda peer: peer.deadline), "too many peers wait")
         except OSError as error:
             _log.debug("exchange: a peer was refused: %s", error)
             connection.close()
             return
-        peer = _Peer(connection, who.pid)
+        peer = _Peer(connection, process.pid)
         self._waiting.add(peer)
         self._loop.register(connection, functools.partial(self._read, peer))
 
@@ -279,7 +281,7 @@ class Server:
         """What a peer is told if too many hold the export, or all exports together. The caller holds the lock."""
         if len(export.peers) >= MOST_PEERS:
             return wire.Refusal(wire.EXPORT, MOST_PEERS)
-        if sum(len(one.peers) for one in self._exports.values()) >= (most := most_in_all()):
+        if sum(len(one.peers) for one in self._exports.values()) >= (most := process_connection_limit()):
             return wire.Refusal(wire.PROCESS, most)
         return None
 
@@ -297,7 +299,7 @@ class Server:
 
     def _drop_peers(self, export: Export) -> None:
         """The export is closed: from now on whoever has attached it holds the memory alone."""
-        if export.outlasts:
+        if export.kept_by_attachers:
             for peer in list(export.peers):
                 self._drop(peer, "its export was closed")
 
@@ -311,14 +313,14 @@ class Server:
             except OSError as error:
                 _log.debug("exchange: an exporter: %s", error)
             if connection in self._attached:
-                self._loop.unregister(connection)  # it stays open until `leave`
+                self._loop.unregister(connection)  # it stays open until `detach`
                 ended()
 
         if connection in self._attached:
             connection.setblocking(False)
             self._loop.register(connection, read)
 
-    def _leave(self, connection: socket.socket, undo: Callable[[], None]) -> None:
+    def _detach(self, connection: socket.socket, undo: Callable[[], None]) -> None:
         try:
             undo()
         finally:

@@ -182,7 +182,7 @@ def attach(handle: Handle | str, framework: ArraysName, *, copy: bool | None = N
             os.close(fd)
         undo.pop_all()
     view = found.view(0 if mapping is None else mapping.address, ordinal)
-    x = Attached(view, functools.partial(server.current().leave, connection, attachment.undo))
+    x = Attached(view, functools.partial(server.current().detach, connection, attachment.undo))
     return transfer.to(x, framework, copy=copy, stream=stream)
 
 
@@ -257,19 +257,19 @@ def _own_memory(x: Any, producer: Arrays, offer: Offer, uuid: str) -> Export:
 def _request(connection: socket.socket, handle: Handle, framework: str) -> tuple[Description, int | None]:
     """The exporter's answer, and the file descriptor that came with it, which the caller must close."""
     connection.settimeout(ANSWER_TIMEOUT)
-    with _as_refusals(framework):
+    with _socket_errors_as_cannot_share(framework):
         _connect(connection, handle.path)
-        who = wire.peer(connection)
-        if not wire.same_user(who):
-            raise PermissionError(f"user {who.uid}")
-        if who.pid == os.getpid():
+        process = wire.peer(connection)
+        if not wire.same_user(process):
+            raise PermissionError(f"user {process.uid}")
+        if process.pid == os.getpid():
             remedy = f"memguard.exchange.to(x, {framework!r})"
             raise CannotShare("this process", framework, "it was exported by this very process", remedy)
         wire.send(connection, wire.request(handle.token))
         message, fd = wire.receive(connection, ANSWER_TIMEOUT)
         try:
             if (refusal := wire.refusal(message)) is not None:
-                raise _full(framework, refusal)
+                raise _too_many_connections(framework, refusal)
             return wire.description(message), fd
         except BaseException:
             if fd is not None:
@@ -290,7 +290,7 @@ def _connect(connection: socket.socket, path: str) -> None:
 
 
 @contextlib.contextmanager
-def _as_refusals(framework: str) -> Iterator[None]:
+def _socket_errors_as_cannot_share(framework: str) -> Iterator[None]:
     """Turns what can go wrong on the socket into CannotShare."""
     try:
         yield
@@ -315,7 +315,7 @@ def _mapped(found: Description, fd: int | None, ordinal: int) -> Mapping | None:
     return shared_memory.map_block(ordinal, bytes.fromhex(found.handle), found.size) if found.kind == BLOCK else None
 
 
-def _full(framework: str, refusal: wire.Refusal) -> CannotShare:
+def _too_many_connections(framework: str, refusal: wire.Refusal) -> CannotShare:
     limit, release = refusal.limit, "delete the arrays that processes have attached and no longer need"
     if refusal.full == wire.EXPORT:
         reason = f"{limit} connections hold this export already, the most that one may have"

@@ -172,8 +172,8 @@ def peer(connection: socket.socket) -> Peer:
     return Peer(pid, uid)
 
 
-def same_user(who: Peer) -> bool:
-    return who.uid == os.geteuid()
+def same_user(process: Peer) -> bool:
+    return process.uid == os.geteuid()
 
 
 def send(connection: socket.socket, message: dict[str, Any], fd: int | None = None) -> None:
