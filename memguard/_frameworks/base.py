@@ -21,8 +21,8 @@ The rules for every method:
   right after the last change: so before each change `apply` adds the change's undo step to `changes`. An undo can be
   called again, and then continues.
 - A setting that the user makes later, through the framework's public calls, meets the cap: the smaller of the two
-  holds, and `_warn` reports it at once (`replacements.py` implements this). Where the cap cannot hold, `_check_drift_now` makes
-  the guard read `drift` at once. The undo restores the user's latest setting.
+  holds, and `_warn` reports it at once (`replacements.py` implements this). Where the cap cannot hold,
+  `_check_drift_now` makes the guard call `drift` at once. The undo restores the user's latest setting.
 - `usage` reports the framework's own figures: None if it holds nothing or is not live. A figure that the framework
   does not report is None, never 0.
 - Every private symbol of the framework is probed before use, and has a fallback or a clear refusal.
@@ -115,7 +115,7 @@ class Framework(Allocator):
         self.on_warning: Callable[[str], None] | None = None
         """Called with the sentence of `_warn`, on the thread whose call caused it."""
         self.on_change: Callable[[], None] | None = None
-        """Called after a user's call that may have broken the cap: the guard then reads `drift`."""
+        """Called after a user's call that may have broken the cap: the guard then calls `drift`."""
         self.changes = Undo()
         """Undoes the changes of an interrupted `apply`. A completed `apply` returns its own `undo`."""
         self.on_refusal: Callable[[RefusedRequest], str | None] | None = None
@@ -196,7 +196,8 @@ class Framework(Allocator):
         return []
 
     def unseen(self) -> str | None:
-        """Why memguard misses a refused request if the program catches its error; None if `_report_refusal` reports each."""
+        """Why memguard misses a refused request whose error the program catches; None if `_report_refusal` reports
+        each."""
         return "its allocator tells nobody of a refused request" if self.spec.refuses_silently else None
 
     def uncounted(self) -> str | None:

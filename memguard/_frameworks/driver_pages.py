@@ -128,12 +128,12 @@ class DriverPages:
         self._shared, self._whole = shared, whole
         self._large = self._small = self._expected = 0
         self.queued = 0
-        """The bytes of `apply_add` in `changes`, in whole pages. They count already, so that a request of a signal handler
-        does not take their room."""
+        """The bytes of `apply_add` in `changes`, in whole pages. They count at once, so that a signal handler's request
+        cannot take their room."""
         self._slabs: dict[int, _OwnPieces] = {}
         self.changes: deque[tuple[Callable[[int, int], None], int, int]] = deque()
-        """Queued changes for `apply_changes`: `apply_add` or `apply_remove` with address and size. A caller that must know at a Ctrl-C
-        whether its change will be made appends it here, and records that with no call in between."""
+        """Queued changes for `apply_changes`: `apply_add` or `apply_remove`, with address and size. A caller that must
+        know after a Ctrl-C whether its change is queued appends it here, and records that with no call in between."""
         self._changing = False
 
     def growth(self, size: int) -> int:

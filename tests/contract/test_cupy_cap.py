@@ -184,7 +184,7 @@ def test_a_slab_in_which_a_siblings_piece_lies_is_not_reclaimable(model: Model) 
     sibling = setting.card.gpus[0].card.take(512)
     memory.clear()
     assert setting.usage().reclaimable == setting.usage().held
-    slabs[setting.first.uuid].enter(sibling)
+    slabs[setting.first.uuid].add_piece(sibling)
     setting.framework._idle.clear()
     assert setting.usage().reclaimable == 0
     memory = [setting.alloc(3 * MIB)]

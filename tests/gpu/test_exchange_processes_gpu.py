@@ -223,7 +223,8 @@ result["written"] = float(y.sum(dtype="f8"))
 del y
 gc.collect()
 before = result["attached"][0]
-result["gone"] = [within(10, lambda: not lifetimes.held_for_processes[0] and charged() <= before + 32), charged(), ledger()]
+gone = within(10, lambda: not lifetimes.held_for_processes[0] and charged() <= before + 32)
+result["gone"] = [gone, charged(), ledger()]
 cupy.get_default_memory_pool().free_all_blocks()
 """
     )

@@ -193,7 +193,9 @@ def test_a_killed_process_releases_what_it_attached(x: Array, start: Start) -> N
 AFTERWARDS = """
 import gc
 from memguard._frameworks.arrays import lifetimes
-def held(): return [lifetimes.held_for_processes[0], y.values.sum().item() if y is not None else None, len(sharing_doors.mapped)]
+def held():
+    total = y.values.sum().item() if y is not None else None
+    return [lifetimes.held_for_processes[0], total, len(sharing_doors.mapped)]
 say(held()); wait()
 deadline = time.monotonic() + 10
 while not lifetimes.held_for_processes[0] and time.monotonic() < deadline: time.sleep(0.005)

@@ -472,15 +472,15 @@ def test_what_a_later_call_lifts_is_told_at_the_call(
     torch.lost = (RAISE,)
     with caplog.at_level(logging.WARNING, "memguard"):
         for _ in range(3):
-            torch._changed()
+            torch._check_drift_now()
     assert caplog.messages == [RAISED]
     assert [event.text for event in events] == ["torch: its cap no longer holds: its fraction was raised"]
     torch.lost = ()
-    torch._changed()
+    torch._check_drift_now()
     assert [event.text for event in events][1:] == ["torch: its cap holds again"]
     memguard.shutdown()
     torch.lost = (RAISE,)
-    torch._changed()
+    torch._check_drift_now()
     assert len(events) == 2
 
 

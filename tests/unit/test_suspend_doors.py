@@ -211,7 +211,7 @@ def test_the_guard_itself_answers_or_refuses(guard: Guard) -> None:
             with pytest.raises(Suspended):
                 refused()  # type: ignore[operator]
         for framework in guard.frameworks.values():
-            framework._changed()
+            framework._check_drift_now()
     assert guard.sample().devices
 
 

@@ -10,8 +10,8 @@ The pool's class cannot be changed, so the adapter compares the pool's limit wit
 the pool could exceed the cap. A pool that `set_allocator` makes CuPy's allocator later shares the cap with the former
 pools.
 
-Before it refuses a request, the adapter requests room from siblings (`_request_room`), without a lock. It reads the bytes that
-a trim would release from CuPy's own index of its idle blocks (`blocks.py`).
+Before it refuses a request, the adapter requests room from siblings (`_request_room`), without a lock. From CuPy's own
+index of its idle blocks it reads the bytes that a trim would release (`blocks.py`).
 
 Outside the cap: context and modules, cuBLAS and cuSOLVER workspaces, `using_allocator`, and direct calls of other
 pools.

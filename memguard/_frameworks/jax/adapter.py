@@ -182,9 +182,8 @@ class JAX(Framework):
             lost = any(now.get(key) != self._options.get(key) for key in ("memory_fraction", "allocator"))
             change = f"its {_OPTIONS} were changed after memguard.init"
             return [Drift(change, "the cap will not hold")] if lost else []
-        if (
-            self._final_backend is None or self._final_backend() is not client
-        ):  # a limit never changes after the backend's start
+        # A limit never changes after the backend's start.
+        if self._final_backend is None or self._final_backend() is not client:
             self._lost = [
                 Drift(
                     f"its backend started {f'with a limit of {format_size(limit)}' if limit else 'without a limit'} "

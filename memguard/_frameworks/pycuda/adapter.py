@@ -498,8 +498,8 @@ class PyCUDA(Framework):
         held = self._counted_bytes(uuid)
         raise attach_shortage(
             drv.MemoryError(
-                f"out of memory: asked for {format_size(requested)} (takes {format_size(self.footprint(requested))}), holds "
-                f"{format_size(held)} of the {format_size(cap or 0)} that the memguard budget gives pycuda"
+                f"out of memory: asked for {format_size(requested)} (takes {format_size(self.footprint(requested))}), "
+                f"holds {format_size(held)} of the {format_size(cap or 0)} that the memguard budget gives pycuda"
             ),
             requested,
             needed,

@@ -1,6 +1,6 @@
 """Frees only a part of the idle blocks of PyCUDA's pool: `SetAsideBlocks` keeps the others from the pool's `free_held`.
 
-`free_held` frees all idle blocks. To keep some, `SetAsideBlocks` allocates them for itself during the call, and then drops the
+`free_held` frees all idle blocks. To keep some, `SetAsideBlocks` allocates them during the call, and then drops the
 allocations. A request of a bin's size gets an idle block of that bin, so this takes no driver memory. `Bin` counts the
 pool's blocks of one size.
 """

@@ -289,8 +289,8 @@ class Pool:
             self._refreshed = managed, self._sum
 
     def refreshed_figures(self) -> tuple[int, list[tuple[int, int]]]:
-        """`active_bytes` after a `refresh`, with address and size of the blocks that a trim would free: those without an
-        allocation."""
+        """`active_bytes` after a `refresh`, with address and size of each block without an allocation: a trim would
+        free these."""
         pool = self.reference()
         if pool is None or pool.managed_bytes != self._others + self._sum or not self._sum:
             self.refresh()

@@ -41,8 +41,8 @@ _LONGEST = 107
 class Export:
     """One array that others may attach. `fd` is its memory's file descriptor, `release` frees it.
 
-    `kept_by_attachers`: whoever has attached it keeps the memory when this process releases it. Otherwise this process releases
-    it after the last of them is gone.
+    `kept_by_attachers`: processes that attached the array keep its memory after this process releases it. Otherwise
+    this process releases it after their last connection has closed.
     """
 
     def __init__(
