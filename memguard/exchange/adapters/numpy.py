@@ -1,4 +1,4 @@
-"""NumPy's arrays: host memory, never a GPU's. An array of read-only memory is read-only."""
+"""NumPy's arrays, which lie in host memory. An array over read-only memory is read-only."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ class NumPyArrays(Arrays):
         return array.copy(order="C")
 
     def compact(self, x: Any) -> Any:
-        """Aligned to 64 bytes, as NumPy's own memory mostly is not: TensorFlow aborts the process over less."""
+        """A copy aligned to 64 bytes, since NumPy aligns less, and TensorFlow aborts the process on a less aligned
+        address."""
         import numpy
 
         room: Any = numpy.empty(x.nbytes + _ALIGNED, numpy.uint8)

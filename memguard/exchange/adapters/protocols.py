@@ -1,4 +1,4 @@
-"""Arrays of any other library that have a protocol, as RMM's and cuda.core's buffers. As producers only."""
+"""Arrays of other libraries with a protocol, such as the buffers of RMM and cuda.core. Only as producers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memguard._frameworks.arrays.view import View
 
 
 class ProducerOnly(Arrays):
-    """Nobody asks for an array of these."""
+    """Base of adapters that are never the consumer."""
 
     module: ClassVar[str] = ""
     call: ClassVar[str] = ""
@@ -31,7 +31,8 @@ class ProducerOnly(Arrays):
 
 
 class ArrayInterface(ProducerOnly):
-    """Anything with `__cuda_array_interface__`. If it names no stream, all work of the context is waited for."""
+    """Any object with `__cuda_array_interface__`. If it names no stream, the consumer waits for all work of the
+    context."""
 
     traits: ClassVar[Traits] = Traits("__cuda_array_interface__", frozenset(), title="the CUDA array interface")
 
@@ -44,7 +45,8 @@ class ArrayInterface(ProducerOnly):
 
 
 class DLPack(ProducerOnly):
-    """Anything with `__dlpack__`. All work of the context is waited for: cuda.core's buffers name no stream."""
+    """Any object with `__dlpack__`. The consumer waits for all work of the context: cuda.core's buffers name no
+    stream."""
 
     traits: ClassVar[Traits] = Traits("__dlpack__", frozenset(), title="DLPack")
 
