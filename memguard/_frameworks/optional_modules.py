@@ -26,7 +26,7 @@ Touches = Callable[[tuple[Any, ...], dict[str, Any]], bool]
 """Whether a call with these arguments needs a GPU."""
 
 
-class Entry(NamedTuple):
+class GatedFunction(NamedTuple):
     """A function: `module:name`, or `module:Class.name`. The last part may be a pattern, such as `cu*`.
 
     `why` names the driver's function behind it. `optional`: some versions or builds lack it. With `touches`, only calls
@@ -42,7 +42,7 @@ class Entry(NamedTuple):
     but: tuple[str, ...] = ()
 
 
-class Kind(NamedTuple):
+class KeptType(NamedTuple):
     """A type, `module:Class`, whose objects are kept alive; `which` selects the objects to keep."""
 
     name: str
@@ -50,7 +50,7 @@ class Kind(NamedTuple):
     which: Callable[[Any], bool] | None = None
 
 
-class Native(NamedTuple):
+class NativeThread(NamedTuple):
     """A C++ thread of the framework that polls the driver (`_node/suspend/gates/native_threads.py`).
 
     `library`: the beginning of the name of the file that stores the driver's addresses. `polls`: the polled driver
@@ -72,20 +72,20 @@ class Gates(NamedTuple):
     `hook` is the module that is in `sys.modules` once the framework is imported. `waits` are the functions that wait.
     `later` are functions that finalizers call: the gate defers them until it opens. `kept_alive` are types whose
     destructors call the driver: the gate keeps their objects, and the result of `holds`, alive until it opens.
-    `imports` are further modules whose import calls the driver. `left` are sentences on calls that no gate covers.
+    `imports` are further modules whose import calls the driver. `not_gated` are sentences on calls that no gate covers.
     `refuses` makes a block in which functions without a Python name (operators) first call its argument with a readable
     name, on the thread that entered the block only. `natives` are threads that no Python function can gate.
     """
 
     hook: str
-    waits: tuple[Entry, ...]
-    later: tuple[Entry, ...] = ()
-    kept_alive: tuple[Kind, ...] = ()
+    waits: tuple[GatedFunction, ...]
+    later: tuple[GatedFunction, ...] = ()
+    kept_alive: tuple[KeptType, ...] = ()
     holds: Callable[[], object] | None = None
     imports: tuple[str, ...] = ()
-    left: tuple[str, ...] = ()
+    not_gated: tuple[str, ...] = ()
     refuses: Callable[[Callable[[str], None]], AbstractContextManager[object]] | None = None
-    natives: tuple[Native, ...] = ()
+    natives: tuple[NativeThread, ...] = ()
 
 
 def entries(
@@ -97,14 +97,14 @@ def entries(
     optional: bool = False,
     touches: Touches | None = None,
     but: tuple[str, ...] = (),
-) -> tuple[Entry, ...]:
+) -> tuple[GatedFunction, ...]:
     """An entry for each of the space-separated names."""
-    return tuple(Entry(f"{module}:{name}", harm, why, optional, touches, but) for name in names.split())
+    return tuple(GatedFunction(f"{module}:{name}", harm, why, optional, touches, but) for name in names.split())
 
 
-def kinds(module: str, why: str, names: str, which: Callable[[Any], bool] | None = None) -> tuple[Kind, ...]:
+def kinds(module: str, why: str, names: str, which: Callable[[Any], bool] | None = None) -> tuple[KeptType, ...]:
     """A kind for each of the space-separated types."""
-    return tuple(Kind(f"{module}:{name}", why, which) for name in names.split())
+    return tuple(KeptType(f"{module}:{name}", why, which) for name in names.split())
 
 
 Modules = Mapping[str, Any]

@@ -101,16 +101,16 @@ class _Parked:
         self.mark, self.thread = mark, offer.thread
 
 
-class _Entry(NamedTuple):
+class _SharedView(NamedTuple):
     producer: str
     consumer: str
     view: View
 
 
-_new_entry: Callable[[tuple[Any, ...]], _Entry] = functools.partial(tuple.__new__, _Entry)
+_new_shared_view: Callable[[tuple[Any, ...]], _SharedView] = functools.partial(tuple.__new__, _SharedView)
 held_for_processes: Counter[int] = Counter()
 """Bytes by GPU (CUDA's ordinal) that this process holds for other processes: no framework's row contains them."""
-_open: dict[int, _Entry] = {}
+_open: dict[int, _SharedView] = {}
 """The memory shared now, without its owners."""
 _parked: list[_Parked] = []
 
@@ -122,7 +122,7 @@ def begin(
     lifetime = Lifetime()
     lifetime.offer, lifetime.consumer, lifetime.stream = offer, consumer, stream
     lifetime.releases_when_done, lifetime.context = releases_when_done, context
-    _open[id(lifetime)] = _new_entry((offer.producer, consumer, offer.view))
+    _open[id(lifetime)] = _new_shared_view((offer.producer, consumer, offer.view))
     if _parked:
         sweep()
     return lifetime

@@ -50,7 +50,7 @@ GATES = (
     Gates(
         hook="cuda.bindings.driver",
         waits=entries("cuda.bindings.driver", "crash", _EACH, "cu[A-Z]*", but=AT_ONCE),
-        left=("cuda.bindings.cydriver: code in C or Cython that calls it goes past the gate",),
+        not_gated=("cuda.bindings.cydriver: code in C or Cython that calls it goes past the gate",),
     ),
     Gates(
         hook="cuda.bindings.runtime",

@@ -141,6 +141,6 @@ GATES = (
             *kinds("cupy.cuda.cufft", "cufftDestroy, which frees memory", "Plan1d PlanNd"),
         ),
         imports=("cupy.cuda.cufft", "cupy.cuda.cub", "cupy.cuda.thrust", "cupy.cuda.nccl"),
-        left=("cupy: kernels on existing arrays wait in the driver, without the GIL",),
+        not_gated=("cupy: kernels on existing arrays wait in the driver, without the GIL",),
     ),
 )

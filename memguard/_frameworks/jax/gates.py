@@ -10,7 +10,7 @@ import sys
 from importlib.util import find_spec
 from typing import Any
 
-from memguard._frameworks.optional_modules import Gates, Native, entries, kinds
+from memguard._frameworks.optional_modules import Gates, NativeThread, entries, kinds
 
 
 def of_gpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -114,8 +114,8 @@ GATES = (
         # Read in XLA's sources of 2026 (stream_executor/cuda: host_callback_registry.cc, cuda_executor.h,
         # cuda_stream.cc): a monitor thread polls each stream every 5 s. It looks only for errors, so a completed and a
         # running stream are equivalent.
-        natives=(Native("xla_cuda_plugin.so", "cuStreamQuery", 5.0, b"cuda_stream_monitor", with_gpu),),
-        left=(
+        natives=(NativeThread("xla_cuda_plugin.so", "cuStreamQuery", 5.0, b"cuda_stream_monitor", with_gpu),),
+        not_gated=(
             "jax: a compiled function that ran before, and operators: the launch waits in the driver",
             "jax: a program that is compiled anew while suspended waits, and is not kept alive",
         ),

@@ -14,10 +14,10 @@ from memguard._frameworks.numba.pool import PENDING, USED, Block, Taker
 
 
 class Figures:
-    """The bytes of one manager. Callers hold the lock, except for `left` and `freed`.
+    """The bytes of one manager. Callers hold the lock, except for `count_ended` and `freed`.
 
-    `left` and `used` are atomic, as they make no calls: a request of a finalizer or a signal handler finds consistent
-    figures. The next `apply` counts the blocks that the driver freed.
+    `count_ended` and `count_used` make no calls, hence are atomic: an allocation by a finalizer or a signal handler
+    reads consistent figures. The next `apply` counts the blocks that the driver freed.
     """
 
     def __init__(self, uuid: str) -> None:
@@ -31,7 +31,7 @@ class Figures:
         self._changes = 0
         self._reclaimable = (0, 0)  # the number of changes at the last sum, and the sum
 
-    def taken(self, block: Block) -> None:
+    def count_allocated(self, block: Block) -> None:
         """Count a block that the driver has allocated."""
         pages, size = self.pages, block.size
         whole_pages = round_up(size)
@@ -41,7 +41,7 @@ class Figures:
         pages.changes.append((pages.apply_add, block.address, size))
         pages.apply_changes()
 
-    def used(self, block: Block, size: int) -> None:
+    def count_used(self, block: Block, size: int) -> None:
         """Count the block's array of `size` bytes."""
         block.state = USED
         block.requested = size
@@ -51,7 +51,7 @@ class Figures:
             self.peak = self.in_use
         self._resting.pop(block, None)
 
-    def left(self, block: Block, memory: Taker | None) -> bool:
+    def count_ended(self, block: Block, memory: Taker | None) -> bool:
         """Count the end of a block's array: the block's free is pending. False if it had no array.
 
         Atomically marks the array's `memory` as freed: the block may soon belong to another array.

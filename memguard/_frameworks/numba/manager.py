@@ -123,7 +123,7 @@ def capped(driver: Any) -> type:
             block = take(whole(size), memory) if held <= cap else None
             if block is None:
                 return False
-            figures.used(block, size)
+            figures.count_used(block, size)
             return True
 
         def _from_driver(self, memory: Taker, size: int, cap: int | None, last: bool = False) -> bool:
@@ -154,11 +154,11 @@ def capped(driver: Any) -> type:
                     raise
                 block.address = int(getattr(block.pointer, "value", block.pointer))
                 block.buffer = contexts.buffer(block.address)
-                figures.taken(block)
+                figures.count_allocated(block)
             if cap is not None and self.held() + elsewhere(self) > cap:
                 self._to_driver(block, NEW)  # no hole of a slab had room: the driver opened another slab
                 return False
-            figures.used(block, size)
+            figures.count_used(block, size)
             return True
 
         def _after_making_room(self, memory: Taker, size: int, cap: int | None) -> None:
@@ -208,7 +208,7 @@ def capped(driver: Any) -> type:
             block: Block = memory._block
             size = block.requested
             try:
-                if self.figures.left(block, memory):  # else a reset has freed it
+                if self.figures.count_ended(block, memory):  # else a reset has freed it
                     self.deallocations.add_item(self.carry_out, block, size)
                 elif block.state is NEW and block.pointer is not None:  # a Ctrl-C came before it had an array
                     self._to_driver(block, NEW)
@@ -278,7 +278,7 @@ def capped(driver: Any) -> type:
             with self.group.lock:
                 super().reset()
                 for block in list(self.figures.blocks):
-                    self.figures.left(block, None)
+                    self.figures.count_ended(block, None)
                     state = block.state
                     if state is not BACK:
                         self._to_driver(block, state)

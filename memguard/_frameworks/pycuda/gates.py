@@ -7,7 +7,7 @@ allocations, frees and the loading of modules hold it (`CUDAPP_CALL_GUARDED`). I
 
 from __future__ import annotations
 
-from memguard._frameworks.optional_modules import Entry, Gates, entries, kinds
+from memguard._frameworks.optional_modules import GatedFunction, Gates, entries, kinds
 
 _FUNCTIONS = (
     ("fail", "cuMemGetInfo, cuIpcGetMemHandle", "mem_get_info mem_get_ipc_handle"),
@@ -35,7 +35,7 @@ _FUNCTIONS = (
 )
 
 
-def _functions(module: str) -> tuple[Entry, ...]:
+def _functions(module: str) -> tuple[GatedFunction, ...]:
     """The entries of `module`: `pycuda.driver` and `pycuda._driver` both have a name for each function."""
     return tuple(
         entry

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from memguard._frameworks.optional_modules import Gates, Native, entries
+from memguard._frameworks.optional_modules import Gates, NativeThread, entries
 
 
 def with_gpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -100,6 +100,6 @@ GATES = (
             ),
         ),
         # TensorFlow 2.21 has no such thread (its library was searched). XLA has one since 2026: see `jax/gates.py`.
-        natives=(Native("libtensorflow_framework.so", "cuStreamQuery", 5.0, b"cuda_stream_monitor", live),),
+        natives=(NativeThread("libtensorflow_framework.so", "cuStreamQuery", 5.0, b"cuda_stream_monitor", live),),
     ),
 )

@@ -177,7 +177,7 @@ GATES = (
                 freed_on_gpu,
             ),
         ),
-        left=(
+        not_gated=(
             "torch: operators on GPU tensors wait in the driver; on the thread of a `suspended` block they raise",
             "torch: compiled graphs and scripted functions wait in the driver",
         ),
