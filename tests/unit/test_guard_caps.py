@@ -501,7 +501,7 @@ def test_it_is_told_at_the_call_while_another_thread_has_the_lock(
     drifting["torch"].lost = (RAISE,)
     try:
         with caplog.at_level(logging.WARNING, "memguard"):
-            drifting["torch"]._changed()
+            drifting["torch"]._check_drift_now()
         assert caplog.messages == [RAISED]
     finally:
         done.set()

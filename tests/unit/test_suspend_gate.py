@@ -174,7 +174,7 @@ def test_what_is_not_there_is_left_and_what_is_optional_is_not(framework: Any) -
         GatedFunction(f"{NAME}:gone", "crash", ""),
         GatedFunction(f"{NAME}:Stream.gone", "crash", "", optional=True),
     )
-    gate = gates.close(given=table(*rows, left=("launches wait",)))
+    gate = gates.close(given=table(*rows, not_gated=("launches wait",)))
     gate.open()
     assert gate.left == ("launches wait", f"{NAME}.gone: not in this version")
 
@@ -264,7 +264,7 @@ def test_an_object_lives_until_the_gate_opens(framework: Any) -> None:
     def local() -> tuple[Any, list[Any]]:
         one = Special()  # only in the frame of a function that runs
         reference = weakref.ref(one)
-        return gates.close(given=table(kept=(KeptType(f"{NAME}:Stream", ""),))), [reference]
+        return gates.close(given=table(kept_alive=(KeptType(f"{NAME}:Stream", ""),))), [reference]
 
     stream, other = framework.Stream(), framework.Stream()
     gate, dead = local()
@@ -280,7 +280,7 @@ def test_an_object_lives_until_the_gate_opens(framework: Any) -> None:
 def test_only_objects_that_have_to_live(framework: Any) -> None:
     stream, other = framework.Stream(), framework.Stream()
     stream.on_gpu, other.on_gpu = True, False
-    gate = gates.close(given=table(kept=(KeptType(f"{NAME}:Stream", "", lambda one: one.on_gpu),)))
+    gate = gates.close(given=table(kept_alive=(KeptType(f"{NAME}:Stream", "", lambda one: one.on_gpu),)))
     dead = weakref.ref(stream), weakref.ref(other)
     del stream, other
     gc.collect()
