@@ -217,7 +217,7 @@ def _running_work(
         return _AfterResume(offer._replace(owner=None), stream, context)
     except DeviceError as error:
         _log.debug("exchange: %s", error)
-    # No stream can wait, so the sweeper polls until the work is done.
+    # No stream can wait, so `sweep` checks later whether the work is done.
     if stream is not None:
         deferred = _DeferredMark(device, stream, context)
         return None if _passed(deferred) else deferred

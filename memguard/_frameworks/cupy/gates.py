@@ -1,8 +1,8 @@
-"""The functions of CuPy that wait while the process is off its GPUs.
+"""The functions of CuPy that wait while the process is suspended.
 
-Read in CuPy's sources: `cupy_backends/cuda/api/{runtime,driver}.pyx` release the GIL around each call that may wait,
-except queries and `memGetInfo`. CuPy's own code calls them in C and bypasses these names, so the table also lists
-CuPy's classes.
+From CuPy's sources: `cupy_backends/cuda/api/{runtime,driver}.pyx` release the GIL around each call that may wait,
+except queries and `memGetInfo`. CuPy's own code calls these functions in C and bypasses their names, so the table also
+lists CuPy's classes.
 """
 
 from __future__ import annotations

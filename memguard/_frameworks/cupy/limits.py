@@ -1,4 +1,5 @@
-"""The limits of CuPy's pools on each GPU: set, compared with later settings of the user, shared between pools."""
+"""Sets the limits of CuPy's pools on each GPU, compares them with the user's later settings, and divides the cap among
+pools."""
 
 from __future__ import annotations
 
@@ -18,23 +19,26 @@ from memguard._frameworks.driver_pages import SMALL, slabs
 from memguard.errors import CapNotApplied, ConflictingSetting
 
 LIMIT = "CUPY_GPU_MEMORY_LIMIT"
-"""The variable with the user's limit for CuPy's own pool."""
+"""The environment variable with the user's limit for CuPy's own pool."""
 
 
 class Limits(Framework):
-    """Pool limits of CuPy's adapter. The former pools of CuPy's allocator share the cap with the current one."""
+    """The pool limits of CuPy's adapter. CuPy's current pool and its former pools share the cap."""
 
     def __init__(self, host: Any) -> None:
         super().__init__(host)
         self._lock: Any = ranked(threading.RLock(), Rank.ALLOCATOR)
         self._caps: dict[str, int] = {}
-        self._limited: dict[int, tuple[int, int]] = {}  # by ordinal: the pool's own limit before, and the limit set
+        self._limited: dict[
+            int, tuple[int, int]
+        ] = {}  # by ordinal: the pool's own limit, and the one that memguard set
         self._pieces: dict[int, Pieces] = {}
         self._ordinals: dict[str, int] = {}
         self._pool: Any = None
-        self._former: list[tuple[Any, dict[int, tuple[int, int]]]] = []  # pools before `_pool`, and their `_limited`
-        # The limit common to all devices of `_limited`, and the total up to which a small request cannot exceed it. -1
-        # if the limits differ, so that each request compares them. No check is needed before the first device.
+        self._former: list[tuple[Any, dict[int, tuple[int, int]]]] = []  # former pools, with their `_limited`
+        # The limit if it is the same on all devices of `_limited`, and the total up to which a small request cannot
+        # exceed it. Both are -1 if the limits differ: then each request compares them. Before the first device no check
+        # is needed.
         self._limit, self._safe = -1, sys.maxsize
 
     def _limit_here(self, cupy: Any, ordinal: int, _: Any = None) -> None:
@@ -53,7 +57,7 @@ class Limits(Framework):
             if 0 < before < cap:
                 self._add_note(f"cupy: its own limit of {format_size(before)} is stricter than the cap and stays")
                 cap = before
-            elif before > cap:  # set before memguard could read its GPU; an allocation must not fail because of it
+            elif before > cap:  # set before memguard could read the GPU; it must not make an allocation fail
                 self._warn(f"cupy: its own limit of {format_size(before)} is looser than the cap, so the cap holds")
             self._pool.set_limit(size=cap)
             found = self._pool.get_limit()
@@ -100,7 +104,7 @@ class Limits(Framework):
         self._warn(f"cupy: MemoryPool.set_limit asks for {size} on cuda:{ordinal}: its cap of {format_size(cap)} holds")
 
     def _elsewhere(self, ordinal: int) -> int:
-        """Bytes of the GPU that former pools hold. Also limits those pools to these bytes."""
+        """The bytes that former pools hold on the GPU. It also limits those pools to these bytes."""
         held = 0
         idle = bool(self._former) and not self.capturing()  # freeing memory would break the capture
         for pool, limited in self._former:
@@ -118,7 +122,7 @@ class Limits(Framework):
         return held
 
     def _make_room(self, ordinal: int) -> bool:
-        """Raise the pool's limit by the bytes that former pools have released. Whether that raised it."""
+        """Raise the pool's limit by the bytes that former pools have released. Returns whether the limit rose."""
         with self._lock:
             uuid = self._uuid(ordinal)
             if not self._former or ordinal not in self._limited or uuid not in self._caps:
@@ -134,7 +138,7 @@ class Limits(Framework):
             return True
 
     def _record_limit(self, ordinal: int, before: int, limit: int) -> None:
-        """Record the limit set on a device, and the user's own."""
+        """Record the limit that memguard set on a device, and the user's own."""
         self._limited[ordinal] = (before, limit)
         limits = {limit for _, limit in self._limited.values()}
         self._limit, self._safe = (limit, limit - SMALL) if len(limits) == 1 else (-1, -1)
@@ -165,7 +169,7 @@ class Limits(Framework):
         )
 
     def _on(self, ordinal: int, call: Callable[[Any], Any], pool: Any = None) -> Any:
-        """Call `call` with the pool, or another one, on a device with a context; None without a context."""
+        """Run `call` with the given or the current pool on a device; None if the device has no context."""
         with contexts.pushed(ordinal) as there:
             return call(self._queried_pool(sys.modules["cupy"]) if pool is None else pool) if there else None
 

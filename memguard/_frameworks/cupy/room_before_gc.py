@@ -1,9 +1,9 @@
-"""Replaces the garbage collector in CuPy's pool module, so that siblings make room before a collection.
+"""Replaces the name `gc` in CuPy's pool module, so that siblings make room before a garbage collection.
 
-Before it refuses a request, CuPy runs Python's garbage collector, once above its limit and twice after the driver
-refused: tenths of a second each with several frameworks loaded. So memguard requests room first, and skips the
-collection if it got room. The replacement applies to CuPy's pool module only, and only to requests of the capped
-allocator; CuPy holds no lock then (14.1 on).
+Before it refuses a request, CuPy runs Python's garbage collector: once above its limit, twice after the driver refused.
+With several frameworks loaded each collection takes tenths of a second. So memguard requests room first, and skips the
+collection if siblings made room. The replacement affects CuPy's pool module only, and only requests of the capped
+allocator. CuPy holds no lock at that point (since 14.1).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Collector:
         return getattr(gc, name)
 
     def collect(self, *generation: int) -> int:
-        frame = sys._getframe(1)  # the allocator's frame: CuPy's compiled functions have none
+        frame = sys._getframe(1)  # the caller's frame is the allocator's, as CuPy's compiled functions have none
         if frame.f_code is not self._code:
             return gc.collect(*generation)
         mine = self._thread.__dict__
-        if "served" in mine:  # the second of two calls in a row
+        if "served" in mine:  # the second of CuPy's two calls
             return 0 if mine.pop("served") else gc.collect(*generation)
         size, rounded = frame.f_locals.get("size"), frame.f_locals.get("rounded")
         del frame

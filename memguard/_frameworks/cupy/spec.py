@@ -14,7 +14,7 @@ SPEC = FrameworkSpec(
     tells_peak=False,
     exchanged=Exchanged("CuPyArrays", short=("cp",), packages=("cupyx",), compacts=True),
     pooled="PooledCuPy",
-    # 94 MiB in a process with other frameworks, 60 more with cuBLAS, 24 with cuFFT, 100 with cuSOLVER.
+    # 94 MiB in a process with other frameworks; cuBLAS adds 60, cuFFT 24, cuSOLVER 100.
     modules=262 * MIB,
     workspace=320 * MIB,
     first_uses=(("cublas", 60 * MIB), ("cufft", 24 * MIB), ("cusolver", 100 * MIB)),

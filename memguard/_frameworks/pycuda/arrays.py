@@ -1,7 +1,8 @@
-"""PyCUDA's arrays, which name no stream.
+"""The exchange adapter of PyCUDA's arrays, which name no stream.
 
-As producer: the consumer waits for all work of the context. As consumer: the user's stream waits; without one, the
-host. PyCUDA frees memory only on the thread that allocated it, so a handed-over array is released on that thread.
+If PyCUDA is the producer, the consumer waits for all work of the context. If it is the consumer, the user's stream
+waits, or the host without a stream. PyCUDA frees memory only on the thread that allocated it, so memguard releases a
+shared array on that thread.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class PyCUDAArrays(Arrays):
         return super().place(view, device) if here is None else here
 
     def context(self, device: int | None) -> int | None:
-        """The thread's current context, in which PyCUDA works; it may be one of PyCUDA's own."""
+        """The thread's current context, in which PyCUDA works; None if it is the primary one."""
         here = contexts.current_handle()
         return here if device is not None and here != contexts.primary(device) else None
 
@@ -80,7 +81,7 @@ class PyCUDAArrays(Arrays):
         from pycuda import gpuarray
 
         made = gpuarray.empty(array.shape, array.dtype)
-        if array.size:  # the stream belongs to PyCUDA's current context
+        if array.size:  # `stream` belongs to PyCUDA's current context
             self._after_former_work(made, stream)
             copies.queue(int(made.ptr), int(array.ptr), array.nbytes, contexts.current_handle(), stream)
         return made
@@ -98,18 +99,20 @@ class PyCUDAArrays(Arrays):
         return made
 
     def _after_former_work(self, made: Any, stream: int | None) -> None:
-        """Make later work of `stream` follow the former work on this memory, which PyCUDA has just allocated.
+        """Make later work on `stream` wait for earlier work on this memory, which PyCUDA has just allocated.
 
-        PyCUDA's pool, which is behind `empty` under a budget, reuses a block while kernels still use it. A block
-        straight from the driver has no unfinished work, as `cuMemFree` waits. Without `stream`, PyCUDA writes to the
-        memory on the legacy default stream, which waits for all but non-blocking streams.
+        Under a budget `empty` allocates from PyCUDA's pool, which reuses a block while kernels still use it. A block
+        straight from the driver has no unfinished work, as `cuMemFree` waits for it. Without `stream`, PyCUDA writes to
+        the memory on the legacy default stream, which waits for all streams except non-blocking ones.
         """
         if isinstance(made.gpudata, sys.modules["pycuda.driver"].DeviceAllocation):
             return
         ordinal = contexts.current() or 0
         context, non_blocking = self.context(ordinal), may_use_non_blocking_streams()
         if stream is not None and stream <= streams.PER_THREAD and context is not None:
-            stream = None  # a default stream of this context, which the driver would take for the primary context's
+            stream = (
+                None  # the handle means this context's default stream, but the driver would use the primary context's
+            )
         if non_blocking:
             streams.follow(ordinal, None, stream, context)
         elif stream is not None:
