@@ -279,9 +279,8 @@ class Pool:
         if found is None or known is None or known() is not allocation:
             return False
         if address in found.held:  # otherwise a signal handler has freed the block since
-            found.held[address] = (
-                None  # drops the weak reference and its callback, so that the object's end does not count as a second free
-            )
+            # Drops the weak reference and its callback: the object's end must not count as a second free.
+            found.held[address] = None
             found.freed(None)
         return True
 
