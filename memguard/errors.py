@@ -28,33 +28,13 @@ The out-of-memory errors of the frameworks stay their own: memguard never replac
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from memguard._base.advice import Advice
 from memguard._base.advice import MemguardError as MemguardError  # noqa: PLC0414 (public here)
+from memguard._base.advice import Problem as Problem  # noqa: PLC0414 (public here)
 from memguard._base.text import visible
 
-
-@dataclass(frozen=True)
-class Problem:
-    """One thing wrong in a budget file: where, what was found, what to do."""
-
-    message: str
-    fix: str = ""
-    line: int | None = None
-    column: int | None = None
-    path: str = ""
-
-    def render(self, source: str) -> str:
-        """`file:line:column: message`, the fix on the next line."""
-        return str(self.advice(source))
-
-    def advice(self, source: str) -> Advice:
-        """What `render` makes its text of."""
-        where = source
-        if self.line is not None:
-            where += f":{self.line}:{self.column or 1}"
-        return Advice(f"{where}: {self.path + ': ' if self.path else ''}{self.message}", self.fix)
+Problem.__module__ = __name__  # its public home: pickles and tracebacks name it
 
 
 class ProblemsError(MemguardError):

@@ -39,6 +39,28 @@ class Advice:
         return replace(self, alternatives=alternatives)
 
 
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong in a budget file: where, what was found, what to do."""
+
+    message: str
+    fix: str = ""
+    line: int | None = None
+    column: int | None = None
+    path: str = ""
+
+    def render(self, source: str) -> str:
+        """`file:line:column: message`, the fix on the next line."""
+        return str(self.advice(source))
+
+    def advice(self, source: str) -> Advice:
+        """What `render` makes its text of."""
+        where = source
+        if self.line is not None:
+            where += f":{self.line}:{self.column or 1}"
+        return Advice(f"{where}: {self.path + ': ' if self.path else ''}{self.message}", self.fix)
+
+
 class InvalidValue(ValueError):
     """A malformed value. `advice.fix` names a replacement; it is empty if none can be derived.
 

@@ -10,10 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from memguard._base.text import html, shown, visible
 from memguard._base.units import format_size
+
+POOL: Final = "shared pool"
+"""The ledger's row of the shared pool's bytes beyond the frameworks' arrays: one cache for all."""
 
 
 class State(Enum):
@@ -140,6 +143,14 @@ memory_info_of: Callable[[tuple[int, int | None, int | None, int, int | None]], 
 memory_info_of = partial(tuple.__new__, MemoryInfo)
 
 
+def cached(usage: Usage) -> int:
+    """The most that a trim of the framework may return: its whole cache if it does not report fragmentation."""
+    if usage.reclaimable is not None:
+        return usage.reclaimable
+    known = usage.held is not None and usage.in_use is not None
+    return max((usage.held or 0) - (usage.in_use or 0), 0) if known else 0  # clamped: two readings, at two moments
+
+
 class NoHelp(StrEnum):
     """Why memguard made no room for a request that was then refused. Equal to its name as text."""
 
@@ -238,13 +249,9 @@ class Room(NamedTuple):
 
 
 class Applied(NamedTuple):
-    """The result of applying a cap: its enforcement, how to undo it, or why it cannot be undone.
-
-    Exactly one of `undo` and `permanent` is set.
-    """
+    """The result of applying a cap: its enforcement, and why it cannot be undone (None: it can)."""
 
     enforcement: Enforcement
-    undo: Callable[[], None] | None = None
     permanent: str | None = None
     notes: tuple[str, ...] = ()
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from memguard._base.specs import SPECS
 from memguard._base.units import GRANULE, format_size, round_down
 from memguard._budget.values import Frozen
+from memguard._frameworks.specs import SPECS
 from memguard.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from memguard._base.advice import Advice
 from memguard._base.framework_spec import CONTEXT, OVERHEADS, SECOND_CONTEXT, SLACK, FrameworkSpec, Outside
-from memguard._base.specs import NEVER_GIVE_BACK, SPECS
-from memguard._base.types import Device, DevicePlan, MemoryInfo, Plan, Room, Usage
+from memguard._base.types import Device, DevicePlan, MemoryInfo, Plan, Room, Usage, cached
 from memguard._base.units import GRANULE, MIB, format_size, round_down
 from memguard._budget.shared_pool import allocator_of, caps_of, clients, members, with_pool
+from memguard._frameworks.specs import NEVER_GIVE_BACK, SPECS
 from memguard.errors import PlanError, Problem
 
 if TYPE_CHECKING:
@@ -669,14 +669,6 @@ def admit(
 def in_use(usage: Usage | None) -> int | None:
     """The bytes of live arrays: 0 if the framework is not live."""
     return 0 if usage is None else usage.in_use
-
-
-def cached(usage: Usage) -> int:
-    """The most that a trim of the framework may return: its whole cache if it does not report fragmentation."""
-    if usage.reclaimable is not None:
-        return usage.reclaimable
-    known = usage.held is not None and usage.in_use is not None
-    return max((usage.held or 0) - (usage.in_use or 0), 0) if known else 0  # clamped: two readings, at two moments
 
 
 def trim_order(idle: int, sure: bool) -> tuple[bool, int]:

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any, get_args, get_origin
 
 from memguard._base.advice import InvalidValue
-from memguard._base.specs import SPECS
+from memguard._base.source_map import Document, Loc, in_order, nearest, path
 from memguard._base.units import short
 from memguard._budget import suggestions
 from memguard._budget.rules import SIZES, Violation
-from memguard._budget.source_map import Document, Loc, in_order, nearest, path
 from memguard._budget.values import found
+from memguard._frameworks.specs import SPECS
 from memguard.errors import Problem
 
 Fields = Mapping[str, Mapping[str, Any]]

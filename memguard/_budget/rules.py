@@ -12,11 +12,11 @@ from fractions import Fraction
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from memguard._base.framework_spec import CONTEXT, OVERHEADS, SECOND_CONTEXT, SLACK
-from memguard._base.specs import SPECS
+from memguard._base.source_map import Loc
 from memguard._base.units import MIB
 from memguard._budget import values
-from memguard._budget.source_map import Loc
 from memguard._budget.values import percent_text, size_text
+from memguard._frameworks.specs import SPECS
 
 Checked = Any
 """A `Budget`, whose module imports this one. Its entries of `frameworks` have the fields of `Part`."""

@@ -28,11 +28,11 @@ from pydantic_core import core_schema
 from memguard._base.advice import InvalidValue
 from memguard._base.findings import NAMES, Name
 from memguard._base.framework_spec import Option
-from memguard._base.specs import SPECS
+from memguard._base.source_map import Document, Origin, in_order, of_mapping
 from memguard._base.units import short
 from memguard._budget import rules, values
-from memguard._budget.source_map import Document, Origin, in_order, of_mapping
 from memguard._budget.values import WRITTEN, Frozen, frozen
+from memguard._frameworks.specs import SPECS
 from memguard.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -316,7 +316,7 @@ class Budget(_Model):
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Budget":
         """Parse the budget in a file. Raises ConfigError, also if the file cannot be read."""
-        from memguard._budget.yaml import MAX_BYTES
+        from memguard._base.yaml import MAX_BYTES
 
         source = short(path)
         try:
@@ -333,7 +333,7 @@ class Budget(_Model):
     @classmethod
     def from_text(cls, text: str | bytes, source: str = "budget") -> "Budget":
         """Parse text, or bytes of UTF-8. `source` names it in messages. Raises ConfigError."""
-        from memguard._budget.yaml import read  # imports yaml, which only text needs
+        from memguard._base.yaml import read  # imports yaml, which only text needs
 
         return _budget(read(text), _printable(source))
 
@@ -415,7 +415,7 @@ def _budget(document: Document, source: str) -> Budget:
     if budget.ranks is not None:
         budget = _unsaid(budget)
     if document.text is not None:
-        budget._origin = Origin(source, document)
+        budget._origin = Origin(source, document, values.device_key)
     return budget
 
 

@@ -9,8 +9,8 @@ from fractions import Fraction
 from math import floor
 from typing import Any
 
-from memguard._base.specs import SPECS
 from memguard._base.units import GIB, GRANULE, KIB, MAX_SIZE, MIB, TIB, short
+from memguard._frameworks.specs import SPECS
 
 FIELDS_OF_A_DEVICE = ("limit", "reserve")
 _PERCENT = ("%", "percent", "per cent", "pct", "percents")

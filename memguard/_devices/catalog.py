@@ -19,7 +19,7 @@ from memguard._base.units import GIB, MIB, format_size, parse_size, short
 from memguard.errors import ConfigError, DeviceError, Problem
 
 if TYPE_CHECKING:
-    from memguard._budget.source_map import Document, Loc
+    from memguard._base.source_map import Document, Loc
 
 SMALLEST = 256 * MIB
 """Bytes. A smaller size is a typing mistake, such as a size without its unit."""
@@ -214,7 +214,7 @@ def _is_file(name: str) -> bool:
 
 
 def _file(path: str) -> list[Model]:
-    from memguard._budget.yaml import read
+    from memguard._base.yaml import read
 
     document = read(_read(path))
     found = _Profile(document)

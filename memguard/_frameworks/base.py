@@ -17,12 +17,12 @@ The rules for every method:
 - Only the framework's own file imports the framework, inside methods, and only if `state()` is already `imported` or
   `live`. No method initialises the framework, a CUDA context or a device just to read a figure.
 - `apply` sets the caps, reads them back, and raises CapNotApplied (reason, remedy) if one cannot hold as declared. It
-  returns an undo, or the reason for having none. If it raises, no change remains. A Ctrl-C may come at any point, even
-  right after the last change: so before each change `apply` adds the change's undo step to `changes`. An undo can be
-  called again, and then continues.
+  may raise at any point, also by a Ctrl-C right after a change: so it adds a step to `undo` before each change. The
+  caller runs the steps, last first, if `apply` raises or the budget ends. A step raises CapNotApplied if its change
+  stays. See `Undo` for what else a step must do.
 - A setting that the user makes later, through the framework's public calls, meets the cap: the smaller of the two
   holds, and `_warn` reports it at once (`replacements.py` implements this). Where the cap cannot hold,
-  `_check_drift_now` makes the guard call `drift` at once. The undo restores the user's latest setting.
+  `_check_drift_now` makes the guard call `drift` at once. The undo steps restore the user's latest setting.
 - `usage` reports the framework's own figures: None if it holds nothing or is not live. A figure that the framework
   does not report is None, never 0.
 - Every private symbol of the framework is probed before use, and has a fallback or a clear refusal.
@@ -116,8 +116,6 @@ class Framework(Allocator):
         """Called with the sentence of `_warn`, on the thread whose call caused it."""
         self.on_change: Callable[[], None] | None = None
         """Called after a user's call that may have broken the cap: the guard then calls `drift`."""
-        self.changes = Undo()
-        """Undoes the changes of an interrupted `apply`. A completed `apply` returns its own `undo`."""
         self.on_refusal: Callable[[RefusedRequest], str | None] | None = None
         """Called by `_report_refusal` with each refused request; set by the guard. Returns the id of the record."""
         self.on_shortage: Callable[[Shortage], bool] | None = None
@@ -170,8 +168,8 @@ class Framework(Allocator):
         """
 
     @abstractmethod
-    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
-        """Apply the caps. Called once the framework is imported, live or not.
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
+        """Apply the caps. Called once the framework is imported, live or not. Adds its undo steps to `undo`.
 
         `options` are the framework's settings in the budget, by name: the `applied` options of its row.
         """

@@ -16,7 +16,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from memguard._base.specs import SPECS
+from memguard._frameworks.specs import SPECS
 
 
 class ImportHook(importlib.abc.MetaPathFinder):

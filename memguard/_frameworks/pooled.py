@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from memguard._base.types import Applied, Device, Drift, Enforcement, Shortage, Usage
+from memguard._base.undo import Undo
 from memguard._base.units import round_up
 from memguard._frameworks.base import Framework, attach_size
 from memguard._frameworks.driver_pages import PIECE
@@ -73,37 +75,14 @@ class PooledWatched(_Pooled):
     def drift(self) -> Sequence[Drift]:
         return []  # watched: there is no cap to break
 
-    def _watched(
-        self,
-        applied: Applied,
-        permanent: dict[str, Any],
-        before: Mapping[str, Any],
-        stays: str,
-        note: str,
-        restore: Callable[[], None] | None = None,
-    ) -> Applied:
-        """The applied limits as watched, with the framework's bytes counted in the pool. The undo runs `restore` first.
-
-        `permanent` are the limits that stay once the framework is live, `before` the limits of earlier budgets; `stays`
-        is the error's text for them.
-        """
+    def _watched(self, applied: Applied, note: str, undo: Undo) -> Applied:
+        """The applied limits as watched, with the framework's bytes counted in the pool."""
         devices = {device.uuid: device for device in self.host.devices()}
 
         def counted(uuid: str) -> int:
             usage = self.usage(devices[uuid]) if uuid in devices else None
             return 0 if usage is None else usage.in_use or 0
 
-        def undo() -> None:
-            if restore is not None:
-                restore()
-            self.shared_pool.forget(self.name)
-            assert applied.undo is not None
-            try:
-                applied.undo()
-            except CapNotApplied:
-                permanent.clear()  # it has no limit that could remain
-                permanent.update(before)
-                raise CapNotApplied(self.name, stays, "restart the process") from None
-
+        undo.add(self.name, functools.partial(self.shared_pool.forget, self.name))
         self.shared_pool.count(self.name, counted)
-        return Applied(Enforcement.WATCHED, undo, notes=(*applied.notes, note))
+        return Applied(Enforcement.WATCHED, notes=(*applied.notes, note))

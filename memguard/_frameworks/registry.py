@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
-from memguard._base import specs
-from memguard._base.specs import SPECS
 from memguard._devices.host import Host
+from memguard._frameworks import specs
 from memguard._frameworks.base import Framework
+from memguard._frameworks.specs import SPECS
 
 if TYPE_CHECKING:
     from memguard._frameworks.shared_pool import SharedPool

@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from memguard._base.logs import log as _log
-from memguard._base.types import Device, Drift, Usage
+from memguard._base.types import POOL, Device, Drift, Usage, cached
 from memguard._base.units import format_size, round_up
-from memguard._budget import policy, shared_pool
 from memguard._devices import contexts
 from memguard._frameworks.base import Allocator, Framework
 from memguard._frameworks.driver_pages import PIECE, returned_by_trim
+from memguard._frameworks.specs import pool_capped
 from memguard.errors import CapNotApplied, DeviceError
 
 if TYPE_CHECKING:
@@ -36,10 +36,10 @@ class SharedPool(Allocator):
     watched.
     """
 
-    name, requests_room = shared_pool.POOL, True
+    name, requests_room = POOL, True
 
     def __init__(self, caps: Mapping[str, int], warn: Callable[[str], None], clients: Sequence[str] = ()) -> None:
-        self.caps, self.clients, self.capped = dict(caps), tuple(clients), shared_pool.capped(clients)
+        self.caps, self.clients, self.capped = dict(caps), tuple(clients), pool_capped(clients)
         self.adapters: dict[str, Framework] = {}
         """The clients' adapters by name. `registry` adds them."""
         self._warn = warn
@@ -145,7 +145,7 @@ class SharedPool(Allocator):
     def remainder(self, uuid: str) -> int:
         """Bytes in use that no registered framework counts."""
         found = self.figures(uuid)
-        return 0 if found is None else shared_pool.counted(found[1], self._counted(uuid))
+        return 0 if found is None else remainder(found[1], self._counted(uuid))
 
     def usage(self, device: Device) -> Usage | None:
         """The whole pool; None before it exists. `reclaimable` is None while a block is live: idle memory serves each
@@ -175,7 +175,7 @@ class SharedPool(Allocator):
 
     def reusable(self, usage: Usage) -> int:
         """All idle memory: it serves each request of a client, also where a trim would return none of it."""
-        return policy.cached(usage)
+        return cached(usage)
 
     def fixed(self) -> bool:
         return True
@@ -252,3 +252,8 @@ class SharedPool(Allocator):
                 f"the shared pool's release threshold on cuda:{self._ordinals[device.uuid]} was set to "
                 f"{format_size(found)} by somebody else; memguard has set it to 'never' again"
             )
+
+
+def remainder(used: int, others: Mapping[str, int]) -> int:
+    """Bytes in use in the pool that no other framework counts. Clamped at 0: the readings differ in time."""
+    return max(used - sum(others.values()), 0)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from memguard._base.locks import InterruptSafeLock, Rank, Turn, ranked
 from memguard._base.logs import log as _log
 from memguard._base.types import (
+    POOL,
     Device,
     DevicePlan,
     Drift,
@@ -355,7 +356,7 @@ class CapTable:
 
     def _shared_pool(self) -> SharedPool | None:
         """The shared pool, not yet created on the GPU; None without one. Raises PlanError on simulated GPUs."""
-        found = {part.device.uuid: shared_pool.caps_of(part).get(shared_pool.POOL) for part in self.plan.devices}
+        found = {part.device.uuid: shared_pool.caps_of(part).get(POOL) for part in self.plan.devices}
         caps = {uuid: cap for uuid, cap in found.items() if cap is not None}
         if caps and self.host.simulated:
             fix = "write 'strategy: caps' for the simulation, or leave out simulate="
@@ -365,7 +366,7 @@ class CapTable:
             return None
         from memguard._frameworks.shared_pool import SharedPool
 
-        return SharedPool(caps, self.warn, clients=shared_pool.clients(self.plan.devices[0], shared_pool.POOL))
+        return SharedPool(caps, self.warn, clients=shared_pool.clients(self.plan.devices[0], POOL))
 
 
 def size_of(size: int | str) -> int:

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from memguard._base.specs import SPECS
 from memguard._base.text import shown, visible
-from memguard._base.types import FrameworkSample, Plan, Sample
+from memguard._base.types import POOL, FrameworkSample, Plan, Sample
 from memguard._base.units import format_size
-from memguard._budget.shared_pool import POOL
+from memguard._frameworks.specs import SPECS
 
 How = Literal["memguard.trim", "own thread", "own call", "never"]
 _HEAD = ("framework", "held", "cached", "reclaimable", "how")

@@ -16,7 +16,6 @@ from memguard._base.blocks import Block, End
 from memguard._base.interrupts import deferred_signals
 from memguard._base.logs import log as _log
 from memguard._base.logs import words_of
-from memguard._base.specs import SPECS
 from memguard._base.text import shown
 from memguard._base.types import (
     Device,
@@ -39,6 +38,7 @@ from memguard._devices import suspension
 from memguard._frameworks import registry
 from memguard._frameworks.base import Framework
 from memguard._frameworks.import_hook import ImportHook, RealImports
+from memguard._frameworks.specs import SPECS
 from memguard._guard.caps import Callbacks, CappedFramework, CapTable, size_of
 from memguard._guard.elastic import ElasticCaps, above_cap
 from memguard._ledger.overhead import own_bytes
@@ -588,13 +588,15 @@ class Guard:
         framework = entry.framework
         if framework.fixed():
             self.caps.lend_nothing_to(name)
-        self.undo.add(name, lambda: self._take_back(name, framework.changes.run))  # undoes an interrupted `apply`
-        applied = framework.apply(self.caps.plan.caps(name), self.caps.plan.options.get(name, {}))
-        if applied.undo is not None:
-            undo = applied.undo
-            self.undo.add(name, lambda: self._take_back(name, undo))
-        framework.changes.clear()
-        if self.caps.over:  # a signal handler called `stop` within `apply`
+        undo = Undo(self._undo_failed)
+        self.undo.add(name, undo.run)
+        try:
+            applied = framework.apply(self.caps.plan.caps(name), self.caps.plan.options.get(name, {}), undo)
+        except BaseException:
+            undo.run()
+            raise
+        if self.caps.over:  # a signal handler called `stop` within `apply`, which has added steps since
+            self.undo.add(name, undo.run)
             self.undo.run()
             return
         entry.enforcement = applied.enforcement
@@ -606,18 +608,15 @@ class Guard:
             self.caps.note(note)
         self.elastic.trim_above_cap(name)
 
-    def _take_back(self, what: str, undo: Callable[[], None]) -> None:
-        """Run one undo step. A step that fails is recorded in `_not_undone`, and the other steps run."""
-        try:
-            undo()
+    def _undo_failed(self, name: str, error: BaseException) -> None:
+        """Record why a framework's undo step failed, for `stop`. An interrupted step is run again."""
+        if isinstance(error, CapNotApplied):
+            stays = f"{name}: stays: {error.reason}"
+        elif isinstance(error, Exception):
+            stays = f"{name}: could not be undone: {words_of(error)}"
+        else:
+            _log.warning("%s: the undoing was interrupted; memguard.shutdown() or the next init finishes it", name)
             return
-        except CapNotApplied as error:
-            stays = f"{what}: stays: {error.reason}"
-        except Exception as error:
-            stays = f"{what}: could not be undone: {words_of(error)}"
-        except BaseException:  # Ctrl-C: `Undo` runs the other steps and raises it afterwards
-            _log.warning("%s: the undoing was interrupted; memguard.shutdown() or the next init finishes it", what)
-            raise
         if stays not in self._not_undone:
             self._not_undone.append(stays)
 

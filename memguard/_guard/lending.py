@@ -25,10 +25,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from memguard._base.specs import NEVER_GIVE_BACK
 from memguard._base.types import Usage
 from memguard._base.units import GRANULE, MIB, round_down, round_up
 from memguard._budget.policy import room_left, trim_order
+from memguard._frameworks.specs import NEVER_GIVE_BACK
 
 _STEP = 16
 """A raised cap rises further by 1/`_STEP` of its span (max − min), or by the bytes it has borrowed if that is more, as

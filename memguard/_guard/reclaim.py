@@ -14,11 +14,11 @@ from typing import Protocol
 
 from memguard._base.logs import log as _log
 from memguard._base.logs import words_of
-from memguard._base.specs import NEVER_GIVE_BACK
 from memguard._base.types import Device, DevicePlan, DeviceSample, Event, Room, Usage
 from memguard._base.units import GRANULE, format_size
 from memguard._budget import policy, shared_pool
 from memguard._devices import contexts
+from memguard._frameworks.specs import NEVER_GIVE_BACK
 from memguard._guard import lending
 from memguard._guard.caps import CapTable
 from memguard.errors import CapNotApplied

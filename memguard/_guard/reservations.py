@@ -28,7 +28,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from memguard._base.advice import Advice
-from memguard._base.types import MemoryInfo, Usage
+from memguard._base.types import MemoryInfo, Usage, cached
 from memguard._base.units import format_size
 from memguard._budget import policy
 
@@ -299,7 +299,7 @@ def who_holds(book: Reservations, uuid: str, in_use: Mapping[str, int | None], n
 
 def cache(usage: Usage) -> int:
     """The bytes that a trim of the framework may return, computed by `_budget.policy`."""
-    return policy.cached(usage)
+    return cached(usage)
 
 
 def _sizes(entries: Iterable[Reservation], framework: str, uuid: str) -> int:

@@ -29,11 +29,10 @@ from itertools import combinations
 from typing import NamedTuple
 
 from memguard._base.framework_spec import CONTEXT, KERNELS, LAZY, LIBRARIES, SECOND_CONTEXT, SLACK
-from memguard._base.specs import SPECS
-from memguard._base.types import Usage
+from memguard._base.types import POOL, Usage
 from memguard._base.units import GRANULE
 from memguard._budget.policy import modules, workspace
-from memguard._budget.shared_pool import POOL
+from memguard._frameworks.specs import SPECS
 from memguard._ledger.types import EXCHANGE
 
 PAUSE = 2.0

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from memguard._base.framework_spec import KERNELS, SECOND_CONTEXT
 from memguard._base.locks import Rank, Turn, interrupting
-from memguard._base.specs import setting
 from memguard._base.types import (
+    POOL,
     Device,
     DevicePlan,
     DeviceSample,
@@ -25,11 +25,11 @@ from memguard._base.types import (
 )
 from memguard._base.units import GRANULE, MIB, format_size
 from memguard._budget.policy import modules
-from memguard._budget.shared_pool import POOL
 from memguard._devices import contexts
 from memguard._devices.host import Host
 from memguard._frameworks import driver_pages, registry, second_contexts
 from memguard._frameworks.base import Framework
+from memguard._frameworks.specs import setting
 from memguard._ledger.overhead import Overhead, held_by, own_bytes, same_held
 from memguard._ledger.rows import Reading, device_ledger, reading_of, sample_of_reading
 from memguard._ledger.types import EXCHANGE, DeviceLedger, Lent

@@ -12,8 +12,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from memguard._base.framework_spec import SECOND_CONTEXT
-from memguard._base.specs import CONTEXT_MAKER
 from memguard._base.types import (
+    POOL,
     Device,
     DevicePlan,
     DeviceSample,
@@ -25,7 +25,8 @@ from memguard._base.types import (
 )
 from memguard._base.units import GRANULE, format_size
 from memguard._budget.policy import modules
-from memguard._budget.shared_pool import POOL, left_to, shared_notes
+from memguard._budget.shared_pool import left_to, shared_notes
+from memguard._frameworks.specs import CONTEXT_MAKER
 from memguard._ledger.overhead import Overhead
 from memguard._ledger.types import DeviceLedger, Lent, Row
 

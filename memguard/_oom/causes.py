@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from memguard._base.specs import NEVER_GIVE_BACK, SPECS
 from memguard._base.types import DevicePlan, Enforcement, Plan, RefusedRequest
 from memguard._base.units import MIB, format_size
 from memguard._budget.shared_pool import allocator_of, clients
+from memguard._frameworks.specs import NEVER_GIVE_BACK, SPECS
 from memguard._ledger.types import DeviceLedger, Ledger, Row
 from memguard._oom.classify import Verdict
 

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from memguard._base.framework_spec import Memory
-from memguard._base.specs import SPECS
+from memguard._frameworks.specs import SPECS
 
 
 @dataclass(frozen=True)

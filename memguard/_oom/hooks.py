@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memguard._base.logs import log as _log
 from memguard._base.logs import text_of
-from memguard._base.specs import SPECS
 from memguard._base.types import RECORD, Plan, RefusedRequest, Sample
+from memguard._frameworks.specs import SPECS
 
 if TYPE_CHECKING:  # diagnosis is imported at the first error
     from memguard._budget import Budget

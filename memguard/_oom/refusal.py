@@ -20,9 +20,9 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from memguard._base.specs import NEVER_GIVE_BACK, SPECS
 from memguard._base.types import RECORD, Event, RefusedRequest, Sample
 from memguard._base.units import MIB, format_size, parse_size
+from memguard._frameworks.specs import NEVER_GIVE_BACK, SPECS
 
 if TYPE_CHECKING:  # diagnosis is imported at the first error
     from memguard._ledger.types import DeviceLedger, Row

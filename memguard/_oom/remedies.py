@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 
-from memguard._base.specs import CONTEXT_MAKER, NEVER_GIVE_BACK, SPECS
 from memguard._base.types import DevicePlan, NoHelp, Plan
 from memguard._base.units import GRANULE, MIB, format_size, round_down, round_up
 from memguard._budget import policy
 from memguard._budget.shared_pool import allocator_of, caps_of, clients
+from memguard._frameworks.specs import CONTEXT_MAKER, NEVER_GIVE_BACK, SPECS
 from memguard._oom.causes import WORKSPACE, Case
 from memguard._oom.classify import Verdict
 from memguard.errors import MemguardError

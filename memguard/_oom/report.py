@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from memguard._base.specs import NEVER_GIVE_BACK
 from memguard._base.text import fitting, shown, visible
 from memguard._base.types import NoHelp, Plan, RefusedRequest, Sample
 from memguard._base.units import MIB, format_size
+from memguard._frameworks.specs import NEVER_GIVE_BACK
 from memguard._ledger.types import DeviceLedger, Ledger
 from memguard._oom import causes, refusal
 from memguard._oom.causes import Case, Reason, caps_in_force, device_of

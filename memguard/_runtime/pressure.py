@@ -20,9 +20,9 @@ from itertools import combinations, pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from memguard._base.specs import NEVER_GIVE_BACK
 from memguard._base.types import Device, DevicePlan, DeviceSample, Event, FrameworkSample, Pressure, Sample
 from memguard._base.units import MIB, format_size
+from memguard._frameworks.specs import NEVER_GIVE_BACK
 from memguard._runtime.leaks import leak
 
 if TYPE_CHECKING:

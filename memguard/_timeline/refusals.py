@@ -16,10 +16,10 @@ from datetime import datetime
 from operator import attrgetter
 from typing import Any
 
-from memguard._base.specs import NEVER_GIVE_BACK, SPECS
 from memguard._base.types import DeviceSample, Event, FrameworkSample, Plan, Sample
 from memguard._base.units import GRANULE, is_whole
 from memguard._budget import FRAMEWORKS
+from memguard._frameworks.specs import NEVER_GIVE_BACK, SPECS
 from memguard._timeline.format import Oom
 
 _MOMENT, _REPORT = 0.01, 1.0

@@ -21,10 +21,10 @@ from datetime import UTC, datetime
 from fractions import Fraction
 from typing import Any
 
-from memguard._base.specs import NEVER_GIVE_BACK, SPECS
 from memguard._base.types import DevicePlan, DeviceSample, Event, FrameworkSample, Plan, Sample
 from memguard._base.units import GRANULE, MIB, format_size, round_up
 from memguard._budget import FRAMEWORKS
+from memguard._frameworks.specs import NEVER_GIVE_BACK, SPECS
 from memguard._ledger.types import EXCHANGE
 from memguard._timeline import Oom
 from memguard._timeline.format import PEAK

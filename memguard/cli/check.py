@@ -189,8 +189,8 @@ def _device(device: DeviceBudget | DeviceOverride) -> str:
 
 
 def _framework(name: str, framework: FrameworkBudget) -> str:
-    from memguard._base.specs import SPECS
     from memguard._budget.values import text
+    from memguard._frameworks.specs import SPECS
 
     options = {option.name: getattr(framework, option.name) for option in SPECS[name].options}
     unsaid = "1 where each rank has a GPU of its own"  # a count that a budget for ranks leaves to them
@@ -233,6 +233,6 @@ def _known(budget: Budget) -> bool:
 
 
 def _elastic(budget: Budget) -> bool:
-    from memguard._base.specs import NEVER_GIVE_BACK
+    from memguard._frameworks.specs import NEVER_GIVE_BACK
 
     return any(part.min is not None and name not in NEVER_GIVE_BACK for name, part in budget.frameworks.items())

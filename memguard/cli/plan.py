@@ -81,9 +81,9 @@ def _tables(resolved: Plan, budget: Budget) -> list[object]:
     from rich import box
     from rich.table import Table
 
-    from memguard._base.specs import SPECS
     from memguard._base.units import GRANULE, format_size
     from memguard._budget import shared_pool
+    from memguard._frameworks.specs import SPECS
 
     tables: list[object] = []
     for part in resolved.devices:

@@ -7,9 +7,9 @@ import shlex
 import sys
 from typing import Any
 
-from memguard._base.specs import SPECS
 from memguard._devices import streams
 from memguard._frameworks.arrays.base import Arrays
+from memguard._frameworks.specs import SPECS
 
 _MOST = 1 << 16
 """No process has this many GPUs."""

@@ -506,7 +506,6 @@ def test_everything_goes_back_to_the_driver(setting: Setting, end: str) -> None:
 def test_after_a_budget_nobody_watched_the_streams_so_the_next_one_pools_nothing(model: Model) -> None:
     setting = model("h200")
     applied = setting.apply(64 * MIB)
-    assert applied.undo is not None
     applied.undo()
     setting.framework = Numba(setting.host)
     setting.apply(64 * MIB)

@@ -9,9 +9,8 @@ from test_cupy_model import model
 from test_cupy_pooled import FakePool, Joint
 
 from memguard import _budget
-from memguard._base.types import DeviceSample, Enforcement, FrameworkSample, MemoryInfo, Sample
+from memguard._base.types import POOL, DeviceSample, Enforcement, FrameworkSample, MemoryInfo, Sample
 from memguard._base.units import MIB
-from memguard._budget.shared_pool import POOL
 from memguard._devices import pools
 from memguard._guard.figures import FrameworkReclaimable
 from memguard._guard.guard import Guard

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from doctor_facts import edited, plain
 
-from memguard._base.specs import SPECS
 from memguard._base.units import GIB, MIB
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.jax.adapter import JAX
+from memguard._frameworks.specs import SPECS
 from memguard._frameworks.tensorflow.adapter import TensorFlow
 from memguard._tools.doctor.checks import memory
 from memguard._tools.doctor.collect import this_process

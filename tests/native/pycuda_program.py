@@ -18,6 +18,7 @@ import threading
 from typing import Any
 
 import pycuda.driver as drv
+from support.capping import apply_caps
 
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.pycuda.adapter import PyCUDA
@@ -40,7 +41,9 @@ class Program:
         host = Host(["h200"])
         self.gpu = host.devices()[0]
         self.framework = PyCUDA(host)
-        self.applied = self.framework.apply({self.gpu.uuid: CAP}, {"context": "own"} if kind == "contexts" else {})
+        self.applied = apply_caps(
+            self.framework, {self.gpu.uuid: CAP}, {"context": "own"} if kind == "contexts" else {}
+        )
         self.contexts = [drv.Device(0).retain_primary_context()]
         self.contexts[0].push()
         self.pools = [drv.DeviceMemoryPool() for _ in range(2)]
@@ -266,7 +269,6 @@ def main(kind: str, seed: int, steps: int) -> None:
     program.check()
     program.framework.trim(program.gpu)
     assert program.framework.usage(program.gpu).in_use == 0  # type: ignore[union-attr]
-    assert program.applied.undo is not None
     program.applied.undo()
     program.pools.clear()
     print(program.requests, program.hits, program.refusals, program.nested, flush=True)

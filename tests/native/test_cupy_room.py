@@ -18,7 +18,7 @@ from memguard._frameworks.cupy import blocks
 from memguard._frameworks.cupy.adapter import CuPy
 (uuid, *_), host = contexts.ordinals(), Host()
 gpu, framework = dataclasses.replace(host.gpus[0], uuid=uuid), CuPy(host)
-applied = framework.apply({uuid: 256 * MIB}, {})
+applied = apply_caps(framework, {uuid: 256 * MIB})
 OOM, alloc = cupy.cuda.memory.OutOfMemoryError, cupy.cuda.alloc
 streams = [contextlib.nullcontext(), cupy.cuda.ExternalStream(64), cupy.cuda.ExternalStream(128)]
 blocks.FRESH = 0

@@ -22,7 +22,7 @@ stub.stub_taken.restype = ctypes.c_size_t
 module.driver.ensure_initialized()
 (uuid, *_), host = contexts.ordinals(), Host()
 framework = Numba(host)
-applied = framework.apply({uuid: 64 * MIB}, {})
+applied = apply_caps(framework, {uuid: 64 * MIB})
 context = cuda.current_context()
 manager = context.memory_manager
 def bytes_of(size): return cuda.device_array(size, "u1")

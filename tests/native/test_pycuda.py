@@ -43,6 +43,7 @@ def test_the_figures_are_the_drivers(stubbed: dict[str, str], kind: str, seed: i
 HIT = """
 import ctypes, gc, sys, threading, weakref
 import pycuda.driver as drv
+from support.capping import apply_caps
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.pycuda.adapter import PyCUDA
 class Host(SimulatedHost):
@@ -54,7 +55,7 @@ stub = ctypes.CDLL("libcuda.so.1")
 stub.stub_asked.restype = ctypes.c_char_p
 host = Host(["h200"])
 framework = PyCUDA(host)
-applied = framework.apply({gpu.uuid: 40 << 20 for gpu in host.devices()}, {})
+applied = apply_caps(framework, {gpu.uuid: 40 << 20 for gpu in host.devices()})
 gpu = host.devices()[0]
 pool = drv.DeviceMemoryPool()
 """
@@ -323,7 +324,7 @@ class Old:
     pass
 drv.DeviceMemoryPool = Old
 try:
-    PyCUDA(host).apply({gpu.uuid: 40 << 20}, {})
+    apply_caps(PyCUDA(host), {gpu.uuid: 40 << 20})
 except CapNotApplied as error:
     print("2021.1" in str(error))
 """

@@ -13,8 +13,8 @@ from click.shell_completion import ShellComplete
 
 import memguard
 from memguard._base.findings import NAMES
-from memguard._base.specs import SPECS
 from memguard._devices.catalog import CATALOGUE, SLICES
+from memguard._frameworks.specs import SPECS
 from memguard.cli import main
 
 HOME = Path(memguard.__file__).parents[1]

@@ -24,7 +24,6 @@ from jsonschema import Draft202012Validator
 import memguard
 from memguard import _budget
 from memguard._base.findings import NAMES
-from memguard._base.specs import SPECS
 from memguard._base.units import GIB, MIB
 from memguard._budget import (
     FRAMEWORKS,
@@ -41,6 +40,7 @@ from memguard._budget import (
     parse,
 )
 from memguard._budget.schema import MODELS
+from memguard._frameworks.specs import SPECS
 from memguard.cli.check import check
 from memguard.cli.plan import plan
 from memguard.cli.schema import schema
@@ -549,7 +549,7 @@ def resolved(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain(text: str) -> Any:
-    from memguard._budget.yaml import read
+    from memguard._base.yaml import read
 
     return read(text).data
 

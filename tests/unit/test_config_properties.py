@@ -14,8 +14,8 @@ from jsonschema import Draft202012Validator
 
 from memguard._base.findings import NAMES
 from memguard._base.units import GIB, GRANULE, MIB
+from memguard._base.yaml import read
 from memguard._budget import FRAMEWORKS, Budget, from_mapping, json_schema, parse
-from memguard._budget.yaml import read
 from memguard.errors import ConfigError
 
 SAMPLE = (Path(__file__).parents[2] / "configs" / "budget.yaml").read_text()

@@ -16,9 +16,9 @@ from simulated_runner import SimulatedRunner
 from support import schedules as _schedules
 from support.oracle import MIB, PAGE, Entry, in_the_way, judge
 
-from memguard._base.specs import SPECS
 from memguard._base.types import State
 from memguard._base.units import round_up
+from memguard._frameworks.specs import SPECS
 from memguard._guard.lending import Part, plan_raise, rebalance
 from memguard.errors import BudgetExceeded
 

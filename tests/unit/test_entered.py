@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 import memguard
 from memguard import api
 from memguard._base.framework_spec import DOORS, KERNELS, LAZY, LIBRARIES
-from memguard._base.specs import SPECS
 from memguard._base.units import MIB
 from memguard._devices import loaded_libraries
 from memguard._devices.real import RealHost
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import SimulatedFramework
+from memguard._frameworks.specs import SPECS
 from memguard._ledger.overhead import ANY, LINGER, Overhead
 from memguard._runtime import runtime
 

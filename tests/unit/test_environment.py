@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from environments import PACKAGE, PTH, environ, make
 
-from memguard._base.specs import SPECS
+from memguard._frameworks.specs import SPECS
 from memguard._runtime import workers
 from memguard._tools.activation import _memguard_environment as environment
 

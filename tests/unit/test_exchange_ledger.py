@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from memguard._base.types import Applied, Device, DeviceSample, Plan, Sample, Usage
+from memguard._base.undo import Undo
 from memguard._base.units import GIB, MIB
 from memguard._budget import from_mapping, policy
 from memguard._devices import contexts
@@ -50,7 +51,7 @@ class Stub(Framework):
     def _live(self, module: ModuleType) -> bool:
         return self.held is not None
 
-    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
         raise AssertionError("the reader applies nothing")
 
     def usage(self, device: Device) -> Usage | None:

@@ -167,7 +167,7 @@ BY_NAME = {
     "cli/__init__.py": "one module for each command, loaded when it is called",
     "_runtime/extensions.py": "the table in api.py, loaded by what the budget asks for",
     "exchange/adapters/registry.py": "one module for each framework, loaded by what the arrays are of",
-    "_base/specs.py": "one folder for each framework, found by discovery; each module loaded when it is asked for",
+    "_frameworks/specs.py": "one folder for each framework, found by discovery; its modules loaded when needed",
     "_tools/activation/_memguard_child.py": "memguard itself, which `memguard run` may not find",
     "_tools/suggest/startup/sitecustomize.py": "runs at Python's start, before memguard can be imported",
 }

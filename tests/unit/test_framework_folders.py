@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import memguard
-from memguard._base import specs
-from memguard._base.specs import SPECS
+from memguard._frameworks import specs
+from memguard._frameworks.specs import SPECS
 
 PACKAGE = Path(memguard.__file__).parent
 FOLDERS = PACKAGE / "_frameworks"

@@ -151,7 +151,7 @@ def test_a_cap_that_cannot_be_set_after_the_import_is_said_and_watched(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Late(SimulatedFramework):
-        def apply(self, caps: Any, options: Any) -> Any:
+        def apply(self, caps: Any, options: Any, undo: Any) -> Any:
             raise CapNotApplied("torch", "it is live already", "call memguard.init first")
 
     monkeypatch.setattr("memguard._guard.guard._IMPORT", 0.05)

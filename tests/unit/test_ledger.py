@@ -17,10 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memguard._base.framework_spec import LAZY, LIBRARIES
-from memguard._base.specs import SPECS
+from memguard._base.types import POOL as SHARED_POOL
 from memguard._base.types import Device, DevicePlan, MemoryInfo, Usage
 from memguard._base.units import GIB, MIB, TIB
-from memguard._budget import from_mapping, policy, shared_pool
+from memguard._budget import from_mapping, policy
+from memguard._frameworks.specs import SPECS
 from memguard._ledger.overhead import ANY, Overhead, expected_overhead, held_by, own_bytes, same_held
 from memguard._ledger.rows import Reading, device_ledger, sample_of_reading
 from memguard._ledger.types import EXCHANGE, DeviceLedger, Ledger, Row, html_ledger
@@ -183,7 +184,7 @@ def test_own_bytes() -> None:
 
 def test_held() -> None:
     exact, bounded = Usage(GIB, 1), Usage(None, 5, held_at_least=MIB)
-    known = {"torch": exact, "cupy": None, "tensorflow": bounded, shared_pool.POOL: exact, EXCHANGE: exact}
+    known = {"torch": exact, "cupy": None, "tensorflow": bounded, SHARED_POOL: exact, EXCHANGE: exact}
     assert held_by(known) == (3 * GIB + MIB, frozenset({"torch", "tensorflow"}), False, MIB)
     assert held_by({"torch": exact}) == (GIB, frozenset({"torch"}), True, 0)
     assert held_by({"tensorflow": Usage(None, None)}) == (0, frozenset({"tensorflow"}), False, 0)
@@ -205,10 +206,10 @@ def test_the_pool_and_its_frameworks_hold_their_memory_together() -> None:
     before = {
         "torch": Usage(3, 3),
         "cupy": Usage(2, 2),
-        shared_pool.POOL: Usage(5, 0),
+        SHARED_POOL: Usage(5, 0),
         "jax": Usage(None, 9, held_at_least=4),
     }
-    after = {**before, "torch": Usage(1, 1), shared_pool.POOL: Usage(7, 0)}
+    after = {**before, "torch": Usage(1, 1), SHARED_POOL: Usage(7, 0)}
     assert same_held(before, after, ["torch", "cupy"]) and not same_held(before, after, ["cupy"])
     assert same_held(before, {**before, "jax": Usage(4, 4), "numba": None}, [])
     assert not same_held(before, {**before, "jax": Usage(5, 4)}, ["torch", "cupy"])

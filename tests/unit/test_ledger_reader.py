@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 
 from memguard._base.types import Applied, Device, DevicePlan, Enforcement, FrameworkSample, Usage
+from memguard._base.undo import Undo
 from memguard._base.units import GIB, MIB
 from memguard._budget import from_mapping, policy
 from memguard._devices.simulated import PID, SimulatedHost
@@ -41,7 +42,7 @@ class Stub(Framework):
     def _live(self, module: types.ModuleType) -> bool:
         return bool(self.usages)
 
-    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
         raise AssertionError("the reader applies nothing")
 
     def usage(self, device: Device) -> Usage | None:

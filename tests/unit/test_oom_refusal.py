@@ -25,7 +25,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import memguard
-from memguard._base.specs import SPECS
 from memguard._base.types import (
     Device,
     DeviceSample,
@@ -40,6 +39,7 @@ from memguard._base.types import (
 from memguard._base.units import GIB, MIB, format_size
 from memguard._budget import from_mapping, policy
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory
+from memguard._frameworks.specs import SPECS
 from memguard._frameworks.tensorflow.adapter import TensorFlow
 from memguard._frameworks.torch.adapter import Torch
 from memguard._ledger.overhead import Overhead

@@ -259,7 +259,7 @@ def test_the_scripts_let_interpreters_keep_what_they_compiled() -> None:
 
 
 def test_each_framework_is_installed_as_its_extra_says() -> None:
-    from memguard._base.specs import SPECS
+    from memguard._frameworks.specs import SPECS
 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     first = {name: extras[name][0].partition(">=")[0] for name in SPECS}  # others are bounds for what it needs

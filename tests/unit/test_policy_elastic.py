@@ -12,13 +12,13 @@ import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from memguard._base.specs import NEVER_GIVE_BACK, SPECS
 from memguard._base.types import DevicePlan, MemoryInfo, Plan, Room, Usage
 from memguard._base.units import GIB, GRANULE, MIB, round_down
 from memguard._budget import FRAMEWORKS, from_mapping, parse, policy
 from memguard._budget.policy import starting_caps
 from memguard._devices.catalog import CATALOGUE
 from memguard._devices.simulated import SimulatedHost
+from memguard._frameworks.specs import NEVER_GIVE_BACK, SPECS
 from memguard.errors import ConfigError, MemguardError, PlanError
 
 pytestmark = pytest.mark.one_case  # no version of what is installed changes it: all of it is our own code

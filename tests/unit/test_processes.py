@@ -634,10 +634,10 @@ def test_an_edit_that_is_wrong_leaves_the_budget_before(edit: Any, error: type[M
 
 def test_an_edit_whose_cap_cannot_hold_brings_the_budget_back(monkeypatch: pytest.MonkeyPatch) -> None:
     class Refuses(SimulatedFramework):
-        def apply(self, caps: Any, options: Any) -> Applied:
+        def apply(self, caps: Any, options: Any, undo: Any) -> Applied:
             if min(caps.values()) < 3 << 30:
                 raise CapNotApplied(self.name, "it is too small", "ask for more")
-            return super().apply(caps, options)
+            return super().apply(caps, options, undo)
 
     monkeypatch.setattr(registry, "create", lambda name, host: Refuses(host, name, imported=True))
     start()

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import memguard
-from memguard._base.specs import SPECS
 from memguard._base.types import TraceEvent
 from memguard._base.units import GIB, MIB
 from memguard._devices.catalog import CATALOGUE
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import SimulatedFramework
+from memguard._frameworks.specs import SPECS
 from memguard._tools.simulate.replay import SimulationOutcome, host_of, simulate
 from memguard._tools.simulate.trace import Trace, TraceDevice, TraceHeader, read, write
 from memguard.cli.simulate import simulate as command

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+from support.capping import apply_caps
 
 from memguard._base.types import Device, Shortage
 from memguard._base.units import GIB, KIB, MIB
@@ -20,7 +21,7 @@ def capped(name: str, cap: int = 64 * MIB, total: int = 8 * GIB) -> tuple[Simula
     host = SimulatedHost([Model("small", "hopper", total)])
     (gpu,) = host.devices()
     framework = SimulatedFramework(host, name)
-    framework.apply({gpu.uuid: cap}, {})
+    apply_caps(framework, {gpu.uuid: cap})
     return framework, gpu
 
 

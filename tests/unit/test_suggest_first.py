@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memguard import _budget, cli
-from memguard._base.specs import SPECS
 from memguard._budget import policy
 from memguard._devices.catalog import CATALOGUE
 from memguard._devices.simulated import SimulatedHost
+from memguard._frameworks.specs import SPECS
 from memguard._tools.suggest import installed
 from memguard._tools.suggest.first import first, shares
 from memguard.errors import MemguardError

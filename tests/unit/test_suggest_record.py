@@ -16,10 +16,10 @@ import pytest
 
 import memguard
 from memguard import cli
-from memguard._base.specs import SPECS
 from memguard._base.units import GIB, MIB
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import SimulatedFramework
+from memguard._frameworks.specs import SPECS
 from memguard._tools.suggest import decide, record, recorded, text
 from memguard.cli.support import recording
 from memguard.errors import TimelineError

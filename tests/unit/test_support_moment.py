@@ -15,11 +15,11 @@ from support import moment, oom_programs
 from support.oom_programs import PROGRAMS
 
 import memguard
-from memguard._base.specs import SPECS
 from memguard._base.types import MemoryInfo, Usage
 from memguard._budget import from_mapping, policy
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory
+from memguard._frameworks.specs import SPECS
 from memguard._ledger.overhead import Overhead
 from memguard._ledger.rows import Reading, device_ledger
 from memguard._oom import causes, hooks, remedies

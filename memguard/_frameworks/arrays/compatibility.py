@@ -10,8 +10,8 @@ import functools
 from dataclasses import dataclass
 from enum import Enum
 
-from memguard._base.specs import SPECS
 from memguard._frameworks.arrays.view import ITEM_SIZES, View, compact
+from memguard._frameworks.specs import SPECS
 
 MOST_DIMENSIONS = 64
 """NumPy's limit, which applies because NumPy creates the DLPack capsules."""

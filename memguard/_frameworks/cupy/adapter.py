@@ -32,6 +32,7 @@ from typing import Any
 
 from memguard._base.locks import Rank, ranked
 from memguard._base.types import Applied, Device, Drift, Enforcement, Shortage, Usage, usage_of
+from memguard._base.undo import Undo
 from memguard._base.units import GRANULE, round_up
 from memguard._devices import contexts
 from memguard._frameworks.base import attach_size
@@ -74,17 +75,19 @@ class CuPy(Limits, resource.RmmClient):
         initialised = contexts.initialised()
         return initialised and (self._rmm is not None or any(map(self._totals, range(_device_count(module)))))
 
-    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
         cupy: Any = sys.modules["cupy"]
         allocator = cupy.cuda.get_allocator()
         pool = getattr(allocator, "__self__", None)
         if isinstance(pool, cupy.cuda.MemoryAsyncPool):
             self._watched = True
             note = "cupy: watched, not capped: the limit of its async pool is a threshold of a pool that all share"
-            return Applied(Enforcement.WATCHED, lambda: None, notes=(note,))
+            return Applied(Enforcement.WATCHED, notes=(note,))
         if resource.is_cupys(allocator):
             known = self._by_uuid() if contexts.initialised() else None  # else a CuPy call would initialise CUDA
-            return self._watch_later_allocators(cupy, self._limit_rmm(caps, known))
+            applied = self._limit_rmm(caps, undo, known)
+            self._replace(cupy, undo)
+            return applied
         if not isinstance(pool, cupy.cuda.MemoryPool):
             raise ConflictingSetting(
                 self.name,
@@ -93,30 +96,16 @@ class CuPy(Limits, resource.RmmClient):
                 "remove that call, or let it set the malloc of a cupy.cuda.MemoryPool",
             )
         self._refuse_looser(caps)
-        self._caps, self._pool = dict(caps), pool
-        replaced = Replacements()
-        self._raw_set = cupy.cuda.set_allocator
-
-        def undo() -> None:
-            replaced.undo()
-            if self._collector is not None and vars(cupy.cuda.memory).get("gc") is self._collector:
-                cupy.cuda.memory.gc = gc
-            self._restore(cupy)
-
-        self.changes.add(self.name, undo)
-
-        try:
-            if contexts.initialised():
-                self._limit_live(cupy)
-            self._allocate = self._capped(cupy, pool)
-            self._plain[self._allocate] = allocator
-            self._set_allocator(self._allocate)
-            self._replace(cupy, replaced)
-            self._install_collector(cupy.cuda.memory)
-        except BaseException:
-            undo()
-            raise
-        return Applied(Enforcement.ENFORCED, undo)
+        undo.add(self.name, functools.partial(self._restore, cupy))
+        self._caps, self._pool, self._raw_set = dict(caps), pool, cupy.cuda.set_allocator
+        if contexts.initialised():
+            self._limit_live(cupy)
+        self._allocate = self._capped(cupy, pool)
+        self._plain[self._allocate] = allocator
+        self._set_allocator(self._allocate)
+        self._install_collector(cupy.cuda.memory)
+        self._replace(cupy, undo)
+        return Applied(Enforcement.ENFORCED)
 
     def usage(self, device: Device) -> Usage | None:
         """From `total_bytes` (0.15 µs) and `used_bytes` of the pool, and its idle blocks if there are any."""
@@ -478,8 +467,10 @@ class CuPy(Limits, resource.RmmClient):
             own = limit if 0 < limit < self._caps[uuid] else None  # the pool's own stricter limit
             self._report_refusal(error, uuid, size, reclaimable=0, cap=own)
 
-    def _replace(self, cupy: Any, replaced: Replacements) -> None:
+    def _replace(self, cupy: Any, undo: Undo) -> None:
         """Hold later allocators of the user to the cap, or report at once that memguard cannot hold them."""
+        replaced = Replacements()
+        undo.add(self.name, replaced.undo)
 
         def set_allocator(original: Callable[..., None]) -> Callable[..., None]:
             def call(allocator: Any = None) -> None:
@@ -510,23 +501,6 @@ class CuPy(Limits, resource.RmmClient):
             replaced.put(owner, "set_allocator", set_allocator)
         replaced.put(cupy.cuda, "using_allocator", using_allocator)
 
-    def _watch_later_allocators(self, cupy: Any, applied: Applied) -> Applied:
-        """With RMM: report at once that memguard cannot hold an allocator that the user sets later."""
-        replaced, inner = Replacements(), applied.undo
-
-        def undo() -> None:
-            replaced.undo()
-            if inner is not None:
-                inner()
-
-        self.changes.add(self.name, undo)
-        try:
-            self._replace(cupy, replaced)
-        except BaseException:
-            undo()
-            raise
-        return applied._replace(undo=undo)
-
     def _use(self, cupy: Any, pool: Any, allocator: Callable[[int], Any]) -> None:
         """Allocate from another pool: it gets the part of the cap that the former pools do not hold."""
         with self._lock:
@@ -553,6 +527,8 @@ class CuPy(Limits, resource.RmmClient):
         self._raw_set(allocator)
 
     def _restore(self, cupy: Any) -> None:
+        if self._collector is not None and vars(cupy.cuda.memory).get("gc") is self._collector:
+            cupy.cuda.memory.gc = gc
         with self._lock:
             for pool, limited in (*self._former, (self._pool, self._limited)):
                 for ordinal, (before, cap) in list(limited.items()):

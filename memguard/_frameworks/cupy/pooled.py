@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from memguard._base.types import Applied, Device, Drift, Enforcement, Usage
+from memguard._base.undo import Undo
 from memguard._base.units import format_size
 from memguard._devices import contexts, suspension
 from memguard._frameworks.cupy.adapter import CuPy, _imported, _named, _replaced
@@ -40,7 +41,7 @@ class PooledCuPy(PooledCapped, CuPy):
     def _live(self, module: Any) -> bool:
         return bool(self._live_sizes) or (not self._caps and super()._live(module))
 
-    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
         cupy: Any = sys.modules["cupy"]
         before = cupy.cuda.get_allocator()
         pool = getattr(before, "__self__", None)
@@ -55,7 +56,7 @@ class PooledCuPy(PooledCapped, CuPy):
         self._raw_set = cupy.cuda.set_allocator
         self._user_allocator = before
 
-        def undo() -> None:
+        def restore() -> None:
             replaced.undo()
             ours, self._caps = self._allocate, {}
             self.shared_pool.forget(self.name)
@@ -63,17 +64,13 @@ class PooledCuPy(PooledCapped, CuPy):
                 self._set_allocator(self._user_allocator)
             self._allocate = None
 
-        self.changes.add(self.name, undo)
-        try:
-            self._allocate = self._from_shared_pool(cupy)
-            self.shared_pool.count(self.name, self._counted)
-            self._set_allocator(self._allocate)
-            for owner in (cupy.cuda, cupy.cuda.memory):
-                replaced.put(owner, "set_allocator", lambda original: self._later(original, cupy))
-        except BaseException:
-            undo()
-            raise
-        return Applied(Enforcement.ENFORCED, undo)
+        undo.add(self.name, restore)
+        self._allocate = self._from_shared_pool(cupy)
+        self.shared_pool.count(self.name, self._counted)
+        self._set_allocator(self._allocate)
+        for owner in (cupy.cuda, cupy.cuda.memory):
+            replaced.put(owner, "set_allocator", lambda original: self._later(original, cupy))
+        return Applied(Enforcement.ENFORCED)
 
     def usage(self, device: Device) -> Usage | None:
         """Live bytes; the cache belongs to the whole pool. None if CuPy has allocated nothing on the GPU."""

@@ -11,6 +11,7 @@ Outside the cap: context and modules, cuBLAS and cuSOLVER workspaces, NCCL and c
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 import os
@@ -23,6 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from memguard._base.types import Applied, Device, Drift, Enforcement, Usage, usage_of
+from memguard._base.undo import Undo
 from memguard._base.units import MIB, format_size, round_up
 from memguard._frameworks.base import Framework, accept_permanent_limits, weak_reference
 from memguard._frameworks.jax.spec import SPEC
@@ -73,7 +75,7 @@ class JAX(Framework):
     def _live(self, module: ModuleType) -> bool:
         return live_client() is not None
 
-    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
         jax: Any = sys.modules["jax"]
         if live_client() is not None:
             standing = {uuid: (cap, cap) for uuid, cap in permanent_caps.items()}
@@ -96,19 +98,9 @@ class JAX(Framework):
         fraction = self._stricter(fraction, own, usable, caps)
         wanted = {**own, "memory_fraction": fraction, "preallocate": self._preallocate(own)}
         wanted.setdefault("allocator", self._allocator)  # overrides a later XLA_PYTHON_CLIENT_ALLOCATOR
-        replaced = Replacements()
         self._options, self._user_options = wanted, before
-
-        def undo() -> None:
-            replaced.undo()
-            if live_client() is not None:
-                permanent_caps.update(self._caps)
-                raise CapNotApplied(self.name, "its backend has started; its limit stays", "restart the process")
-            if getattr(jax.config, _OPTIONS) == self._options:
-                jax.config.update(_OPTIONS, self._user_options)
-            self._caps = {}
-
-        self.changes.add(self.name, undo)
+        replaced = Replacements()
+        undo.add(self.name, functools.partial(self._restore, jax, replaced))
         jax.config.update(_OPTIONS, wanted)
         found = getattr(jax.config, _OPTIONS)
         if found != wanted:
@@ -119,13 +111,22 @@ class JAX(Framework):
                 "report this with the version; until then leave jax out of the budget",
             )
         self._caps, self._final_backend = dict(caps), None
+        replaced.put(type(jax.config), "update", lambda original: self._held(original, wanted, usable))
+        return Applied(Enforcement.ENFORCED)
 
-        try:
-            replaced.put(type(jax.config), "update", lambda original: self._held(original, wanted, usable))
-        except BaseException:
-            undo()
-            raise
-        return Applied(Enforcement.ENFORCED, undo)
+    def _restore(self, jax: Any, replaced: Replacements) -> None:
+        """Restore the user's options. Raises CapNotApplied if the backend has started."""
+        replaced.undo()
+        if live_client() is not None:
+            raise self._kept()
+        if getattr(jax.config, _OPTIONS) == self._options:
+            jax.config.update(_OPTIONS, self._user_options)
+        self._caps = {}
+
+    def _kept(self) -> CapNotApplied:
+        """Record the caps that stay until the process ends. Returns the error that reports them."""
+        permanent_caps.update(self._caps)
+        return CapNotApplied(self.name, "its backend has started; its limit stays", "restart the process")
 
     def usage(self, device: Device) -> Usage | None:
         """From `memory_stats()` of the live backend (1.4 µs); `pool_bytes` is the held memory."""

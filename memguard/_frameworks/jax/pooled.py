@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from memguard._base.types import Applied
+from memguard._base.undo import Undo
 from memguard._frameworks.jax import adapter
 from memguard._frameworks.jax.adapter import JAX
 from memguard._frameworks.pooled import PooledWatched
@@ -21,18 +22,20 @@ class PooledJAX(PooledWatched, JAX):
 
     _allocator = "cuda_async"
 
-    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
         if adapter.live_client() is not None:
             raise CapNotApplied(
                 self.name,
                 "its backend has started with an allocator, which cannot change",
                 "call memguard.init() before JAX's first operation, or write 'strategy: caps'",
             )
-        before = dict(adapter.permanent_caps)
-        applied = super().apply(caps, options)
+        applied = super().apply(caps, options, undo)
         note = "jax: watched, not capped: it draws from the device's default pool, where its fraction is no limit"
-        stays = "its backend has started and stays on the default pool"
-        return self._watched(applied, adapter.permanent_caps, before, stays, note)
+        return self._watched(applied, note, undo)
+
+    def _kept(self) -> CapNotApplied:
+        """No limit stays."""
+        return CapNotApplied(self.name, "its backend has started and stays on the default pool", "restart the process")
 
     def _why_not(self, allocator: str) -> str | None:
         if allocator.strip().lower() in ("", self._allocator):

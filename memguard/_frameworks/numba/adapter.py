@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from memguard._base.locks import Rank, ranked
 from memguard._base.logs import log as _log
 from memguard._base.types import Applied, Device, Drift, Enforcement, Usage, usage_of
+from memguard._base.undo import Undo
 from memguard._base.units import round_up
 from memguard._devices import contexts
 from memguard._frameworks.base import attached_shortage
@@ -62,7 +63,7 @@ class Numba(resource.RmmClient):
     def _live(self, module: ModuleType) -> bool:
         return bool(numba_contexts())
 
-    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
         driver: Any = sys.modules.get(DRIVER)
         needed = (
             "set_memory_manager", "NumbaCUDAMemoryManager", "_memory_manager", "_PendingDeallocs", "CudaAPIError",
@@ -76,7 +77,7 @@ class Numba(resource.RmmClient):
         before = driver._memory_manager
         chosen = str(getattr(getattr(driver, "config", None), "CUDA_MEMORY_MANAGER", "default"))
         if chosen.startswith("rmm") or str(getattr(before, "__module__", "")).startswith("rmm."):
-            return self._apply_rmm(caps)
+            return self._apply_rmm(caps, undo)
         if chosen != "default" or before not in (None, driver.NumbaCUDAMemoryManager):
             setting = f"NUMBA_CUDA_MEMORY_MANAGER={chosen}" if chosen != "default" else f"set_memory_manager({before})"
             raise ConflictingSetting(
@@ -98,7 +99,7 @@ class Numba(resource.RmmClient):
         manager: Any = type(live[0]) if live else capped(driver)  # from an earlier budget
         replaced, self._user_manager = Replacements(), before
 
-        def undo() -> None:
+        def restore() -> None:
             manager.pooling = False
             watch.lose(driver)
             replaced.undo()
@@ -114,7 +115,7 @@ class Numba(resource.RmmClient):
                     "numba: it works on a stream that is not its own: what it frees goes to the driver, unpooled"
                 )
 
-        self.changes.add(self.name, undo)
+        undo.add(self.name, restore)
         driver.set_memory_manager(manager)
         if driver._memory_manager is not manager:
             driver._memory_manager = before
@@ -124,15 +125,10 @@ class Numba(resource.RmmClient):
                 "report this with the version; until then leave numba out of the budget",
             )
         self.caps, self._manager, manager.memguard = dict(caps), manager, self
-
-        try:
-            for owner in (driver, sys.modules.get("numba.cuda")):
-                replaced.put(owner, "set_memory_manager", lambda original: self._set_later(original, driver))
-            manager.pooling = watch.watch(driver, replaced, streams_are_others)
-        except BaseException:
-            undo()
-            raise
-        return Applied(Enforcement.ENFORCED, undo)
+        for owner in (driver, sys.modules.get("numba.cuda")):
+            replaced.put(owner, "set_memory_manager", lambda original: self._set_later(original, driver))
+        manager.pooling = watch.watch(driver, replaced, streams_are_others)
+        return Applied(Enforcement.ENFORCED)
 
     def _set_later(self, original: Callable[..., Any], driver: Any) -> Callable[..., Any]:
         def set_memory_manager(mm_plugin: Any) -> Any:
@@ -237,9 +233,9 @@ class Numba(resource.RmmClient):
         if uuid in self.caps:
             self._report_refusal(error, uuid, size)
 
-    def _apply_rmm(self, caps: Mapping[str, int]) -> Applied:
+    def _apply_rmm(self, caps: Mapping[str, int], undo: Undo) -> Applied:
         try:
-            return self._limit_rmm(caps)
+            return self._limit_rmm(caps, undo)
         except ImportError as error:
             raise CapNotApplied(
                 self.name, f"it is set to allocate through RMM, but {error}", "unset NUMBA_CUDA_MEMORY_MANAGER"

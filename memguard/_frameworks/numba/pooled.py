@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from memguard._base.types import Applied, Device, Enforcement
+from memguard._base.undo import Undo
 from memguard._base.units import GRANULE
 from memguard._devices import contexts, pool_blocks
 from memguard._devices.pool_blocks import Held
@@ -25,7 +26,7 @@ from memguard.errors import CapNotApplied, ConflictingSetting
 class PooledNumba(PooledBlocks, Numba):
     """Numba's device arrays, in the shared pool."""
 
-    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
         driver: Any = sys.modules.get(DRIVER)
         needed = ("set_memory_manager", "NumbaCUDAMemoryManager", "_memory_manager", "CudaAPIError", "AutoFreePointer")
         lacking = [name for name in needed if not hasattr(driver, name)]
@@ -45,7 +46,7 @@ class PooledNumba(PooledBlocks, Numba):
         manager: Any = type(live[0]) if live else joined(driver)  # from an earlier budget
         replaced, self._user_manager = Replacements(), before
 
-        def undo() -> None:
+        def restore() -> None:
             replaced.undo()
             if driver._memory_manager is manager:
                 driver._memory_manager = self._user_manager
@@ -53,17 +54,13 @@ class PooledNumba(PooledBlocks, Numba):
             self.shared_pool.forget(self.name)
             self._pool_caps = {}
 
-        self.changes.add(self.name, undo)
-        try:
-            driver.set_memory_manager(manager)
-            self._pool_caps, self._manager, manager.memguard_client = dict(caps), manager, self
-            self.shared_pool.count(self.name, self._counted_on)
-            for owner in (driver, sys.modules.get("numba.cuda")):
-                replaced.put(owner, "set_memory_manager", lambda original: self._set_later(original, driver))
-        except BaseException:
-            undo()
-            raise
-        return Applied(Enforcement.ENFORCED, undo)
+        undo.add(self.name, restore)
+        driver.set_memory_manager(manager)
+        self._pool_caps, self._manager, manager.memguard_client = dict(caps), manager, self
+        self.shared_pool.count(self.name, self._counted_on)
+        for owner in (driver, sys.modules.get("numba.cuda")):
+            replaced.put(owner, "set_memory_manager", lambda original: self._set_later(original, driver))
+        return Applied(Enforcement.ENFORCED)
 
     def trim(self, device: Device) -> None:
         for context in numba_contexts():

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 from memguard._base.locks import Rank, ranked
 from memguard._base.types import Applied, Device, Drift, Enforcement, TraceEvent, Usage, usage_of
+from memguard._base.undo import Undo
 from memguard._base.units import GRANULE, format_size, round_up
 from memguard._devices import contexts
 from memguard._frameworks.base import TRIES, Framework, attach_shortage, attached_shortage, holds_lock
@@ -67,7 +68,7 @@ class PyCUDA(Framework):
     def _live(self, module: ModuleType) -> bool:
         return bool(self._own or self._others) or current_context(module) is not None
 
-    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
         # Runs inside the import of pycuda.driver, which `pycuda.tools` and `pycuda.gpuarray` import before they define
         # any name. So this may use only names of pycuda.driver itself.
         drv: Any = sys.modules["pycuda.driver"]
@@ -93,7 +94,8 @@ class PyCUDA(Framework):
                     "pycuda: pycuda.autoinit has made a second CUDA context (+518 MiB measured on an H200); "
                     "import it after memguard.init(), so that it gets the primary one"
                 )
-        return Applied(Enforcement.ENFORCED, self._patch(drv, own), notes=tuple(notes))
+        self._patch(drv, own, undo)
+        return Applied(Enforcement.ENFORCED, notes=tuple(notes))
 
     def usage(self, device: Device) -> Usage | None:
         drv = sys.modules.get("pycuda.driver")
@@ -218,7 +220,7 @@ class PyCUDA(Framework):
     def forked(self) -> None:
         self._lock, self._caps = ranked(threading.RLock(), Rank.ALLOCATOR), {}
 
-    def _patch(self, drv: Any, own_context: bool) -> Callable[[], None]:
+    def _patch(self, drv: Any, own_context: bool, undo: Undo) -> None:
         raw_alloc, raw_pitch, pool_class = drv.mem_alloc, drv.mem_alloc_pitch, drv.DeviceMemoryPool
         raw_pool = RawPool(pool_class, pool_class.allocate, pool_class.free_held)
         replaced, others, current_object = Replacements(), self._others, drv.Context.get_current
@@ -328,7 +330,7 @@ class PyCUDA(Framework):
 
             return call
 
-        def undo() -> None:
+        def restore() -> None:
             replaced.undo()
             if self._mem_alloc is not None:
                 _swap_defaults(self._mem_alloc, raw_alloc)  # also in a gpuarray imported after memguard.init
@@ -347,26 +349,21 @@ class PyCUDA(Framework):
                 others.clear()
                 self._caps, self._mem_alloc = {}, None
 
-        self.changes.add(self.name, undo)
-        try:
-            replaced.put(drv, "mem_alloc", lambda _: mem_alloc, direct=True)
-            self._mem_alloc = drv.mem_alloc
-            replaced.put(drv, "mem_alloc_pitch", lambda _: mem_alloc_pitch)
-            # On the class itself: this also covers existing pools and derived classes.
-            replaced.put(pool_class, "allocate", lambda _: allocate, direct=True)
-            replaced.put(pool_class, "free_held", lambda _: free_held)
-            replaced.put(pool_class, "stop_holding", stop_holding)
-            replaced.put(getattr(drv, "PooledDeviceAllocation", None), "free", free)
-            if not own_context:
-                serve_by_primary(drv, replaced)
-            # Before CUDA's initialisation, and before PyCUDA's import, there are no streams.
-            imported = not getattr(drv.__spec__, "_initializing", False)
-            watch_streams(drv, replaced, used=imported and contexts.initialised())
-            _swap_defaults(raw_alloc, self._mem_alloc)
-        except BaseException:
-            undo()
-            raise
-        return undo
+        undo.add(self.name, restore)
+        replaced.put(drv, "mem_alloc", lambda _: mem_alloc, direct=True)
+        self._mem_alloc = drv.mem_alloc
+        replaced.put(drv, "mem_alloc_pitch", lambda _: mem_alloc_pitch)
+        # On the class itself: this also covers existing pools and derived classes.
+        replaced.put(pool_class, "allocate", lambda _: allocate, direct=True)
+        replaced.put(pool_class, "free_held", lambda _: free_held)
+        replaced.put(pool_class, "stop_holding", stop_holding)
+        replaced.put(getattr(drv, "PooledDeviceAllocation", None), "free", free)
+        if not own_context:
+            serve_by_primary(drv, replaced)
+        # Before CUDA's initialisation, and before PyCUDA's import, there are no streams.
+        imported = not getattr(drv.__spec__, "_initializing", False)
+        watch_streams(drv, replaced, used=imported and contexts.initialised())
+        _swap_defaults(raw_alloc, self._mem_alloc)
 
     def _pool_here(self, drv: Any, current: Any, raw: RawPool) -> Pool:
         with self._lock:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from memguard._base.types import Applied, Device, Enforcement, TraceEvent
+from memguard._base.undo import Undo
 from memguard._devices.pool_blocks import Held
 from memguard._frameworks.pooled_blocks import PooledBlocks
 from memguard._frameworks.pycuda.adapter import PyCUDA, _swap_defaults
@@ -24,7 +25,7 @@ _PITCH = 512
 class PooledPyCUDA(PooledBlocks, PyCUDA):
     """PyCUDA's device allocations, in the shared pool."""
 
-    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
         # Runs inside the import of pycuda.driver, as in the other adapter.
         drv: Any = sys.modules["pycuda.driver"]
         lacking = [name for name in ("PointerHolderBase", "DeviceMemoryPool", "MemoryError") if not hasattr(drv, name)]
@@ -50,29 +51,25 @@ class PooledPyCUDA(PooledBlocks, PyCUDA):
             found = self._block(drv, kind, pitch * height) if replaced.active else None
             return raw_pitch(width, height, access_size) if found is None else (found, pitch)
 
-        def undo() -> None:
+        def restore() -> None:
             replaced.undo()
             if self._mem_alloc is not None:
                 _swap_defaults(self._mem_alloc, raw_alloc)
             self.shared_pool.forget(self.name)
             self._pool_caps, self._mem_alloc = {}, None
 
-        self.changes.add(self.name, undo)
-        try:
-            self._pool_caps = dict(caps)
-            self.shared_pool.count(self.name, self._counted_on)
-            replaced.put(drv, "mem_alloc", lambda _: mem_alloc, direct=True)
-            self._mem_alloc = drv.mem_alloc
-            replaced.put(drv, "mem_alloc_pitch", lambda _: mem_alloc_pitch, direct=True)
-            replaced.put(pool_class, "allocate", lambda _: allocate, direct=True)
-            serve_by_primary(drv, replaced)
-            imported = not getattr(drv.__spec__, "_initializing", False)
-            watch_streams(drv, replaced, used=imported)
-            _swap_defaults(raw_alloc, self._mem_alloc)
-        except BaseException:
-            undo()
-            raise
-        return Applied(Enforcement.ENFORCED, undo, notes=tuple(notes))
+        undo.add(self.name, restore)
+        self._pool_caps = dict(caps)
+        self.shared_pool.count(self.name, self._counted_on)
+        replaced.put(drv, "mem_alloc", lambda _: mem_alloc, direct=True)
+        self._mem_alloc = drv.mem_alloc
+        replaced.put(drv, "mem_alloc_pitch", lambda _: mem_alloc_pitch, direct=True)
+        replaced.put(pool_class, "allocate", lambda _: allocate, direct=True)
+        serve_by_primary(drv, replaced)
+        imported = not getattr(drv.__spec__, "_initializing", False)
+        watch_streams(drv, replaced, used=imported)
+        _swap_defaults(raw_alloc, self._mem_alloc)
+        return Applied(Enforcement.ENFORCED, notes=tuple(notes))
 
     def contexts(self, device: Device) -> frozenset[int]:
         return frozenset()

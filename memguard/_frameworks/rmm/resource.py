@@ -79,10 +79,10 @@ class RmmClient(Framework):
     def drift(self) -> Sequence[Drift]:
         return self._rmm.drift() if self._rmm is not None else []
 
-    def _limit_rmm(self, caps: Mapping[str, int], ordinals: Mapping[str, int] | None = None) -> Applied:
+    def _limit_rmm(self, caps: Mapping[str, int], undo: Undo, ordinals: Mapping[str, int] | None = None) -> Applied:
         """Limit RMM, which is the framework's allocator. `ordinals` are CUDA's by UUID, if known."""
         found = _ordinals(self.name, self.host) if ordinals is None else ordinals
-        self._rmm, applied = apply(self.name, caps, found, self.changes)
+        self._rmm, applied = apply(self.name, caps, found, undo)
         return applied
 
 
@@ -119,11 +119,8 @@ def _ordinals(framework: str, host: Host) -> dict[str, int]:
     raise CapNotApplied(framework, why, "run `memguard doctor` to see why CUDA does not start")
 
 
-def apply(framework: str, caps: Mapping[str, int], ordinals: Mapping[str, int], changes: Undo) -> tuple[Limit, Applied]:
-    """Limit RMM's resource on every device with a cap, or return a note with the reason for only watching it.
-
-    `changes` receives the undo before the first change, so that an interruption leaves no device limited.
-    """
+def apply(framework: str, caps: Mapping[str, int], ordinals: Mapping[str, int], undo: Undo) -> tuple[Limit, Applied]:
+    """Limit RMM's resource on every device with a cap, or return a note with the reason for only watching it."""
     import rmm
 
     for uuid, ordinal in ordinals.items():
@@ -137,7 +134,7 @@ def apply(framework: str, caps: Mapping[str, int], ordinals: Mapping[str, int], 
         else:
             continue
         uncapped = f"watched: it has no cap of its own: {why}"
-        return Limit({}, {}, uncapped), Applied(Enforcement.WATCHED, lambda: None, notes=(f"{framework}: {uncapped}",))
+        return Limit({}, {}, uncapped), Applied(Enforcement.WATCHED, notes=(f"{framework}: {uncapped}",))
     capped = {ordinal: uuid for uuid, ordinal in ordinals.items() if uuid in caps}
     before = {ordinal: rmm.mr.get_per_device_resource(ordinal) for ordinal in capped}
     adaptors = {
@@ -146,7 +143,7 @@ def apply(framework: str, caps: Mapping[str, int], ordinals: Mapping[str, int], 
     }
     limit, stays = Limit(adaptors, ordinals), list[str]()
 
-    def undo() -> None:
+    def restore() -> None:
         """Restore each device's resource; a second call continues where an interruption stopped the first."""
         limit.standing.clear()
         for ordinal, uuid in capped.items():
@@ -163,17 +160,16 @@ def apply(framework: str, caps: Mapping[str, int], ordinals: Mapping[str, int], 
             stays.clear()
             raise CapNotApplied(framework, why, "undo what wraps it, or restart the process")
 
-    changes.add(framework, undo)
+    undo.add(framework, restore)
     try:
         for ordinal, uuid in capped.items():
             _limits[ordinal] = (framework, adaptors[uuid])
             rmm.mr.set_per_device_resource(ordinal, adaptors[uuid])
-    except BaseException:
-        undo()
+    except BaseException:  # torch calls this again at its next initialisation
+        restore()
         raise
-
     note = f"{framework}: capped through RMM, which is its allocator; what it held before is not counted"
-    return limit, Applied(Enforcement.ENFORCED, undo, notes=(note,))
+    return limit, Applied(Enforcement.ENFORCED, notes=(note,))
 
 
 def _goes_through(resource: Any, adaptor: Any) -> bool:

@@ -16,8 +16,8 @@ from types import ModuleType
 from typing import Any
 
 from memguard._base.framework_spec import FrameworkSpec
-from memguard._base.specs import SPECS
 from memguard._base.types import Applied, Device, Enforcement, Shortage, State, TraceEvent, Usage
+from memguard._base.undo import Undo
 from memguard._base.units import MIB, format_size, round_up
 from memguard._devices.simulated import CONTEXT, SimulatedHost, SimulatedOutOfMemory
 from memguard._frameworks.base import Framework
@@ -36,6 +36,7 @@ from memguard._frameworks.simulated.allocators import (
     xla,
 )
 from memguard._frameworks.simulated.driver_allocators import CuPyPool, NumbaMemory
+from memguard._frameworks.specs import SPECS
 from memguard.errors import CapNotApplied, DeviceError
 
 _MOST_ROOM_REQUESTS = 2
@@ -217,7 +218,7 @@ class SimulatedFramework(Framework):
             leave(finder)
             sys.modules.pop(self.hook, None)
 
-    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
         """With the option `growth` (TensorFlow; True by default, as in the budget) the allocator grows step by step."""
         with self._lock:
             self._check(caps)
@@ -226,18 +227,18 @@ class SimulatedFramework(Framework):
                 raise CapNotApplied(self.name, f"too late: it is live, and {why}", remedy)
             before = dict(self._caps), self._growth
 
-            def undo() -> None:
+            def restore() -> None:
                 with self._lock:
                     if self.model.fixed and self._pools:
                         raise CapNotApplied(self.name, "its limit is permanent once it is live", "restart the process")
                     self._caps, self._growth = before
                     self._set()
 
-            self.changes.add(self.name, undo)
+            undo.add(self.name, restore)
             self._caps = dict(caps)
             self._growth = bool(options.get("growth", True))
             self._set()
-            return Applied(Enforcement.ENFORCED, undo, notes=(_NOTE,))
+            return Applied(Enforcement.ENFORCED, notes=(_NOTE,))
 
     def resize(self, caps: Mapping[str, int]) -> None:
         if self.model.fixed:

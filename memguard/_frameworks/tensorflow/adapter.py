@@ -12,6 +12,7 @@ its own `config` would ignore the logical devices.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import weakref
@@ -21,6 +22,7 @@ from typing import Any
 
 from memguard._base.logs import log as _log
 from memguard._base.types import Applied, Device, Drift, Enforcement, Usage, usage_of
+from memguard._base.undo import Undo
 from memguard._base.units import MIB, format_size, round_up
 from memguard._frameworks.base import Framework, accept_permanent_limits, weak_reference
 from memguard._frameworks.replacements import Replacements
@@ -61,7 +63,7 @@ class TensorFlow(Framework):
         safe = getattr(sys.modules.get(_EAGER), "context_safe", None)  # as `_context`
         return safe is not None and getattr(safe(), "_context_handle", None) is not None
 
-    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
         tf: Any = sys.modules["tensorflow"]
         self._refuse_unlimited()
         if self._live(tf):
@@ -71,46 +73,34 @@ class TensorFlow(Framework):
             why = "" if tf.test.is_built_with_cuda() else ": this TensorFlow is built without CUDA"
             note = f"tensorflow sees no GPU{why}; its share stays free"
             _log.warning("%s", note)
-            return Applied(Enforcement.ABSENT, lambda: None, notes=(note,))
+            return Applied(Enforcement.ABSENT, notes=(note,))
+        undo.add(self.name, functools.partial(self._forget, [*self.notes]))
         self._caps, self._growth, self._final_context = dict(caps), bool(options.get("growth", True)), None
-        undo: list[Callable[[], None]] = []
-        notes = list(self.notes)
-        try:
-            by_gpu = self._match(gpus)
-            wanted, own = ("true" if self._growth else "false"), os.environ.get(_GROWTH, "").strip().lower()
-            if own not in ("", wanted):
-                self._add_note(f"tensorflow: {_GROWTH}={own} was set, but the budget's growth: {wanted} holds")
-            undo.append(as_it_is(_GROWTH))
-            self.changes.add(self.name, undo[0])
-            os.environ[_GROWTH] = wanted
-            for gpu, uuid in by_gpu:
-                limit, step = self._limit(tf, gpu, caps[uuid])
-                self._limits[uuid] = limit
-                undo.append(step)
-            self._logical = {uuid: position for position, (_, uuid) in enumerate(by_gpu)}
-            self._gpus = dict(by_gpu)
-            replaced = Replacements()
-            self.changes.add(self.name, replaced.undo)
-            undo.append(replaced.undo)
-            self._replace(replaced)
-        except BaseException:
-            self._caps, self._limits, self.notes = {}, {}, notes
-            for step in reversed(undo):
-                step()
-            raise
+        by_gpu = self._match(gpus)
+        wanted, own = ("true" if self._growth else "false"), os.environ.get(_GROWTH, "").strip().lower()
+        if own not in ("", wanted):
+            self._add_note(f"tensorflow: {_GROWTH}={own} was set, but the budget's growth: {wanted} holds")
+        undo.add(self.name, as_it_is(_GROWTH))
+        os.environ[_GROWTH] = wanted
+        for gpu, uuid in by_gpu:
+            self._limits[uuid] = self._limit(tf, gpu, caps[uuid], undo)
+        self._logical = {uuid: position for position, (_, uuid) in enumerate(by_gpu)}
+        self._gpus = dict(by_gpu)
+        self._replace(undo)
+        return Applied(Enforcement.ENFORCED)
 
-        def undo_all() -> None:
-            undo[0]()  # the environment variable, which children would inherit
-            undo[-1]()
-            self._undo_allocator()
-            if self._live(tf) or self._session:
-                permanent_caps.update({u: (self._caps[u], self._limits[u], self._growth) for u in self._logical})
-                raise CapNotApplied(self.name, "its allocator exists; its limit stays", "restart the process")
-            for step in reversed(undo[1:]):
-                step()
-            self._logical, self._limits, self._gpus, self._user_devices, self._spans = {}, {}, {}, {}, {}
+    def _forget(self, notes: list[str]) -> None:
+        """The last undo step. Raises CapNotApplied if TensorFlow has created its allocator."""
+        self._undo_allocator()
+        if self._started():
+            raise self._kept()
+        self._logical, self._limits, self._gpus, self._user_devices, self._spans = {}, {}, {}, {}, {}
+        self._caps, self.notes = {}, notes
 
-        return Applied(Enforcement.ENFORCED, undo_all)
+    def _kept(self) -> CapNotApplied:
+        """Record the limits that stay until the process ends. Returns the error that reports them."""
+        permanent_caps.update({u: (self._caps[u], self._limits[u], self._growth) for u in self._logical})
+        return CapNotApplied(self.name, "its allocator exists; its limit stays", "restart the process")
 
     def _accept_standing(self, caps: Mapping[str, int]) -> Applied:
         standing = {uuid: (cap, limit) for uuid, (cap, limit, _) in permanent_caps.items()}
@@ -256,12 +246,13 @@ class TensorFlow(Framework):
             first += count
         return found
 
-    def _limit(self, tf: Any, gpu: Any, cap: int) -> tuple[int, Callable[[], None]]:
-        """Limit a GPU. Returns the effective limit in bytes, and the undo. If it raises, the device table is
-        unchanged."""
+    def _limit(self, tf: Any, gpu: Any, cap: int, undo: Undo) -> int:
+        """Limit a GPU. Returns the effective limit in bytes."""
         own = tf.config.get_logical_device_configuration(gpu)
 
-        def undo() -> None:
+        def restore() -> None:
+            if self._started():  # the limit stays, as `_forget` reports
+                return
             table = getattr(_context(), "_virtual_device_map", None)
             if not isinstance(table, dict):
                 raise CapNotApplied(
@@ -272,21 +263,20 @@ class TensorFlow(Framework):
             elif not own:
                 table.pop(gpu, None)
 
+        undo.add(self.name, restore)
         if own:
-            return self._keep(gpu, [c.memory_limit for c in own], cap), undo
+            return self._keep(gpu, [c.memory_limit for c in own], cap)
         wanted = tf.config.LogicalDeviceConfiguration(memory_limit=cap // MIB)
         tf.config.set_logical_device_configuration(gpu, [wanted])
-        try:
-            back = tf.config.get_logical_device_configuration(gpu)
-            if not back or back[0].memory_limit != cap // MIB:
-                raise CapNotApplied(self.name, f"memory_limit reads back as {back!r}", "report this with its version")
-        except BaseException:
-            undo()
-            raise
-        return cap // MIB * MIB, undo
+        back = tf.config.get_logical_device_configuration(gpu)
+        if not back or back[0].memory_limit != cap // MIB:
+            raise CapNotApplied(self.name, f"memory_limit reads back as {back!r}", "report this with its version")
+        return cap // MIB * MIB
 
-    def _replace(self, replaced: Replacements) -> None:
+    def _replace(self, undo: Undo) -> None:
         """Apply the cap to the user's later configuration calls."""
+        replaced = Replacements()
+        undo.add(self.name, replaced.undo)
         context: Any = sys.modules.get("tensorflow.python.eager.context")
         session: Any = sys.modules.get("tensorflow.python.client.session")
         cls = getattr(context, "Context", None)
@@ -363,7 +353,7 @@ class TensorFlow(Framework):
             )
 
     def _started(self) -> bool:
-        return self._session or self._live(sys.modules["tensorflow"])
+        return self._session or getattr(_context(), "_context_handle", None) is not None
 
     def _in_session(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def __init__(session: Any, target: Any = "", graph: Any = None, config: Any = None) -> None:  # noqa: N807

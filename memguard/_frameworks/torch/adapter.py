@@ -18,6 +18,7 @@ When the observer runs, torch has released its releasable cache: nothing is recl
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import sys
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from memguard._base.logs import log as _log
 from memguard._base.types import Applied, Device, Drift, Enforcement, TraceEvent, Usage, usage_of
+from memguard._base.undo import Undo
 from memguard._base.units import GRANULE, MIB, format_size, round_up
 from memguard._frameworks.driver_pages import PIECE, returned_by_trim
 from memguard._frameworks.replacements import Replacements
@@ -71,7 +73,6 @@ class Torch(resource.RmmClient):
         self._set: dict[int, float] = {}  # as torch reads them back
         self._expandable: bool | None = None  # its value when the caps were set
         self._most: dict[int, tuple[float, float]] = {}  # the cap as a fraction: as set, and as torch reads it back
-        self._replaced = Replacements()
         self._raw_set: Callable[[float, int], None] | None = None
         self._reconfigured = self._uncached = False
         self._unseen: str | None = None
@@ -92,7 +93,7 @@ class Torch(resource.RmmClient):
         )  # missing while another thread imports torch
         return query is not None and bool(query())
 
-    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
         torch = self._torch()
         if torch.version.hip:
             raise CapNotApplied(self.name, "this is a ROCm build", "memguard budgets NVIDIA GPUs: install a CUDA build")
@@ -100,20 +101,16 @@ class Torch(resource.RmmClient):
             raise CapNotApplied(self.name, "this build has no CUDA allocator", "install a CUDA build of torch")
         settings.refuse(self.host.devices(), caps)
         if torch.cuda.get_allocator_backend() == "pluggable":
-            return self._apply_pluggable(caps)
-        before, self._caps = self._caps, dict(caps)
-        try:
-            self._replace(torch)
-            if self._live(torch):
-                self.changes.add(self.name, self._restore)
-                self._set_now(torch)
-                return Applied(Enforcement.ENFORCED, self._undo)
-            note = "torch: the cap is set when torch initialises CUDA, before its first allocation"
-            return Applied(Enforcement.ENFORCED, self._queue(torch), notes=(note,))
-        except BaseException:
-            self._caps = before
-            self._undo()
-            raise
+            return self._apply_pluggable(caps, undo)
+        undo.add(self.name, functools.partial(self._lift, torch))
+        self._caps = dict(caps)
+        self._replace(torch, undo)
+        if self._live(torch):
+            self._set_now(torch)
+            return Applied(Enforcement.ENFORCED)
+        self._queue(torch, undo)
+        note = "torch: the cap is set when torch initialises CUDA, before its first allocation"
+        return Applied(Enforcement.ENFORCED, notes=(note,))
 
     def usage(self, device: Device) -> Usage | None:
         """From `torch._C._cuda_memoryStats` (22 µs), which initialises nothing once torch is live.
@@ -288,11 +285,11 @@ class Torch(resource.RmmClient):
     def _torch(self) -> Any:
         return sys.modules["torch"]
 
-    def _replace(self, torch: Any) -> None:
+    def _replace(self, torch: Any, undo: Undo) -> None:
         """Apply the cap to the user's later settings, in the functions below all public names, which may be imported
         already."""
-        self._replaced = replaced = Replacements()
-        self.changes.add(self.name, replaced.undo)
+        replaced = Replacements()
+        undo.add(self.name, replaced.undo)
         self._raw_set = torch._C._cuda_setMemoryFraction
         replaced.put(torch._C, "_cuda_setMemoryFraction", self._wrap_set_fraction)
         replaced.put(torch._C, "_cuda_changeCurrentAllocator", self._wrap_change_allocator)
@@ -366,52 +363,40 @@ class Torch(resource.RmmClient):
             "remove that call, or leave torch out of the budget",
         )
 
-    def _undo(self) -> None:
-        self._replaced.undo()
-        self._restore()
+    def _lift(self, torch: Any) -> None:
+        self._caps = {}
+        self._restore(torch)
 
-    def _queue(self, torch: Any) -> Callable[[], None]:
-        """Set the fractions in torch's CUDA initialisation, which runs the calls queued by `_lazy_call`. Returns the
-        undo."""
+    def _queue(self, torch: Any, undo: Undo) -> None:
+        """Set the fractions in torch's CUDA initialisation, which runs the calls queued by `_lazy_call`."""
         if not hasattr(torch.cuda, "_lazy_call"):
             why = f"torch {torch.__version__} has no torch.cuda._lazy_call"
             raise CapNotApplied(self.name, why, "call torch.cuda.init() before memguard.init()")
-        armed = True
-        swapped: list[Callable[[], None]] = []
 
         def set_caps() -> None:
-            if not armed or not self._caps:
+            if not self._caps:
                 return
             try:
                 settings.refuse((), {})  # the cache may have been disabled since
                 if torch.cuda.get_allocator_backend() == "pluggable":  # replaced since memguard.init
-                    applied = self._apply_pluggable(self._caps)
+                    applied = self._apply_pluggable(self._caps, undo)
                     if self._rmm is not None and self._rmm.uncapped is not None:
                         self._rmm.lost = [Drift(self._rmm.uncapped)]
                     else:
                         self.notes += applied.notes
-                    swapped.extend([applied.undo] if applied.undo is not None else [])
                 else:
                     self._set_now(torch)
             except BaseException:
-                self._restore()
+                self._restore(torch)
                 raise
 
-        def undo() -> None:
-            nonlocal armed
-            armed = False  # torch may keep the queued call, which then does nothing
+        def unqueue() -> None:  # else torch keeps the call, which does nothing without caps
             queue = getattr(torch.cuda, "_queued_calls", None)
             if isinstance(queue, list):
                 queue[:] = [entry for entry in queue if entry[0] is not set_caps]
-            self._replaced.undo()
-            for step in swapped:
-                step()
-            if self._live(torch):
-                self._restore()
 
-        self.changes.add(self.name, undo)
+        undo.add(self.name, unqueue)
         torch.cuda._lazy_call(set_caps)
-        return undo
 
     def _set_now(self, torch: Any) -> None:
         """Set every device's fraction and read it back."""
@@ -496,11 +481,11 @@ class Torch(resource.RmmClient):
         self._set[ordinal] = back
         self._most[ordinal] = (most, back if fraction == most else most)
 
-    def _apply_pluggable(self, caps: Mapping[str, int]) -> Applied:
+    def _apply_pluggable(self, caps: Mapping[str, int], undo: Undo) -> Applied:
         """Cap a replaced allocator (`change_current_allocator`): RMM's can be limited, others cannot."""
         if not resource.is_loaded_for("torch"):
             raise self._unlimited()
-        return self._limit_rmm(caps)  # without torch's numbering: reading it would initialise torch
+        return self._limit_rmm(caps, undo)  # without torch's numbering: reading it would initialise torch
 
     def _put_pool_under(self, uuid: str, ordinal: int, allowed: int) -> None:
         if uuid in self._pools:
@@ -517,22 +502,23 @@ class Torch(resource.RmmClient):
                 "use PyTorch's native allocator, or a driver for CUDA 12.2 or newer (535)",
             ) from error
 
-    def _restore(self) -> None:
+    def _restore(self, torch: Any) -> None:
         """Restore the former fractions, unless the user has set another. A failed step does not stop the others."""
         global _observer
         if _observer is not None and _observer[0] is self:
             _observer = None
-        torch, self._expandable = self._torch(), None
+        self._expandable = None
         read = getattr(torch._C, "_cuda_getMemoryFraction", None)
         interrupted = True  # by a Ctrl-C: the next call restores the rest
         try:
             with ExitStack() as steps:
                 for pool in self._pools.values():
                     steps.callback(pool.restore)
-                for ordinal, fraction in self._set.items():
-                    if read is None or read(ordinal) == fraction:
+                for ordinal, before in self._before.items():
+                    # Without an entry in `_set`, a Ctrl-C may have come right after the fraction was set.
+                    if read is None or self._set.get(ordinal) in (None, read(ordinal)):
                         set_fraction = self._raw_set or torch._C._cuda_setMemoryFraction
-                        steps.callback(set_fraction, self._before[ordinal], ordinal)
+                        steps.callback(set_fraction, before, ordinal)
             interrupted = False
         except Exception:
             interrupted = False

@@ -54,7 +54,7 @@ class PooledTorch(Torch):
             undo.add(f"torch: {name}", functools.partial(_put_back, name, wanted, before))
             os.environ[name] = wanted
 
-    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
         torch: Any = sys.modules["torch"]
         query = getattr(torch._C, "_cuda_getAllocatorBackend", None)  # missing in a build without CUDA
         if query is not None and not torch.version.hip and (backend := str(query())) != _BACKEND:
@@ -62,7 +62,7 @@ class PooledTorch(Torch):
                 f"the {backend} backend of a torch that is imported",
                 f"`import torch` after memguard.init(), or set {_NEW}={_SELECTED} before Python starts",
             )
-        applied = super().apply(caps, options)
+        applied = super().apply(caps, options, undo)
         if self.shared_pool.capped:
             return applied
         note = (
@@ -91,7 +91,7 @@ class PooledTorch(Torch):
         found = super().about()
         return {**found, "strategy": "pool"} if found else found
 
-    def _apply_pluggable(self, caps: Mapping[str, int]) -> Applied:
+    def _apply_pluggable(self, caps: Mapping[str, int], undo: Undo) -> Applied:
         raise self._other("torch.cuda.memory.change_current_allocator", "remove that call")
 
     def _put_pool_under(self, uuid: str, ordinal: int, allowed: int) -> None:
@@ -100,9 +100,9 @@ class PooledTorch(Torch):
             raise CapNotApplied(self.name, "the shared pool is just being made", "call torch.cuda.init() again")
         self._pools[uuid] = pool
 
-    def _restore(self) -> None:
+    def _restore(self, torch: Any) -> None:
         self._pools = {}  # the guard undoes the pool
-        super()._restore()
+        super()._restore(torch)
 
     def _other(self, setting: str, fix: str) -> ConflictingSetting:
         why = f"does not draw from the pool that 'strategy: pool' asks for: that takes {_BACKEND}"

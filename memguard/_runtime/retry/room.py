@@ -11,11 +11,11 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from memguard._base import specs
 from memguard._base.logs import log as _log
 from memguard._base.logs import text_of
 from memguard._base.types import Event, Room, Sample
 from memguard._devices import suspension
+from memguard._frameworks import specs
 from memguard._oom.causes import WORKSPACE, device_of
 from memguard._runtime.retry.failure import Failure
 from memguard._runtime.runtime import this

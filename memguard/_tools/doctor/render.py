@@ -8,9 +8,9 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING, Any
 
-from memguard._base.specs import SPECS
 from memguard._base.text import shown, visible
 from memguard._base.units import format_size
+from memguard._frameworks.specs import SPECS
 from memguard._tools.doctor.checks.cpu_only import kept_off
 from memguard._tools.doctor.checks.failures import STEPS, step
 from memguard._tools.doctor.checks.phrases import listing

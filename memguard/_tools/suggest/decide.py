@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from memguard._base.specs import SPECS
 from memguard._base.types import Device
 from memguard._base.units import format_size, round_up
 from memguard._budget import policy
+from memguard._frameworks.specs import SPECS
 from memguard._timeline.replay import with_headroom
 from memguard._tools.suggest.evidence import Need, Run
 

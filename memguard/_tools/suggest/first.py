@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from memguard import _budget
-from memguard._base.specs import SPECS
 from memguard._base.types import Device, DevicePlan, Plan
 from memguard._base.units import format_size
 from memguard._budget import policy
+from memguard._frameworks.specs import SPECS
 from memguard._tools.suggest.text import comment, cut
 from memguard.errors import MemguardError, PlanError
 

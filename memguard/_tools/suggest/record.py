@@ -111,9 +111,9 @@ class Recorder:
     """One process's recording. `stop` may be called twice."""
 
     def __init__(self, path: str, host: Host, interval: float = INTERVAL) -> None:
-        from memguard._base.specs import SPECS
         from memguard._base.types import DevicePlan, Plan
         from memguard._budget.ranks import rank_of
+        from memguard._frameworks.specs import SPECS
         from memguard._ledger.reader import LedgerReader
         from memguard._runtime.beside import Peaks
         from memguard._runtime.pressure import Settings

@@ -27,7 +27,7 @@ def load(path: str) -> Budget:
 
 
 def _standard_input() -> bytes:
-    from memguard._budget.yaml import MAX_BYTES
+    from memguard._base.yaml import MAX_BYTES
 
     try:
         if sys.stdin is None:

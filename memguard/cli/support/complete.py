@@ -41,7 +41,7 @@ def findings(context: click.Context, parameter: click.Parameter, word: str) -> l
 
 def frameworks(context: click.Context, parameter: click.Parameter, word: str) -> list[CompletionItem]:
     """The frameworks that a budget can name."""
-    from memguard._base.specs import SPECS
+    from memguard._frameworks.specs import SPECS
 
     return _items(((name, None) for name in SPECS), word)
 

@@ -8,10 +8,10 @@ import importlib
 import sys
 from typing import Any
 
-from memguard._base import specs
 from memguard._base.framework_spec import Exchanged
-from memguard._base.specs import SPECS
+from memguard._frameworks import specs
 from memguard._frameworks.arrays.base import Arrays
+from memguard._frameworks.specs import SPECS
 from memguard.errors import CannotShare
 
 _KNOWN = {row.name: row.exchanged for row in SPECS.values() if row.exchanged is not None}

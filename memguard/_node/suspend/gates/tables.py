@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from memguard._base import specs
+from memguard._frameworks import specs
 from memguard._frameworks.optional_modules import Gates
 
 

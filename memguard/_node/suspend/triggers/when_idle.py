@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from memguard._base import life
 from memguard._base.logs import is_heard
 from memguard._base.logs import log as _log
-from memguard._base.specs import SPECS
 from memguard._devices import proc, suspension
 from memguard._devices.nvml import Nvml
 from memguard._frameworks import import_hook
 from memguard._frameworks.import_hook import ImportHook
+from memguard._frameworks.specs import SPECS
 from memguard._node.suspend.triggers import notebook_cells
 from memguard._node.suspend.triggers.idle import Watcher
 from memguard._node.suspend.triggers.notebook_cells import shell_here

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from memguard._base.framework_spec import OVERHEADS, SECOND_CONTEXT
-from memguard._base.specs import SPECS
 from memguard._base.units import MIB, format_size
 from memguard._frameworks.jax.adapter import as_mapping
+from memguard._frameworks.specs import SPECS
 from memguard._tools.doctor.checks.cpu_only import kept_off
 from memguard._tools.doctor.checks.explanations import both_xla_fractions, no_gpu
 from memguard._tools.doctor.checks.gpu_memory import filled_by_others, held_by_itself, same_gpu

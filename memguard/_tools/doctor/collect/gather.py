@@ -14,9 +14,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from memguard._base import specs
-from memguard._base.specs import SPECS
 from memguard._devices.cuda_order import importable
+from memguard._frameworks import specs
+from memguard._frameworks.specs import SPECS
 from memguard._tools.doctor.bounds import clip, printable
 from memguard._tools.doctor.collect import answers, machine
 from memguard._tools.doctor.facts import BudgetFacts, Driver, Facts

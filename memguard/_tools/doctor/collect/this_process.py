@@ -8,10 +8,10 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from memguard._base import specs
-from memguard._base.specs import CONTEXT_MAKER
 from memguard._devices import contexts, suspension
 from memguard._devices.nvml import Nvml
+from memguard._frameworks import specs
+from memguard._frameworks.specs import CONTEXT_MAKER
 from memguard._tools.doctor.facts import Process
 from memguard._tools.doctor.probes.main import libraries
 from memguard.errors import DeviceError
