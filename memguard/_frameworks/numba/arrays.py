@@ -1,7 +1,8 @@
-"""Numba's device arrays.
+"""The exchange adapter of Numba's device arrays.
 
-As producer: the consumer waits for the work on the array's stream; without a stream, for all work of the context. As
-consumer: the user's stream waits, and the array names it from then on; without a stream, the host waits.
+If Numba is the producer, the consumer waits for the work on the array's stream, or for all work of the context without
+a stream. If it is the consumer, the user's stream waits and becomes the array's stream; without a stream the host
+waits.
 """
 
 from __future__ import annotations
@@ -83,8 +84,8 @@ class NumbaArrays(Arrays):
 def _in_order_of_default_stream(cuda: Any) -> bool:
     """Whether the memory manager may reuse memory while work on the default stream still uses it.
 
-    RMM's pools do: their free is only queued on that stream. Numba's own manager waits, and memguard's pool reuses no
-    block with unfinished work.
+    True for RMM's pools, which queue a free on that stream. Numba's own manager waits before a free, and memguard's
+    pool reuses no block with unfinished work.
     """
     driver: Any = sys.modules.get("numba.cuda.cudadrv.driver")
     return not isinstance(cuda.current_context().memory_manager, getattr(driver, "NumbaCUDAMemoryManager", ()))
