@@ -1,5 +1,4 @@
-"""`to`: turns one framework's array into an array of another. It shares the memory, and copies only with
-`copy=True`."""
+"""`to`: turns one framework's array into another's. It shares the memory, and copies only with `copy=True`."""
 
 from __future__ import annotations
 

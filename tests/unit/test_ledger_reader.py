@@ -112,7 +112,7 @@ def test_gaps_in_the_drivers_slabs_are_overhead_and_not_charged() -> None:
     uuid = setting.gpu.uuid
     driver_pages.slabs[uuid] = shared
     try:
-        shared.enter(0)
+        shared.add_piece(0)
         shared.count(0, MIB)
         setting.torch.usages[uuid] = Usage(MIB, MIB, 0)
         setting.host.take(setting.gpu, 2 * MIB)

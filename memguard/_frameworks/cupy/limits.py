@@ -1,5 +1,4 @@
-"""Sets the limits of CuPy's pools on each GPU, compares them with the user's later settings, and divides the cap among
-pools."""
+"""Sets the limits of CuPy's pools on each GPU, checks the user's later limits, and divides the cap among pools."""
 
 from __future__ import annotations
 

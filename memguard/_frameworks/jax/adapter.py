@@ -1,10 +1,10 @@
-"""JAX: capped by `memory_fraction`, a client option that its GPU backend reads at its start; preallocation is off.
+"""Caps JAX by `memory_fraction`, a client option that its GPU backend reads at its start, without preallocation.
 
-Measured: the fraction is of the memory available to CUDA. JAX reads it once, when the backend starts; nothing changes
-or shrinks the pool afterwards. For a cap of 4 GiB on an H200 the limit was 4,294,967,296 bytes. The client options
-override the environment. If both XLA_CLIENT_MEM_FRACTION and XLA_PYTHON_CLIENT_MEM_FRACTION are set, the GPU backend
-does not load and JAX silently uses the CPU. The allocators `cuda_async` and `platform` have no limit, `vmm` has one and
-reports no figures (see JAX's row). An out-of-memory error takes 10 s to appear.
+Measured: the fraction refers to the memory available to CUDA. JAX reads it once, when the backend starts; afterwards
+the limit is fixed, and the pool never shrinks. For a cap of 4 GiB on an H200 the limit was 4,294,967,296 bytes. The
+client options override the environment. If both XLA_CLIENT_MEM_FRACTION and XLA_PYTHON_CLIENT_MEM_FRACTION are set, the
+GPU backend does not load, and JAX silently uses the CPU. The allocators `cuda_async` and `platform` have no limit,
+`vmm` has one and reports no figures (see JAX's row). An out-of-memory error takes 10 s to appear.
 
 Outside the cap: context and modules, cuBLAS and cuSOLVER workspaces, NCCL and collective memory.
 """
@@ -38,7 +38,7 @@ _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 _ALLOCATORS = SPEC.allocators
 _NOWHERE: tuple[Callable[[], object], int] = (lambda: None, 0)
 permanent_caps: dict[str, int] = {}
-"""JAX's caps at its start, by device UUID. They stay until the process ends."""
+"""JAX's caps at its start, by device UUID, which stay until the process ends."""
 
 
 class JAX(Framework):
@@ -53,13 +53,13 @@ class JAX(Framework):
         self._caps: dict[str, int] = {}
         self._by_ordinal: dict[int, str] | None = None
         self._options: dict[str, Any] = {}
-        self._lost: list[Drift] = []  # the drift found
-        self._final_backend: weakref.ref[Any] | None = None  # the started backend whose drift is final
+        self._lost: list[Drift] = []  # the drift at the last check
+        self._final_backend: weakref.ref[Any] | None = None  # the started backend for which `_lost` is final
         self._user_options: Any = None  # the user's options
-        self._places: dict[str, tuple[Callable[[], object], int]] = {}  # by UUID: backend, GPU's position in it
+        self._places: dict[str, tuple[Callable[[], object], int]] = {}  # by UUID: backend, position of the GPU
 
     def why_absent(self) -> str | None:
-        """Not installed, no CUDA plugin, or JAX_PLATFORMS excludes the GPU. Imports nothing."""
+        """Not installed, without a CUDA plugin, or JAX_PLATFORMS excludes the GPU. Imports nothing."""
         missing = super().why_absent()
         if missing:
             return missing
@@ -97,7 +97,7 @@ class JAX(Framework):
             self._add_note("jax: it has one fraction for all GPUs, so its smallest cap applies to every GPU")
         fraction = self._stricter(fraction, own, usable, caps)
         wanted = {**own, "memory_fraction": fraction, "preallocate": self._preallocate(own)}
-        wanted.setdefault("allocator", self._allocator)  # overrides a later XLA_PYTHON_CLIENT_ALLOCATOR
+        wanted.setdefault("allocator", self._allocator)  # overrides XLA_PYTHON_CLIENT_ALLOCATOR, even if set later
         self._options, self._user_options = wanted, before
         replaced = Replacements()
         undo.add(self.name, functools.partial(self._restore, jax, replaced))
@@ -129,13 +129,13 @@ class JAX(Framework):
         return CapNotApplied(self.name, "its backend has started; its limit stays", "restart the process")
 
     def usage(self, device: Device) -> Usage | None:
-        """From `memory_stats()` of the live backend (1.4 µs); `pool_bytes` is the held memory."""
+        """Usage from the live backend's `memory_stats()` (1.4 µs); `pool_bytes` is the held memory."""
         backends = getattr(sys.modules.get(_BRIDGE), "_backends", None)  # as `live_client`
         client = backends.get("cuda") if isinstance(backends, dict) else None
         if client is None:
             return None
-        # The cache holds positions: JAX's devices do not support weak references, and a strong one would keep their
-        # backend alive.
+        # The cache stores positions instead of devices: JAX's devices do not support weak references, and a strong one
+        # would keep the backend alive.
         backend, place = self._places.get(device.uuid, _NOWHERE)
         known = backend() is client
         if known:
@@ -145,12 +145,12 @@ class JAX(Framework):
             if found is None:
                 return Usage(None, None) if unknown else None
         stats = found.memory_stats()
-        if not stats or "pool_bytes" not in stats:  # not BFC: the other allocators have no pool
+        if not stats or "pool_bytes" not in stats:  # another allocator than BFC, without a pool
             return Usage(None, (stats or {}).get("bytes_in_use"))
         return usage_of((stats["pool_bytes"], stats["bytes_in_use"], 0, None, None, stats["peak_bytes_in_use"]))
 
     def _found(self, client: Any, wanted: str) -> tuple[Any, bool]:
-        """The client's device with that UUID; if there is none, whether a device's UUID is unknown."""
+        """The client's device with that UUID or None, and whether one of the searched devices has an unknown UUID."""
         known, unknown = self._numbering(), False
         for position, local in enumerate(client.local_devices()):
             uuid = known.get(_ordinal(local), "")
@@ -162,7 +162,7 @@ class JAX(Framework):
         return None, unknown
 
     def trim(self, device: Device) -> None:
-        """Does nothing: XLA's pool cannot be shrunk from outside."""
+        """Does nothing, as XLA has no function to shrink its pool."""
 
     def resize(self, caps: Mapping[str, int]) -> None:
         raise CapNotApplied(
@@ -230,12 +230,12 @@ class JAX(Framework):
     def _held(
         self, original: Callable[..., Any], cap: Mapping[str, Any], usable: Mapping[str, int]
     ) -> Callable[..., Any]:
-        """A `jax.config.update` that keeps the client's options within the cap, until the backend has read them."""
+        """Wrap `jax.config.update` to keep the client's options within the cap, until the backend has read them."""
 
         def update(config: Any, name: str, val: Any) -> Any:
             if name != _OPTIONS or not self._caps or live_client() is not None:
                 return original(config, name, val)
-            original(config, name, val)  # JAX's own error for an invalid value
+            original(config, name, val)  # JAX raises its own error for an invalid value
             theirs, lost = as_mapping(val), []
             held = {**theirs, "memory_fraction": cap["memory_fraction"], "allocator": cap["allocator"]}
             held.setdefault("preallocate", cap["preallocate"])
@@ -267,7 +267,7 @@ class JAX(Framework):
     def _stricter(
         self, fraction: float, own: Mapping[str, Any], usable: Mapping[str, int], caps: Mapping[str, int]
     ) -> float:
-        """The stricter of the cap's fraction and the user's; ConflictingSetting if the user's is looser."""
+        """The stricter of the cap's fraction and the user's. Raises ConflictingSetting if the user's is looser."""
         name = next((n for n in (_FRACTION, _DEPRECATED) if os.environ.get(n)), "")
         given = [(f"{_OPTIONS} memory_fraction", own.get("memory_fraction")), (name, os.environ.get(name))]
         for setting, value in given:
@@ -295,7 +295,7 @@ class JAX(Framework):
         return fraction
 
     def _preallocate(self, own: Mapping[str, Any]) -> bool:
-        """False, unless the user requested it: JAX then allocates its whole cap when its backend starts."""
+        """Whether the user requested preallocation: JAX then allocates its whole cap when its backend starts."""
         asked = own.get("preallocate", os.environ.get(_PREALLOCATE) or None)
         if asked is None or str(asked) in ("false", "False", "0"):
             return False
@@ -304,7 +304,7 @@ class JAX(Framework):
         return True
 
     def _locals(self) -> list[tuple[Any, str]]:
-        """The devices of a live backend, each with its UUID, or "" if unknown. JAX numbers devices as CUDA does."""
+        """The devices of a live backend, each with its UUID ("" if unknown). JAX numbers devices as CUDA does."""
         client = live_client()
         if client is None:
             return []
@@ -312,7 +312,7 @@ class JAX(Framework):
         return [(found, known.get(_ordinal(found), "")) for found in client.local_devices()]
 
     def _numbering(self) -> dict[int, str]:
-        """The UUIDs by JAX's device number, which is CUDA's ordinal."""
+        """UUIDs by JAX's device number, which is CUDA's ordinal."""
         if self._by_ordinal is None:
             known = self.host.devices(ordinals=True)
             self._by_ordinal = {d.ordinal: d.uuid for d in known if d.ordinal is not None}
@@ -321,7 +321,7 @@ class JAX(Framework):
         return self._by_ordinal
 
     def _limits(self) -> dict[int, tuple[int, int]]:
-        """By ordinal: the live backend's limit, and its cap, in bytes."""
+        """By ordinal: the live backend's limit and its cap, in bytes."""
         return {
             _ordinal(found): ((found.memory_stats() or {}).get("bytes_limit", 0), self._caps[uuid])
             for found, uuid in self._locals()

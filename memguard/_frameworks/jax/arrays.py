@@ -1,8 +1,8 @@
-"""The exchange adapter of JAX's arrays, through DLPack. XLA rejects addresses that are not multiples of 16 at first use
-(measured).
+"""The exchange adapter of JAX's arrays, through DLPack.
 
-JAX orders work itself: `__dlpack__(stream=...)` makes a stream wait for the array, and `from_dlpack` passes the stream
-that JAX will use. The lifetime references the capsule: while that exists, JAX refuses to donate the array.
+XLA rejects addresses that are not multiples of 16 when it first uses the array (measured). JAX orders work itself:
+`__dlpack__(stream=...)` makes a stream wait for the array, and `from_dlpack` passes the stream that JAX will use. The
+lifetime references the capsule: while that exists, JAX refuses to donate the array.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""JAX in the shared pool: its allocator `cuda_async`, on the device's default pool. Watched.
+"""JAX in the shared pool, through its allocator `cuda_async` on the device's default pool. Watched.
 
 Measured on an H200: JAX allocates from the default pool whichever pool is current, its fraction does not cap it there,
 and it sets that pool's release threshold to 0.
@@ -43,4 +43,4 @@ class PooledJAX(PooledWatched, JAX):
         return "does not draw from the default pool, which 'strategy: pool' shares"
 
     def _preallocate(self, own: Mapping[str, Any]) -> bool:
-        return False  # preallocation would take its part of the pool from the other frameworks
+        return False  # preallocated memory would be missing for the other frameworks

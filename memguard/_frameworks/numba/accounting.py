@@ -1,5 +1,4 @@
-"""Counts the bytes that Numba holds: in one context (`Figures`), and in all contexts that share a GPU's cap
-(`ManagerGroup`)."""
+"""Counts Numba's bytes: in one context (`Figures`), and in all contexts that share a GPU's cap (`ManagerGroup`)."""
 
 from __future__ import annotations
 

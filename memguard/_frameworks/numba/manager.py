@@ -100,7 +100,7 @@ def capped(driver: Any) -> type:
                     if more <= 0 or holds_lock(self.group.lock) or not framework.room_for(error, self.uuid, size):
                         framework.report_refusal(error, self.uuid, size)
                         raise
-                more -= 1  # after the error and its frames are gone
+                more -= 1  # here the error and its frames are already freed
 
         def _serve(self, memory: Taker, size: int) -> None:
             framework = self.memguard

@@ -1,5 +1,4 @@
-"""The memory objects of Numba's arrays: blocks and views into blocks. They free their block, and record exports of its
-address."""
+"""The memory objects of Numba's arrays, which free their block and record exports of its address."""
 
 from __future__ import annotations
 

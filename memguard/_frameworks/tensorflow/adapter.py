@@ -1,12 +1,12 @@
-"""TensorFlow: a logical device with `memory_limit` on every visible GPU, and growth through the environment.
+"""Caps TensorFlow by a logical device with `memory_limit` on every visible GPU, and sets growth in the environment.
 
-Measured: the limit must be set before TensorFlow builds its allocator, at its first operation. With a limit, growth set
-on the device is silently lost, so the adapter sets `TF_FORCE_GPU_ALLOW_GROWTH`. Without a limit, TensorFlow takes a
-whole GPU. `cuda_malloc_async` ignores the limit, so the adapter refuses it. Nothing shrinks the pool afterwards. With
-growth TensorFlow does not report its held bytes.
+Measured: the limit must be set before TensorFlow creates its allocator, at its first operation. With a limit,
+TensorFlow silently ignores growth set on the device, so the adapter sets `TF_FORCE_GPU_ALLOW_GROWTH`. Without a limit,
+TensorFlow takes a whole GPU. `cuda_malloc_async` ignores the limit, so the adapter refuses it. The pool never shrinks.
+With growth TensorFlow does not report its held bytes.
 
-The adapter applies the cap to a later `set_logical_device_configuration` and to the `config` of a TF1 session, in the
-functions behind all their names: `Context.set_logical_device_configuration` and `BaseSession.__init__`. A session with
+The adapter applies the cap to later calls of `set_logical_device_configuration` and to the `config` of TF1 sessions, in
+the private functions behind them: `Context.set_logical_device_configuration` and `BaseSession.__init__`. A session with
 its own `config` would ignore the logical devices.
 """
 
@@ -30,7 +30,7 @@ from memguard._frameworks.tensorflow.spec import SPEC
 from memguard.errors import CapNotApplied, ConflictingSetting, DeviceError
 
 permanent_caps: dict[str, tuple[int, int, bool]] = {}
-"""Cap, limit and growth at TensorFlow's start, by device UUID. They stay until the process ends."""
+"""Cap, limit and growth at TensorFlow's start, by device UUID, which stay until the process ends."""
 _EAGER = "tensorflow.python.eager.context"
 _GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 _ALLOCATORS = SPEC.allocators
@@ -49,15 +49,15 @@ class TensorFlow(Framework):
         self._growth = True
         self._limits: dict[str, int] = {}  # the effective limit: the cap, or the user's own stricter limit
         self._logical: dict[str, int] = {}
-        self._seen: dict[str, range] | None = None  # its device numbers for each GPU, if live without caps
-        self._unmatched = False  # whether it then has GPUs of unknown UUID
-        self._gpus: dict[Any, str] = {}  # UUID by TensorFlow's device
-        self._user_devices: dict[Any, list[Any]] = {}  # the user's later settings, by TensorFlow's device
-        self._spans: dict[str, range] = {}  # its device numbers for each GPU, once the user has configured one
+        self._seen: dict[str, range] | None = None  # logical devices' numbers by GPU, of a live TensorFlow without caps
+        self._unmatched = False  # whether a GPU of such a TensorFlow has an unknown UUID
+        self._gpus: dict[Any, str] = {}  # UUIDs by TensorFlow's device
+        self._user_devices: dict[Any, list[Any]] = {}  # the user's later configurations, by TensorFlow's device
+        self._spans: dict[str, range] = {}  # logical devices' numbers by GPU, once the user has configured one
         self._undo_allocator: Callable[[], None] = lambda: None
-        self._lost: list[Drift] = []  # the drift found
-        self._final_context: weakref.ref[Any] | None = None  # the live context whose drift is final
-        self._session = False  # a TF1 session created the allocators, without the eager context
+        self._lost: list[Drift] = []  # the drift at the last check
+        self._final_context: weakref.ref[Any] | None = None  # the live context for which `_lost` is final
+        self._session = False  # whether a TF1 session created the allocators, without the eager context
 
     def _live(self, module: ModuleType) -> bool:
         safe = getattr(sys.modules.get(_EAGER), "context_safe", None)  # as `_context`
@@ -112,12 +112,12 @@ class TensorFlow(Framework):
         return applied
 
     def usage(self, device: Device) -> Usage | None:
-        """From `get_memory_info` (2.3 µs), called only once TensorFlow is live, because it would initialise TensorFlow.
+        """Usage from `get_memory_info` (2.3 µs), only for a live TensorFlow, as the call initialises it.
 
         With growth TensorFlow reports bytes in use, not bytes held: then held is None, with bounds. The lower bound is
-        its peak, which is too high after its allocator released idle regions, as it does before it refuses a request.
-        Both figures are None for the sessions of a TF1 program without the eager context, for an allocator without
-        statistics, and where its GPUs cannot be identified.
+        the peak in use, which is too high after the allocator has released idle regions, as it does before it refuses a
+        request. Both figures are None for sessions of a TF1 program without the eager context, for an allocator without
+        statistics, and if a GPU cannot be identified.
         """
         tf: Any = sys.modules.get("tensorflow")
         if tf is None:
@@ -146,12 +146,12 @@ class TensorFlow(Framework):
         return usage_of((None, in_use, 0, peak, limit, peak))
 
     def _unreported(self, uuid: str) -> Usage:
-        """Usage of a GPU for which TensorFlow reports nothing: without growth the pool equals its limit."""
+        """Usage of a GPU for which TensorFlow reports no figures. Without growth the pool's size is its limit."""
         limit = self._limits.get(uuid) if uuid in self._logical else None
         return Usage(None, None, 0, held_at_most=limit) if self._growth or limit is None else Usage(limit, None, 0)
 
     def trim(self, device: Device) -> None:
-        """Does nothing: TensorFlow's pool cannot be shrunk from outside."""
+        """Does nothing, as TensorFlow has no function to shrink its pool."""
 
     def resize(self, caps: Mapping[str, int]) -> None:
         raise CapNotApplied(
@@ -164,7 +164,7 @@ class TensorFlow(Framework):
         return round_up(size, 256)
 
     def drift(self) -> Sequence[Drift]:
-        """Limits that were removed or raised before TensorFlow went live; afterwards they cannot change."""
+        """Limits that other code removed or raised before TensorFlow went live; afterwards they cannot change."""
         tf: Any = sys.modules.get("tensorflow")
         if tf is None or not self._logical:
             return []
@@ -173,7 +173,7 @@ class TensorFlow(Framework):
             context = None
         elif self._final_context is not None and self._final_context() is context:
             return self._lost
-        gpus = zip(tf.config.list_physical_devices("GPU"), self._logical, strict=False)  # both in TensorFlow's order
+        gpus = zip(tf.config.list_physical_devices("GPU"), self._logical, strict=False)  # both have TensorFlow's order
         lost = [gpu.name for gpu, uuid in gpus if not _limited(tf, gpu, self._caps[uuid])]
         self._lost = [Drift(f"the limit of {name} was removed or raised after memguard.init") for name in lost]
         self._final_context = weak_reference(context) if context is not None else None
@@ -209,7 +209,7 @@ class TensorFlow(Framework):
         return matched
 
     def _numbers(self, tf: Any, device: Device) -> Sequence[int] | None:
-        """The numbers of the GPU's logical devices; empty if TensorFlow has none there, None if that is unknown."""
+        """The numbers of the GPU's logical devices; empty if it has none, None if unknown."""
         if self._spans:
             return self._spans.get(device.uuid, ())
         if self._logical:
@@ -220,7 +220,8 @@ class TensorFlow(Framework):
         return self._seen.get(device.uuid, None if self._unmatched else ())
 
     def _count(self) -> dict[str, range]:
-        """The device numbers for all GPUs, of which the user may have split some into several logical devices."""
+        """The numbers of the logical devices for each GPU. The user may have split a GPU into several logical
+        devices."""
         found, first = {}, 0
         for gpu, uuid in self._gpus.items():
             count = len(self._user_devices.get(gpu) or "1")
@@ -229,7 +230,8 @@ class TensorFlow(Framework):
         return found
 
     def _look(self, tf: Any) -> dict[str, range]:
-        """The device numbers for all GPUs. CUDA is initialised, so reading its numbering starts no child process."""
+        """Read the logical devices' numbers for each GPU. CUDA is initialised, so reading its ordinals starts no child
+        process."""
         gpus = tf.config.get_visible_devices("GPU")
         try:
             devices = self.host.devices(ordinals=True) if gpus else ()
@@ -291,7 +293,7 @@ class TensorFlow(Framework):
         def set_logical_device_configuration(context: Any, dev: Any, virtual_devices: Any) -> Any:
             uuid = self._gpus.get(dev)
             if uuid is None or any(entry.memory_limit is None for entry in virtual_devices):
-                return original(context, dev, virtual_devices)  # raises TensorFlow's own error for the missing limit
+                return original(context, dev, virtual_devices)  # TensorFlow raises its own error for a missing limit
             cap = self._caps[uuid] // MIB
             limits = _within([entry.memory_limit for entry in virtual_devices], cap)
             entries = list(virtual_devices) or [_module("LogicalDeviceConfiguration")()]
@@ -313,7 +315,7 @@ class TensorFlow(Framework):
 
     def _growing(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def set_memory_growth(context: Any, dev: Any, enable: bool) -> Any:
-            """Call TensorFlow without memguard's entry in the device table, with which TensorFlow would refuse
+            """Call the original without memguard's entry in the device table: with the entry, TensorFlow refuses
             growth."""
             table = getattr(context, "_virtual_device_map", None)
             if dev not in self._gpus or dev in self._user_devices or not isinstance(table, dict) or dev not in table:
@@ -341,7 +343,7 @@ class TensorFlow(Framework):
         return _compute_gpu_options
 
     def _limited_allocator(self) -> None:
-        """Unset a later choice of an allocator without a limit, right before TensorFlow reads the variable."""
+        """Unset the variable if it was set later to an allocator without a limit, right before TensorFlow reads it."""
         value = os.environ.get(ALLOCATOR, "")
         why = _ALLOCATORS.why_uncapped(value)
         if self._gpus and why is not None and not self._started():
@@ -358,14 +360,15 @@ class TensorFlow(Framework):
     def _in_session(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def __init__(session: Any, target: Any = "", graph: Any = None, config: Any = None) -> None:  # noqa: N807
             self._limited_allocator()
-            here = not target and (config is None or hasattr(config, "gpu_options"))  # not a server's, nor invalid
+            here = not target and (config is None or hasattr(config, "gpu_options"))  # a local session, a valid config
             original(session, target, graph, self._in_proto(config) if here and config is not None else config)
             self._session = self._session or (here and _uses_gpus(config))
 
         return __init__
 
     def _in_proto(self, config: Any) -> Any:
-        """A session's ConfigProto with every GPU within its cap: the same object if it already is."""
+        """The session's ConfigProto, with limits within the cap of every GPU. The same object if its limits already
+        are."""
         options = config.gpu_options
         uuids = list(self._gpus.values())
         listed = [int(n) for n in options.visible_device_list.split(",") if n.strip().isdigit()]
@@ -384,7 +387,7 @@ class TensorFlow(Framework):
             return config
         held = type(config)()
         held.CopyFrom(config)
-        held.gpu_options.ClearField("per_process_gpu_memory_fraction")  # TensorFlow allows it only without a limit
+        held.gpu_options.ClearField("per_process_gpu_memory_fraction")  # TensorFlow rejects it next to a limit
         devices = held.gpu_options.experimental.virtual_devices
         if not own:
             for limits in wanted:
@@ -407,7 +410,7 @@ class TensorFlow(Framework):
         self._warn(f"tensorflow: {setting} asks for more than the cap of {format_size(cap)} on {where}: the cap holds")
 
     def _keep(self, gpu: Any, limits: list[int | None], cap: int) -> int:
-        """The user's own limit in bytes. ConflictingSetting if it is looser than the cap."""
+        """The user's own limit in bytes. Raises ConflictingSetting if it is looser than the cap."""
         only = limits[0] if len(limits) == 1 else None
         if only is not None and only * MIB <= cap:
             self._note_stricter(_short(gpu), only * MIB, cap)
@@ -434,7 +437,8 @@ class TensorFlow(Framework):
 
 
 def _uuid(gpu: Any, gpus: Sequence[Any], devices: Sequence[Device]) -> str | None:
-    """The UUID of one of TensorFlow's GPUs, by CUDA's ordinal. If TensorFlow and CUDA both have one GPU, they match."""
+    """The UUID of one of TensorFlow's GPUs, by CUDA's ordinal. If TensorFlow and CUDA both have one GPU, it is that
+    GPU."""
     ordinal = int(gpu.name.rsplit(":", 1)[1])
     alone = devices[0].uuid if len(devices) == len(gpus) == 1 else None
     return next((device.uuid for device in devices if device.ordinal == ordinal), alone)
@@ -449,7 +453,7 @@ def _within(limits: Sequence[float], cap: int) -> list[float]:
 
 
 def _uses_gpus(config: Any) -> bool:
-    """Whether a session with this ConfigProto, or with none, may use a GPU."""
+    """Whether a session with this ConfigProto (None: without one) may use a GPU."""
     return config is None or "GPU" not in config.device_count or config.device_count["GPU"] > 0
 
 
@@ -468,7 +472,7 @@ def _limited(tf: Any, gpu: Any, cap: int) -> bool:
 
 
 def _has(tf: Any, number: int) -> bool:
-    """Whether the live TensorFlow has a logical GPU of that number; True if it cannot be read."""
+    """Whether the live TensorFlow has a logical GPU of that number; True if unknown."""
     try:
         return number < len(tf.config.list_logical_devices("GPU"))
     except (ValueError, RuntimeError, AttributeError):
@@ -476,14 +480,14 @@ def _has(tf: Any, number: int) -> bool:
 
 
 def _context() -> Any:
-    """TensorFlow's eager context if it exists; `context_safe` creates none."""
+    """TensorFlow's eager context, or None. `context_safe` creates none."""
     module = sys.modules.get(_EAGER)
     safe = getattr(module, "context_safe", None)
     return safe() if safe is not None else None
 
 
 def as_it_is(name: str) -> Callable[[], None]:
-    """A function that restores the environment variable's current value."""
+    """Return a function that restores the environment variable's current value."""
     before = os.environ.get(name)
 
     def undo() -> None:

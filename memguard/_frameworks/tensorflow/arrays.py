@@ -1,4 +1,4 @@
-"""The exchange adapter of TensorFlow's tensors: unversioned DLPack capsules, row-major, at multiples of 64 bytes.
+"""The exchange adapter of TensorFlow's tensors: unversioned DLPack, row-major, at multiples of 64 bytes.
 
 An operation on another address aborts the process (`Check failed: IsAligned()`, measured). TensorFlow names no stream:
 its export waits for the device, and before its import the host waits for the producer's work.
