@@ -212,7 +212,8 @@ class Framework(Allocator):
         source: Literal["refusal", "observer"] = "refusal",
         **known: Any,
     ) -> None:
-        """Report a finally refused request, on the thread that made it. Callers hold no lock of the adapter.
+        """Report a request that the allocator refuses after all retries, on the requesting thread. Callers hold no lock
+        of the adapter.
 
         `known` are figures at the refusal, by the names of `RefusedRequest`; the guard adds the memory held by all
         frameworks. This marks `error` with the record's id, to recognise the error later. Raises nothing.

@@ -118,7 +118,7 @@ class _OwnPieces:
 
 
 class DriverPages:
-    """One framework's allocations on one GPU, by address, in pages of the driver.
+    """Counts one framework's allocations on one GPU, by address, in driver pages.
 
     With `whole`, a slab that the framework opened counts whole; in other slabs only its pieces count. Finalizers must
     not call these methods. If a signal handler interrupts a change with another one, the second is applied after the
@@ -161,7 +161,7 @@ class DriverPages:
         """Whether `held` may stay within the cap after one more allocation. It searches the slabs only near the cap."""
         if self.held() + round_up(size) <= cap:
             return True
-        return size <= SMALL and self.held() + self.growth(size) <= cap  # a larger one grows by whole pages
+        return size <= SMALL and self.held() + self.growth(size) <= cap  # above SMALL the first check is exact
 
     def add(self, address: int, size: int) -> None:
         self._queue(self.apply_add, address, size)
@@ -213,15 +213,15 @@ class DriverPages:
         self._shared.remove_piece(address)
 
     def in_slab_of_others(self, address: int, size: int) -> bool:
-        """Whether this allocation counts by its own bytes, because other code opened its slab."""
+        """Whether this allocation lies in a slab that other code opened, so that only its own bytes count."""
         slab = self._slabs.get(address // GRANULE)
         return size <= SMALL and slab is not None and not slab.whole
 
     @contextlib.contextmanager
     def expecting(self, size: int) -> Iterator[None]:
-        """Add `size` to `held` in this block: the room of a request before its allocation is counted.
+        """Add `size` to `held` during the `with` block, to reserve a request's room until its allocation is counted.
 
-        This reserves the room against a signal handler or a finalizer that allocates meanwhile.
+        A signal handler or a finalizer that allocates meanwhile then cannot use this room.
         """
         before = self._expected
         try:

@@ -116,7 +116,7 @@ def leave(finder: object) -> None:
         kept = [one for one in before if one is not finder]
         if len(kept) == len(before):
             return
-        if sys.meta_path is now and now == before:  # else another thread changed it meanwhile
+        if sys.meta_path is now and now == before:  # otherwise another thread changed the list: retry
             sys.meta_path = kept
             return
 

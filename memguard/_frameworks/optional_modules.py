@@ -70,12 +70,13 @@ class NativeThread(NamedTuple):
 class Gates(NamedTuple):
     """A framework's gated functions.
 
-    `hook` is the module that is in `sys.modules` once the framework is imported. `waits` are the functions that wait.
-    `later` are functions that finalizers call: the gate defers them until it opens. `kept_alive` are types whose
-    destructors call the driver: the gate keeps their objects, and the result of `holds`, alive until it opens.
-    `imports` are further modules whose import calls the driver. `not_gated` are sentences about calls that no gate
-    covers. `refuses` makes a block in which functions without a Python name (operators) first call its argument with a
-    readable name, on the thread that entered the block only. `natives` are threads that no Python function can gate.
+    `hook` is the module that is in `sys.modules` once the framework is imported. `waits` are the functions that wait
+    while the process is suspended. `later` are functions that finalizers call: the gate defers them until it opens.
+    `kept_alive` are types whose destructors call the driver: the gate keeps their objects, and the result of `holds`,
+    alive until it opens. `imports` are further modules whose import calls the driver. `not_gated` are sentences about
+    calls that no gate covers. `refuses` makes a block in which functions without a Python name (operators) first call
+    its argument with a readable name, on the thread that entered the block only. `natives` are threads that no Python
+    function can gate.
     """
 
     hook: str

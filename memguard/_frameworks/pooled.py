@@ -76,7 +76,7 @@ class PooledWatched(_Pooled):
         return []  # a watched framework has no cap
 
     def _watched(self, applied: Applied, note: str, undo: Undo) -> Applied:
-        """The applied limits as watched, with the framework's bytes counted in the pool."""
+        """Turn applied limits into watched ones, and register the framework's count with the pool."""
         devices = {device.uuid: device for device in self.host.devices()}
 
         def counted(uuid: str) -> int:

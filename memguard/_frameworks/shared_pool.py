@@ -211,7 +211,7 @@ class SharedPool(Allocator):
         if pool is None:
             return 0
         before = pool.reserved()
-        pool.trim(max(before - round_up(needed, PIECE), 0))  # the pool keeps at least so many bytes
+        pool.trim(max(before - round_up(needed, PIECE), 0))  # the least size of the pool after the trim
         return before - pool.reserved()
 
     def drift(self) -> list[Drift]:

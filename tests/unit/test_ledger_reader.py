@@ -118,7 +118,7 @@ def test_gaps_in_the_drivers_slabs_are_overhead_and_not_charged() -> None:
         setting.host.take(setting.gpu, 2 * MIB)
         assert setting.figures() == [613, 0]
         shared.count(0, -MIB)
-        shared.leave(0)
+        shared.remove_piece(0)
         setting.torch.usages[uuid] = Usage(0, 0, 0)
         setting.host.give(setting.gpu, 2 * MIB)
         assert setting.figures() == [612, 0]

@@ -37,7 +37,7 @@ def read(interface: Mapping[str, Any]) -> tuple[View, int | None, int | None]:
         (address, readonly), layout = interface["data"], (interface["typestr"], interface["shape"])
         try:
             dtype, shape, strides = _layout(*layout, interface.get("strides"))
-        except TypeError:  # lists are not hashable
+        except TypeError:  # the cache cannot hash lists
             dtype, shape, strides = _layout.__wrapped__(*layout, interface.get("strides"))
         address = int(address or 0)
     except Malformed:

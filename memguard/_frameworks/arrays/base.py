@@ -45,8 +45,8 @@ class Arrays(ABC):
     copies_on: ClassVar[bool] = False
     """Whether it can queue a copy on the user's stream. Otherwise it copies on its own stream, or the host waits."""
     direct: ClassVar[bool] = True
-    """Whether it copies directly from GPU to GPU wherever one can access the other's memory, judged by rates (264 to
-    377 GB/s, measured on two H200s)."""
+    """Whether it copies directly from GPU to GPU wherever one can access the other's memory, as measured rates show
+    (264 to 377 GB/s on two H200s)."""
     immutable: ClassVar[bool] = False
     """Whether the framework never writes to an existing array."""
     keeps_readonly: ClassVar[bool] = False

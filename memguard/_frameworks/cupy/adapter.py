@@ -59,7 +59,7 @@ class CuPy(Limits, resource.RmmClient):
     def __init__(self, host: Any) -> None:
         super().__init__(host)
         self._blocks = blocks.Blocks()
-        self._idle: dict[int, tuple[int, int, float, int | None]] = {}  # by ordinal: held, used, time, result
+        self._idle: dict[int, tuple[int, int, float, int | None]] = {}  # last reading: held, used, time, result
         self._allocate: Callable[[int], Any] | None = None
         self._collector: Collector | None = None
         self._shares: dict[int, int] = {}  # cache of `whole_share` by size
@@ -109,7 +109,7 @@ class CuPy(Limits, resource.RmmClient):
     def usage(self, device: Device) -> Usage | None:
         """Usage from the pool's `total_bytes` (0.15 µs) and `used_bytes`, and from its idle blocks if there are any."""
         cupy: Any = sys.modules.get("cupy")
-        if cupy is None or getattr(getattr(cupy, "__spec__", None), "_initializing", False):  # as `_imported`
+        if cupy is None or getattr(getattr(cupy, "__spec__", None), "_initializing", False):  # inlines `_imported`
             return None
         here = contexts.current()
         if here is None and not contexts.initialised():

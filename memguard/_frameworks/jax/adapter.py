@@ -130,7 +130,7 @@ class JAX(Framework):
 
     def usage(self, device: Device) -> Usage | None:
         """Usage from the live backend's `memory_stats()` (1.4 µs); `pool_bytes` is the held memory."""
-        backends = getattr(sys.modules.get(_BRIDGE), "_backends", None)  # as `live_client`
+        backends = getattr(sys.modules.get(_BRIDGE), "_backends", None)  # inlines `live_client`
         client = backends.get("cuda") if isinstance(backends, dict) else None
         if client is None:
             return None

@@ -17,7 +17,7 @@ class Figures:
     """The bytes of one manager. Callers hold the lock, but for `count_ended` and appends to `freed`.
 
     `count_ended` and `count_used` make no calls, hence are atomic: an allocation by a finalizer or a signal handler
-    reads consistent figures. The next `apply` counts the blocks that the driver freed.
+    reads consistent figures. The next `apply` removes the blocks that the driver freed.
     """
 
     def __init__(self, uuid: str) -> None:

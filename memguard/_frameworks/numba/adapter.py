@@ -93,10 +93,10 @@ class Numba(resource.RmmClient):
                 "it was live before memguard.init(): its context keeps its memory manager",
                 "call memguard.init() before Numba's first array or kernel",
             )
-        from memguard._frameworks.numba import watch  # imported only after Numba
+        from memguard._frameworks.numba import watch  # needs an imported Numba
         from memguard._frameworks.numba.manager import capped
 
-        manager: Any = type(live[0]) if live else capped(driver)  # from an earlier budget
+        manager: Any = type(live[0]) if live else capped(driver)  # of an earlier budget
         replaced, self._user_manager = Replacements(), before
 
         def restore() -> None:

@@ -52,7 +52,7 @@ def managers_on(uuid: str) -> list[Any]:
     for owner in list(devices.values()):
         if (context := owner.primary_context) is not None:
             try:
-                here = context.device.uuid == uuid  # the usual case
+                here = context.device.uuid == uuid  # fast path for the usual case
             except (AttributeError, ReferenceError):
                 here = False
             if here or uuid_of(context) == uuid:

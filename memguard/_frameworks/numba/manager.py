@@ -62,7 +62,7 @@ def capped(driver: Any) -> type:
             self.deallocations = Pending(self)
 
         def _attach(self, uuid: str) -> None:
-            """Allocate on this GPU from now on."""
+            """Set the GPU of this manager's allocations."""
             self.uuid, self.group, self.figures = uuid, self.groups[uuid], Figures(uuid)
             self._freed = self.figures.freed
             self._member = False
@@ -148,7 +148,7 @@ def capped(driver: Any) -> type:
                     memory._block = block
                     # One C call allocates and stores the result, so that no interruption can lose it.
                     deque(map(setattr, (block,), ("pointer",), map(driver.driver.cuMemAlloc, (taken,))), 0)
-                except driver.CudaAPIError as error:  # its text has no size
+                except driver.CudaAPIError as error:  # the driver's error text has no size
                     if int(error.code) == _OUT_OF_MEMORY and not last:
                         return False
                     if int(error.code) == _OUT_OF_MEMORY:

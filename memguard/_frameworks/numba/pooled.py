@@ -114,7 +114,7 @@ def joined(driver: Any) -> type:
             def finish() -> None:
                 allocations.pop(address, None)
                 pending.add_item(carry_out, held, size)
-                if size >= GRANULE:  # other frameworks may need it
+                if size >= GRANULE:  # other frameworks may need this memory
                     pending.clear()
 
             made = driver.AutoFreePointer(weakref.proxy(self.context), pointer, size, finalizer=finish)

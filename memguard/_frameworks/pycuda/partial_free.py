@@ -17,7 +17,7 @@ from weakref import ref
 from memguard._frameworks.driver_pages import DriverPages, addresses_to_free
 
 NEVER = sys.maxsize
-"""The value of `Bin.enough` that no number of entries reaches."""
+"""A value of `Bin.enough` above any number of entries."""
 
 
 class Bin:

@@ -188,7 +188,7 @@ class Pool:
     def free_held(
         self, call: Callable[[Any], None] | None = None, allocation: Any = None, needed: int | None = None
     ) -> None:
-        """Free the idle blocks, by `call` instead of PyCUDA's own `free_held` if given.
+        """Free the idle blocks, with `call` if given, else with PyCUDA's own `free_held`.
 
         `allocation`: free its block too. `needed`: free only as many blocks as return these bytes to the driver. During
         the call no idle block serves a request.

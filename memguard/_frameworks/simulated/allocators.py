@@ -37,7 +37,7 @@ class Allocator(ABC):
     """One framework's allocator on one device, on top of the driver's `take` and `give` (bytes).
 
     `held` is the bytes taken from the driver, `in_use` the bytes of live blocks by the framework's own count. `cap` may
-    change at any time. Lowering it evicts nothing.
+    change at any time. A lower cap frees nothing.
     """
 
     def __init__(self, take: Callable[[int], None], give: Callable[[int], None], cap: int | None = None) -> None:
@@ -77,7 +77,7 @@ class Allocator(ABC):
         """Release cached memory to the driver; returns the bytes."""
 
     def trim_partly(self, needed: int) -> None:
-        """As `trim`, but only about `needed` bytes where the allocator can release a part."""
+        """As `trim`, but release only about `needed` bytes if the allocator can."""
         self.trim()
 
     @abstractmethod

@@ -60,7 +60,7 @@ class TensorFlow(Framework):
         self._session = False  # whether a TF1 session created the allocators, without the eager context
 
     def _live(self, module: ModuleType) -> bool:
-        safe = getattr(sys.modules.get(_EAGER), "context_safe", None)  # as `_context`
+        safe = getattr(sys.modules.get(_EAGER), "context_safe", None)  # inlines `_context`
         return safe is not None and getattr(safe(), "_context_handle", None) is not None
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
@@ -169,7 +169,7 @@ class TensorFlow(Framework):
         if tf is None or not self._logical:
             return []
         context = _context()
-        if getattr(context, "_context_handle", None) is None:  # not live, or None
+        if getattr(context, "_context_handle", None) is None:  # `context` is None or not live
             context = None
         elif self._final_context is not None and self._final_context() is context:
             return self._lost
@@ -387,7 +387,7 @@ class TensorFlow(Framework):
             return config
         held = type(config)()
         held.CopyFrom(config)
-        held.gpu_options.ClearField("per_process_gpu_memory_fraction")  # TensorFlow rejects it next to a limit
+        held.gpu_options.ClearField("per_process_gpu_memory_fraction")  # TensorFlow rejects a fraction with a limit
         devices = held.gpu_options.experimental.virtual_devices
         if not own:
             for limits in wanted:

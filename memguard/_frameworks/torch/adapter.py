@@ -90,9 +90,7 @@ class Torch(resource.RmmClient):
         return None
 
     def _live(self, module: ModuleType) -> bool:
-        query = getattr(
-            getattr(module, "cuda", None), "is_initialized", None
-        )  # absent while another thread imports torch
+        query = getattr(getattr(module, "cuda", None), "is_initialized", None)  # absent during torch's import
         return query is not None and bool(query())
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
@@ -120,7 +118,7 @@ class Torch(resource.RmmClient):
         None for a GPU on which torch never held memory, as torch is live on all GPUs at once.
         """
         torch = sys.modules.get("torch")
-        live = getattr(getattr(torch, "cuda", None), "is_initialized", None)  # as `_live`
+        live = getattr(getattr(torch, "cuda", None), "is_initialized", None)  # inlines `_live`
         if torch is None or live is None or not live():
             return None
         known = self._uuids
@@ -175,7 +173,7 @@ class Torch(resource.RmmClient):
             self.trim(device)
         elif not self.capturing():
             torch.cuda.synchronize(self._ordinals(torch)[device.uuid])  # runs the queued frees
-            pool.trim(max(pool.reserved() - round_up(needed, PIECE), 0))  # the pool's size after the trim, at least
+            pool.trim(max(pool.reserved() - round_up(needed, PIECE), 0))  # the pool's least size after the trim
 
     @resource.unless_rmm
     def resize(self, caps: Mapping[str, int]) -> None:
@@ -222,7 +220,7 @@ class Torch(resource.RmmClient):
     @resource.unless_rmm
     def drift(self) -> Sequence[Drift]:
         torch = sys.modules.get("torch")
-        live = getattr(getattr(torch, "cuda", None), "is_initialized", None)  # as `_live`
+        live = getattr(getattr(torch, "cuda", None), "is_initialized", None)  # inlines `_live`
         if torch is None or not self._set or live is None or not live():
             return []
         if torch.cuda.get_allocator_backend() == "pluggable":
@@ -513,7 +511,7 @@ class Torch(resource.RmmClient):
             _observer = None
         self._expandable = None
         read = getattr(torch._C, "_cuda_getMemoryFraction", None)
-        interrupted = True  # by a Ctrl-C: the next call restores the rest
+        interrupted = True  # set to False unless a Ctrl-C comes, after which the next call restores the rest
         try:
             with ExitStack() as steps:
                 for pool in self._pools.values():

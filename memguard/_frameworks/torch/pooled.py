@@ -74,7 +74,7 @@ class PooledTorch(Torch):
     def usage(self, device: Device) -> Usage | None:
         """Bytes in use in the pool that no other framework counts. None while torch is not live."""
         torch = sys.modules.get("torch")
-        live = getattr(getattr(torch, "cuda", None), "is_initialized", None)  # as `_live`
+        live = getattr(getattr(torch, "cuda", None), "is_initialized", None)  # inlines `_live`
         if live is None or not live() or device.uuid not in self._pools:
             return None
         in_use = self.shared_pool.remainder(device.uuid)

@@ -317,7 +317,7 @@ class Server:
             except OSError as error:
                 _log.debug("exchange: an exporter: %s", error)
             if connection in self._attached:
-                self._loop.unregister(connection)  # it stays open until `detach`
+                self._loop.unregister(connection)  # the connection stays open until `detach`
                 ended()
 
         if connection in self._attached:
