@@ -265,7 +265,7 @@ def main(kind: str, seed: int, steps: int) -> None:
     program.by_hand.clear()
     gc.collect()
     for pool in program.framework._pools(program.gpu.uuid):
-        pool.tidy()  # as the next request that idle blocks cannot serve
+        pool.free_if_unknown()  # as the next request that idle blocks cannot serve
     program.check()
     program.framework.trim(program.gpu)
     assert program.framework.usage(program.gpu).in_use == 0  # type: ignore[union-attr]

@@ -292,7 +292,7 @@ del array
 manager.deallocations.clear()
 result["of the flush"] = len(manager.pool._marked[0].marks)
 stub.stub_finish()
-result["over"] = [len(watch.ended.under_way()), manager.pooling]
+result["over"] = [len(watch.ended.unfinished()), manager.pooling]
 """
     )
     assert found == {"marks": 1, "of the flush": 2, "over": [0, True]}

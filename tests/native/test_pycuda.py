@@ -195,8 +195,8 @@ def test_a_hit_asks_for_a_block_only_where_the_contexts_id_does_not_tell(
 for _ in range(2):
     drv.mem_alloc(1024)
 mine = framework._last
-asked, lives = [], mine.lives
-mine.lives = lambda: (asked.append(1), lives())[1]
+asked, lives = [], mine.memory_exists
+mine.memory_exists = lambda: (asked.append(1), lives())[1]
 for _ in range(1000):
     drv.mem_alloc(1024)
 print(len(asked))
@@ -260,7 +260,7 @@ class Trims(dict):
         framework.trim(gpu)
         return found
 (tracked,) = framework._others.values()
-tracked._where = Trims(tracked._where)
+tracked._bin_at = Trims(tracked._bin_at)
 block.free()
 stub.stub_taken.restype = ctypes.c_size_t
 print(framework.usage(gpu).held == stub.stub_taken())

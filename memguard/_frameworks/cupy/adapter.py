@@ -37,7 +37,7 @@ from memguard._devices import contexts
 from memguard._frameworks.base import attach_size
 from memguard._frameworks.cupy import blocks
 from memguard._frameworks.cupy.limits import Limits, limit_of, limit_to
-from memguard._frameworks.cupy.room_before_gc import Collector
+from memguard._frameworks.cupy.room_before_gc import GcReplacement
 from memguard._frameworks.cupy.spec import SPEC
 from memguard._frameworks.driver_pages import SMALL, TINY, UNIT, returned_by_trim, slabs, whole_share
 from memguard._frameworks.replacements import Replacements
@@ -61,9 +61,9 @@ class CuPy(Limits, resource.RmmClient):
         self._blocks = blocks.Blocks()
         self._idle: dict[int, tuple[int, int, float, int | None]] = {}  # last reading: held, used, time, result
         self._allocate: Callable[[int], Any] | None = None
-        self._collector: Collector | None = None
+        self._gc_replacement: GcReplacement | None = None
         self._shares: dict[int, int] = {}  # cache of `whole_share` by size
-        self._plain: dict[Callable[[int], Any], Callable[[int], Any]] = {}  # the user's allocator, by the capped one
+        self._user_allocators: dict[Callable[[int], Any], Callable[[int], Any]] = {}  # by the capped allocator
         self._raw_set: Callable[..., None] | None = None
         self._drifted: Sequence[Drift] = []
         self._watched = False
@@ -99,8 +99,8 @@ class CuPy(Limits, resource.RmmClient):
         self._caps, self._pool, self._raw_set = dict(caps), pool, cupy.cuda.set_allocator
         if contexts.initialised():
             self._limit_live(cupy)
-        self._allocate = self._capped(cupy, pool)
-        self._plain[self._allocate] = allocator
+        self._allocate = self._make_allocator(cupy, pool)
+        self._user_allocators[self._allocate] = allocator
         self._set_allocator(self._allocate)
         self._install_collector(cupy.cuda.memory)
         self._replace(cupy, undo)
@@ -134,13 +134,13 @@ class CuPy(Limits, resource.RmmClient):
         now, last = time.monotonic(), self._idle.get(ordinal)
         if last is not None and last[0] == held and last[1] == used and now - last[2] < blocks.FRESH:
             return last[3]
-        found = self._given_back(uuid, ordinal)
+        found = self._returned_by_trim(uuid, ordinal)
         if found is not None:
             found = min(found, max(held - used, 0))  # CuPy's cached bytes do not include the rest of their pages
         self._idle[ordinal] = held, used, now, found
         return found
 
-    def _given_back(self, uuid: str, ordinal: int) -> int | None:
+    def _returned_by_trim(self, uuid: str, ordinal: int) -> int | None:
         """The bytes that a trim would release to the driver."""
         found = 0
         known = slabs[uuid].pieces if ordinal in self._pieces else None
@@ -198,14 +198,14 @@ class CuPy(Limits, resource.RmmClient):
         ordinal = self._by_uuid().get(device.uuid)
         if ordinal is not None:
             for pool in (*(former for former, _ in self._former), None):
-                self._on(ordinal, lambda pool: pool.free_all_blocks(), pool)
-            self._on(ordinal, lambda pool: self._make_room(ordinal))
+                self._call_on_device(ordinal, lambda pool: pool.free_all_blocks(), pool)
+            self._call_on_device(ordinal, lambda pool: self._raise_limit(ordinal))
 
     @resource.unless_rmm
     def resize(self, caps: Mapping[str, int]) -> None:
         with self._lock:
             for ordinal in list(self._limited):  # small requests skip this comparison
-                self._on(ordinal, functools.partial(self._hold, ordinal))
+                self._call_on_device(ordinal, functools.partial(self._enforce_limit, ordinal))
             caps_before, limited_before = self._caps, dict(self._limited)
             self._caps = dict(caps)
             try:
@@ -213,16 +213,16 @@ class CuPy(Limits, resource.RmmClient):
                     if ordinal in self._limited and uuid in caps:
                         before, _ = self._limited[ordinal]
                         cap = min(caps[uuid], before or caps[uuid])  # a stricter limit of the user stays
-                        cap = max(cap - self._elsewhere(ordinal), 1)
+                        cap = max(cap - self._held_by_former_pools(ordinal), 1)
                         self._record_limit(ordinal, before, cap)
-                        self._on(ordinal, functools.partial(limit_to, cap))
+                        self._call_on_device(ordinal, functools.partial(limit_to, cap))
             except BaseException:
                 changed = [n for n, limit in limited_before.items() if self._limited[n] != limit]
                 self._caps, self._limited = caps_before, limited_before
                 self._limit = self._safe = -1
                 for ordinal in changed:
                     with contextlib.suppress(Exception):
-                        self._on(ordinal, functools.partial(limit_to, limited_before[ordinal][1]))
+                        self._call_on_device(ordinal, functools.partial(limit_to, limited_before[ordinal][1]))
                 raise
 
     def footprint(self, size: int) -> int:
@@ -253,11 +253,11 @@ class CuPy(Limits, resource.RmmClient):
         for ordinal, (_, limit) in list(self._limited.items()) if pool is not None else ():
             if here == ordinal:
                 if pool.get_limit() != limit:
-                    self._hold(ordinal)
+                    self._enforce_limit(ordinal)
                 continue
             with contexts.pushed(ordinal) as there:
                 if there and pool.get_limit() != limit:
-                    self._hold(ordinal)
+                    self._enforce_limit(ordinal)
         return []
 
     def communicating(self) -> bool:
@@ -287,11 +287,11 @@ class CuPy(Limits, resource.RmmClient):
         self._lock, self._caps, self._limited = ranked(threading.RLock(), Rank.ALLOCATOR), {}, {}
         self._blocks = blocks.Blocks()
 
-    def _capped(self, cupy: Any, pool: Any) -> Callable[[int], Any]:
+    def _make_allocator(self, cupy: Any, pool: Any) -> Callable[[int], Any]:
         malloc, total_bytes, get_limit, shares = pool.malloc, pool.total_bytes, pool.get_limit, self._shares
         get_device, refusal, count, seen = cupy.cuda.runtime.getDevice, cupy.cuda.memory.OutOfMemoryError, 0, set[int]()
 
-        def malloc_and_look(size: int) -> Any:
+        def malloc_and_limit(size: int) -> Any:
             """Call the pool's `malloc`, and limit the pool on each new device. Used until all devices are limited."""
             nonlocal count, malloc, total_bytes, get_limit
             count = count or _device_count(cupy)
@@ -308,7 +308,7 @@ class CuPy(Limits, resource.RmmClient):
                     malloc, total_bytes, get_limit = one.malloc, one.total_bytes, one.get_limit
             return memory
 
-        malloc = malloc_and_look
+        malloc = malloc_and_limit
 
         def refused(error: MemoryError, size: int, rounded: int) -> Any:
             """Retry a refused request. Returns the memory; or reports the refusal and returns None, and the caller
@@ -317,10 +317,10 @@ class CuPy(Limits, resource.RmmClient):
                 return None
             ordinal = get_device()
             if get_limit() != self._limit:
-                self._hold(ordinal)
-            memory = self._once_more(ordinal, pool, size, rounded, refusal)
+                self._enforce_limit(ordinal)
+            memory = self._retry_alone(ordinal, pool, size, rounded, refusal)
             if memory is None and self.on_shortage is not None:
-                memory = self._with_room(ordinal, pool, size, rounded, refusal)
+                memory = self._retry_with_room(ordinal, pool, size, rounded, refusal)
             if memory is None:
                 self._report_refusal_on(attach_size(error, size), ordinal, size)
             return memory
@@ -333,7 +333,7 @@ class CuPy(Limits, resource.RmmClient):
             # Inlines `whole_share` for simple sizes and cached sizes.
             if size > SMALL:
                 if get_limit() != self._limit:
-                    self._hold(_device_here())
+                    self._enforce_limit(_device_here())
                 rounded = -(-size // GRANULE) * GRANULE if size % GRANULE else size
                 try:
                     return malloc(rounded)
@@ -344,7 +344,7 @@ class CuPy(Limits, resource.RmmClient):
                     return memory
             before = total_bytes()
             if before > self._safe and get_limit() != self._limit:
-                self._hold(_device_here())
+                self._enforce_limit(_device_here())
             rounded = size
             if size > TINY:
                 try:
@@ -358,7 +358,7 @@ class CuPy(Limits, resource.RmmClient):
                 if memory is None:
                     raise
             if total_bytes() != before:
-                self._took(memory)
+                self._record_piece(memory)
             return memory
 
         return allocate
@@ -370,19 +370,19 @@ class CuPy(Limits, resource.RmmClient):
         found = self._shares[size] = whole_share(size)
         return found
 
-    def _took(self, memory: Any) -> None:
+    def _record_piece(self, memory: Any) -> None:
         """Record a small request that changed the pool's total, on this thread's current device."""
         pieces = self._pieces.get(_device_here())
         if pieces is not None:
             pieces.took(memory.ptr)
 
-    def _once_more(self, ordinal: int, pool: Any, size: int, rounded: int, refusal: type[BaseException]) -> Any:
+    def _retry_alone(self, ordinal: int, pool: Any, size: int, rounded: int, refusal: type[BaseException]) -> Any:
         """Retry a refused request without help from siblings. None if that fails.
 
         It retries the rounded size if former pools released memory, else the requested size. The requested size takes
         no driver memory if an idle part of a block or a gap of a slab serves it.
         """
-        if self._make_room(ordinal):
+        if self._raise_limit(ordinal):
             with contextlib.suppress(refusal):
                 return pool.malloc(rounded)
         before, pieces = pool.total_bytes(), self._pieces.get(ordinal)
@@ -401,7 +401,7 @@ class CuPy(Limits, resource.RmmClient):
         pool.free_all_blocks()
         return None
 
-    def _with_room(self, ordinal: int, pool: Any, size: int, rounded: int, refusal: type[BaseException]) -> Any:
+    def _retry_with_room(self, ordinal: int, pool: Any, size: int, rounded: int, refusal: type[BaseException]) -> Any:
         """Retry a refused request after siblings made room or the cap rose. None if that fails."""
         if self.capturing():
             return None
@@ -415,18 +415,18 @@ class CuPy(Limits, resource.RmmClient):
                 return None
             with contextlib.suppress(refusal):
                 return pool.malloc(rounded)
-            memory = self._once_more(ordinal, pool, size, rounded, refusal)
+            memory = self._retry_alone(ordinal, pool, size, rounded, refusal)
             if memory is not None:
                 return memory
         return None
 
     def _install_collector(self, memory: Any) -> None:
-        """Install `Collector`, if this CuPy is known to hold no lock while it collects garbage: it has the index of
+        """Install `GcReplacement`, if this CuPy is known to hold no lock while it collects garbage: it has the index of
         idle blocks."""
         one = getattr(memory, "SingleDeviceMemoryPool", None)
         if vars(memory).get("gc") is gc and hasattr(one, blocks.INDEX) and self._allocate is not None:
-            self._collector = Collector(self._make_room_first, self._allocate.__code__)
-            memory.gc = self._collector
+            self._gc_replacement = GcReplacement(self._make_room_first, self._allocate.__code__)
+            memory.gc = self._gc_replacement
 
     def _make_room_first(self, size: int, rounded: int, full: bool) -> bool:
         """Request room before CuPy collects garbage. Returns whether there is room. `full`: the driver refused.
@@ -477,11 +477,13 @@ class CuPy(Limits, resource.RmmClient):
 
         def set_allocator(original: Callable[..., None]) -> Callable[..., None]:
             def call(allocator: Any = None) -> None:
-                allocator = next((plain for capped, plain in self._plain.items() if capped is allocator), allocator)
+                allocator = next(
+                    (plain for capped, plain in self._user_allocators.items() if capped is allocator), allocator
+                )
                 pool = getattr(allocator, "__self__", None)
                 held = isinstance(pool, cupy.cuda.MemoryPool) and getattr(allocator, "__name__", "") == "malloc"
                 if held and self._allocate is not None:
-                    self._use(cupy, pool, allocator)
+                    self._switch_pool(cupy, pool, allocator)
                 else:
                     original(allocator)
                 self._check_drift_now()
@@ -490,7 +492,7 @@ class CuPy(Limits, resource.RmmClient):
 
         def using_allocator(original: Callable[..., Any]) -> Callable[..., Any]:
             def call(allocator: Any = None) -> Any:
-                if self._caps and not any(allocator is capped for capped in self._plain):
+                if self._caps and not any(allocator is capped for capped in self._user_allocators):
                     name = "None" if allocator is None else _named(allocator)
                     self._warn(
                         f"cupy: using_allocator({name}) allocates past its cap on this thread; set_allocator with the "
@@ -504,54 +506,54 @@ class CuPy(Limits, resource.RmmClient):
             replaced.put(owner, "set_allocator", set_allocator)
         replaced.put(cupy.cuda, "using_allocator", using_allocator)
 
-    def _use(self, cupy: Any, pool: Any, allocator: Callable[[int], Any]) -> None:
+    def _switch_pool(self, cupy: Any, pool: Any, allocator: Callable[[int], Any]) -> None:
         """Allocate from another pool. Its limit is the part of the cap that the former pools do not hold."""
         with self._lock:
             if pool is self._pool:
                 capped = self._allocate
                 self._raw_allocator(capped)
                 return
-            capped = self._capped(cupy, pool)
+            capped = self._make_allocator(cupy, pool)
             self._raw_allocator(capped)  # CuPy raises here inside `using_allocator`
-            self._plain[capped] = allocator
+            self._user_allocators[capped] = allocator
             back = next((limited for former, limited in self._former if former is pool), {})
             self._former = [entry for entry in self._former if entry[0] is not pool]
             self._former.append((self._pool, self._limited))
             for ordinal, (before, limit) in back.items():  # restores the pool's own limit, which `_limit_here` reads
-                if self._on(ordinal, limit_of, pool) == limit:
-                    self._on(ordinal, functools.partial(limit_to, before), pool)
+                if self._call_on_device(ordinal, limit_of, pool) == limit:
+                    self._call_on_device(ordinal, functools.partial(limit_to, before), pool)
             self._pool, self._allocate, self._limited = pool, capped, {}
             self._limit = self._safe = -1
             for ordinal in self._by_uuid().values() if contexts.initialised() else ():
-                self._on(ordinal, functools.partial(self._limit_here, cupy, ordinal))
+                self._call_on_device(ordinal, functools.partial(self._limit_here, cupy, ordinal))
 
     def _raw_allocator(self, allocator: Any) -> None:
         assert self._raw_set is not None
         self._raw_set(allocator)
 
     def _restore(self, cupy: Any) -> None:
-        if self._collector is not None and vars(cupy.cuda.memory).get("gc") is self._collector:
+        if self._gc_replacement is not None and vars(cupy.cuda.memory).get("gc") is self._gc_replacement:
             cupy.cuda.memory.gc = gc
         with self._lock:
             for pool, limited in (*self._former, (self._pool, self._limited)):
                 for ordinal, (before, cap) in list(limited.items()):
-                    if self._on(ordinal, limit_of, pool) == cap:
-                        self._on(ordinal, functools.partial(limit_to, before), pool)
+                    if self._call_on_device(ordinal, limit_of, pool) == cap:
+                        self._call_on_device(ordinal, functools.partial(limit_to, before), pool)
             self._limited.clear()
             self._idle.clear()
             for pieces in self._pieces.values():
                 pieces.forget()
             self._pieces.clear()
-            ours, plain = self._allocate, self._plain
+            ours, plain = self._allocate, self._user_allocators
             self._former, self._caps = [], {}
         try:
             if ours is not None and cupy.cuda.get_allocator() is ours:
                 self._set_allocator(plain[ours])
         except Exception:
-            self._allocate, self._pool, self._plain = None, None, {}
+            self._allocate, self._pool, self._user_allocators = None, None, {}
             raise
         # Last, so that an interrupted undo can be repeated.
-        self._allocate, self._pool, self._plain = None, None, {}
+        self._allocate, self._pool, self._user_allocators = None, None, {}
 
     def _swapped_for(self, cupy: Any) -> str | None:
         """The name of CuPy's current allocator if it is not the capped one; else None."""

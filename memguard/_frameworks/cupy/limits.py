@@ -51,7 +51,7 @@ class Limits(Framework):
                         f"cupy: cuda:{ordinal} ({uuid or 'unknown to CUDA'}) is not in the budget: not capped there"
                     )
                 return
-            cap = max(cap - self._elsewhere(ordinal), 1)
+            cap = max(cap - self._held_by_former_pools(ordinal), 1)
             before = self._pool.get_limit()
             if 0 < before < cap:
                 self._add_note(f"cupy: its own limit of {format_size(before)} is stricter than the cap and stays")
@@ -83,7 +83,7 @@ class Limits(Framework):
                     raise self._looser("cupy's MemoryPool.set_limit", before, self._caps[uuid])
                 self._limit_here(cupy, ordinal)
 
-    def _hold(self, ordinal: int, _: Any = None) -> None:
+    def _enforce_limit(self, ordinal: int, _: Any = None) -> None:
         """Apply the stricter of the cap and the user's new limit, on the current device of this thread."""
         with self._lock:
             if ordinal not in self._limited:
@@ -93,7 +93,7 @@ class Limits(Framework):
             if user_limit == limit:
                 return
             uuid = self._uuid(ordinal)
-            cap = max(self._caps.get(uuid, limit) - self._elsewhere(ordinal), 1)
+            cap = max(self._caps.get(uuid, limit) - self._held_by_former_pools(ordinal), 1)
             holds = user_limit if 0 < user_limit <= cap else cap
             self._record_limit(ordinal, user_limit, holds)
             if holds == user_limit:
@@ -102,33 +102,33 @@ class Limits(Framework):
         size = f"a limit of {format_size(user_limit)}" if user_limit else "no limit"
         self._warn(f"cupy: MemoryPool.set_limit asks for {size} on cuda:{ordinal}: its cap of {format_size(cap)} holds")
 
-    def _elsewhere(self, ordinal: int) -> int:
+    def _held_by_former_pools(self, ordinal: int) -> int:
         """The bytes that former pools hold on the GPU. It also limits those pools to these bytes."""
         held = 0
         idle = bool(self._former) and not self.capturing()  # freeing memory would break the capture
         for pool, limited in self._former:
             if idle:
                 with contexts.beside_captures():
-                    self._on(ordinal, lambda pool: pool.free_all_blocks(), pool)
-            total = self._on(ordinal, lambda pool: int(pool.total_bytes()), pool) or 0
+                    self._call_on_device(ordinal, lambda pool: pool.free_all_blocks(), pool)
+            total = self._call_on_device(ordinal, lambda pool: int(pool.total_bytes()), pool) or 0
             if total or ordinal in limited:
                 before, limit = limited.get(ordinal, (0, None))
-                now = self._on(ordinal, limit_of, pool)
+                now = self._call_on_device(ordinal, limit_of, pool)
                 before = before if now == limit else now
                 limited[ordinal] = (before, max(total, 1))
-                self._on(ordinal, functools.partial(limit_to, max(total, 1)), pool)
+                self._call_on_device(ordinal, functools.partial(limit_to, max(total, 1)), pool)
             held += total
         return held
 
-    def _make_room(self, ordinal: int) -> bool:
+    def _raise_limit(self, ordinal: int) -> bool:
         """Raise the pool's limit by the bytes that former pools have released. Returns whether the limit rose."""
         with self._lock:
             uuid = self._uuid(ordinal)
             if not self._former or ordinal not in self._limited or uuid not in self._caps:
                 return False
-            self._hold(ordinal)
+            self._enforce_limit(ordinal)
             before, limit = self._limited[ordinal]
-            cap = max(self._caps[uuid] - self._elsewhere(ordinal), 1)
+            cap = max(self._caps[uuid] - self._held_by_former_pools(ordinal), 1)
             most = min(cap, before or cap)
             if most <= limit:
                 return False
@@ -167,7 +167,7 @@ class Limits(Framework):
             f"remove it, lower it, or raise frameworks.cupy in the budget to at least {-(-limit // MIB)}MiB",
         )
 
-    def _on(self, ordinal: int, call: Callable[[Any], Any], pool: Any = None) -> Any:
+    def _call_on_device(self, ordinal: int, call: Callable[[Any], Any], pool: Any = None) -> Any:
         """Run `call` with the given or the current pool on a device; None if the device has no context."""
         with contexts.pushed(ordinal) as there:
             return call(self._queried_pool(sys.modules["cupy"]) if pool is None else pool) if there else None

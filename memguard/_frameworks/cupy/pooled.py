@@ -69,7 +69,7 @@ class PooledCuPy(PooledCapped, CuPy):
         self.shared_pool.count(self.name, self._counted)
         self._set_allocator(self._allocate)
         for owner in (cupy.cuda, cupy.cuda.memory):
-            replaced.put(owner, "set_allocator", lambda original: self._later(original, cupy))
+            replaced.put(owner, "set_allocator", lambda original: self._wrap_set_allocator(original, cupy))
         return Applied(Enforcement.ENFORCED)
 
     def usage(self, device: Device) -> Usage | None:
@@ -165,7 +165,7 @@ class PooledCuPy(PooledCapped, CuPy):
             taken = take(rounded, ordinal, live)
             if taken is not None:
                 return taken
-            return self._again(cupy, ordinal, size, lambda: take(rounded, ordinal, live))
+            return self._retry(cupy, ordinal, size, lambda: take(rounded, ordinal, live))
 
         return allocate
 
@@ -177,7 +177,7 @@ class PooledCuPy(PooledCapped, CuPy):
         self.shared_pool.use(self.name, uuid, ordinal)
         return self._live_sizes.setdefault(ordinal, {})
 
-    def _again(self, cupy: Any, ordinal: int, size: int, take: Callable[[], Any]) -> Any:
+    def _retry(self, cupy: Any, ordinal: int, size: int, take: Callable[[], Any]) -> Any:
         """Retry a refused request. Raises CuPy's own error after reporting the refusal."""
         uuid = self._uuid(ordinal)
         for _ in range(MOST_TIMES):
@@ -196,7 +196,7 @@ class PooledCuPy(PooledCapped, CuPy):
         error = cupy.cuda.memory.OutOfMemoryError(size, held, self._caps.get(uuid, 0))
         return self._with_reported_refusal(uuid, error, size, self._caps)
 
-    def _later(self, original: Callable[..., None], cupy: Any) -> Callable[..., None]:
+    def _wrap_set_allocator(self, original: Callable[..., None], cupy: Any) -> Callable[..., None]:
         """Accept an async pool that the user sets later, as it uses the same driver pool; warn at once of any other
         allocator."""
 

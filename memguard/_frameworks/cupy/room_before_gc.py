@@ -18,7 +18,7 @@ from typing import Any
 _REFUSED = 2  # cudaErrorMemoryAllocation
 
 
-class Collector:
+class GcReplacement:
     """Replaces the module `gc`. `make_room(size, rounded, full)` returns whether siblings made room."""
 
     def __init__(self, make_room: Callable[[int, int, bool], bool], code: CodeType) -> None:

@@ -53,10 +53,10 @@ class JAX(Framework):
         self._caps: dict[str, int] = {}
         self._by_ordinal: dict[int, str] | None = None
         self._options: dict[str, Any] = {}
-        self._lost: list[Drift] = []  # the drift at the last check
-        self._final_backend: weakref.ref[Any] | None = None  # the started backend for which `_lost` is final
-        self._user_options: Any = None  # the user's options
-        self._places: dict[str, tuple[Callable[[], object], int]] = {}  # by UUID: backend, position of the GPU
+        self._last_drift: list[Drift] = []  # the drift at the last check
+        self._final_backend: weakref.ref[Any] | None = None  # the started backend for which `_last_drift` is final
+        self._user_options: Any = None
+        self._positions: dict[str, tuple[Callable[[], object], int]] = {}  # by UUID: backend, position of the GPU
 
     def why_absent(self) -> str | None:
         """Not installed, without a CUDA plugin, or JAX_PLATFORMS excludes the GPU. Imports nothing."""
@@ -111,7 +111,9 @@ class JAX(Framework):
                 "report this with the version; until then leave jax out of the budget",
             )
         self._caps, self._final_backend = dict(caps), None
-        replaced.put(type(jax.config), "update", lambda original: self._held(original, wanted, usable))
+        replaced = Replacements()
+        undo.add(self.name, replaced.undo)
+        replaced.put(type(jax.config), "update", lambda original: self._wrap_config_update(original, wanted, usable))
         return Applied(Enforcement.ENFORCED)
 
     def _restore(self, jax: Any, replaced: Replacements) -> None:
@@ -136,12 +138,12 @@ class JAX(Framework):
             return None
         # The cache stores positions instead of devices: JAX's devices do not support weak references, and a strong one
         # would keep the backend alive.
-        backend, place = self._places.get(device.uuid, _NOWHERE)
+        backend, place = self._positions.get(device.uuid, _NOWHERE)
         known = backend() is client
         if known:
             found = client.local_devices()[place]
         else:
-            found, unknown = self._found(client, device.uuid)
+            found, unknown = self._device_by_uuid(client, device.uuid)
             if found is None:
                 return Usage(None, None) if unknown else None
         stats = found.memory_stats()
@@ -149,14 +151,14 @@ class JAX(Framework):
             return Usage(None, (stats or {}).get("bytes_in_use"))
         return usage_of((stats["pool_bytes"], stats["bytes_in_use"], 0, None, None, stats["peak_bytes_in_use"]))
 
-    def _found(self, client: Any, wanted: str) -> tuple[Any, bool]:
+    def _device_by_uuid(self, client: Any, wanted: str) -> tuple[Any, bool]:
         """The client's device with that UUID or None, and whether one of the searched devices has an unknown UUID."""
         known, unknown = self._numbering(), False
         for position, local in enumerate(client.local_devices()):
             uuid = known.get(_ordinal(local), "")
             if uuid == wanted:
                 if (reference := weak_reference(client)) is not None:
-                    self._places[wanted] = reference, position
+                    self._positions[wanted] = reference, position
                 return local, False
             unknown = unknown or not uuid
         return None, unknown
@@ -185,7 +187,7 @@ class JAX(Framework):
             return [Drift(change, "the cap will not hold")] if lost else []
         # A limit never changes after the backend's start.
         if self._final_backend is None or self._final_backend() is not client:
-            self._lost = [
+            self._last_drift = [
                 Drift(
                     f"its backend started {f'with a limit of {format_size(limit)}' if limit else 'without a limit'} "
                     f"on cuda:{ordinal}, but its cap is {format_size(cap)}"
@@ -194,7 +196,7 @@ class JAX(Framework):
                 if not 0 < limit <= cap
             ]
             self._final_backend = weak_reference(client)
-        return self._lost
+        return self._last_drift
 
     def forked(self) -> None:
         self._caps = {}  # the child's own settings apply
@@ -217,17 +219,17 @@ class JAX(Framework):
             (_ALLOCATORS.variable, os.environ.get(_ALLOCATORS.variable, "")),
             (f"{_OPTIONS} allocator", str(own.get("allocator", ""))),
         ):
-            why = self._why_not(value)
+            why = self._why_uncapped(value)
             if why is not None:
                 raise ConflictingSetting(
                     self.name, f"{setting}={value}", why, f"unset it, so that JAX uses its allocator {self._allocator}"
                 )
 
-    def _why_not(self, allocator: str) -> str | None:
+    def _why_uncapped(self, allocator: str) -> str | None:
         """Why this allocator cannot be used; None if it can."""
         return _ALLOCATORS.why_uncapped(allocator)
 
-    def _held(
+    def _wrap_config_update(
         self, original: Callable[..., Any], cap: Mapping[str, Any], usable: Mapping[str, int]
     ) -> Callable[..., Any]:
         """Wrap `jax.config.update` to keep the client's options within the cap, until the backend has read them."""
@@ -249,7 +251,7 @@ class JAX(Framework):
             elif fraction is not None:
                 lost.append(f"memory_fraction={fraction}")
             allocator = theirs.get("allocator")
-            if allocator is not None and self._why_not(str(allocator)) is None:
+            if allocator is not None and self._why_uncapped(str(allocator)) is None:
                 held["allocator"] = allocator
             elif allocator is not None:
                 lost.append(f"allocator={allocator}")
@@ -303,7 +305,7 @@ class JAX(Framework):
         self._add_note(f"jax: {setting} stays, so JAX takes its whole cap when its backend starts")
         return True
 
-    def _locals(self) -> list[tuple[Any, str]]:
+    def _local_devices(self) -> list[tuple[Any, str]]:
         """The devices of a live backend, each with its UUID ("" if unknown). JAX numbers devices as CUDA does."""
         client = live_client()
         if client is None:
@@ -324,7 +326,7 @@ class JAX(Framework):
         """By ordinal: the live backend's limit and its cap, in bytes."""
         return {
             _ordinal(found): ((found.memory_stats() or {}).get("bytes_limit", 0), self._caps[uuid])
-            for found, uuid in self._locals()
+            for found, uuid in self._local_devices()
             if uuid in self._caps
         }
 

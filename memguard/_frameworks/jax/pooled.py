@@ -37,7 +37,7 @@ class PooledJAX(PooledWatched, JAX):
         """No limit stays."""
         return CapNotApplied(self.name, "its backend has started and stays on the default pool", "restart the process")
 
-    def _why_not(self, allocator: str) -> str | None:
+    def _why_uncapped(self, allocator: str) -> str | None:
         if allocator.strip().lower() in ("", self._allocator):
             return None
         return "does not draw from the default pool, which 'strategy: pool' shares"

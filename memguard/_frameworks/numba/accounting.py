@@ -10,7 +10,7 @@ from typing import Any
 from memguard._base.locks import Rank, ranked
 from memguard._base.units import round_up
 from memguard._frameworks.driver_pages import DriverPages, slabs
-from memguard._frameworks.numba.pool import PENDING, USED, Block, Taker
+from memguard._frameworks.numba.pool import PENDING, USED, Block, BlockOwner
 
 
 class Figures:
@@ -51,7 +51,7 @@ class Figures:
             self.peak = self.in_use
         self._resting.pop(block, None)
 
-    def count_ended(self, block: Block, memory: Taker | None) -> bool:
+    def count_ended(self, block: Block, memory: BlockOwner | None) -> bool:
         """Record that a block's array ended, so that the block's free is pending. False if the block had no array.
 
         Atomically marks the array's `memory` as freed, as the block may belong to another array soon.

@@ -48,7 +48,7 @@ class Numba(resource.RmmClient):
         super().__init__(host)
         self.caps: dict[str, int] = {}
         self._manager: Any = None
-        self._user_manager: Any = None  # the user's memory manager
+        self._user_manager: Any = None
 
     def why_absent(self) -> str | None:
         """Not installed, or without a GPU because of NUMBA_DISABLE_CUDA or NUMBA_ENABLE_CUDASIM."""
@@ -101,7 +101,7 @@ class Numba(resource.RmmClient):
 
         def restore() -> None:
             manager.pooling = False
-            watch.lose(driver)
+            watch.stop_pooling(driver)
             replaced.undo()
             if driver._memory_manager is manager:
                 driver._memory_manager = self._user_manager

@@ -22,7 +22,7 @@ from memguard._frameworks.driver_pages import addresses_to_free, whole
 from memguard._frameworks.numba.accounting import Figures, ManagerGroup
 from memguard._frameworks.numba.contexts import current_uuid, handle_of, numba_contexts, uuid_of
 from memguard._frameworks.numba.memory import memories
-from memguard._frameworks.numba.pool import BACK, NEW, PENDING, Block, Mark, Pool, Taker
+from memguard._frameworks.numba.pool import BACK, NEW, PENDING, Block, BlockOwner, Mark, Pool
 from memguard._frameworks.numba.watch import default_alone, ended
 from memguard.errors import DeviceError, Suspended
 
@@ -102,7 +102,7 @@ def capped(driver: Any) -> type:
                         raise
                 more -= 1  # here the error and its frames are already freed
 
-        def _serve(self, memory: Taker, size: int) -> None:
+        def _serve(self, memory: BlockOwner, size: int) -> None:
             framework = self.memguard
             cap = None if framework is None else framework.caps.get(self.uuid)
             if not self._member:
@@ -114,8 +114,11 @@ def capped(driver: Any) -> type:
                 with contexts.beside_captures():
                     self._after_making_room(memory, size, cap)
 
-        def _from_pool(self, take: Callable[[int, Taker], Block | None], memory: Taker, size: int, cap: int) -> bool:
-            """Serve the request with a pooled block. Not above the cap: there pooled blocks must be released."""
+        def _from_pool(
+            self, take: Callable[[int, BlockOwner], Block | None], memory: BlockOwner, size: int, cap: int
+        ) -> bool:
+            """Serve the request with a pooled block. Serves nothing above the cap, where pooled blocks must be
+            released."""
             figures = self.figures
             if self._freed:
                 figures.apply()
@@ -128,7 +131,7 @@ def capped(driver: Any) -> type:
             figures.count_used(block, size)
             return True
 
-        def _from_driver(self, memory: Taker, size: int, cap: int | None, last: bool = False) -> bool:
+        def _from_driver(self, memory: BlockOwner, size: int, cap: int | None, last: bool = False) -> bool:
             """Serve the request from the driver, if the cap allows it. With `last`, a full GPU raises the driver's
             error."""
             figures = self.figures
@@ -163,7 +166,7 @@ def capped(driver: Any) -> type:
             figures.count_used(block, size)
             return True
 
-        def _after_making_room(self, memory: Taker, size: int, cap: int | None) -> None:
+        def _after_making_room(self, memory: BlockOwner, size: int, cap: int | None) -> None:
             """Serve the request after a flush of the pending frees, and if needed after releasing pooled blocks.
 
             It releases pooled blocks also within `defer_cleanup`, which defers only pending frees, and so waits for the
@@ -215,7 +218,7 @@ def capped(driver: Any) -> type:
                 elif block.state is NEW and block.pointer is not None:  # a Ctrl-C came before the array was counted
                     self._to_driver(block, NEW)
             except BaseException:
-                self.deallocations.again()
+                self.deallocations.requeue_interrupted()
                 raise
 
         def carry_out(self, block: Block) -> None:
@@ -247,7 +250,7 @@ def capped(driver: Any) -> type:
                 if block.state is BACK and block.buffer is not None:
                     if contexts.buffer(block.address) == block.buffer:
                         block.state = PENDING
-                        self.deallocations.again()
+                        self.deallocations.requeue_interrupted()
                     else:
                         self._freed.append((None, block))  # `apply` ignores a second record
                 raise
@@ -313,19 +316,19 @@ def _pending_frees(driver: Any) -> type:
             try:
                 super().clear()
             except BaseException as error:
-                if not self._emptied(error):
-                    self.again()
+                if not self._emptied_by_other(error):
+                    self.requeue_interrupted()
                     raise
             finally:
                 if self._pool.unmarked:
                     self._pool.mark()
 
-        def _emptied(self, error: BaseException) -> bool:
+        def _emptied_by_other(self, error: BaseException) -> bool:
             """Whether another thread emptied Numba's queue of pending frees between Numba's check and its removal."""
             trace = error.__traceback__ and error.__traceback__.tb_next
             return isinstance(error, IndexError) and trace is not None and trace.tb_next is None
 
-        def again(self) -> None:
+        def requeue_interrupted(self) -> None:
             """Add the pending frees again that a Ctrl-C interrupted. A block that is added twice is freed once."""
             waiting = {id(handle) for _, handle, _ in self._cons.copy()}
             for block in list(self._manager.figures.blocks):
@@ -351,7 +354,7 @@ def _record() -> Sequence[Mark] | None:
         with contexts.beside_captures():
             if any(streams.awaits_capture(handle) for _, handle in places):
                 return None
-            made.extend(ended.under_way())
+            made.extend(ended.unfinished())
             made.extend(streams.Mark(ordinal, streams.LEGACY, handle) for ordinal, handle in places)
     except (DeviceError, Suspended):
         for mark in made:

@@ -56,7 +56,7 @@ class Block:
         self.state: object = NEW
 
 
-class Taker(Protocol):
+class BlockOwner(Protocol):
     """The next owner of a block, which owns and frees the block from the assignment of `_block` on."""
 
     _block: Block | None
@@ -130,7 +130,7 @@ class Pool:
             if block.state is FREED:
                 self.unmarked.append(block)
 
-    def take(self, size: int, taker: Taker) -> Block | None:
+    def take(self, size: int, owner: BlockOwner) -> Block | None:
         """Assign to the taker a block of this size whose work is done; None if there is none."""
         queue = self._ready.get(size)
         collected = False
@@ -140,7 +140,7 @@ class Pool:
                     block = queue[-1]
                     if block.state is READY:
                         block.state = USED
-                        taker._block = block
+                        owner._block = block
                         del self.idle[block]
                         queue.pop()
                         return block
@@ -152,16 +152,16 @@ class Pool:
             self._collect()
             queue, collected = self._ready.get(size), True
 
-    def wait(self, size: int, taker: Taker) -> Block | None:
+    def wait(self, size: int, owner: BlockOwner) -> Block | None:
         """As `take`, but waits for such a block's unfinished work."""
         if self.unmarked:
             self.mark()
-        block = self.take(size, taker)
+        block = self.take(size, owner)
         while block is None and any(
             one.size == size and one.state is batch for batch in self._marked.copy() for one in batch.blocks
         ):
             self._collect(wait=True)
-            block = self.take(size, taker)
+            block = self.take(size, owner)
         return block
 
     def drain(self) -> Iterator[tuple[Block, object]]:

@@ -44,7 +44,8 @@ _lost: weakref.WeakSet[ModuleType] = weakref.WeakSet()
 
 
 def watch(driver: Any, replaced: Replacements, on_uncovered: Callable[[], None]) -> bool:
-    """Watch Numba's streams until `replaced` is undone; then call `lose`. Returns whether all streams are watched.
+    """Watch Numba's streams until `replaced` is undone; then call `stop_pooling`. Returns whether it watches all
+    streams.
 
     It calls `on_uncovered` on the thread that passes Numba a stream of another kind.
     """
@@ -96,7 +97,7 @@ def watch(driver: Any, replaced: Replacements, on_uncovered: Callable[[], None])
     return all(replaced.put(driver, name, given) for name in ("_stream_handle", "_to_core_stream"))
 
 
-def lose(driver: Any) -> None:
+def stop_pooling(driver: Any) -> None:
     """Disable pooling for this driver module for good, as its streams are no longer watched."""
     _lost.add(driver)
 
@@ -117,14 +118,14 @@ def default_alone() -> bool:
     return not _unmarked and not ended.marks  # in this order, as a stream is marked before it leaves `_unmarked`
 
 
-class Ended:
+class EndedStreams:
     """The unfinished work of destroyed streams. CUDA does not document whether the legacy stream still waits for it.
 
     So a finalizer records a mark on each stream before Numba destroys the stream.
     """
 
     def __init__(self) -> None:
-        self.marks: list[Ended.SharedMark] = []
+        self.marks: list[EndedStreams.SharedMark] = []
         """The marks that had not passed at the last check."""
         self._most = _MOST_ENDED
         self._lives = Counter[int]()  # the number of ended contexts by handle, as a later context may reuse a handle
@@ -152,13 +153,13 @@ class Ended:
         def mark() -> None:
             if self._lives[context] == life:  # otherwise the stream was destroyed, and the driver would crash
                 if len(self.marks) > self._most:
-                    self._most = max(_MOST_ENDED, 2 * len(self.under_way()))
+                    self._most = max(_MOST_ENDED, 2 * len(self.unfinished()))
                 with contexts.beside_captures():
                     self.marks.append(self.SharedMark(streams.Mark(ordinal, handle, context), context))
 
         return mark
 
-    def under_way(self) -> list[Ended.SharedMark]:
+    def unfinished(self) -> list[EndedStreams.SharedMark]:
         """The marks whose work may be unfinished. Raises DeviceError if a query fails."""
         for shared in self.marks.copy():
             if shared.passed():
@@ -176,7 +177,7 @@ class Ended:
                     self.marks.remove(shared)
 
 
-ended = Ended()
+ended = EndedStreams()
 
 
 class Addresses:

@@ -232,7 +232,7 @@ class PyCUDA(Framework):
             if (
                 pool is not None
                 and current_object() is pool.made_in
-                and ((ask(None, out) == 0 and number.value == pool.context_id) or pool.lives())
+                and ((ask(None, out) == 0 and number.value == pool.context_id) or pool.memory_exists())
             ):
                 allocation = pool.hit(pool.own, size)
                 if allocation is not None:
@@ -408,7 +408,7 @@ class PyCUDA(Framework):
                 with self._lock:
                     pool = find()
                     uuid = pool.uuid
-                    allocation = self._counted(drv, pool, size)
+                    allocation = self._allocate_counted(drv, pool, size)
                     if self._some_wanted:
                         self._free_wanted(drv)
                     return allocation
@@ -431,9 +431,9 @@ class PyCUDA(Framework):
         if uuid in self._caps:
             self._report_refusal(error, uuid, size)
 
-    def _counted(self, drv: Any, pool: Pool, size: int) -> Any:
+    def _allocate_counted(self, drv: Any, pool: Pool, size: int) -> Any:
         self._apply_recorded()
-        pool.tidy()
+        pool.free_if_unknown()
         bin_size = pool.bin_size(size)
         if self._events is None:
             pool.open(size, bin_size)

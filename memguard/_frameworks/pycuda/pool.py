@@ -52,7 +52,7 @@ class Pool:
         self.peak_room = -1
         """Above this many `active_bytes` the pool calls `on_new_peak`, as there may be a new peak."""
         self.on_new_peak: Callable[[Pool], None] = lambda _: None
-        self.lives: Callable[[], bool] = _unknown
+        self.memory_exists: Callable[[], bool] = _unknown
         """Asks the driver whether the pool's memory still exists. False also while the pool has no memory."""
         self.context_id: int | None = None
         """The driver's id of the context of the pool's memory; None if unknown, or without memory."""
@@ -63,19 +63,19 @@ class Pool:
         self.wanted = 0
         """Idle bytes that another thread needs but cannot free: this pool's next request must free them."""
         self._bins: dict[int, Bin] = {}
-        self._where: dict[int, Bin] = {}
+        self._bin_at: dict[int, Bin] = {}
         self._ids: dict[int, int | None] = {}
         self._witness: int | None = None
         # The bin by request size. Freeing idle blocks replaces this dictionary, which makes a concurrent `hit` return
         # None.
         self._ready: dict[int, Bin] = {}
         self._small: list[object] = []
-        self._holds, self._emptying, self._again, self._keeping = True, False, False, False
-        self._sum = 0
+        self._keeps_idle, self._freeing, self._again, self._keeping = True, False, False, False
+        self._known_bytes = 0
         """Bytes of the known blocks, as PyCUDA counts them."""
         self._refreshed = -1, -1
-        """PyCUDA's bytes and `_sum` when `refresh` last found a difference."""
-        self._others: int = pool().managed_bytes
+        """PyCUDA's bytes and `_known_bytes` when `refresh` last found a difference."""
+        self._earlier_bytes: int = pool().managed_bytes
         """Bytes of blocks allocated before the budget. A request that gets such a block detects it."""
 
     def hit(self, pool: Any, size: int) -> Any:
@@ -101,8 +101,8 @@ class Pool:
             return None
         reference = ref(allocation, found.freed)
         address, held = index(allocation), found.held
-        if address not in held:  # `tidy` finds the unknown block, or a later request adds it as a new one
-            self._others = -1
+        if address not in held:  # `free_if_unknown` finds the unknown block, or a later request adds it as a new one
+            self._earlier_bytes = -1
             return None
         held[address] = reference
         if len(found.idle) < found.enough:
@@ -129,15 +129,15 @@ class Pool:
         """Whether the context was destroyed, and the pool's memory with it. Other memory may have its addresses
         then."""
         while self._witness is not None:
-            lives = self.lives
+            lives = self.memory_exists
             if lives():
                 return False
-            if self.lives is lives:  # otherwise a signal handler freed the checked block
+            if self.memory_exists is lives:  # otherwise a signal handler freed the checked block
                 return True
         return False
 
     def empty(self) -> bool:
-        return not self._where and not self.reference().managed_bytes
+        return not self._bin_at and not self.reference().managed_bytes
 
     def bin_size(self, size: int) -> int:
         pool = self.reference()
@@ -146,11 +146,11 @@ class Pool:
     def has_free(self, size: int) -> bool:
         """Whether a block of this size is idle."""
         found = self._bins.get(size)
-        return found is not None and not self._emptying and bool(found.idle or any(map(found.free, list(found.held))))
+        return found is not None and not self._freeing and bool(found.idle or any(map(found.free, list(found.held))))
 
-    def tidy(self) -> None:
+    def free_if_unknown(self) -> None:
         """Before a request of the slow path, free the idle blocks if the pool has unknown blocks."""
-        if self.reference().managed_bytes != self._others + self._sum:
+        if self.reference().managed_bytes != self._earlier_bytes + self._known_bytes:
             self.free_held()
 
     def take(self, size: int, bin_size: int) -> Any:
@@ -166,7 +166,7 @@ class Pool:
         """
         if context is not None:
             return context == self.context and (self.made_in is not None or self._thread == threading.get_ident())
-        return self.made_in is not None and self._witness is not None and self.lives()
+        return self.made_in is not None and self._witness is not None and self.memory_exists()
 
     def undo_allocation(self, allocation: Any) -> None:
         """Free an allocation that exceeds the cap, together with its block, so that no other request gets the block."""
@@ -179,7 +179,7 @@ class Pool:
     def open(self, size: int, bin_size: int) -> None:
         """Enable `hit` for requests of this size, if the pool has blocks for it."""
         found = self._bins.get(bin_size)
-        if found is None or not self._holds or self._emptying or self.wanted or not _undisturbed():
+        if found is None or not self._keeps_idle or self._freeing or self.wanted or not _undisturbed():
             return
         if len(self._ready) >= _MOST_SIZES:
             self._ready = {}
@@ -196,30 +196,28 @@ class Pool:
         pool = self.reference()
         if pool is None:
             return
-        if (
-            self._emptying
-        ):  # this call interrupts another one (signal handler, finalizer), which starts again afterwards
+        if self._freeing:  # this call interrupts another one (signal handler, finalizer), which starts again afterwards
             self._again = True
             self._free(allocation)
             return
         try:
             try:
-                self._emptying = True
+                self._freeing = True
                 self.close()
                 self._free(allocation)
                 with self._pages.expecting(GRANULE):  # reserves room for the next small block
-                    self._within(self._shrink, pool, call or self._raw.free_held, needed)
+                    self._in_context(self._shrink, pool, call or self._raw.free_held, needed)
             finally:
-                self._emptying = False
+                self._freeing = False
         finally:
-            self._emptying = False
+            self._freeing = False
 
     def _shrink(self, pool: Any, free_held: Callable[[Any], None], needed: int | None) -> None:
         for _ in range(_MOST_TIMES):
             self._again = False
             self._empty(pool, free_held, needed)
             self._keep_one_idle()
-            self._others = pool.managed_bytes - self._sum
+            self._earlier_bytes = pool.managed_bytes - self._known_bytes
             if not self._again:
                 break
             needed = None  # an interrupting call requested to free all
@@ -235,7 +233,7 @@ class Pool:
             try:
                 self.close()
                 set_aside.end()  # left over if a Ctrl-C interrupted the last call
-                if needed is not None and self._holds:
+                if needed is not None and self._keeps_idle:
                     set_aside.take(pool, list(self._bins.values()), self._small, self._pages, needed)
                 self._free_rest(pool, free_held)
             finally:
@@ -247,18 +245,19 @@ class Pool:
         """Free the idle blocks. The small one stays if blocks are set aside, or if it lies in another framework's slab
         while the pool has live blocks: a new small block might open a slab, and exceed the cap."""
         small_block: Any = None
-        if self._small and self._holds and pool.active_bytes:
+        if self._small and self._keeps_idle and pool.active_bytes:
             try:
                 small_block = self._raw.allocate(pool, 1)
             except Exception as error:  # without a current context PyCUDA frees the small block too
                 _log.debug("pycuda: the pool's idle block goes too: %s", error)
         address = index(small_block) if small_block is not None else 0
-        where = self._where.get(address)
+        where = self._bin_at.get(address)
         if where is not None and (self._set_aside or self._pages.in_slab_of_others(address, where.size)):
             where.record_allocation(address, small_block)
         else:
             small_block = None
-        self._witness, self.lives = None, _unknown  # freeing the witness block would look like the end of its context
+        # Freeing the witness block would look like the end of its context.
+        self._witness, self.memory_exists = None, _unknown
         try:
             free_held(pool)
             self._clear()
@@ -274,7 +273,7 @@ class Pool:
     def freed(self, address: int, allocation: Any) -> bool:
         """Record an explicit free of an allocation whose object still exists. False if the allocation belongs to
         another pool."""
-        found = self._where.get(address)
+        found = self._bin_at.get(address)
         known = found.held.get(address) if found is not None else None
         if found is None or known is None or known() is not allocation:
             return False
@@ -290,16 +289,16 @@ class Pool:
         managed = pool.managed_bytes if pool is not None else 0
         if not managed:
             self.forget(unless_used=True)
-        elif managed != self._others + self._sum and (managed, self._sum) != self._refreshed:
+        elif managed != self._earlier_bytes + self._known_bytes and (managed, self._known_bytes) != self._refreshed:
             self._clear()
             self._forget_freed()
-            self._refreshed = managed, self._sum
+            self._refreshed = managed, self._known_bytes
 
     def refreshed_figures(self) -> tuple[int, list[tuple[int, int]]]:
         """`active_bytes` after a `refresh`, with address and size of each block without an allocation: a trim would
         free these."""
         pool = self.reference()
-        if pool is None or pool.managed_bytes != self._others + self._sum or not self._sum:
+        if pool is None or pool.managed_bytes != self._earlier_bytes + self._known_bytes or not self._known_bytes:
             self.refresh()
         unused = [
             (address, found.size)
@@ -309,12 +308,12 @@ class Pool:
             if allocation is None or allocation() is None
         ]
         active = int(pool.active_bytes) if pool is not None else 0
-        return active - self._set_aside.bytes() if self._emptying else active, unused
+        return active - self._set_aside.bytes() if self._freeing else active, unused
 
     def active_bytes(self) -> int:
         pool = self.reference()
         active = int(pool.active_bytes) if pool is not None else 0
-        return active - self._set_aside.bytes() if self._emptying else active
+        return active - self._set_aside.bytes() if self._freeing else active
 
     def forget(self, *, unless_used: bool = False) -> None:
         """Stop counting the pool's blocks. With `unless_used`, stop if the pool allocates one."""
@@ -338,7 +337,7 @@ class Pool:
         self.check_peak()
         before = pool.managed_bytes
         try:
-            allocation = self._within(self._raw.allocate, pool, size)
+            allocation = self._in_context(self._raw.allocate, pool, size)
         except BaseException:
             if pool.managed_bytes != before:  # PyCUDA freed idle blocks, but the driver refused again
                 self.free_held()
@@ -346,9 +345,9 @@ class Pool:
         address, grown = index(allocation), pool.managed_bytes - before
         found = self._bin(bin_size)
         known = self._ids.get(address)
-        if grown and address in self._where and known != contexts.buffer(address):
+        if grown and address in self._bin_at and known != contexts.buffer(address):
             self._forget(address, known)  # an earlier block at this address, freed by other code
-        as_foreseen = grown == bin_size if address not in self._where else grown == 0 and address in found.held
+        as_foreseen = grown == bin_size if address not in self._bin_at else grown == 0 and address in found.held
         if address not in found.held:
             self._forget(address, known)
             self._add(address, found)
@@ -359,7 +358,7 @@ class Pool:
             self.free_held()
         return allocation
 
-    def _within(self, call: Callable[..., Any], *arguments: Any) -> Any:
+    def _in_context(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """Call a method of the pool, with the pool's context current.
 
         On a thread other than the pool's, PyCUDA refuses allocations of the pool and leaks its frees, unless the
@@ -386,7 +385,7 @@ class Pool:
 
     def _keep_one_idle(self) -> None:
         pool = self.reference()
-        if self._keeping or not self._holds or pool.held_blocks or not pool.managed_bytes:
+        if self._keeping or not self._keeps_idle or pool.held_blocks or not pool.managed_bytes:
             return
         size = self.bin_size(1)
         try:
@@ -404,7 +403,7 @@ class Pool:
 
     def _stop(self) -> None:
         """Record that the pool keeps no idle blocks: it frees each block at once."""
-        self._holds = False
+        self._keeps_idle = False
         self._clear()
 
     def _clear(self) -> None:
@@ -417,22 +416,22 @@ class Pool:
         """Drop the blocks that the pool has freed. The driver identifies them, as a concurrent `hit` may be using a
         block."""
         for address, known in list(self._ids.items()):
-            where = self._where.get(address)
-            if where is not None and where.free(address) and not _there(address, known):
+            where = self._bin_at.get(address)
+            if where is not None and where.free(address) and not _still_allocated(address, known):
                 self._forget(address, known)
-        if sum(found.size for found in list(self._where.values())) > self.reference().managed_bytes:
+        if sum(found.size for found in list(self._bin_at.values())) > self.reference().managed_bytes:
             # Blocks freed explicitly through a function that memguard does not replace, with live allocation objects.
             for address, known in list(self._ids.items()):
-                if known is not None and not _there(address, known):
+                if known is not None and not _still_allocated(address, known):
                     self._forget(address, known)
 
     def _add(self, address: int, found: Bin) -> None:
         known, pages, size = contexts.buffer(address), self._pages, found.size
         whole_pages = round_up(size)
         # No call in between: a Ctrl-C comes before all of these changes or after them.
-        self._ids[address], self._where[address] = known, found
+        self._ids[address], self._bin_at[address] = known, found
         found.held[address] = None
-        self._sum += size
+        self._known_bytes += size
         pages.queued += whole_pages
         pages.changes.append((pages.apply_add, address, size))
         pages.apply_changes()
@@ -444,13 +443,13 @@ class Pool:
         this address."""
         pages = self._pages
         # No call until `changes`, so that no signal handler runs in between.
-        if address not in self._where or self._ids[address] != known:
+        if address not in self._bin_at or self._ids[address] != known:
             return
-        found = self._where[address]
-        del self._where[address], self._ids[address]
+        found = self._bin_at[address]
+        del self._bin_at[address], self._ids[address]
         if address in found.held:
             del found.held[address]
-        self._sum -= found.size
+        self._known_bytes -= found.size
         pages.changes.append((pages.apply_remove, address, found.size))
         if self._witness == address:
             self._choose_witness()
@@ -458,13 +457,13 @@ class Pool:
 
     def _choose_witness(self) -> None:
         """Choose a block as witness: while the driver reports its id, its context exists."""
-        self._witness, self.lives = None, _unknown
+        self._witness, self.memory_exists = None, _unknown
         for address in list(self._ids):
             known = self._ids.get(address)
             if known is not None:
                 lives = contexts.watch(address, known)
                 if self._ids.get(address) == known:  # otherwise a signal handler has freed it since
-                    self._witness, self.lives = address, lives
+                    self._witness, self.memory_exists = address, lives
                     if self.context_id is None:
                         self.context_id = contexts.current_id(self.context)
                     return
@@ -480,7 +479,7 @@ def _undisturbed() -> bool:
     return gil()
 
 
-def _there(address: int, known: int | None) -> bool:
+def _still_allocated(address: int, known: int | None) -> bool:
     """Whether the driver still has this block. False if the block's id is unknown."""
     return known is not None and contexts.buffer(address) == known
 

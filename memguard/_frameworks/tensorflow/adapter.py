@@ -55,8 +55,8 @@ class TensorFlow(Framework):
         self._user_devices: dict[Any, list[Any]] = {}  # the user's later configurations, by TensorFlow's device
         self._spans: dict[str, range] = {}  # logical devices' numbers by GPU, once the user has configured one
         self._undo_allocator: Callable[[], None] = lambda: None
-        self._lost: list[Drift] = []  # the drift at the last check
-        self._final_context: weakref.ref[Any] | None = None  # the live context for which `_lost` is final
+        self._last_drift: list[Drift] = []  # the drift at the last check
+        self._final_context: weakref.ref[Any] | None = None  # the live context for which `_last_drift` is final
         self._session = False  # whether a TF1 session created the allocators, without the eager context
 
     def _live(self, module: ModuleType) -> bool:
@@ -80,7 +80,7 @@ class TensorFlow(Framework):
         wanted, own = ("true" if self._growth else "false"), os.environ.get(_GROWTH, "").strip().lower()
         if own not in ("", wanted):
             self._add_note(f"tensorflow: {_GROWTH}={own} was set, but the budget's growth: {wanted} holds")
-        undo.add(self.name, as_it_is(_GROWTH))
+        undo.add(self.name, restorer(_GROWTH))
         os.environ[_GROWTH] = wanted
         for gpu, uuid in by_gpu:
             self._limits[uuid] = self._limit(tf, gpu, caps[uuid], undo)
@@ -137,7 +137,7 @@ class TensorFlow(Framework):
                 info = tf.config.experimental.get_memory_info(f"GPU:{number}")
                 in_use, peak = in_use + info["current"], peak + info["peak"]
         except (ValueError, RuntimeError, AttributeError):
-            return self._unreported(uuid) if _has(tf, number or 0) else None
+            return self._unreported(uuid) if _has_logical_gpu(tf, number or 0) else None
         if not numbers:
             return None
         limit = self._limits.get(uuid) if uuid in self._logical else None
@@ -172,12 +172,12 @@ class TensorFlow(Framework):
         if getattr(context, "_context_handle", None) is None:  # `context` is None or not live
             context = None
         elif self._final_context is not None and self._final_context() is context:
-            return self._lost
+            return self._last_drift
         gpus = zip(tf.config.list_physical_devices("GPU"), self._logical, strict=False)  # both have TensorFlow's order
         lost = [gpu.name for gpu, uuid in gpus if not _limited(tf, gpu, self._caps[uuid])]
-        self._lost = [Drift(f"the limit of {name} was removed or raised after memguard.init") for name in lost]
+        self._last_drift = [Drift(f"the limit of {name} was removed or raised after memguard.init") for name in lost]
         self._final_context = weak_reference(context) if context is not None else None
-        return self._lost
+        return self._last_drift
 
     def forked(self) -> None:
         self._gpus = {}  # the child's own settings apply
@@ -216,10 +216,10 @@ class TensorFlow(Framework):
             number = self._logical.get(device.uuid)
             return () if number is None else (number,)
         if self._seen is None:
-            self._seen = self._look(tf)
+            self._seen = self._read_numbers(tf)
         return self._seen.get(device.uuid, None if self._unmatched else ())
 
-    def _count(self) -> dict[str, range]:
+    def _count_numbers(self) -> dict[str, range]:
         """The numbers of the logical devices for each GPU. The user may have split a GPU into several logical
         devices."""
         found, first = {}, 0
@@ -229,7 +229,7 @@ class TensorFlow(Framework):
             first += count
         return found
 
-    def _look(self, tf: Any) -> dict[str, range]:
+    def _read_numbers(self, tf: Any) -> dict[str, range]:
         """Read the logical devices' numbers for each GPU. CUDA is initialised, so reading its ordinals starts no child
         process."""
         gpus = tf.config.get_visible_devices("GPU")
@@ -267,7 +267,7 @@ class TensorFlow(Framework):
 
         undo.add(self.name, restore)
         if own:
-            return self._keep(gpu, [c.memory_limit for c in own], cap)
+            return self._accept_user_limit(gpu, [c.memory_limit for c in own], cap)
         wanted = tf.config.LogicalDeviceConfiguration(memory_limit=cap // MIB)
         tf.config.set_logical_device_configuration(gpu, [wanted])
         back = tf.config.get_logical_device_configuration(gpu)
@@ -283,37 +283,37 @@ class TensorFlow(Framework):
         session: Any = sys.modules.get("tensorflow.python.client.session")
         cls = getattr(context, "Context", None)
         if cls is not None:
-            replaced.put(cls, "set_logical_device_configuration", self._configured)
-            replaced.put(cls, "set_memory_growth", self._growing)
-            replaced.put(cls, "_compute_gpu_options", self._starting)
+            replaced.put(cls, "set_logical_device_configuration", self._wrap_set_configuration)
+            replaced.put(cls, "set_memory_growth", self._wrap_set_growth)
+            replaced.put(cls, "_compute_gpu_options", self._wrap_gpu_options)
         if hasattr(session, "BaseSession"):
-            replaced.put(session.BaseSession, "__init__", self._in_session)
+            replaced.put(session.BaseSession, "__init__", self._wrap_session_init)
 
-    def _configured(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_set_configuration(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def set_logical_device_configuration(context: Any, dev: Any, virtual_devices: Any) -> Any:
             uuid = self._gpus.get(dev)
             if uuid is None or any(entry.memory_limit is None for entry in virtual_devices):
                 return original(context, dev, virtual_devices)  # TensorFlow raises its own error for a missing limit
             cap = self._caps[uuid] // MIB
-            limits = _within([entry.memory_limit for entry in virtual_devices], cap)
+            limits = _scaled_to_cap([entry.memory_limit for entry in virtual_devices], cap)
             entries = list(virtual_devices) or [_module("LogicalDeviceConfiguration")()]
             held = [entry._replace(memory_limit=limit) for entry, limit in zip(entries, limits, strict=True)]
             fits = held == entries
             answer = original(context, dev, virtual_devices if fits else held)
             self._user_devices[dev], self._limits[uuid] = virtual_devices, int(sum(limits)) * MIB
-            self._spans = self._count()
+            self._spans = self._count_numbers()
             if not fits:
                 asked = int(sum(entry.memory_limit or 0 for entry in entries)) * MIB
                 self._warn_of_larger(
                     f"set_logical_device_configuration ({format_size(asked) if asked else 'no limit'})",
-                    _short(dev),
+                    _short_name(dev),
                     cap * MIB,
                 )
             return answer
 
         return set_logical_device_configuration
 
-    def _growing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_set_growth(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def set_memory_growth(context: Any, dev: Any, enable: bool) -> Any:
             """Call the original without memguard's entry in the device table: with the entry, TensorFlow refuses
             growth."""
@@ -335,7 +335,7 @@ class TensorFlow(Framework):
 
         return set_memory_growth
 
-    def _starting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_gpu_options(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def _compute_gpu_options(context: Any) -> Any:
             self._limited_allocator()
             return original(context)
@@ -347,7 +347,7 @@ class TensorFlow(Framework):
         value = os.environ.get(ALLOCATOR, "")
         why = _ALLOCATORS.why_uncapped(value)
         if self._gpus and why is not None and not self._started():
-            self._undo_allocator = as_it_is(ALLOCATOR)
+            self._undo_allocator = restorer(ALLOCATOR)
             os.environ.pop(ALLOCATOR, None)
             self._warn(
                 f"tensorflow: {ALLOCATOR}={value} was set after memguard.init, and it {why}: it is unset, so that "
@@ -357,16 +357,16 @@ class TensorFlow(Framework):
     def _started(self) -> bool:
         return self._session or getattr(_context(), "_context_handle", None) is not None
 
-    def _in_session(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_session_init(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def __init__(session: Any, target: Any = "", graph: Any = None, config: Any = None) -> None:  # noqa: N807
             self._limited_allocator()
             here = not target and (config is None or hasattr(config, "gpu_options"))  # a local session, a valid config
-            original(session, target, graph, self._in_proto(config) if here and config is not None else config)
+            original(session, target, graph, self._capped_config(config) if here and config is not None else config)
             self._session = self._session or (here and _uses_gpus(config))
 
         return __init__
 
-    def _in_proto(self, config: Any) -> Any:
+    def _capped_config(self, config: Any) -> Any:
         """The session's ConfigProto, with limits within the cap of every GPU. The same object if its limits already
         are."""
         options = config.gpu_options
@@ -382,7 +382,7 @@ class TensorFlow(Framework):
         asked: list[list[float]] = own or [
             [int(fraction * usable.get(uuid, 0)) // MIB] if fraction else [] for uuid in chosen
         ]
-        wanted = [_within(limits, cap) for limits, cap in zip(asked, caps, strict=False)]
+        wanted = [_scaled_to_cap(limits, cap) for limits, cap in zip(asked, caps, strict=False)]
         if wanted == asked and len(asked) == len(caps):
             return config
         held = type(config)()
@@ -409,11 +409,11 @@ class TensorFlow(Framework):
     def _warn_of_larger(self, setting: str, where: str, cap: int) -> None:
         self._warn(f"tensorflow: {setting} asks for more than the cap of {format_size(cap)} on {where}: the cap holds")
 
-    def _keep(self, gpu: Any, limits: list[int | None], cap: int) -> int:
+    def _accept_user_limit(self, gpu: Any, limits: list[int | None], cap: int) -> int:
         """The user's own limit in bytes. Raises ConflictingSetting if it is looser than the cap."""
         only = limits[0] if len(limits) == 1 else None
         if only is not None and only * MIB <= cap:
-            self._note_stricter(_short(gpu), only * MIB, cap)
+            self._note_stricter(_short_name(gpu), only * MIB, cap)
             return only * MIB
         setting = f"set_logical_device_configuration of {gpu.name} ({', '.join(str(limit) for limit in limits)} MiB)"
         if len(limits) > 1:
@@ -444,7 +444,7 @@ def _uuid(gpu: Any, gpus: Sequence[Any], devices: Sequence[Device]) -> str | Non
     return next((device.uuid for device in devices if device.ordinal == ordinal), alone)
 
 
-def _within(limits: Sequence[float], cap: int) -> list[float]:
+def _scaled_to_cap(limits: Sequence[float], cap: int) -> list[float]:
     """Limits of one GPU's logical devices, in MiB, scaled down so that their sum fits the cap."""
     total = sum(limits)
     if not limits:
@@ -457,7 +457,7 @@ def _uses_gpus(config: Any) -> bool:
     return config is None or "GPU" not in config.device_count or config.device_count["GPU"] > 0
 
 
-def _short(gpu: Any) -> str:
+def _short_name(gpu: Any) -> str:
     """`GPU:0`."""
     return str(gpu.name).rsplit("physical_device:", 1)[-1]
 
@@ -471,7 +471,7 @@ def _limited(tf: Any, gpu: Any, cap: int) -> bool:
     return bool(limits) and None not in limits and sum(limits) * MIB <= cap
 
 
-def _has(tf: Any, number: int) -> bool:
+def _has_logical_gpu(tf: Any, number: int) -> bool:
     """Whether the live TensorFlow has a logical GPU of that number; True if unknown."""
     try:
         return number < len(tf.config.list_logical_devices("GPU"))
@@ -486,7 +486,7 @@ def _context() -> Any:
     return safe() if safe is not None else None
 
 
-def as_it_is(name: str) -> Callable[[], None]:
+def restorer(name: str) -> Callable[[], None]:
     """Return a function that restores the environment variable's current value."""
     before = os.environ.get(name)
 

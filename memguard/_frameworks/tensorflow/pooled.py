@@ -35,7 +35,7 @@ class PooledTensorFlow(PooledWatched, TensorFlow):
         applied = super().apply(caps, options, undo)
         if applied.enforcement is Enforcement.ABSENT:
             return applied
-        undo.add(self.name, adapter.as_it_is(_VARIABLE))
+        undo.add(self.name, adapter.restorer(_VARIABLE))
         os.environ[_VARIABLE] = _WANTED
         note = "tensorflow: watched, not capped: it draws from the device's default pool, where its limit is none"
         return self._watched(applied, note, undo)

@@ -85,10 +85,10 @@ SPEC = FrameworkSpec(
         ("pooled", r"with ([\d.]+ \w+) allocated in private pools"),
         ("cached", r"([\d.]+ \w+) is reserved by PyTorch but unallocated"),
         ("free", r"total capacity of [\d.]+ \w+ of which ([\d.]+ \w+) is free"),
-        # The text of cudaMallocAsync.
+        # In the errors of cudaMallocAsync.
         ("in_use", r"Currently allocated\s*: ([\d.]+ \w+)"),
         ("free", r"Free \(according to CUDA\)\s*: ([\d.]+ \w+)"),
-        # The text until torch 2.0.
+        # In the errors of torch until 2.0.
         ("in_use", r"([\d.]+ \w+) already allocated"),
         ("held", r"([\d.]+ \w+) reserved in total by PyTorch"),
         ("free", r"already allocated; ([\d.]+ \w+) free"),
