@@ -7,7 +7,8 @@ each request up to pages, and uses the requested size only if that takes no new 
 the release threshold of a pool that all frameworks share, so the adapter only watches that pool.
 
 Methods of the pool's class cannot be replaced. So at each allocation that could exceed the cap, the adapter compares
-the pool's limit with the cap. If `set_allocator` selects another pool later, that shares the cap with the former pools.
+the pool's limit with the cap. If `set_allocator` selects another pool later, that pool shares the cap with the former
+ones.
 
 Before it refuses a request, the adapter requests room from siblings (`_request_room`), without a lock. From CuPy's own
 index of its idle blocks it reads the bytes that a trim would release (`blocks.py`).

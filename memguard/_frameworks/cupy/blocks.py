@@ -36,7 +36,7 @@ FRESH = 0.1
 """Seconds for which a result is reused while the pool's own figures stay equal: its blocks may change without changing
 them."""
 _WITHIN = 0.02
-"""Seconds to wait until another thread has finished its reading."""
+"""The most seconds to wait for another thread's reading."""
 _FULL = GRANULE - 16 * UNIT
 """A slab with so many idle bytes has no significant room for other frameworks' pieces."""
 INDEX = "_debug_arena_get_index"

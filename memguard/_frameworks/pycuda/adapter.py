@@ -372,7 +372,7 @@ class PyCUDA(Framework):
                 self._retire(pool)
                 pool = None
             elif pool is not None and pool.empty() and pool.made_in is not current and not self._primary(handle):
-                pool = None  # its context may be destroyed, which an empty pool cannot detect; it has no memory to lose
+                pool = None  # its context may be destroyed, which an empty pool cannot detect
             if pool is None:
                 made = raw.make()
                 uuid = self._uuid(drv, current)
