@@ -178,7 +178,7 @@ class SharedPool(Allocator):
 
     def reusable(self, usage: Usage) -> int:
         """All idle memory. It serves any client's request, even if a trim would release none of it."""
-        return policy.cached(usage)
+        return cached(usage)
 
     def fixed(self) -> bool:
         return True

@@ -111,8 +111,6 @@ class JAX(Framework):
                 "report this with the version; until then leave jax out of the budget",
             )
         self._caps, self._final_backend = dict(caps), None
-        replaced = Replacements()
-        undo.add(self.name, replaced.undo)
         replaced.put(type(jax.config), "update", lambda original: self._wrap_config_update(original, wanted, usable))
         return Applied(Enforcement.ENFORCED)
 
