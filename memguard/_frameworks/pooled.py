@@ -48,7 +48,7 @@ class PooledCapped(_Pooled):
     def _shortage_on(self, uuid: str, size: int, caps: Mapping[str, int]) -> Shortage:
         held, _ = self.shared_pool.figures(uuid) or (0, 0)
         needed = round_up(size, PIECE)
-        # If the cap has room for the bytes, the GPU is full.
+        # The driver refused: if the cap has room for the bytes, the GPU is full.
         return Shortage(self.name, uuid, size, needed, held + needed <= caps.get(uuid, 0))
 
     def _with_reported_refusal(

@@ -183,7 +183,7 @@ class Limits(Framework):
         return next((uuid for uuid, number in self._by_uuid().items() if number == ordinal), "")
 
     def _by_uuid(self) -> dict[str, int]:
-        """CUDA's ordinal by UUID. Only once CUDA is initialised."""
+        """CUDA's ordinal by UUID. CUDA must be initialised."""
         if not self._ordinals:
             self._ordinals = contexts.ordinals()
         return self._ordinals
