@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import short
 from short import PAGE, filled, refusals, two_at_once
-from test_interrupted_apply import interruptions
+from support.interrupted import interruptions
 from test_numba_model import Model, Setting, model
 from test_numba_pool import flush, manager
 

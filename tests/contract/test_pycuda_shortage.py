@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import short
 from short import PAGE, filled, refusals, two_at_once
-from test_interrupted_apply import interruptions
+from support.interrupted import interruptions
 from test_pycuda_model import Model, Setting, model  # noqa: F401 (a fixture)
 from test_pycuda_oracle import Program
 

@@ -11,8 +11,8 @@ from memguard._frameworks.base import Framework
 
 _spec = importlib.util.spec_from_file_location("interruptions", Path(__file__).parents[1] / "unit" / "interruptions.py")
 assert _spec is not None and _spec.loader is not None
-_interruptions = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_interruptions)
+interruptions = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(interruptions)
 CAP = 1 << 26
 
 
@@ -28,18 +28,18 @@ def interrupt_at_each_point(make: Callable[[], Framework], state: Callable[[], o
     before, undo = state(), Undo()
     apply(make())  # what is done once only
     undo.run()
-    framework, applied, undone = make(), _interruptions.Points(), _interruptions.Points()
+    framework, applied, undone = make(), interruptions.Points(), interruptions.Points()
     applied.run(lambda: apply(framework))
     assert state() != before
     undone.run(undo.run)
     assert state() == before and undo.done
     for at in range(1, applied.count + 1):
-        framework, points = make(), _interruptions.Points(at)
+        framework, points = make(), interruptions.Points(at)
         assert _interrupted(lambda: points.run(lambda: apply(framework)))  # noqa: B023
         undo.run()
         assert state() == before and undo.done, f"apply, {points.place}"
     for at in range(1, undone.count + 1):
-        points = _interruptions.Points(at)
+        points = interruptions.Points(at)
         apply(make())
         assert _interrupted(lambda: points.run(undo.run))  # noqa: B023
         undo.run()
