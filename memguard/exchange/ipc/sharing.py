@@ -97,11 +97,10 @@ class Handle:
         return None if export is None else server.current().attached(export)
 
     def close(self) -> None:
-        """End the export: no process can attach any more, and this process releases the memory. Attached processes keep
-        a copy.
+        """End the export: no process can attach any more, and this process releases the memory. With `copy=True`,
+        attached processes keep the memory.
 
-        Without a copy (`copy=False`) the array lives until the last attached process has released it. A second call
-        does nothing.
+        With `copy=False`, the array lives until the last attached process has released it. A second call does nothing.
         """
         export = server.current().find(self.token)
         if export is not None:
