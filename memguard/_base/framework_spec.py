@@ -229,7 +229,7 @@ class FrameworkSpec:
     colour            its colour in reports, `#rrggbb`; empty: the next free colour of a default list
     terminal_colour   the same on the screen of `memguard top`: one of the terminal's 16 colours
     exchanged         how `exchange` reads and makes its arrays; None if it cannot
-    asks              its allocator is memguard's: before it refuses, it requests room and a higher elastic cap
+    requests_room     its allocator is memguard's: before it refuses, it requests room and a higher elastic cap
     """
 
     name: str
@@ -274,7 +274,7 @@ class FrameworkSpec:
     colour: str = ""
     terminal_colour: str = ""
     exchanged: Exchanged | None = None
-    asks: bool = False
+    requests_room: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hook", self.hook or self.module)

@@ -293,7 +293,7 @@ def starting_caps(room: int, caps: Mapping[str, int], elastic: Mapping[str, tupl
     order. Σ caps ≤ `room`, and each elastic cap is within its bounds.
     """
     found, spare = dict(caps), round_down(max(room - sum(caps.values()), 0))
-    for name in sorted(elastic, key=lambda name: SPECS[name].asks):
+    for name in sorted(elastic, key=lambda name: SPECS[name].requests_room):
         least, most = elastic[name]
         lent = min(max(most - least, 0), spare)
         found[name], spare = least + lent, spare - lent

@@ -28,7 +28,7 @@ def how(part: DevicePlan, name: str) -> str:
     """How the joint cap of a framework is enforced, for `memguard plan`."""
     if pool_capped(part.joined):
         return "enforced, jointly: the size (maxSize) of one driver pool for all of them"
-    if SPECS[name].asks:
+    if SPECS[name].requests_room:
         return "enforced by memguard's allocator: what all have in use in the default pool"
     return "watched: it draws from the device's default pool, which nothing caps"
 

@@ -298,7 +298,7 @@ def _why_room_not_requested(framework: Framework | None) -> WhyNoHelp | None:
     """The reason why an allocator refused a request without first requesting room."""
     if framework is None:
         return None
-    if not framework.asks:
+    if not framework.requests_room:
         return WhyNoHelp(NoHelp.NOT_ASKED, f"{framework.name}'s allocator does not ask")
     if framework.capturing():
         return _CAPTURING

@@ -219,7 +219,7 @@ class Reclaimer:
         before = self.available(device)
         try:
             with contexts.beside_captures():
-                self._caps.allocators[name].give_back(device, size)
+                self._caps.allocators[name].trim_partly(device, size)
         except Exception as error:  # a sibling's error must not replace the requester's
             _log.debug("%s: nothing was given back: %s", name, str(error))
         got = max(self.available(device) - before, 0)
@@ -253,17 +253,16 @@ class Reclaimer:
                 reserved = self._workloads.reserved_not_taken(name, plan.device.uuid, policy.in_use(usage))
             cache = caches.get(name)
             idle, sure = (0, True) if cache is None else (cache.most, cache.sure)
-            states[name] = lending.CapState(least, most, cap, held + reserved, idle, allocator.asks, reserved, sure)
+            states[name] = lending.CapState(
+                least, most, cap, held + reserved, idle, allocator.requests_room, reserved, sure
+            )
         return states
 
     def _set_caps(self, device_plan: DevicePlan, caps: Mapping[str, int]) -> bool:
-        (
-            """Change these caps of `device_plan`, lowered ones first.
+        """Change these caps of `device_plan`, lowered ones first.
 
         Returns False if one could not be set, or if its framework now holds more than it.
         """
-            ""
-        )
         device, uuid, done = device_plan.device, device_plan.device.uuid, True
         for name, cap in caps.items():
             now = device_plan.caps[name]

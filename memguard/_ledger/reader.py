@@ -425,7 +425,7 @@ class LedgerReader:
             return ()
         ordinal = device.ordinal if device.ordinal is not None else self._ordinal(device)
         pools = [handle for _, one in frameworks for handle in one.contexts(device)]
-        found = second_contexts.beside(ordinal, pools) if ordinal is not None else {}
+        found = second_contexts.find(ordinal, pools) if ordinal is not None else {}
         if not found and not self._contexts_known.get(device.uuid):
             return ()
         known = {**self._contexts_known.get(device.uuid, {})}

@@ -843,14 +843,14 @@ def test_the_gpus_that_are_limited_may_become_more_while_they_are_gone_through(
     setting = model()
     applied = setting.apply()
     array = setting.alloc(MIB)
-    ask, limited = setting.framework._on, setting.framework._limited
+    ask, limited = setting.framework._call_on_device, setting.framework._limited
     numbers = itertools.count(5)
 
     def slow(ordinal: int, call: Callable[[Any], Any], pool: Any = None) -> Any:
         limited[next(numbers)] = (0, 64 * MIB)  # as another thread's first allocation does
         return ask(ordinal, call, pool) if ordinal < 2 else None
 
-    monkeypatch.setattr(setting.framework, "_on", slow)
+    monkeypatch.setattr(setting.framework, "_call_on_device", slow)
     assert setting.framework.drift() == []
     applied.undo()
     monkeypatch.undo()

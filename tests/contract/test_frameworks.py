@@ -322,7 +322,7 @@ class JAXOnItsModel(Subject):
         self.framework = registry.create("jax", self.host)
 
     def prepare(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(sys.modules[type(self.framework).__module__], "standing_caps", {})
+        monkeypatch.setattr(sys.modules[type(self.framework).__module__], "permanent_caps", {})
         for name in [name for name in os.environ if name.startswith(("JAX_", "XLA_"))]:
             monkeypatch.delenv(name)
 

@@ -716,7 +716,7 @@ def test_a_trim_waits_for_an_allocation_on_another_thread(model: Model) -> None:
     setting.apply(64 * MIB)
     array = setting.cuda.device_array(40 * MIB)
     del array
-    lock = setting.driver.driver.devices[0].primary_context.memory_manager.bank.lock
+    lock = setting.driver.driver.devices[0].primary_context.memory_manager.group.lock
     with lock:
         thread = threading.Thread(target=setting.framework.trim, args=(setting.gpu,))
         thread.start()
@@ -850,7 +850,7 @@ def test_in_a_forked_child_nothing_is_capped_and_nobody_waits(model: Model) -> N
     setting.apply(16 * MIB)
     array = setting.cuda.device_array(8 * MIB)
     inside, done = threading.Event(), threading.Event()
-    bank = setting.driver.driver.devices[0].primary_context.memory_manager.bank
+    bank = setting.driver.driver.devices[0].primary_context.memory_manager.group
 
     def hold() -> None:
         with bank.lock:

@@ -274,7 +274,7 @@ def test_the_work_of_a_stream_that_was_destroyed_is_waited_for(
 ) -> None:
     """The model's legacy stream does not wait for it. The control does without the mark that is made at the end."""
     if not marked:
-        monkeypatch.setattr(watch.ended, "under_way", list)
+        monkeypatch.setattr(watch.ended, "unfinished", list)
     array, stream = setting.cuda.device_array(4 * MIB), setting.cuda.stream()
     work, where = setting.cuda.launch(array, stream), address(array)
     del array, stream
@@ -285,7 +285,7 @@ def test_the_work_of_a_stream_that_was_destroyed_is_waited_for(
     setting.driver.gpu.finish(work)
     flush(setting)
     assert where in [address(setting.cuda.device_array(4 * MIB)) for _ in range(2)]
-    assert watch.ended.under_way() == [] or not marked
+    assert watch.ended.unfinished() == [] or not marked
 
 
 @pytest.mark.parametrize("streams_made", [0, 1])
@@ -843,7 +843,7 @@ def test_a_reset_gives_back_what_is_pending_at_once(setting: Setting, deferred: 
     with setting.cuda.current_context().defer_cleanup() if deferred else contextlib.nullcontext():
         live.pop()
         held.reset()
-        assert setting.taken() == 0 and len(given) == 3 and held not in held.bank.members and held.bank.single
+        assert setting.taken() == 0 and len(given) == 3 and held not in held.group.members and held.group.single
     live.clear()
     flush(setting)
     assert len(given) == 3 and setting.usage().held == 0 and setting.usage().in_use == 0

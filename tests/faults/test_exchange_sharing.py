@@ -179,10 +179,10 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     monkeypatch.setattr(contexts, "lost", False)
     monkeypatch.setattr(contexts, "_primaries", {0: 77})
     monkeypatch.setattr(shared_memory, "_retained", {})
-    lifetimes.kept.clear()
+    lifetimes.held_for_processes.clear()
     before = len(os.listdir("/proc/self/fd"))
     yield driver
-    assert len(os.listdir("/proc/self/fd")) == before and not lifetimes.kept
+    assert len(os.listdir("/proc/self/fd")) == before and not lifetimes.held_for_processes
 
 
 def failing(cuda: Driver, work: Callable[[], Any]) -> list[str]:
@@ -344,12 +344,12 @@ def test_an_export_without_a_socket_or_a_thread_leaves_nothing(
         patch.setattr(server.tempfile, "mkdtemp", refused)
         with pytest.raises(CannotShare, match="no socket can be opened"):
             sharing.export(Holder())
-    assert exporting.nothing_held() and not lifetimes.kept
+    assert exporting.nothing_held() and not lifetimes.held_for_processes
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", lambda _: (_ for _ in ()).throw(RuntimeError("no thread")))
         with pytest.raises(RuntimeError, match="no thread"):
             sharing.export(Holder())
-    assert exporting.nothing_held() and not lifetimes.kept and not list(tmp_path.iterdir())
+    assert exporting.nothing_held() and not lifetimes.held_for_processes and not list(tmp_path.iterdir())
     sharing.export(Holder()).close()
     wait_for_the_thread()
     assert not list(tmp_path.iterdir())

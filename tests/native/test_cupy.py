@@ -172,7 +172,7 @@ def own(size, device=0): return size
 cupy.cuda.set_allocator({allocator})
 before = cupy.cuda.get_allocator()
 result["conflict"], result["same"] = conflict(), cupy.cuda.get_allocator() is before
-result["asked"] = framework._asked(cupy) is cupy.get_default_memory_pool()
+result["asked"] = framework._queried_pool(cupy) is cupy.get_default_memory_pool()
 """
     )
     framework, setting, text = found["conflict"]

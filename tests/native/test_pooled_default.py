@@ -64,7 +64,7 @@ result["usage"], result["counted"] = framework.usage(gpu)[:3], joint._counted(uu
 local.memory_stats = lambda: None
 result["silent"], result["none"] = framework.usage(gpu)[:3], joint._counted(uuid)
 result["stays"] = raised(applied.undo)
-result["standing"] = dict(module.standing_caps)
+result["standing"] = dict(module.permanent_caps)
 """
     )
     mib = 1 << 20

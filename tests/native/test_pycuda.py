@@ -92,8 +92,8 @@ def test_memguards_pool_gives_back_on_a_thread_without_a_context_and_the_users_o
     """Neither leaks, of which PyCUDA warns, and no context is left on the other thread, which would end the process."""
     code = """
 stub.stub_taken.restype = ctypes.c_size_t
-def give_back(needed=3 << 20):
-    framework.give_back(gpu, needed)
+def trim_partly(needed=3 << 20):
+    framework.trim_partly(gpu, needed)
     print(drv.Context.get_current() is None)
 for way in (drv.mem_alloc, pool.allocate):
     blocks = [way(8 << 20) for _ in range(3)]
@@ -101,7 +101,7 @@ for way in (drv.mem_alloc, pool.allocate):
     blocks.clear()
     for needed in (3 << 20, 1 << 30):
         before = stub.stub_taken()
-        thread = threading.Thread(target=give_back, args=(needed,))
+        thread = threading.Thread(target=trim_partly, args=(needed,))
         thread.start(); thread.join()
         print(before - stub.stub_taken() >> 20)
         again = way(1 << 20)
@@ -195,8 +195,8 @@ def test_a_hit_asks_for_a_block_only_where_the_contexts_id_does_not_tell(
 for _ in range(2):
     drv.mem_alloc(1024)
 mine = framework._last
-asked, lives = [], mine.lives
-mine.lives = lambda: (asked.append(1), lives())[1]
+asked, lives = [], mine.memory_exists
+mine.memory_exists = lambda: (asked.append(1), lives())[1]
 for _ in range(1000):
     drv.mem_alloc(1024)
 print(len(asked))
@@ -260,7 +260,7 @@ class Trims(dict):
         framework.trim(gpu)
         return found
 (tracked,) = framework._others.values()
-tracked._where = Trims(tracked._where)
+tracked._bin_at = Trims(tracked._bin_at)
 block.free()
 stub.stub_taken.restype = ctypes.c_size_t
 print(framework.usage(gpu).held == stub.stub_taken())
@@ -289,13 +289,13 @@ def asked():
         name = stub.stub_asked(len(found))
         found.append(name and name.decode())
     return int(made.ptr) == old, "cuEventRecord" in found, "cuCtxRecordEvent" in found
-print(contexts.may_be_aside(), *asked())
+print(contexts.may_use_non_blocking_streams(), *asked())
 made = drv.Stream(), drv.Stream(0)
-print(contexts.may_be_aside(), *asked())
+print(contexts.may_use_non_blocking_streams(), *asked())
 made = drv.Stream(flags=1)
-print(contexts.may_be_aside(), *asked())
+print(contexts.may_use_non_blocking_streams(), *asked())
 applied.undo()
-print(contexts.may_be_aside(), *asked())
+print(contexts.may_use_non_blocking_streams(), *asked())
 """
     assert [line.split() for line in python(stubbed, "-c", HIT + code + END).splitlines()] == [
         ["True", "True", "False", "True"],  # CUDA was there before the budget, so there may be such a stream

@@ -408,19 +408,19 @@ def test_torch_gives_back_its_whole_cache_and_a_driver_pool_whole_pieces(with_to
         + """
 from types import SimpleNamespace
 found = card(host)
-framework.give_back(gpu, 1)
+framework.trim_partly(gpu, 1)
 result["not live"] = found.emptied
 apply_caps(framework, {uuid: 4 * GIB})
 torch.cuda.init()
-framework.give_back(gpu, 1)
+framework.trim_partly(gpu, 1)
 result["native"] = found.emptied
 kept, synchronized = [], []
 torch.cuda.synchronize = synchronized.append
 framework._pools[uuid] = SimpleNamespace(reserved=lambda: 320 * MIB, trim=kept.append)
 for needed in (1, 32 * MIB, 33 * MIB, GIB):
-    framework.give_back(gpu, needed)
+    framework.trim_partly(gpu, needed)
 found.capturing = True
-framework.give_back(gpu, GIB)
+framework.trim_partly(gpu, GIB)
 result["kept"] = [size // MIB for size in kept]
 result["waited"], result["emptied"] = len(synchronized), found.emptied
 """

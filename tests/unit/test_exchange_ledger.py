@@ -134,7 +134,7 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
     def look(ordinal: int, pools: Any = ()) -> dict[int, str]:
         return {**dict.fromkeys(pools, "PyCUDA"), **seen} if ordinal == 0 else {}
 
-    monkeypatch.setattr(second_contexts, "beside", look)
+    monkeypatch.setattr(second_contexts, "find", look)
     return seen
 
 
@@ -403,6 +403,6 @@ def test_a_sample_asks_nothing_for_an_exchange_that_is_not_loaded(monkeypatch: p
         raise AssertionError("nothing has changed")
 
     monkeypatch.setattr(contexts, "ordinals", asked)
-    monkeypatch.setattr(second_contexts, "beside", asked)
+    monkeypatch.setattr(second_contexts, "find", asked)
     monkeypatch.setattr(setting.reader, "_ordinal", asked)
     assert setting.sample().overhead == 612 * MIB

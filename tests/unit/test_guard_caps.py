@@ -472,15 +472,15 @@ def test_what_a_later_call_lifts_is_told_at_the_call(
     torch.lost = (RAISE,)
     with caplog.at_level(logging.WARNING, "memguard"):
         for _ in range(3):
-            torch._changed()
+            torch._check_drift_now()
     assert caplog.messages == [RAISED]
     assert [event.text for event in events] == ["torch: its cap no longer holds: its fraction was raised"]
     torch.lost = ()
-    torch._changed()
+    torch._check_drift_now()
     assert [event.text for event in events][1:] == ["torch: its cap holds again"]
     memguard.shutdown()
     torch.lost = (RAISE,)
-    torch._changed()
+    torch._check_drift_now()
     assert len(events) == 2
 
 
@@ -501,7 +501,7 @@ def test_it_is_told_at_the_call_while_another_thread_has_the_lock(
     drifting["torch"].lost = (RAISE,)
     try:
         with caplog.at_level(logging.WARNING, "memguard"):
-            drifting["torch"]._changed()
+            drifting["torch"]._check_drift_now()
         assert caplog.messages == [RAISED]
     finally:
         done.set()
@@ -551,9 +551,9 @@ class Capturing(SimulatedFramework):
         self.trimmed.append(bool(self.beside))
         super().trim(device)
 
-    def give_back(self, device: Device, needed: int) -> None:
+    def trim_partly(self, device: Device, needed: int) -> None:
         self.trimmed.append(bool(self.beside))
-        super().give_back(device, needed)
+        super().trim_partly(device, needed)
 
 
 @pytest.fixture

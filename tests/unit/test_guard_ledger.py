@@ -459,5 +459,5 @@ def test_a_simulated_gpu_has_no_context_of_this_process(monkeypatch: pytest.Monk
     """Real contexts, as of a program that uses a GPU beside its simulation, are on real GPUs."""
     guard = start()
     simulated(guard, "torch").allocate(GIB)
-    monkeypatch.setattr(second_contexts, "beside", lambda *_: {17: "PyCUDA"})
+    monkeypatch.setattr(second_contexts, "find", lambda *_: {17: "PyCUDA"})
     assert [row.name for row in memguard.ledger().devices[0].rows if row.kind == "overhead"] == ["overhead"]

@@ -112,13 +112,13 @@ def test_gaps_in_the_drivers_slabs_are_overhead_and_not_charged() -> None:
     uuid = setting.gpu.uuid
     driver_pages.slabs[uuid] = shared
     try:
-        shared.enter(0)
+        shared.add_piece(0)
         shared.count(0, MIB)
         setting.torch.usages[uuid] = Usage(MIB, MIB, 0)
         setting.host.take(setting.gpu, 2 * MIB)
         assert setting.figures() == [613, 0]
         shared.count(0, -MIB)
-        shared.leave(0)
+        shared.remove_piece(0)
         setting.torch.usages[uuid] = Usage(0, 0, 0)
         setting.host.give(setting.gpu, 2 * MIB)
         assert setting.figures() == [612, 0]

@@ -351,13 +351,13 @@ def test_torchs_observer_counts_what_idles_in_private_pools_without_a_text(
     torch = Torch(SimpleNamespace())
     torch._uuids, torch._caps, told = {H200.uuid: 0}, {H200.uuid: 3 * GIB}, []
     torch.on_refusal = told.append  # type: ignore[assignment]
-    torch._told(0, 400 * MIB, 3 * GIB, 50 * GIB)
+    torch._report_observed(0, 400 * MIB, 3 * GIB, 50 * GIB)
     assert (told[0].in_use, told[0].reclaimable) == ((1000 if history else 2200) * MIB, 0)
     assert told[0].pooled == (0 if history else 1200 * MIB)
-    torch._told(0, 2100 * MIB, 3 * GIB, 50 * GIB)  # all that it caches would not have been enough
+    torch._report_observed(0, 2100 * MIB, 3 * GIB, 50 * GIB)  # all that it caches would not have been enough
     assert told[1].in_use is None and len(listed) == (not history)
     stats.clear()
-    torch._told(0, 1, 3 * GIB, 50 * GIB)
+    torch._report_observed(0, 1, 3 * GIB, 50 * GIB)
     assert told[2].in_use is None
 
 

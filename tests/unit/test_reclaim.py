@@ -63,7 +63,7 @@ def test_what_came_back_is_what_nvml_says_and_the_next_one_is_asked(monkeypatch:
         def trim(self, device: Device) -> None:
             pass
 
-        give_back = lambda self, device, needed: None  # noqa: E731
+        trim_partly = lambda self, device, needed: None  # noqa: E731
 
     replaced(monkeypatch, torch=Deaf)
     guard = start(FOUR)
@@ -74,9 +74,9 @@ def test_what_came_back_is_what_nvml_says_and_the_next_one_is_asked(monkeypatch:
     assert room.missing == 0 and set(room.returned) == {"pycuda"}
 
 
-def test_a_sibling_that_fails_to_give_back_does_not_fail_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sibling_that_fails_to_trim_partly_does_not_fail_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(SimulatedFramework):
-        def give_back(self, device: Device, needed: int) -> None:
+        def trim_partly(self, device: Device, needed: int) -> None:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     replaced(monkeypatch, torch=Broken)

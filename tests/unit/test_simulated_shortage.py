@@ -121,7 +121,7 @@ def test_the_fewest_blocks_that_serve_are_given_back(
     blocks = [framework.allocate(int(size * MIB) - KIB) for size in kept]
     for block in blocks:
         framework.free(block)
-    framework.give_back(gpu, needed * MIB)
+    framework.trim_partly(gpu, needed * MIB)
     assert framework.stats(gpu).held == sum(int(size * MIB) if size > 1 else 2 * MIB for size in stay)
 
 
@@ -131,5 +131,5 @@ def test_others_give_the_whole_cache(name: str) -> None:
     blocks = [framework.allocate(20 * MIB) for _ in range(2)]
     for block in blocks:
         framework.free(block)
-    framework.give_back(gpu, MIB)
+    framework.trim_partly(gpu, MIB)
     assert framework.stats(gpu).held == 0

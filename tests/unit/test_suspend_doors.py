@@ -44,7 +44,7 @@ BUDGET: dict[str, Any] = {
     "on_pressure": ["trim", "raise"],
 }
 METHODS = (
-    "usage", "trim", "give_back", "drift", "capturing", "resize", "apply", "state", "footprint", "contexts",
+    "usage", "trim", "trim_partly", "drift", "capturing", "resize", "apply", "state", "footprint", "contexts",
     "uncounted", "libraries", "record",
 )  # fmt: skip
 
@@ -211,7 +211,7 @@ def test_the_guard_itself_answers_or_refuses(guard: Guard) -> None:
             with pytest.raises(Suspended):
                 refused()  # type: ignore[operator]
         for framework in guard.frameworks.values():
-            framework._changed()
+            framework._check_drift_now()
     assert guard.sample().devices
 
 

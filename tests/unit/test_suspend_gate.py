@@ -22,7 +22,7 @@ import waiting
 
 from memguard._base.undo import Undo
 from memguard._devices import c_functions
-from memguard._frameworks.optional_modules import Entry, Gates, Kind, entries
+from memguard._frameworks.optional_modules import GatedFunction, Gates, KeptType, entries
 from memguard._node.suspend.gates import gate as gates
 from memguard.errors import Suspended
 
@@ -75,7 +75,7 @@ def framework() -> Iterator[Any]:
 METHODS = "Stream.synchronize Stream.current Stream.made Stream.done Stream.__bool__ Stream.inherited"
 
 
-def table(*waits: Entry, **more: Any) -> list[Gates]:
+def table(*waits: GatedFunction, **more: Any) -> list[Gates]:
     every = waits or entries(NAME, "crash", "cuCtxSynchronize", f"synchronize {METHODS}")
     return [Gates(NAME, every, **more)]
 
@@ -170,8 +170,11 @@ def test_nothing_of_a_framework_that_is_not_imported(framework: Any) -> None:
 
 
 def test_what_is_not_there_is_left_and_what_is_optional_is_not(framework: Any) -> None:
-    rows = (Entry(f"{NAME}:gone", "crash", ""), Entry(f"{NAME}:Stream.gone", "crash", "", optional=True))
-    gate = gates.close(given=table(*rows, left=("launches wait",)))
+    rows = (
+        GatedFunction(f"{NAME}:gone", "crash", ""),
+        GatedFunction(f"{NAME}:Stream.gone", "crash", "", optional=True),
+    )
+    gate = gates.close(given=table(*rows, not_gated=("launches wait",)))
     gate.open()
     assert gate.left == ("launches wait", f"{NAME}.gone: not in this version")
 
@@ -261,7 +264,7 @@ def test_an_object_lives_until_the_gate_opens(framework: Any) -> None:
     def local() -> tuple[Any, list[Any]]:
         one = Special()  # only in the frame of a function that runs
         reference = weakref.ref(one)
-        return gates.close(given=table(kept=(Kind(f"{NAME}:Stream", ""),))), [reference]
+        return gates.close(given=table(kept_alive=(KeptType(f"{NAME}:Stream", ""),))), [reference]
 
     stream, other = framework.Stream(), framework.Stream()
     gate, dead = local()
@@ -277,7 +280,7 @@ def test_an_object_lives_until_the_gate_opens(framework: Any) -> None:
 def test_only_objects_that_have_to_live(framework: Any) -> None:
     stream, other = framework.Stream(), framework.Stream()
     stream.on_gpu, other.on_gpu = True, False
-    gate = gates.close(given=table(kept=(Kind(f"{NAME}:Stream", "", lambda one: one.on_gpu),)))
+    gate = gates.close(given=table(kept_alive=(KeptType(f"{NAME}:Stream", "", lambda one: one.on_gpu),)))
     dead = weakref.ref(stream), weakref.ref(other)
     del stream, other
     gc.collect()

@@ -1,4 +1,4 @@
-"""JAX in the shared pool: its allocator `cuda_async`, on the device's default pool. Watched.
+"""JAX in the shared pool, through its allocator `cuda_async` on the device's default pool. Watched.
 
 Measured on an H200: JAX allocates from the default pool whichever pool is current, its fraction does not cap it there,
 and it sets that pool's release threshold to 0.
@@ -37,10 +37,10 @@ class PooledJAX(PooledWatched, JAX):
         """No limit stays."""
         return CapNotApplied(self.name, "its backend has started and stays on the default pool", "restart the process")
 
-    def _why_not(self, allocator: str) -> str | None:
+    def _why_uncapped(self, allocator: str) -> str | None:
         if allocator.strip().lower() in ("", self._allocator):
             return None
         return "does not draw from the default pool, which 'strategy: pool' shares"
 
     def _preallocate(self, own: Mapping[str, Any]) -> bool:
-        return False  # preallocation would take its part of the pool from the other frameworks
+        return False  # preallocated memory would be missing for the other frameworks

@@ -1,7 +1,8 @@
-"""PyCUDA in the shared pool: `mem_alloc`, `mem_alloc_pitch`, `gpuarray` and `DeviceMemoryPool`.
+"""PyCUDA in the shared pool, behind `mem_alloc`, `mem_alloc_pitch`, `gpuarray` and `DeviceMemoryPool`.
 
-They return a `PointerHolderBase` instead of a `DeviceAllocation`, which cannot be made from an address. PyCUDA accepts
-both in the same places, kernels included. Only in the primary context, to which the pool belongs.
+They return a `PointerHolderBase` instead of a `DeviceAllocation`, which cannot be created from an address. PyCUDA
+accepts both in the same places, kernels included. The pool belongs to the primary context, so allocations in other
+contexts bypass it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class PooledPyCUDA(PooledBlocks, PyCUDA):
     """PyCUDA's device allocations, in the shared pool."""
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
-        # Runs inside the import of pycuda.driver, as in the other adapter.
+        # This runs inside the import of pycuda.driver, as in the other adapter.
         drv: Any = sys.modules["pycuda.driver"]
         lacking = [name for name in ("PointerHolderBase", "DeviceMemoryPool", "MemoryError") if not hasattr(drv, name)]
         if lacking:
@@ -42,7 +43,7 @@ class PooledPyCUDA(PooledBlocks, PyCUDA):
             return raw_alloc(size) if found is None else found
 
         def allocate(pool: Any, size: int) -> Any:
-            # A user's pool allocates from the shared pool too.
+            # The user's pools also allocate from the shared pool.
             found = self._block(drv, kind, size) if replaced.active else None
             return raw_pool(pool, size) if found is None else found
 
@@ -81,13 +82,13 @@ class PooledPyCUDA(PooledBlocks, PyCUDA):
         self._pool_caps = {}
 
     def _block(self, drv: Any, kind: Any, size: int) -> Any:
-        """A block of the pool; None if PyCUDA must serve the request itself. PyCUDA's own MemoryError if there is no
-        room."""
+        """Allocate a block of the pool; None if PyCUDA must serve the request itself. Raises PyCUDA's own MemoryError
+        if there is no room."""
         if size <= 0 or current_context(drv) is None:
             return None
         blocks = self.shared_pool.blocks(self.name)
         if blocks is None:
-            self._say(
+            self._add_note(
                 "pycuda: it works in a CUDA context that is not the primary one: what it allocates there lies outside "
                 "the shared pool, and outside every cap"
             )
@@ -95,13 +96,13 @@ class PooledPyCUDA(PooledBlocks, PyCUDA):
         held = self._from_pool(blocks, size, lambda: None)
         if held is not None:
             return kind(held)
-        # Raised from a call: no frame keeps the error, and so the program's arrays, alive.
-        raise self._told(drv.MemoryError("out of memory: " + self._no_room(size)), size)
+        # A call creates the error, so that no frame keeps it, and through it the program's arrays, alive.
+        raise self._with_reported_refusal_here(drv.MemoryError("out of memory: " + self._no_room_text(size)), size)
 
 
 def _block_class(drv: Any) -> type:
     class PoolAllocation(drv.PointerHolderBase):  # type: ignore[misc]
-        """A block of memguard's shared pool, freed once, by `free` or when this object dies."""
+        """A block of memguard's shared pool, freed once: by `free` or at this object's end."""
 
         def __init__(self, held: Held) -> None:
             super().__init__()
@@ -112,7 +113,7 @@ def _block_class(drv: Any) -> type:
 
         @property
         def gpudata(self) -> int:
-            """The address that a kernel gets."""
+            """The address, as the argument of a kernel."""
             return self._address
 
         def __int__(self) -> int:

@@ -1,4 +1,4 @@
-"""TensorFlow in the shared pool: `cuda_malloc_async`, on the device's default pool. Watched.
+"""TensorFlow in the shared pool, through `cuda_malloc_async` on the device's default pool. Watched.
 
 Measured on an H200: TensorFlow allocates from the default pool whichever pool is current, its `memory_limit` does not
 cap it there (11,274 MiB were allocated under a limit of 4,096), and it sets that pool's release threshold to the limit.
@@ -35,7 +35,7 @@ class PooledTensorFlow(PooledWatched, TensorFlow):
         applied = super().apply(caps, options, undo)
         if applied.enforcement is Enforcement.ABSENT:
             return applied
-        undo.add(self.name, adapter.as_it_is(_VARIABLE))
+        undo.add(self.name, adapter.restorer(_VARIABLE))
         os.environ[_VARIABLE] = _WANTED
         note = "tensorflow: watched, not capped: it draws from the device's default pool, where its limit is none"
         return self._watched(applied, note, undo)
@@ -55,7 +55,7 @@ class PooledTensorFlow(PooledWatched, TensorFlow):
             )
 
     def _limited_allocator(self) -> None:
-        """Restore the shared pool's allocator, right before TensorFlow reads the variable."""
+        """Select the shared pool's allocator again, right before TensorFlow reads the variable."""
         value = os.environ.get(_VARIABLE, "")
         if self._gpus and value.strip().lower() != _WANTED and not self._started():
             os.environ[_VARIABLE] = _WANTED

@@ -181,9 +181,9 @@ class Watcher:
                 for part in self._parts:
                     with contextlib.suppress(Exception):  # it looks only whether something is left
                         adapter.trim(part.device)
-        for _, let_go in _asks("let_go"):
+        for _, free_caches in _asks("free_caches"):
             with contextlib.suppress(Exception):
-                let_go(sys.modules)
+                free_caches(sys.modules)
 
 
 def _asks(question: str) -> Iterator[tuple[str, Callable[[Mapping[str, Any]], Any]]]:

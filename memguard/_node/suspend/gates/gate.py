@@ -26,7 +26,7 @@ from typing import Any
 from memguard._base.logs import log as _log
 from memguard._base.undo import Undo
 from memguard._frameworks.import_hook import _Loader, enter, leave
-from memguard._frameworks.optional_modules import Entry, Gates, Touches
+from memguard._frameworks.optional_modules import GatedFunction, Gates, Touches
 from memguard._node.suspend.gates import native_threads
 from memguard._node.suspend.gates.keepalive import Kept
 from memguard._node.suspend.gates.replaced import holders, swap
@@ -74,7 +74,7 @@ class Gate:
         for table in chosen:
             if table.hook not in sys.modules:
                 continue
-            left += table.left
+            left += table.not_gated
             for entry in table.waits:
                 left += self._replace(entry, self._waits)
             for entry in table.later:
@@ -135,7 +135,7 @@ class Gate:
         finally:
             self._waiting.remove(door)
 
-    def _replace(self, entry: Entry, wrap: Callable[..., Callable[..., Any]]) -> list[str]:
+    def _replace(self, entry: GatedFunction, wrap: Callable[..., Callable[..., Any]]) -> list[str]:
         """Replace what the entry names. A sentence for each that stays as it was."""
         found = holders(entry.name, entry.but)
         if not found and not entry.optional:

@@ -57,7 +57,7 @@ class Arenas(Framework):
             try:
                 return ran(session, size)
             except arenas.Full as error:
-                self._refused(error, uuid, size)
+                self._report_refusal(error, uuid, size)
                 raise
 
         @functools.wraps(closed)
