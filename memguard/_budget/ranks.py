@@ -72,7 +72,7 @@ _SIZES = {
 which runs once, has it too."""
 
 
-class Rank(NamedTuple):
+class ProcessRank(NamedTuple):
     """This process's rank: local rank and local size, and the global ones if known."""
 
     launcher: str
@@ -107,7 +107,7 @@ class Sharing(NamedTuple):
 # this process's rank
 
 
-def of(environ: Mapping[str, str]) -> Rank | None:
+def of(environ: Mapping[str, str]) -> ProcessRank | None:
     """This process's rank; None if no launcher's variables mark it as a rank.
 
     Raises Unclear if a launcher sets a rank but no size, or an invalid value.
@@ -140,7 +140,7 @@ def of(environ: Mapping[str, str]) -> Rank | None:
                 "let the launcher set both, or remove them",
             )
         world = whole(environ.get(launcher.world))
-        return Rank(launcher.title, local, count, whole(environ.get(launcher.rank)), world)
+        return ProcessRank(launcher.title, local, count, whole(environ.get(launcher.rank)), world)
     if unknown is not None:
         raise Unclear(
             f"{unknown.local}={environ[unknown.local].strip()} says that this process is a rank, but "
@@ -266,7 +266,7 @@ def _cluster(text: str | None) -> int:
 # the GPU of each rank
 
 
-def sharing(rank: Rank | None, visible: int, environ: Mapping[str, str]) -> Sharing:
+def sharing(rank: ProcessRank | None, visible: int, environ: Mapping[str, str]) -> Sharing:
     """How the ranks of this node use its `visible` GPUs. Raises Unclear.
 
     Several GPUs: local rank r uses `cuda:{r % count}`, the usual convention. One GPU: all ranks share it, unless the
@@ -312,14 +312,14 @@ def _with_nccl_said(budget: "Budget", found: Sharing) -> Sharing:
     return found._replace(note=found.note + room)
 
 
-def declared(per_gpu: int, rank: Rank | None) -> Sharing:
+def declared(per_gpu: int, rank: ProcessRank | None) -> Sharing:
     """The declared sharing: `per_gpu` processes on each GPU, whatever the launcher."""
     several = rank is not None and (rank.world or rank.size) > 1
     who = "each rank has its GPU for itself" if per_gpu == 1 else f"{per_gpu} ranks share each GPU"
     return Sharing((per_gpu,), None, several and per_gpu == 1, f"ranks: {who}, as per_gpu says")
 
 
-def _slurm(rank: Rank, visible: int, environ: Mapping[str, str]) -> int | None:
+def _slurm(rank: ProcessRank, visible: int, environ: Mapping[str, str]) -> int | None:
     """The tasks that use one GPU, if srun bound them to GPUs and reports how; else None."""
     if rank.launcher != _SRUN.title:
         return None
@@ -332,7 +332,7 @@ def _slurm(rank: Rank, visible: int, environ: Mapping[str, str]) -> int | None:
     return rank.size if visible == on_node == 1 else None
 
 
-def _said(rank: Rank, counts: tuple[int, ...], own: int | None) -> Sharing:
+def _said(rank: ProcessRank, counts: tuple[int, ...], own: int | None) -> Sharing:
     found = Sharing(counts, own, (rank.world or rank.size) > 1 and max(counts) == 1)
     mine, where = found.on(own), "its GPU" if own is None else f"cuda:{own}"
     what = f"{where} is its own" if mine == 1 else f"it has 1/{mine} of {where}, which {mine} ranks share"

@@ -73,7 +73,7 @@ def driver() -> libcuda.DriverAPI:
 @functools.cache
 def _watch_forks() -> None:
     """Register the fork hook once per process: a forked child drops its parent's CUDA state."""
-    life.at_fork(life.Rank.CUDA, child=_forked)
+    life.at_fork(life.HookOrder.CUDA, child=_forked)
 
 
 def _forked() -> None:

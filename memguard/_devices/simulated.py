@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memguard._base.framework_spec import DOORS
-from memguard._base.locks import Rank, ranked
+from memguard._base.locks import LockOrder, ordered
 from memguard._base.types import Device, MemoryInfo
 from memguard._base.units import MIB, format_size
 from memguard._devices import catalog
@@ -74,7 +74,7 @@ class SimulatedHost:
         self.names = tuple(catalog.canonical(name) if isinstance(name, str) else name.name for name in names)
         kinds = [kind for name in names for kind in (catalog.models(name) if isinstance(name, str) else (name,))]
         # Re-entrant: a signal handler or a finalizer may interrupt a call.
-        self.lock: Any = ranked(threading.RLock(), Rank.ALLOCATOR)
+        self.lock: Any = ordered(threading.RLock(), LockOrder.ALLOCATOR)
         """One lock for the machine and its simulated frameworks: signal handlers would take two locks in any order."""
         self._states: dict[str, _State] = {}
         for index, kind in enumerate(kinds):

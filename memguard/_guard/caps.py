@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from memguard._base.locks import InterruptSafeLock, Rank, Turn, ranked
+from memguard._base.locks import InterruptSafeLock, LockOrder, Turn, ordered
 from memguard._base.logs import log as _log
 from memguard._base.types import (
     Device,
@@ -128,9 +128,9 @@ class CapTable:
         return replace(self.plan, devices=found) if found else self.plan
 
     def _make_locks(self) -> None:
-        self.lock: InterruptSafeLock = ranked(InterruptSafeLock(), Rank.GUARD)
+        self.lock: InterruptSafeLock = ordered(InterruptSafeLock(), LockOrder.GUARD)
         self.turn = Turn(self.lock)
-        self.noting = Turn(rank=Rank.DRIFT)
+        self.noting = Turn(order=LockOrder.DRIFT)
         """The lock for recording drift. Its owner never waits for anything."""
 
     def forked(self) -> None:

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
 from memguard._base.framework_spec import KERNELS, SECOND_CONTEXT
-from memguard._base.locks import Rank, Turn, interrupting
+from memguard._base.locks import LockOrder, Turn, interrupting
 from memguard._base.specs import setting
 from memguard._base.types import (
     Device,
@@ -66,7 +66,7 @@ class LedgerReader:
     def __init__(self, host: Host, unnamed: Sequence[str], warn: Callable[[str], None]) -> None:
         self.host, self._unnamed, self._warn = host, unnamed, warn
         self.shared_pool: SharedPool | None = None
-        self._turn = Turn(rank=Rank.READER)
+        self._turn = Turn(order=LockOrder.READER)
         self._created: dict[str, Framework] = {}
         self._overhead: dict[str, Overhead] = {}
         self._latest: dict[str, Mapping[str, Usage | None]] = {}  # the usages of the last reading of each GPU
@@ -92,7 +92,7 @@ class LedgerReader:
 
     def forked(self) -> None:
         """In a forked child, replace the lock: another thread of the parent may have held it."""
-        self._turn = Turn(rank=Rank.READER)
+        self._turn = Turn(order=LockOrder.READER)
 
     def wait(self, seconds: float) -> bool:
         """Wait for readings in progress. Whether they end within `seconds`."""

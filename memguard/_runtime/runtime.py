@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args
 
 from memguard._base import life
 from memguard._base.advice import Advice
-from memguard._base.locks import InterruptSafeLock, Rank, free, ranked
+from memguard._base.locks import InterruptSafeLock, LockOrder, free, ordered
 from memguard._base.logs import is_heard
 from memguard._base.logs import log as _log
 from memguard._devices import suspension
@@ -148,7 +148,7 @@ class Runtime:
     """The budget of one process. Changes hold `lock`; readers of `state` take no lock."""
 
     def __init__(self) -> None:
-        self.lock: InterruptSafeLock = ranked(InterruptSafeLock(), Rank.RUNTIME)
+        self.lock: InterruptSafeLock = ordered(InterruptSafeLock(), LockOrder.RUNTIME)
         self.extensions: Mapping[str, str] = {}
         """The factories of extensions by section of the budget. See `extensions.load`."""
         self.simulated_by_default: Sequence[str] | None = None
@@ -492,7 +492,7 @@ class Runtime:
 
     def forked(self) -> None:
         """Reset a forked child: no budget, and a new lock, because the inherited one may be held for ever."""
-        self.lock, self.claiming, self.applying = ranked(InterruptSafeLock(), Rank.RUNTIME), False, False
+        self.lock, self.claiming, self.applying = ordered(InterruptSafeLock(), LockOrder.RUNTIME), False, False
         self.claimed.clear()
         watches.clear()  # callbacks may depend on threads of the parent
         before = self.session
@@ -565,4 +565,4 @@ def open_host(simulate: str | Sequence[str] | None) -> Host:
 
 
 this = Runtime()
-life.at_fork(life.Rank.BUDGET, child=this.forked)
+life.at_fork(life.HookOrder.BUDGET, child=this.forked)

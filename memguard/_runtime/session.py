@@ -138,7 +138,7 @@ class Session:
             if monitor is not None or self.extensions:
                 # Also at interpreter exit: no thread may read frameworks that are shutting down.
                 self.undo.add("monitor", lambda: life.not_at_exit(self._at_exit))
-                life.at_exit(life.Rank.BUDGET, self._at_exit)
+                life.at_exit(life.HookOrder.BUDGET, self._at_exit)
             if monitor is not None:
                 monitor.start()
             elif watches:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from memguard._base.locks import Rank, Turn, awaiting
+from memguard._base.locks import LockOrder, Turn, awaiting
 from memguard._base.types import Event, Plan, Sample
 from memguard._base.units import KIB, MIB, format_size
 from memguard._timeline import files
@@ -69,7 +69,7 @@ class Writer:
     ) -> None:
         self._pid = os.getpid()
         self.path = files.expand(path, self._pid, rank)
-        self._say, self._clock, self._turn = say, clock, Turn(rank=Rank.TIMELINE)
+        self._say, self._clock, self._turn = say, clock, Turn(order=LockOrder.TIMELINE)
         self._waiting: deque[Callable[[], object]] = deque()  # records that arrived during another write
         self._begun = False
         self._over = False  # closed; the lock's holder closes the file if `close` cannot

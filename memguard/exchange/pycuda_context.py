@@ -104,7 +104,7 @@ class pycuda_context:  # noqa: N801 (a context manager that is entered by its na
 @functools.cache
 def _close_at_exit() -> None:
     """Once. PyCUDA's own modules pop at exit too. A pop takes whatever is on top, so only the number of pops counts."""
-    life.at_exit(life.Rank.PYCUDA, _close_here)
+    life.at_exit(life.HookOrder.PYCUDA, _close_here)
 
 
 def _close_here() -> None:

@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from memguard._base.locks import Rank, ranked
+from memguard._base.locks import LockOrder, ordered
 from memguard._base.types import Applied, Device, Drift, Enforcement, Shortage, Usage, usage_of
 from memguard._base.units import GRANULE, round_up
 from memguard._devices import contexts
@@ -293,7 +293,7 @@ class CuPy(Limits, resource.RmmClient):
         return {"allocator": "rmm" if self._rmm is not None else type(self._asked(cupy)).__name__}
 
     def forked(self) -> None:
-        self._lock, self._caps, self._limited = ranked(threading.RLock(), Rank.ALLOCATOR), {}, {}
+        self._lock, self._caps, self._limited = ordered(threading.RLock(), LockOrder.ALLOCATOR), {}, {}
         self._blocks = blocks.Blocks()
 
     def _capped(self, cupy: Any, pool: Any) -> Callable[[int], Any]:

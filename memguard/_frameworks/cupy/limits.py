@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from memguard._base.locks import Rank, ranked
+from memguard._base.locks import LockOrder, ordered
 from memguard._base.units import MIB, format_size
 from memguard._devices import contexts
 from memguard._frameworks.base import Framework
@@ -26,7 +26,7 @@ class Limits(Framework):
 
     def __init__(self, host: Any) -> None:
         super().__init__(host)
-        self._lock: Any = ranked(threading.RLock(), Rank.ALLOCATOR)
+        self._lock: Any = ordered(threading.RLock(), LockOrder.ALLOCATOR)
         self._caps: dict[str, int] = {}
         self._limited: dict[int, tuple[int, int]] = {}  # by ordinal: the pool's own limit before, and the limit set
         self._pieces: dict[int, Pieces] = {}

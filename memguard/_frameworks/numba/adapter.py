@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from memguard._base.locks import Rank, ranked
+from memguard._base.locks import LockOrder, ordered
 from memguard._base.logs import log as _log
 from memguard._base.types import Applied, Device, Drift, Enforcement, Usage, usage_of
 from memguard._base.units import round_up
@@ -223,7 +223,7 @@ class Numba(resource.RmmClient):
         self._manager.pooling = False
         for bank in self._manager.banks.values():
             # Another thread of the parent may have held the old lock.
-            bank.lock = ranked(threading.RLock(), Rank.ALLOCATOR)
+            bank.lock = ordered(threading.RLock(), LockOrder.ALLOCATOR)
 
     def room_for(self, error: BaseException, uuid: str, size: int) -> bool:
         """Whether room was made for a failed request. Callers have released the count's lock."""

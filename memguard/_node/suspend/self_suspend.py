@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Protocol
 
 from memguard._base import life
-from memguard._base.locks import Rank, Turn
+from memguard._base.locks import LockOrder, Turn
 from memguard._base.logs import log as _log
 from memguard._base.types import Event
 from memguard._base.undo import Undo
@@ -81,7 +81,7 @@ class _Own:
         suspension.catch_up()
 
 
-_turn = Turn(rank=Rank.SUSPENSION)
+_turn = Turn(order=LockOrder.SUSPENSION)
 """Of the thread that takes the process off its GPUs, or brings it back."""
 _BUSY = "another call takes this process off its GPUs, or brings it back"
 _now: _Own | None = None
@@ -343,13 +343,13 @@ def _refuse_here() -> None:
 
 @functools.cache
 def _watch_forks() -> None:
-    life.at_fork(life.Rank.SUSPENSION, child=_forked)
+    life.at_fork(life.HookOrder.SUSPENSION, child=_forked)
 
 
 def _forked() -> None:
     """A forked child has no CUDA: it is not suspended, and waits at no gate."""
     global _now, _turn
-    own, _now, _turn = _now, None, Turn(rank=Rank.SUSPENSION)
+    own, _now, _turn = _now, None, Turn(order=LockOrder.SUSPENSION)
     suspension.forked()
     at_exit.dismiss()
     if own is not None:

@@ -71,7 +71,7 @@ class _Beginning:
         except RuntimeError as error:  # no more threads, or the interpreter ends
             _say(f"nothing is recorded: {error}")
         else:
-            life.at_exit(life.Rank.RECORDER, self.end)
+            life.at_exit(life.HookOrder.RECORDER, self.end)
 
     def begin(self) -> None:
         """Begin once a framework is there: this thread must not import beside its import."""
@@ -136,12 +136,12 @@ class Recorder:
 
     def start(self) -> None:
         self._writer.begin()
-        life.at_fork(life.Rank.RECORDER, child=self._forked)
+        life.at_fork(life.HookOrder.RECORDER, child=self._forked)
         with contextlib.suppress(Exception):  # the first sample imports much; the monitor would wait long after it
             self.record(self.take(), [])
         self._monitor.start()
         life.at_main_thread_end(self._last)
-        life.at_exit(life.Rank.RECORDER, self.stop)
+        life.at_exit(life.HookOrder.RECORDER, self.stop)
 
     def stop(self) -> None:
         """Ends the thread first: it must not look at frameworks that are being torn down."""

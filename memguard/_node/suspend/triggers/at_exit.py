@@ -62,7 +62,7 @@ def _register(pid: int) -> None:
     first: Callable[[Any], None] | None = getattr(threading, "_register_atexit", None)
     if first is not None:
         first(_at_exit)
-    life.at_exit(life.Rank.SUSPENSION, _at_exit)
+    life.at_exit(life.HookOrder.SUSPENSION, _at_exit)
 
 
 def _at_exit() -> None:

@@ -191,8 +191,8 @@ def _leave() -> Suspension:
 
 @functools.cache
 def _prepare() -> None:
-    life.at_exit(life.Rank.TOLD, _end)
-    life.at_fork(life.Rank.TOLD, child=_end)
+    life.at_exit(life.HookOrder.ENDPOINTS, _end)
+    life.at_fork(life.HookOrder.ENDPOINTS, child=_end)
 
 
 def _end() -> None:

@@ -184,8 +184,8 @@ def _say(text: str) -> None:
 @functools.cache
 def _prepare(pid: int) -> None:
     """Once in a process."""
-    life.at_exit(life.Rank.IDLE, end)
-    life.at_fork(life.Rank.IDLE, child=_forked)
+    life.at_exit(life.HookOrder.IDLE_WATCHER, end)
+    life.at_fork(life.HookOrder.IDLE_WATCHER, child=_forked)
 
 
 def _forked() -> None:
