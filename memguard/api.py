@@ -23,7 +23,7 @@ EXTENSIONS = {
     "device.lease": "memguard._node.leases.extension:Leases",
     "device.on_wait: suspend-idle": "memguard._node.suspend.triggers.making_room:SuspendsIdle",
     "metrics": "memguard._node.metrics:Metrics",
-    "monitor.timeline": "memguard._runtime.beside:Timeline",
+    "monitor.timeline": "memguard._runtime.timeline_extras:Timeline",
     "monitor.top": "memguard._node.top.server:Top",
     "suspend.when_idle": "memguard._node.suspend.triggers.when_idle:WhenIdle",
     "suspend": "memguard._node.suspend.triggers.listener:Reachable",

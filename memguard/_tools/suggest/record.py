@@ -115,9 +115,9 @@ class Recorder:
         from memguard._base.types import DevicePlan, Plan
         from memguard._budget.ranks import rank_of
         from memguard._ledger.reader import LedgerReader
-        from memguard._runtime.beside import Peaks
         from memguard._runtime.pressure import Settings
         from memguard._runtime.sampler import Monitor
+        from memguard._runtime.timeline_extras import Peaks
         from memguard._timeline import Writer
 
         # All of it is reserve: there are no caps, and overhead of any size is no matter for a warning.

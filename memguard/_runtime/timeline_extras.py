@@ -47,7 +47,7 @@ class Timeline(Extension):
     """The timeline file of `monitor: {timeline: ...}`. The session writes samples, events and refusals into it."""
 
     before_monitor = True
-    beside: Beside | None = None
+    extras: TimelineExtras | None = None
 
     def prepare(self, session: Context, before: Context | None) -> None:
         """Raise TimelineError if the file cannot be begun after the end of `before`, which may use the same file."""
@@ -59,22 +59,22 @@ class Timeline(Extension):
         writer, monitor = session.writer or _writer(session), session.monitor
         assert monitor is not None
         session.begin_timeline(writer)
-        self.beside = Beside(session.guard, monitor, writer, session.undo)
+        self.extras = TimelineExtras(session.guard, monitor, writer, session.undo)
 
     def tick(self, reading: Sample) -> None:
-        if reading.devices and self.beside is not None:
-            self.beside.sampled()
+        if reading.devices and self.extras is not None:
+            self.extras.sampled()
 
     def finished(self, report: WorkloadReport, seconds: float, failed: str | None) -> None:
-        if self.beside is not None:
-            self.beside.finished(report, seconds, failed)
+        if self.extras is not None:
+            self.extras.finished(report, seconds, failed)
 
     def forked(self) -> None:
-        self.beside = None
+        self.extras = None
 
     def at_exit(self) -> None:
-        if self.beside is not None:
-            self.beside.at_exit()
+        if self.extras is not None:
+            self.extras.at_exit()
 
 
 def _writer(session: Context) -> Writer:
@@ -185,7 +185,7 @@ class Spans:
         return [found._replace(bytes=row.peak or None, times=row.count if row.count > 1 else None)]
 
 
-class Beside:
+class TimelineExtras:
     """Writes the timeline extras of one budget. Never raises in the program: it omits figures that it cannot read."""
 
     def __init__(self, guard: Guard, monitor: Monitor, writer: Writer, undo: Undo) -> None:
