@@ -336,7 +336,7 @@ def relax() -> bool:
     return cuda is not None and cuda.cuThreadExchangeStreamCaptureMode(c_int(_RELAXED)) == 0
 
 
-class beside_captures:  # noqa: N801 (a context manager)
+class capture_safe:  # noqa: N801 (a context manager)
     """In this block, this thread's calls that free memory do not break another thread's CUDA graph capture.
 
     `cuThreadExchangeStreamCaptureMode`. Measured: freeing CuPy's blocks from another thread invalidates a torch capture

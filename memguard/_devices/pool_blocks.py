@@ -87,7 +87,7 @@ class PoolBlocks:
         if self._cap is not None and (claim := self._cap.take(size)) is None:
             return None
         try:
-            with contexts.entered(self.context), contexts.beside_captures():
+            with contexts.entered(self.context), contexts.capture_safe():
                 stream = self._stream()
                 code = cuda.cuMemAllocFromPoolAsync(found, size, self._pool.handle, stream)
                 if code == _OUT_OF_MEMORY:
@@ -117,7 +117,7 @@ class PoolBlocks:
         """Wait until the freed blocks are idle in the pool, so that a trim can release them."""
         self._settle()
         if self.context in _streams:
-            with contexts.entered(self.context), contexts.beside_captures():
+            with contexts.entered(self.context), contexts.capture_safe():
                 contexts.driver().cuStreamSynchronize(_streams[self.context])
 
     def _settle(self) -> None:
@@ -140,7 +140,7 @@ class PoolBlocks:
                 raise
 
     def _free(self, cuda: DriverAPI, held: Held) -> None:
-        with contexts.entered(self.context), contexts.beside_captures():
+        with contexts.entered(self.context), contexts.capture_safe():
             stream = self._stream()
             with streams.Mark(self._ordinal, None) as mark:
                 mark.before(stream)

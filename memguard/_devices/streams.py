@@ -71,7 +71,7 @@ class Mark:
         """Whether all of the work is done. Never waits, and breaks no CUDA graph capture."""
         if not self._event:
             return True
-        with contexts.beside_captures():
+        with contexts.capture_safe():
             return self._over()
 
     def before(self, stream: int) -> None:
@@ -84,7 +84,7 @@ class Mark:
     def wait(self) -> None:
         """Make the host wait for the work, without the GIL. Breaks no CUDA graph capture."""
         if self._event:
-            with contexts.beside_captures():
+            with contexts.capture_safe():
                 event = self._event
                 if not self._over() and event:
                     self._succeeded("cuEventSynchronize", self._cuda.cuEventSynchronize(event))
@@ -196,7 +196,7 @@ def quiet(ordinal: int, stream: int | None, other: int | None, inside: bool = Fa
     else:
         code, call = 0, "cuStreamQuery"
     if not code:
-        mode = c_int(_RELAXED)  # as `contexts.beside_captures`: CUDA stores the former mode here
+        mode = c_int(_RELAXED)  # as `contexts.capture_safe`: CUDA stores the former mode here
         try:
             cuda.cuThreadExchangeStreamCaptureMode(mode)
             if stream is None:
@@ -245,7 +245,7 @@ def idle(ordinal: int, stream: int, context: int | None = None) -> bool:
     cuda, of = contexts.driver(), contexts.primary(ordinal) if context is None else context
     if not of:
         return True  # no context, hence no work on the GPU
-    with contexts.entered(of), contexts.beside_captures():
+    with contexts.entered(of), contexts.capture_safe():
         code = cuda.cuStreamQuery(stream)
     if code != _NOT_READY:
         _check("cuStreamQuery", code)

@@ -240,7 +240,7 @@ class ElasticCaps:
         if names and (why := self.why_trim_forbidden()):
             _log.info("%s: nothing is trimmed", why.text)
             return
-        with contexts.beside_captures():
+        with contexts.capture_safe():
             for name in names:
                 self._allocator(name).trim(device)
                 self.trims[name, device.uuid] += 1

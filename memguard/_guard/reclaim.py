@@ -216,7 +216,7 @@ class Reclaimer:
         """Trim one sibling by `size` bytes. Returns the measured decrease of this process's memory."""
         before = self.available(device)
         try:
-            with contexts.beside_captures():
+            with contexts.capture_safe():
                 self._caps.allocators[name].give_back(device, size)
         except Exception as error:  # a sibling's error must not replace the requester's
             _log.debug("%s: nothing was given back: %s", name, str(error))

@@ -875,7 +875,7 @@ def test_what_a_refused_request_gives_back_ends_no_capture_of_another_thread(
         yield
         inside.pop()
 
-    monkeypatch.setattr(contexts, "beside_captures", beside)
+    monkeypatch.setattr(contexts, "capture_safe", beside)
     free = setting.driver.driver.cuMemFree
     monkeypatch.setattr(setting.driver.driver, "cuMemFree", lambda at: (seen.append(bool(inside)), free(at))[1])
     arrays = [setting.cuda.device_array(16 * MIB) for _ in range(4)]

@@ -44,7 +44,7 @@ def test_without_libcuda_nothing_is_done(no_library: list[tuple[str, int]]) -> N
     with contexts.pushed(0) as there:
         assert there is False
     ran = []
-    with contexts.beside_captures():
+    with contexts.capture_safe():
         ran.append("inside")
     assert ran == ["inside"] and set(no_library) == {("libcuda.so.1", os.RTLD_NOLOAD)}, (
         "the library is looked for, and never loaded"
@@ -52,7 +52,7 @@ def test_without_libcuda_nothing_is_done(no_library: list[tuple[str, int]]) -> N
 
 
 def test_an_error_in_a_block_comes_out_unchanged(no_library: list[tuple[str, int]]) -> None:
-    for block in (lambda: contexts.pushed(0), contexts.beside_captures):
+    for block in (lambda: contexts.pushed(0), contexts.capture_safe):
         with pytest.raises(ZeroDivisionError), block():
             raise ZeroDivisionError
 
@@ -318,7 +318,7 @@ def test_captures_of_other_threads_are_left_alone_for_the_block(
     driver = library()
     driver.mode = before
     try:
-        with contexts.beside_captures():
+        with contexts.capture_safe():
             assert driver.mode == 2, "relaxed"
             if raises:
                 raise ZeroDivisionError
@@ -330,7 +330,7 @@ def test_captures_of_other_threads_are_left_alone_for_the_block(
 @pytest.mark.parametrize("settings", [{"initialised": False}, {"fails": "cuThreadExchangeStreamCaptureMode"}])
 def test_an_unchanged_capture_mode_is_not_put_back(library: Callable[..., LibCUDA], settings: dict[str, Any]) -> None:
     driver = library(**settings)
-    with contexts.beside_captures():
+    with contexts.capture_safe():
         driver.fails = ""
     assert driver.done == [] and driver.mode == 0
 

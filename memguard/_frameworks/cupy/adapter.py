@@ -175,14 +175,14 @@ class CuPy(Limits, resource.RmmClient):
         if ordinal is None:
             return
         if self._rmm is None and not self._former:
-            with contexts.beside_captures(), contexts.pushed(ordinal) as there:
+            with contexts.capture_safe(), contexts.pushed(ordinal) as there:
                 pool = self._asked(cupy) if there else None
                 if isinstance(pool, cupy.cuda.MemoryAsyncPool):
                     if self._trim_to(cupy, pool, ordinal, needed):
                         return
                 elif pool is not None and self._blocks.free(pool, ordinal, needed):
                     return
-        with contexts.beside_captures():
+        with contexts.capture_safe():
             self.trim(device)
 
     def _trim_to(self, cupy: Any, pool: Any, ordinal: int, needed: int) -> bool:

@@ -105,7 +105,7 @@ class Limits(Framework):
         idle = bool(self._former) and not self.capturing()  # freeing memory would break the capture
         for pool, limited in self._former:
             if idle:
-                with contexts.beside_captures():
+                with contexts.capture_safe():
                     self._on(ordinal, lambda pool: pool.free_all_blocks(), pool)
             total = self._on(ordinal, lambda pool: int(pool.total_bytes()), pool) or 0
             if total or ordinal in limited:

@@ -247,7 +247,7 @@ class Numba(resource.RmmClient):
 def _give_back(banks: Mapping[str, Bank]) -> None:
     """Free every pooled block. Never raises: a block that the driver cannot free stays allocated."""
     for bank in list(banks.values()):
-        with bank.lock, contexts.beside_captures():
+        with bank.lock, contexts.capture_safe():
             for manager in bank.all():
                 try:
                     manager.drain()

@@ -109,7 +109,7 @@ def capped(driver: Any) -> type:
             if cap is not None and self.pool.idle and self._from_pool(self.pool.take, memory, size, cap):
                 return
             if not self._from_driver(memory, size, cap):
-                with contexts.beside_captures():
+                with contexts.capture_safe():
                     self._after_making_room(memory, size, cap)
 
         def _from_pool(self, take: Callable[[int, Taker], Block | None], memory: Taker, size: int, cap: int) -> bool:
@@ -345,7 +345,7 @@ def _record() -> Sequence[Mark] | None:
         if len(there) == 1 and default_alone() and _at_rest(there[0]):
             return ()
         places = [(int(context.device.id), handle_of(context)) for context in there]
-        with contexts.beside_captures():
+        with contexts.capture_safe():
             if any(streams.awaits_capture(handle) for _, handle in places):
                 return None
             made.extend(ended.under_way())

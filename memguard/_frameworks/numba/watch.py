@@ -150,7 +150,7 @@ class Ended:
             if self._lives[context] == life:  # else the handle is of a destroyed stream: the driver would crash
                 if len(self.marks) > self._most:
                     self._most = max(_MOST_ENDED, 2 * len(self.under_way()))
-                with contexts.beside_captures():
+                with contexts.capture_safe():
                     self.marks.append(self.Kept(streams.Mark(ordinal, handle, context), context))
 
         return mark
