@@ -396,7 +396,7 @@ class Admission:
             return verdict
         in_use = policy.in_use(usages.get(name)) or 0
         others = max((policy.in_use(usages.get(allocator)) or 0) - in_use, 0)
-        return verdict._replace(refusal=verdict.refusal.beside(others, shared_pool.note_on(part, name, others)))
+        return verdict._replace(refusal=verdict.refusal.for_client(others, shared_pool.note_on(part, name, others)))
 
     def _within_min(self, asked: Asked, part: DevicePlan, own: Usage | None) -> bool:
         """Whether the request stays within the allocator's min, or its cap if fixed: guaranteed against siblings."""

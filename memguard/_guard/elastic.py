@@ -187,7 +187,7 @@ class ElasticCaps:
             part
             for part in self._caps.plan.devices
             if allocator_of(part, framework) == framework and sets and not entry.drift
-            if round_down(size) > max(part.caps[framework], policy.left_beside(part, framework, self._held(part)))
+            if round_down(size) > max(part.caps[framework], policy.highest_cap(part, framework, self._held(part)))
         ]
         for last in (False, True):  # dry run first: no GPU changes if the cap does not fit on another
             act = last and not self.why_trim_forbidden()

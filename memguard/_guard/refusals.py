@@ -83,7 +83,7 @@ def most(part: DevicePlan, framework: str) -> int:
     """The highest possible cap on one GPU, in bytes: the framework's max, or less if siblings' minima need the room."""
     if framework not in part.elastic:
         return part.caps[framework]
-    return min(part.elastic[framework][1], policy.beside_minima(part, framework))
+    return min(part.elastic[framework][1], policy.guaranteed_cap(part, framework))
 
 
 def no_room(framework: str, look: Look) -> Room | None:
