@@ -40,7 +40,7 @@ LIBRARIES: Mapping[str, str] = MappingProxyType(
 """Libraries whose first use allocates GPU memory, each with the prefix of its file name. cuDNN is listed by the parts
 that it loads at first use, because an import already loads `libcudnn.so`."""
 KERNELS = "kernels"
-DOORS: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
+ENTRY_POINTS: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
     {
         "cublas": ("libcublas.so", ("cublasCreate_v2",)),
         "cudnn": ("libcudnn_graph.so", ("cudnnCreate",)),

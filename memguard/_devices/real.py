@@ -121,12 +121,12 @@ class RealHost:
     def libraries(self) -> frozenset[str]:
         from memguard._devices import loaded_libraries  # imported by the first reading, so that init stays fast
 
-        return loaded_libraries.doors.libraries()
+        return loaded_libraries.entry_detector.libraries()
 
     def entries(self, mark: bool = True) -> frozenset[tuple[str, int]]:
         from memguard._devices import loaded_libraries
 
-        return loaded_libraries.doors.entries(mark)
+        return loaded_libraries.entry_detector.entries(mark)
 
     def multiprocessors(self, uuid: str) -> int | None:
         """The driver's count of multiprocessors, to check a framework's count; None if CUDA cannot be read."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from memguard._base.framework_spec import DOORS
+from memguard._base.framework_spec import ENTRY_POINTS
 from memguard._base.locks import LockOrder, ordered
 from memguard._base.types import Device, MemoryInfo
 from memguard._base.units import MIB, format_size
@@ -128,10 +128,10 @@ class SimulatedHost:
         """Empty until the first `enter`, as on a machine where no library is observable."""
         return frozenset(self._entries.items())
 
-    def enter(self, *doors: str) -> None:
-        """Run the entry functions of these `DOORS` on a thread of this process."""
+    def enter(self, *libraries: str) -> None:
+        """Run the entry functions of these `ENTRY_POINTS` on a thread of this process."""
         with self.lock:
-            self._entries = {name: self._entries.get(name, 0) + (name in doors) for name in DOORS}
+            self._entries = {name: self._entries.get(name, 0) + (name in libraries) for name in ENTRY_POINTS}
 
     def multiprocessors(self, uuid: str) -> int | None:
         return self._states[uuid].model.multiprocessors if uuid in self._states else None
