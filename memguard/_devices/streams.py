@@ -130,7 +130,7 @@ def follow(ordinal: int, first: int | None, then: int | None, context: int | Non
     """
     if first is not None and then is not None and (first or LEGACY) == (then or LEGACY):  # 0 and 1 are the same stream
         return
-    found = quiet(ordinal, first, then) if context is None else None
+    found = quick_idle(ordinal, first, then) if context is None else None
     if found:
         return
     captured = found is None and first is not None and capturing(ordinal, first)
@@ -162,7 +162,7 @@ def follow_default(ordinal: int, then: int, context: int | None = None) -> None:
             mark.before(then)
 
 
-def quiet(ordinal: int, stream: int | None, other: int | None, inside: bool = False) -> bool | None:
+def quick_idle(ordinal: int, stream: int | None, other: int | None, inside: bool = False) -> bool | None:
     """Whether a stream of the GPU's primary context has all work done; without a stream, the whole context.
 
     None if callers must use the slower calls below: the stream or `other` may be capturing a CUDA graph, or there is no
@@ -176,7 +176,7 @@ def quiet(ordinal: int, stream: int | None, other: int | None, inside: bool = Fa
         here = c_void_p()
         if cuda.cuCtxGetCurrent(here) or here.value != context:
             with contexts.entered(context):
-                return quiet(ordinal, stream, other, True)
+                return quick_idle(ordinal, stream, other, True)
     status = c_int()
     for asked in (stream, other):
         if asked is None:

@@ -33,7 +33,7 @@ _MOST = 60.0
 _BEGIN = 0.2
 """Seconds that `stop` waits for a thread that may never begin, because its `start` was interrupted."""
 _LOOK = 0.005
-"""Seconds between two polls of `quiet` for the end of the current sample."""
+"""Seconds between two polls of `wait_for_sample` for the end of the current sample."""
 JOIN = 2.0
 """Seconds that `stop` waits for a sample that hangs in the driver. The thread ends by itself once the call returns."""
 
@@ -157,14 +157,14 @@ class Monitor:
             thread.join(JOIN)
 
     def pause(self, seconds: float) -> bool:
-        """Take no sample until `go_on`. False if the current sample has not ended within `seconds`.
+        """Take no sample until `resume`. False if the current sample has not ended within `seconds`.
 
         Does not wait if a callback calls it on the monitor's thread.
         """
         self._paused = True
-        return self.quiet(seconds)
+        return self.wait_for_sample(seconds)
 
-    def quiet(self, seconds: float) -> bool:
+    def wait_for_sample(self, seconds: float) -> bool:
         """Wait for at most `seconds` until the current sample has ended. Returns whether it has.
 
         Does not wait if a callback calls it on the monitor's thread.
@@ -178,7 +178,7 @@ class Monitor:
             time.sleep(_LOOK)
         return True
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Resume sampling after `pause`."""
         self._paused = False
 

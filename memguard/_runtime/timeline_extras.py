@@ -229,7 +229,7 @@ class TimelineExtras:
         if sys.is_finalizing() or self._pid != os.getpid():  # in a forked child, inherited locks may be held for ever
             return False
         self._write_spans(everything=True)
-        if not self._monitor.quiet(_HANGS):
+        if not self._monitor.wait_for_sample(_HANGS):
             return False
         guard, writer = self._guard, self._writer
         try:

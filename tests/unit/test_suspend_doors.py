@@ -500,16 +500,16 @@ def test_a_view_that_dies_just_then_keeps_its_memory_too(
     ends: list[str] = []
     view = View(driver.alloc(1024), (1024,), (1,), "uint8", 0)
     lifetime: Any = lifetimes.begin(Offer("torch", view, Owner(ends)), "cupy", driver.stream())
-    quiet = lifetimes.streams.quiet
+    quiet = lifetimes.streams.quick_idle
 
     def leaves(*args: Any) -> Any:
         off()
         raise suspension.refused("CUDA")
 
-    monkeypatch.setattr(lifetimes.streams, "quiet", leaves)
+    monkeypatch.setattr(lifetimes.streams, "quick_idle", leaves)
     del lifetime
     assert ends == []
-    monkeypatch.setattr(lifetimes.streams, "quiet", quiet)
+    monkeypatch.setattr(lifetimes.streams, "quick_idle", quiet)
     on()
     until = time.monotonic() + 5
     while not ends and time.monotonic() < until:

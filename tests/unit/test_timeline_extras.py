@@ -46,7 +46,7 @@ def begin(folder: Path, interval: str = "1h") -> SimulatedFramework:
     running = api.current_session().monitor
     assert running is not None
     until(lambda: running.last(60))
-    assert running.quiet(5)
+    assert running.wait_for_sample(5)
     return torch
 
 

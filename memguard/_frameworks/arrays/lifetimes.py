@@ -193,7 +193,7 @@ def _running_work(offer: Offer, stream: int | None, context: int | None = None) 
     try:
         if stream is not None and mine is not None and (stream or LEGACY) == (mine or LEGACY):
             return None  # one stream: the producer's next work follows the consumer's
-        if context is None and streams.quiet(device, stream, mine):
+        if context is None and streams.quick_idle(device, stream, mine):
             return None
         if any(known is not None and streams.capturing(device, known) for known in (stream, mine)):
             return None  # a captured stream may not wait; the owner of the graph keeps its captured memory

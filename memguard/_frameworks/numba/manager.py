@@ -361,4 +361,4 @@ def _at_rest(context: Any) -> bool:
     """Whether all work of a context's legacy default stream is done; False unless it is the cached primary context.
     Raises DeviceError if the query would break a capture, or CUDA refuses."""
     ordinal = int(context.device.id)
-    return contexts.primary(ordinal) == handle_of(context) and bool(streams.quiet(ordinal, streams.LEGACY, None))
+    return contexts.primary(ordinal) == handle_of(context) and bool(streams.quick_idle(ordinal, streams.LEGACY, None))

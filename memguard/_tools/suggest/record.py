@@ -156,7 +156,7 @@ class Recorder:
 
         if self._pid != os.getpid() or suspension.now is not None or sys.is_finalizing():
             return
-        if self._monitor.quiet(_HANGS):
+        if self._monitor.wait_for_sample(_HANGS):
             with contextlib.suppress(Exception):
                 self.record(self.take(relaxed=True), [], last=True)
                 self._taken = True
