@@ -11,7 +11,7 @@ from memguard._base.types import Event, Sample, WorkloadReport
 from memguard._guard.guard import Guard
 from memguard._oom import hooks
 from memguard._runtime.runtime import BudgetLike, MissingGpu, this
-from memguard._runtime.session import WITHOUT_MONITOR, Session, callbacks, watches
+from memguard._runtime.session import WITHOUT_MONITOR, Session, event_callbacks, sample_callbacks
 
 if TYPE_CHECKING:
     from memguard._base.framework_spec import CacheName, FrameworkName
@@ -166,7 +166,7 @@ def on_event(callback: Callable[[Event], object]) -> Watch:
         raise TypeError(f"memguard.on_event takes a function, found {callback!r}")
     from memguard._runtime.callbacks import Watch
 
-    callbacks.append(watch := Watch(callback, callbacks))
+    event_callbacks.append(watch := Watch(callback, event_callbacks))
     return watch
 
 
@@ -182,7 +182,7 @@ def on_sample(callback: Callable[[Sample], object]) -> Watch:
         raise TypeError(f"memguard.on_sample takes a function, found {callback!r}")
     from memguard._runtime.callbacks import Watch
 
-    watches.append(watch := Watch(callback, watches))
+    sample_callbacks.append(watch := Watch(callback, sample_callbacks))
     if (found := this.session) is not None and found.active and found.guard.budget.monitor is None:
         _log.warning("%s", WITHOUT_MONITOR)
     return watch

@@ -25,14 +25,14 @@ from memguard._devices import suspension
 from memguard._frameworks import import_hook
 from memguard._guard.guard import Guard
 from memguard._runtime import extensions, workers
-from memguard._runtime.session import Session, outlived, watches
+from memguard._runtime.session import Session, outlived, sample_callbacks
 from memguard._runtime.workers import IdleGuard
 from memguard.errors import AlreadyActive, DeviceError, MemguardError, NotActive
 
 if TYPE_CHECKING:
     from memguard._budget import Budget
     from memguard._devices.host import Host
-    from memguard._runtime.extensions import Claimed
+    from memguard._runtime.extensions import BudgetLease
 
 BudgetLike = Union["str | os.PathLike[str] | Mapping[str, Any] | Budget"]
 MissingGpu = Literal["raise", "warn", "simulate"]
@@ -155,7 +155,7 @@ class Runtime:
         """The GPUs of `memguard run --simulate`, which also apply to the program's own `init`."""
         self.from_environment: Guard | None = None
         """The guard that MEMGUARD_CONFIG applied. The program's own `init` replaces it without `replace=True`."""
-        self.claimed: list[Claimed] = []
+        self.claimed: list[BudgetLease] = []
         """Leases that `init` claimed, or took over from the previous budget, until it has succeeded or failed."""
         self.applying = False
         """Whether `init` is running."""
@@ -322,7 +322,7 @@ class Runtime:
             raise
         return session
 
-    def _claim(self, lease: Claimed, session: Session) -> None:
+    def _claim(self, lease: BudgetLease, session: Session) -> None:
         """Wait for the lease up to `device.wait`, holding the lock: `init` and `shutdown` on other threads wait too."""
         self.claimed.append(lease)
         try:
@@ -350,7 +350,7 @@ class Runtime:
     def _without_gpu(self, budget: Budget, before: Session | None, why: str) -> Session:
         """A session with the budget on a simulated GPU in place of the missing real one. Prints that once."""
         session = self._planned(budget, _STAND_IN, before)
-        session.stands_in = True
+        session.simulated_stand_in = True
         import_hook.warned = True
         import_hook.to_stderr(
             f"a simulated {_STAND_IN} stands in for the missing GPU: nothing limits a real one: {why}"
@@ -384,14 +384,14 @@ class Runtime:
         if self.session is session and session.guard.undone:
             self._state = self._state.without_session()
 
-    def _again(self, before: Guard, lease: Claimed | None) -> Session | None:
+    def _again(self, before: Guard, lease: BudgetLease | None) -> Session | None:
         """Apply the previous budget again after its replacement failed. None if that fails too."""
         session: Session | None = None
         try:
             session = Session(Guard(before.budget, before.host), extensions.load(before.budget, self.extensions))
             session.guard.plan = before.plan  # with the changes by `resize`
             if lease is not None:
-                session.have(lease)
+                session.set_lease(lease)
             self._start(session)
         except MemguardError as error:
             if session is not None:
@@ -494,7 +494,7 @@ class Runtime:
         """Reset a forked child: no budget, and a new lock, because the inherited one may be held for ever."""
         self.lock, self.claiming, self.applying = ordered(InterruptSafeLock(), LockOrder.RUNTIME), False, False
         self.claimed.clear()
-        watches.clear()  # callbacks may depend on threads of the parent
+        sample_callbacks.clear()  # callbacks may depend on threads of the parent
         before = self.session
         if before is None:
             return
@@ -531,7 +531,7 @@ class Runtime:
 def _same(active: Session, budget: Budget, simulate: str | Sequence[str] | None) -> bool:
     if active.guard.budget != budget:
         return False
-    return simulated_names(active.guard.host) == _names(simulate) or (active.stands_in and simulate is None)
+    return simulated_names(active.guard.host) == _names(simulate) or (active.simulated_stand_in and simulate is None)
 
 
 def _names(simulate: str | Sequence[str] | None) -> tuple[str, ...] | None:

@@ -26,7 +26,7 @@ from memguard._timeline.format import PEAK
 if TYPE_CHECKING:
     from memguard._base.undo import Undo
     from memguard._guard.guard import Guard
-    from memguard._runtime.extensions import Context
+    from memguard._runtime.extensions import SessionContext
     from memguard._runtime.sampler import Monitor
 
 PEAKS_EVERY = 10.0
@@ -49,13 +49,13 @@ class Timeline(Extension):
     before_monitor = True
     extras: TimelineExtras | None = None
 
-    def prepare(self, session: Context, before: Context | None) -> None:
+    def prepare(self, session: SessionContext, before: SessionContext | None) -> None:
         """Raise TimelineError if the file cannot be begun after the end of `before`, which may use the same file."""
         writer = _writer(session)
         writer.check(before.writer if before is not None else None)
         session.write_to(writer)
 
-    def start(self, session: Context) -> None:
+    def start(self, session: SessionContext) -> None:
         writer, monitor = session.writer or _writer(session), session.monitor
         assert monitor is not None
         session.begin_timeline(writer)
@@ -77,7 +77,7 @@ class Timeline(Extension):
             self.extras.at_exit()
 
 
-def _writer(session: Context) -> Writer:
+def _writer(session: SessionContext) -> Writer:
     wanted = session.guard.budget.monitor
     assert wanted is not None and wanted.timeline is not None
     return Writer(

@@ -271,7 +271,7 @@ def test_a_worker_has_its_part_from_its_first_task_on_and_all_of_it_is_undone(ra
     assert limit() is None, "the hook runs before Ray says which GPUs there are"
     assert ray.task(limit, ["0"], 0.5) == 40 * GIB and ray.task(limit, ["1"], 0.25) == 20 * GIB
     worker.disarm()
-    assert limit() is None and not session.watches
+    assert limit() is None and not session.sample_callbacks
     assert (ray.utils.set_visible_accelerator_ids, TaskError.__init__, sys.meta_path) == before
 
 

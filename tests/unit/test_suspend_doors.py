@@ -231,13 +231,13 @@ def test_trims_and_errors_that_are_due_wait(guard: Guard) -> None:
     trimmed: list[Event] = []
     watch = memguard.on_event(trimmed.append)
     with memguard.suspended():
-        session._due.append(event)
-        session._raises[uuid, "torch"] = event
+        session._pending_trims.append(event)
+        session._pending_errors[uuid, "torch"] = event
         memguard.checkpoint()
-        assert session._due and session._raises
+        assert session._pending_trims and session._pending_errors
     memguard.checkpoint()
     watch.remove()
-    assert "trim" in [one.kind for one in trimmed] and not session._due and not session._raises
+    assert "trim" in [one.kind for one in trimmed] and not session._pending_trims and not session._pending_errors
 
 
 def test_an_out_of_memory_error_is_reported_from_the_record(guard: Guard) -> None:

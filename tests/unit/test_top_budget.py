@@ -56,7 +56,7 @@ def left(folder: Path) -> tuple[list[Any], ...]:
     for thread in ending:
         thread.join(5)  # it ends by itself: nobody waits for it
     files = list(folder.iterdir()) if folder.exists() else []
-    return files, [one.name for one in ending if one.is_alive()], list(session.callbacks)
+    return files, [one.name for one in ending if one.is_alive()], list(session.event_callbacks)
 
 
 def environment() -> dict[str, str]:
@@ -315,6 +315,6 @@ def test_a_forked_child_is_not_watched_and_its_parent_is() -> None:
     start(WATCHED)
     child = os.fork()
     if child == 0:
-        os._exit(0 if not session.callbacks and runtime.this.session is None else 1)
+        os._exit(0 if not session.event_callbacks and runtime.this.session is None else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert client.snapshot(ME)[0].pid == os.getpid()

@@ -34,7 +34,7 @@ from memguard.errors import MemguardError, Suspended
 from memguard.exchange.ipc import wire
 
 if TYPE_CHECKING:
-    from memguard._runtime.extensions import Context
+    from memguard._runtime.extensions import SessionContext
 
 VERSION = 1
 KIND = "listen"
@@ -144,7 +144,7 @@ def start(ask: Ask | None, budget: str = "", simulated: bool = False, leave: Ask
 class Reachable(Extension):
     """`memguard ps` shows the budget, and `memguard suspend PID` asks this process, if the budget allows it."""
 
-    def start(self, session: Context) -> None:
+    def start(self, session: SessionContext) -> None:
         budget, suspend = session.guard.budget, session.guard.budget.suspend
         assert suspend is not None
         leased = session.lease is not None and suspend.on_demand is not None

@@ -25,7 +25,7 @@ from memguard._runtime.runtime import this
 from memguard.errors import MemguardError
 
 if TYPE_CHECKING:
-    from memguard._runtime.extensions import Context
+    from memguard._runtime.extensions import SessionContext
 
 Source = Literal["budget", "environment", "notebook"]
 """Who asked. The budget's ends with it; a later one replaces it, except that the budget's gives way to the others'."""
@@ -40,7 +40,7 @@ _lock = threading.Lock()
 
 
 class WhenIdle(Extension):
-    def start(self, session: Context) -> None:
+    def start(self, session: SessionContext) -> None:
         suspend = session.guard.budget.suspend
         assert suspend is not None and suspend.when_idle is not None
         session.undo.add("the watch for idleness", end_of_budget)
