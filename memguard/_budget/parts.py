@@ -66,7 +66,7 @@ def refuse_ranks(budget: Budget, whose: str, instead: str) -> None:
         raise ConfigError([budget.problem(("ranks",), what, f"remove it, {instead}")], budget.source or "budget")
 
 
-def said_of_a_part(error: PlanError, part: Fraction, why: str) -> PlanError:
+def with_part_note(error: PlanError, part: Fraction, why: str) -> PlanError:
     """The error with a note for the author of the whole budget: its figures are those of one process with `part`."""
     of = f"these are the figures of a worker, whose limits are {part} of the budget's ({why})"
     problems = [replace(one, fix=f"{one.fix}; {of}") for one in error.problems] if part < 1 else error.problems

@@ -22,7 +22,7 @@ import memguard
 from memguard._base.units import GIB, GRANULE, MIB
 from memguard._budget import policy
 from memguard._budget import ranks as _ranks
-from memguard._budget.ranks import ProcessRank, Unclear, of, rank_of, sharing
+from memguard._budget.ranks import ProcessRank, UnclearRank, of, rank_of, sharing
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.cupy.adapter import CuPy
 from memguard.cli import main
@@ -94,7 +94,7 @@ def test_who_this_process_is(environ: dict[str, str], rank: ProcessRank | None) 
     ],
 )
 def test_half_a_set_and_nonsense_are_errors(environ: dict[str, str], what: str, fix: str) -> None:
-    with pytest.raises(Unclear, match=what) as caught:
+    with pytest.raises(UnclearRank, match=what) as caught:
         of(environ)
     assert fix in caught.value.fix and "\x1b" not in str(caught.value)
 
@@ -154,7 +154,7 @@ def test_which_gpus_are_shared(
     ],
 )
 def test_one_visible_gpu_of_its_own_or_not_is_refused(rank: ProcessRank, environ: dict[str, str]) -> None:
-    with pytest.raises(Unclear, match="CUDA_VISIBLE_DEVICES shows this one one GPU") as caught:
+    with pytest.raises(UnclearRank, match="CUDA_VISIBLE_DEVICES shows this one one GPU") as caught:
         sharing(rank, 1, environ)
     assert "'ranks: {per_gpu: 1}'" in caught.value.fix and f"'ranks: {{per_gpu: {rank.size}}}'" in caught.value.fix
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 from memguard._budget import Budget
-from memguard._budget.parts import part_of, refuse_ranks, said_of_a_part
+from memguard._budget.parts import part_of, refuse_ranks, with_part_note
 from memguard.errors import PlanError
 
 
@@ -21,5 +21,5 @@ def part_of_worker(budget: Budget, workers: int) -> Budget:
 def explained(error: BaseException, workers: int) -> BaseException:
     """What a worker's part of the budget raised, for who wrote the whole one."""
     if isinstance(error, PlanError) and workers > 1:
-        return said_of_a_part(error, Fraction(1, workers), f"workers_per_gpu={workers}")
+        return with_part_note(error, Fraction(1, workers), f"workers_per_gpu={workers}")
     return error

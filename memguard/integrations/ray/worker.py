@@ -23,7 +23,7 @@ from memguard import api
 from memguard._base.blocks import Block
 from memguard._base.logs import log as _log
 from memguard._base.undo import Undo
-from memguard._budget.parts import said_of_a_part
+from memguard._budget.parts import with_part_note
 from memguard._tools.activation import _memguard_environment as environment
 from memguard.errors import DeviceError, PlanError
 from memguard.integrations.ray import reports
@@ -155,7 +155,7 @@ class Worker:
         try:
             self._enter(block, asked.job or _name())
         except PlanError as error:
-            raise said_of_a_part(error, amount, f"num_gpus={float(amount):g}") from None
+            raise with_part_note(error, amount, f"num_gpus={float(amount):g}") from None
         self._gpus = gpus
         self._stop_waiting()
 
