@@ -79,28 +79,28 @@ def _holds(part: Mapping[str, Any]) -> bool:
     return any(usage["held"] or usage["in_use"] for usage in part["frameworks"].values())
 
 
-def silent(rank: int, why: str) -> dict[str, Any]:
+def without_ledger(rank: int, why: str) -> dict[str, Any]:
     """In the place of the ledger of a rank that says nothing."""
     return tables.summary(None, {}, {**_NOTHING, "rank": rank, "error": why})
 
 
 def own(rank: int) -> dict[str, Any]:
     """This rank's ledger as plain data. It raises nothing: the other ranks wait for what it says."""
-    said: dict[str, Any] = {**_NOTHING, "rank": rank, "host": socket.gethostname(), "pid": os.getpid()}
+    entry: dict[str, Any] = {**_NOTHING, "rank": rank, "host": socket.gethostname(), "pid": os.getpid()}
     try:
         guard = api.current()
         if not guard.active:  # switched off, or no GPU, as asked for
-            return tables.summary(None, {}, said)
-        said |= {"active": True, "simulated": guard.host.simulated, "suspended": suspension.now is not None}
-        if said["suspended"]:  # nobody may ask its GPUs, and what they answer would wait for it to be back
-            return tables.summary(None, {}, said)
+            return tables.summary(None, {}, entry)
+        entry |= {"active": True, "simulated": guard.host.simulated, "suspended": suspension.now is not None}
+        if entry["suspended"]:  # nobody may ask its GPUs, and what they answer would wait for it to be back
+            return tables.summary(None, {}, entry)
         sample = guard.sample()
-        said["pressure"] = str(_level(guard, sample))
-        return _with_own(guard, tables.summary(sample, {p.device.uuid: p.device for p in guard.plan.devices}, said))
+        entry["pressure"] = str(_level(guard, sample))
+        return _with_own(guard, tables.summary(sample, {p.device.uuid: p.device for p in guard.plan.devices}, entry))
     except NotActive:
-        return tables.summary(None, {}, {**said, "active": False})
+        return tables.summary(None, {}, {**entry, "active": False})
     except Exception as error:
-        return tables.summary(None, {}, {**said, "error": text_of(error)})
+        return tables.summary(None, {}, {**entry, "error": text_of(error)})
 
 
 def _level(guard: Guard, sample: Sample) -> Any:

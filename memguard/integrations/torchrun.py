@@ -19,7 +19,7 @@ from datetime import timedelta
 from typing import Any
 
 from memguard.errors import MemguardError
-from memguard.integrations.ranks import Ledgers, own, silent
+from memguard.integrations.ranks import Ledgers, own, without_ledger
 
 __all__ = ["Ledgers", "ledgers"]
 
@@ -86,5 +86,5 @@ def _exchanged(
         except RuntimeError:  # DistStoreError: it has not come, or the store has ended
             with contextlib.suppress(RuntimeError):
                 store.set(key(number, rank, "given up"), "")
-            found.append(silent(rank, f"no answer within {timeout:g} s"))
+            found.append(without_ledger(rank, f"no answer within {timeout:g} s"))
     return found

@@ -25,8 +25,8 @@ from memguard._devices.simulated import SimulatedHost
 from memguard._oom.classify import ErrorFacts, classify
 from memguard._runtime import runtime, session
 from memguard.integrations import ray as integration
-from memguard.integrations.ray.asked import HOOK, VARIABLE, Asked
 from memguard.integrations.ray.parts import UNITS, exact, gpus_of, part
+from memguard.integrations.ray.request import HOOK, VARIABLE, Asked
 from memguard.integrations.ray.worker import Worker
 
 VALUE = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"

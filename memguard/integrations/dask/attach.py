@@ -41,7 +41,7 @@ class Attached:
         self._guard: Guard | None = None
         self._sample: Sample | None = None
         self._level: Pressure | None = None
-        self._pause = Pause(worker, self._said) if pause else None
+        self._pause = Pause(worker, self._report_pause) if pause else None
 
     def begin(self, budget: Budget, simulate: str | Sequence[str] | None, missing_gpu: MissingGpu) -> None:
         """Apply the budget, then publish. What fails is raised; `end` takes back what was done."""
@@ -96,7 +96,7 @@ class Attached:
         keys = [(one.uuid, name) for one in sample.devices for name in (None, *one.frameworks)]
         self._level = common.worst(state.level(uuid, name) for uuid, name in keys)
         if self._pause is not None:
-            self._pause.tell(self._level is Pressure.CRITICAL)
+            self._pause.set_pressure(self._level is Pressure.CRITICAL)
 
     def _on_event(self, event: Event) -> None:
         fields = {key: value for key, value in event._asdict().items() if value is not None}
@@ -116,7 +116,7 @@ class Attached:
         key = getattr(thread_state, "key", None)
         self._log({"kind": "report", "text": full_text(report), "task": None if key is None else str(key)})
 
-    def _said(self, what: str) -> None:
+    def _report_pause(self, what: str) -> None:
         self._log({"kind": what, "text": f"worker {self._worker.name} is {what}: pressure {self._level or 'unknown'}"})
 
     def _log(self, message: dict[str, Any]) -> None:

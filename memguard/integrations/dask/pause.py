@@ -28,7 +28,7 @@ class Pause:
     def __init__(self, worker: Any, say: Callable[[str], None]) -> None:
         self._worker, self._say = worker, say
         self._states = type(worker.status)  # distributed's Status
-        self._ours = self._over = False
+        self._paused_by_memguard = self._ended = False
         self.held = False
         """Whether the pressure is critical, so that the worker stays paused."""
 
@@ -58,33 +58,33 @@ class Pause:
         undo.add("the decision of Dask's memory monitor", unwrap)
         setattr(manager, _DECIDE, held)
 
-    def tell(self, critical: bool) -> None:
+    def set_pressure(self, critical: bool) -> None:
         """Any thread: after each sample."""
         if critical is not self.held or (critical and self._worker.status is self._states.running):
             with contextlib.suppress(RuntimeError):  # the loop is closed, and the worker with it
-                self._worker.loop.add_callback(self._settle, critical)
+                self._worker.loop.add_callback(self._apply, critical)
 
     def release(self) -> None:
         """On the worker's event loop: no budget is active any more."""
         if self.held:
-            self._settle(False)
+            self._apply(False)
 
-    def _settle(self, critical: bool) -> None:
-        if self._over:
+    def _apply(self, critical: bool) -> None:
+        if self._ended:
             return
-        self._hold() if critical else self._let_go()
+        self._pause() if critical else self._resume()
 
-    def _hold(self) -> None:
+    def _pause(self) -> None:
         first, self.held = not self.held, True
         if self._worker.status is self._states.running:
-            self._ours = True
+            self._paused_by_memguard = True
             self._worker.status = self._states.paused
         if first:
             self._say("paused")
 
-    def _let_go(self) -> None:
+    def _resume(self) -> None:
         was, self.held = self.held, False
-        ours, self._ours = self._ours and self._worker.status is self._states.paused, False
+        ours, self._paused_by_memguard = self._paused_by_memguard and self._worker.status is self._states.paused, False
         if ours and not self._high(self._worker.monitor.get_process_memory()):
             self._worker.status = self._states.running
         if was:
@@ -98,5 +98,5 @@ class Pause:
 
     def _end(self) -> None:
         """The last step, on the worker's event loop."""
-        self._over = True
-        self._let_go()
+        self._ended = True
+        self._resume()

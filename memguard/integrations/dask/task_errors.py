@@ -22,28 +22,28 @@ if TYPE_CHECKING:
     from memguard._oom.report import Report
 
 _NAME = "error_message"
-_telling: list[Callable[[Report], None]] = []
+_report_callbacks: list[Callable[[Report], None]] = []
 """Of each worker in this process: the function is wrapped once."""
 
 
-def begin(tell: Callable[[Report], None], undo: Undo) -> None:
+def begin(callback: Callable[[Report], None], undo: Undo) -> None:
     """Wrap `error_message` where distributed's worker calls it. `tell` is given each report, on the task's thread."""
     from distributed import worker as module
 
-    undo.add("the reports on errors of tasks", functools.partial(_end, tell, module))
-    _telling.append(tell)
+    undo.add("the reports on errors of tasks", functools.partial(_end, callback, module))
+    _report_callbacks.append(callback)
     original = getattr(module, _NAME, None)
     if original is None:
         _log.warning("this version of distributed has no worker.%s: clients do not get the reports", _NAME)
-    elif len(_telling) == 1:
+    elif len(_report_callbacks) == 1:
         setattr(module, _NAME, _Reported(original))
 
 
-def _end(tell: Callable[[Report], None], module: ModuleType) -> None:
-    if tell in _telling:
-        _telling.remove(tell)
+def _end(callback: Callable[[Report], None], module: ModuleType) -> None:
+    if callback in _report_callbacks:
+        _report_callbacks.remove(callback)
     now = getattr(module, _NAME, None)
-    if not _telling and isinstance(now, _Reported):  # else somebody wrapped it again: ours then only passes on
+    if not _report_callbacks and isinstance(now, _Reported):  # else somebody wrapped it again: ours then only passes on
         setattr(module, _NAME, now.original)
 
 
@@ -54,12 +54,12 @@ class _Reported:
         self.original = original
 
     def __call__(self, error: BaseException, *args: Any, **kwargs: Any) -> Any:
-        report = hooks.seen(error) if _telling and isinstance(error, Exception) else None
+        report = hooks.seen(error) if _report_callbacks and isinstance(error, Exception) else None
         message = self.original(error, *args, **kwargs)
         if report is not None:
             _carry(message, report)
-            for tell in [*_telling]:
-                tell(report)
+            for callback in [*_report_callbacks]:
+                callback(report)
         return message
 
 

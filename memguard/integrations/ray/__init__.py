@@ -124,7 +124,7 @@ def _environment(
     """`more` with the budget and the hook in its `env_vars`."""
     from memguard import _budget
     from memguard._budget.parts import refuse_ranks
-    from memguard.integrations.ray.asked import HOOK, VARIABLE, Asked
+    from memguard.integrations.ray.request import HOOK, VARIABLE, WorkerRequest
 
     if not isinstance(more, Mapping):
         raise TypeError(f"runtime_env is a mapping, found {type(more).__name__}\n    fix: runtime_env=dict(...)")
@@ -146,8 +146,8 @@ def _environment(
         )
     loaded = _budget.of(budget)
     refuse_ranks(loaded, "Ray's", "as num_gpus says what part of a GPU a worker has")
-    asked = Asked.of(loaded, whole=whole, simulate=simulate, setup=None if setup == HOOK else setup)
-    variables[VARIABLE] = asked.text()
+    request = WorkerRequest.of(loaded, whole=whole, simulate=simulate, setup=None if setup == HOOK else setup)
+    variables[VARIABLE] = request.text()
     if variable is None:
         found[_FIELD] = HOOK
     else:

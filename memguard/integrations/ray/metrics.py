@@ -22,34 +22,34 @@ class Metrics:
 
     def __init__(self, session: Session, job: str) -> None:
         self._source = Source(session, script(job))
-        self._told: dict[tuple[str, tuple[str, ...]], dict[str, str]] = {}
-        self._over = False
+        self._exported: dict[tuple[str, tuple[str, ...]], dict[str, str]] = {}
+        self._ended = False
         self._lock = threading.RLock()  # reentrant, for a signal handler: the end must not come amid a `tell`
 
-    def tell(self, sample: Sample | None = None) -> None:
+    def update(self, sample: Sample | None = None) -> None:
         """The figures of now. One that is not known any more is no longer told."""
         with self._lock:
-            self._tell()
+            self._export()
 
-    def _tell(self) -> None:
+    def _export(self) -> None:
         scene = self._source.scene()
         now: dict[tuple[str, tuple[str, ...]], dict[str, str]] = {}
         for metric, values, value in figures(scene) if scene is not None else ():
-            if metric.kind == "gauge" and not self._over:
+            if metric.kind == "gauge" and not self._ended:
                 tags = {**dict(zip(metric.labels, values, strict=True)), **self._source.constant}
                 self._set(metric.name, tags, value)
                 now[metric.name, values] = tags
-        gone = {key: tags for key, tags in self._told.items() if key not in now}
-        self._told = now
+        gone = {key: tags for key, tags in self._exported.items() if key not in now}
+        self._exported = now
         for (name, _), tags in gone.items():
             self._set(name, tags, _NAN)  # which ends a series: Ray leaves it out
 
     def end(self) -> None:
         """Tell nothing from now on. May be called again."""
         with self._lock:
-            self._over = True
+            self._ended = True
             self._source.end()
-            self._tell()
+            self._export()
 
     def _set(self, name: str, tags: dict[str, str], value: float) -> None:
         from ray.util.metrics import Gauge

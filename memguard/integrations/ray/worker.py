@@ -27,9 +27,9 @@ from memguard._budget.parts import with_part_note
 from memguard._tools.activation import _memguard_environment as environment
 from memguard.errors import DeviceError, PlanError
 from memguard.integrations.ray import reports
-from memguard.integrations.ray.asked import HOOK, Asked
 from memguard.integrations.ray.metrics import Metrics
 from memguard.integrations.ray.parts import exact, part
+from memguard.integrations.ray.request import HOOK, WorkerRequest
 
 if TYPE_CHECKING:
     from memguard._guard.guard import Guard
@@ -49,12 +49,12 @@ class Worker:
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
-        self._asked: Asked | None = None
+        self._request: WorkerRequest | None = None
         self._undo, self._applied = Undo(), Undo()
         self._gpus: tuple[str, ...] | None = None
         self._finder: environment._Finder | None = None
-        self._why: Exception | None = None
-        self._guarding = self._ran = self._settled = False
+        self._refusal: Exception | None = None
+        self._function_wrapped = self._ran = self._job_hook_ran = False
         self._pid = os.getpid()
 
     def arm(self) -> None:
@@ -63,10 +63,10 @@ class Worker:
         self._undo.add("the wait for a framework", self._stop_waiting)
         try:
             self._wrap_assignment()
-            asked = Asked.read(self._environ)
-            if asked.setup is not None:
-                _run(asked.setup)
-            self._asked = asked
+            request = WorkerRequest.read(self._environ)
+            if request.setup is not None:
+                _run(request.setup)
+            self._request = request
         except Exception as error:
             self._refuse(error)
 
@@ -84,7 +84,7 @@ class Worker:
                 "framework",
                 _ASSIGN,
             )
-            self._wait()
+            self._wait_for_import()
             return
         live = [True]
 
@@ -105,55 +105,55 @@ class Worker:
     # at a task, on its thread
 
     def _begin_task(self) -> None:
-        asked = self._asked
-        if asked is None:  # it could not be armed, and every task says so
+        request = self._request
+        if request is None:  # it could not be armed, and every task says so
             return
         try:
-            self._run_hook_of_job(asked)
+            self._run_hook_of_job(request)
             gpus = _assigned()
             if gpus and gpus != self._gpus:
                 self._end()
-                self._begin(asked, gpus)
+                self._begin(request, gpus)
             elif not gpus and self._gpus is None:
-                self._begin_without(asked)
+                self._begin_without(request)
         except Exception as error:
             self._refuse(error)
         else:
-            self._why, self._ran = None, True
+            self._refusal, self._ran = None, True
 
-    def _run_hook_of_job(self, asked: Asked) -> None:
+    def _run_hook_of_job(self, request: WorkerRequest) -> None:
         """The one in whose place ours ran, once. Not in our hook: to ask there for the runtime_env crashes Ray 2.60."""
-        if self._settled or asked.setup is not None:
+        if self._job_hook_ran or request.setup is not None:
             return
         import ray
 
-        self._asked = None  # unless it succeeds
+        self._request = None  # unless it succeeds
         found = ray.get_runtime_context().runtime_env.get("worker_process_setup_hook")
         if found and found != HOOK:
             if not isinstance(found, str) or "." not in found:
                 raise ValueError(_LOST.format(name=found))
             _run(found)
-        self._asked, self._settled = asked, True
+        self._request, self._job_hook_ran = request, True
 
-    def _begin_without(self, asked: Asked) -> None:
+    def _begin_without(self, request: WorkerRequest) -> None:
         if self._finder is not None:
             return
         if any(name in sys.modules for name in environment.MODULES):
-            self._apply_late(asked)
+            self._apply_late(request)
         else:
-            self._wait()
+            self._wait_for_import()
 
-    def _begin(self, asked: Asked, gpus: tuple[str, ...]) -> None:
+    def _begin(self, request: WorkerRequest, gpus: tuple[str, ...]) -> None:
         import ray
 
         amount = Fraction(1)
-        if asked.whole and gpus:
+        if request.whole and gpus:
             amount = exact(round(ray.get_runtime_context().get_assigned_resources().get("GPU", 1), 4))
-        budget = part(asked.budget, amount)
-        block = memguard.guard(budget, simulate=asked.gpus(gpus))
+        budget = part(request.budget, amount)
+        block = memguard.guard(budget, simulate=request.gpus(gpus))
         self._applied.add("the budget", lambda: block.__exit__(None, None, None))
         try:
-            self._enter(block, asked.job or _name())
+            self._enter(block, request.job or _name())
         except PlanError as error:
             raise with_part_note(error, amount, f"num_gpus={float(amount):g}") from None
         self._gpus = gpus
@@ -165,7 +165,7 @@ class Worker:
         session = api.current_session()
         metrics = Metrics(session, job)
         session.undo.add("the figures in Ray's metrics", metrics.end)  # also where the program ends the budget
-        watch = memguard.on_sample(metrics.tell)
+        watch = memguard.on_sample(metrics.update)
         self._applied.add("the samples for Ray's metrics", watch.remove)
         reports.begin(self._applied)
 
@@ -175,7 +175,7 @@ class Worker:
 
     # without a GPU of Ray's
 
-    def _wait(self) -> None:
+    def _wait_for_import(self) -> None:
         self._finder = environment._Finder(self._on_import)
         sys.meta_path = [self._finder, *sys.meta_path]
 
@@ -186,14 +186,14 @@ class Worker:
 
     def _on_import(self) -> None:
         """A task imports a framework, on its thread. What this raises fails the import, and the next one too."""
-        asked = self._asked
-        if asked is not None and self._gpus is None and os.getpid() == self._pid:
-            self._apply_late(asked)
+        request = self._request
+        if request is not None and self._gpus is None and os.getpid() == self._pid:
+            self._apply_late(request)
 
-    def _apply_late(self, asked: Asked) -> None:
+    def _apply_late(self, request: WorkerRequest) -> None:
         gpus = _assigned()
         try:
-            self._begin(asked, gpus)
+            self._begin(request, gpus)
         except DeviceError as error:
             self._applied.run()
             if gpus or not error.missing:
@@ -210,26 +210,26 @@ class Worker:
         from ray._private.worker import global_worker
 
         self._applied.run()
-        self._why = error.with_traceback(None)  # whose frames would live as long as the worker
+        self._refusal = error.with_traceback(None)  # whose frames would live as long as the worker
         manager: Any = getattr(global_worker, "function_actor_manager", None)
         original: Callable[..., Any] | None = getattr(manager, _FUNCTION, None)
-        if self._guarding:
+        if self._function_wrapped:
             return
         if original is None or self._ran:  # or Ray has kept functions of tasks that went well
             raise error  # Ray ends the worker, and logs the text
 
         def info(*args: Any, **kwargs: Any) -> Any:
             found = original(*args, **kwargs)
-            return found._replace(function=self._guarded(found.function)) if self._why is not None else found
+            return found._replace(function=self._or_refused(found.function)) if self._refusal is not None else found
 
         self._undo.add("the refusal of tasks", lambda: vars(manager).pop(_FUNCTION, None))
-        self._guarding = True
+        self._function_wrapped = True
         setattr(manager, _FUNCTION, info)
 
-    def _guarded(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _or_refused(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def refused(*args: Any, **kwargs: Any) -> Any:
-            if self._why is not None:
-                raise self._why.with_traceback(None)  # whose frames are all memguard's
+            if self._refusal is not None:
+                raise self._refusal.with_traceback(None)  # whose frames are all memguard's
             return function(*args, **kwargs)
 
         return refused

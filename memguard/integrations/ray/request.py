@@ -16,7 +16,7 @@ HOOK = "memguard.integrations.ray.setup"
 
 
 @dataclass(frozen=True)
-class Asked:
+class WorkerRequest:
     """`whole`: the budget is that of a whole GPU, of which a worker gets its `num_gpus`. `simulate` names the node's
     GPUs, `job` what metrics call the worker. `setup` is the user's own hook, as `module.function`."""
 
@@ -30,7 +30,7 @@ class Asked:
     @classmethod
     def of(
         cls, budget: Budget, *, whole: bool, simulate: str | Sequence[str] | None, setup: str | None = None
-    ) -> Asked:
+    ) -> WorkerRequest:
         """With a monitor, whose samples are Ray's metrics, and without a port: a node has several workers."""
         metrics, source = budget.metrics, budget.source
         job = metrics.job if metrics is not None else None
@@ -46,7 +46,7 @@ class Asked:
         return json.dumps({"budget": self.budget.model_dump(exclude_none=True), "source": self.source, **more})
 
     @classmethod
-    def read(cls, environ: Mapping[str, str]) -> Asked:
+    def read(cls, environ: Mapping[str, str]) -> WorkerRequest:
         """Raises ValueError; ConfigError for a budget that this version of memguard does not know."""
         try:
             found = json.loads(environ[VARIABLE])
