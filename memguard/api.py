@@ -152,7 +152,7 @@ def reclaimable() -> Reclaimable:
 
 def checkpoint() -> None:
     """Do now what `on_pressure` in the budget says: trim, or raise UnderPressure. For loops without a `workload`."""
-    this.settled().checkpoint()
+    this.state_for_call().checkpoint()
 
 
 def on_event(callback: Callable[[Event], object]) -> Watch:
@@ -190,7 +190,7 @@ def on_sample(callback: Callable[[Sample], object]) -> Watch:
 
 def current() -> Guard:
     """The active guard; the idle one while nothing is applied. Raises NotActive if there is none."""
-    return this.settled().guard()
+    return this.state_for_call().guard()
 
 
 def current_session() -> Session:

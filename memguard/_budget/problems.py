@@ -16,7 +16,7 @@ from memguard._base.units import short
 from memguard._budget import suggestions
 from memguard._budget.rules import SIZES, Violation
 from memguard._budget.source_map import Document, Loc, in_order, nearest, path
-from memguard._budget.values import found
+from memguard._budget.values import excerpt
 from memguard.errors import Problem
 
 Fields = Mapping[str, Mapping[str, Any]]
@@ -122,7 +122,7 @@ def _violation(error: Mapping[str, Any], fields: Fields, data: object) -> Violat
     *_, key = (part for part in loc if isinstance(part, str))
     info: Any = fields[_level(loc)].get(key)
     if kind != "value_error" and (shape := _shape(loc, raw, data)):
-        message, fix = f"expected {shape[0]}, found {found(raw)}", f"write {shape[1]}"
+        message, fix = f"expected {shape[0]}, found {excerpt(raw)}", f"write {shape[1]}"
     elif raw is None and loc[-1] == key and not info.is_required():
         message, fix = "has no value", f"write {_examples(info)}, or remove the key"
     elif kind == "value_error":
@@ -132,7 +132,7 @@ def _violation(error: Mapping[str, Any], fields: Fields, data: object) -> Violat
         fix = fix or f"write for example {_examples(info)}"
     else:
         what, fix = _choice(loc, key, kind, raw, info)
-        message = f"{what}, found {found(raw)}"
+        message = f"{what}, found {excerpt(raw)}"
     if key in _OFF and _word(raw) in ("false", "off", "no", "none", "never"):
         fix = _OFF[key]
     return Violation(loc, message, fix, at_key)
@@ -226,7 +226,7 @@ def _quoted(values: Iterable[object]) -> str:
 
 
 def _word(raw: object) -> str:
-    return found(raw).strip("'").strip().lower()
+    return excerpt(raw).strip("'").strip().lower()
 
 
 def _unknown(loc: Loc, fields: Fields, data: object) -> Violation:

@@ -395,7 +395,7 @@ def _same_device(devices: Mapping[str, Any]) -> Iterator[Violation]:
     for key in devices:
         same = _read(values.device_key, key)
         if same is not None and same in seen:
-            message = f"the same GPU as {values.found(seen[same])} above"
+            message = f"the same GPU as {values.excerpt(seen[same])} above"
             yield Violation(("devices", key), message, "keep one of them", True)
         elif same is not None:
             seen[same] = key
@@ -456,7 +456,7 @@ def _lease(device: Mapping[str, Any]) -> Iterator[Violation]:
 def _repeated(loc: Loc, names: list[object]) -> Iterator[Violation]:
     for index, name in enumerate(names):
         if isinstance(name, str) and name in names[:index]:
-            yield Violation((*loc, index), f"{values.found(name)} is named twice", "keep one of them")
+            yield Violation((*loc, index), f"{values.excerpt(name)} is named twice", "keep one of them")
 
 
 def _sum(parts: Mapping[str, Fraction | int], elastic: Collection[str]) -> str:

@@ -436,7 +436,7 @@ def _fields() -> "Fields":
 
 
 def _not_a_mapping(document: Document) -> Problem:
-    found = f"holds {values.found(document.data)}, not the keys of a budget"
+    found = f"holds {values.excerpt(document.data)}, not the keys of a budget"
     fix = "start with 'version: 1' and 'frameworks:'; `memguard schema` prints every key"
     return Problem("is empty" if document.data is None else found, fix, *(document.values.get(()) or ()))
 

@@ -26,7 +26,7 @@ _initialised: libcuda.DriverAPI | None = None
 _primaries: dict[int, int] = {}
 _handles: dict[int, int] = {}
 """The driver's handle of a GPU, by ordinal."""
-lost = False
+unusable_after_fork = False
 """True in a child forked after its parent initialised CUDA: the child can never use CUDA."""
 
 
@@ -47,7 +47,7 @@ class VisibleDevice(NamedTuple):
 def loaded() -> libcuda.DriverAPI | None:
     """libcuda if this process has loaded and initialised it, else None."""
     global _initialised
-    if _initialised is not None or lost:
+    if _initialised is not None or unusable_after_fork:
         return _initialised
     cuda = libcuda.already_loaded()
     if cuda is not None and cuda.cuDeviceGetCount(c_int()) == 0:
@@ -77,8 +77,8 @@ def _watch_forks() -> None:
 
 
 def _forked() -> None:
-    global _initialised, lost
-    _initialised, lost = None, lost or _initialised is not None
+    global _initialised, unusable_after_fork
+    _initialised, unusable_after_fork = None, unusable_after_fork or _initialised is not None
     _primaries.clear()
     _handles.clear()
 

@@ -200,17 +200,17 @@ def forget_prepared() -> None:
         one.forget_prepared()
 
 
-class _Here(threading.local):
+class _PerThread(threading.local):
     """Per-thread state."""
 
     calls = 0
     """pynvml calls in progress on this thread, over all instances."""
 
 
-_here = _Here()
+_here = _PerThread()
 
 
-def _possible(n: Any) -> bool:
+def _may_call(n: Any) -> bool:
     """Whether this thread may call pynvml: not if it interrupted a call that holds pynvml's process-wide lock."""
     lock = getattr(n, "libLoadLock", None)
     if not _here.calls or lock is None:
@@ -230,7 +230,7 @@ class Nvml:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # re-entrant: a signal handler or a finalizer may interrupt a call
-        self._turning = False
+        self._restarting = False
         """Whether an nvmlInit or nvmlShutdown call is in progress."""
         self._pid: int | None = None
         self._handles: dict[str, Any] = {}
@@ -385,22 +385,23 @@ class Nvml:
         """Shut NVML down (nvmlShutdown). The next call initialises it again."""
         with self._lock:
             pid, self._pid = self._pid, None  # before the shutdown: NVML counts initialisations
-            if pid == os.getpid() and not self._turning and suspension.now is None:  # NVML would block until the resume
+            # While the process is suspended, NVML would block until the resume.
+            if pid == os.getpid() and not self._restarting and suspension.now is None:
                 import pynvml
 
-                if _possible(pynvml):
+                if _may_call(pynvml):
                     self._shut_down(pynvml)
             self._handles, self._ready = {}, {}
 
     def _shut_down(self, n: Any) -> None:
-        self._turning = True
+        self._restarting = True
         _here.calls += 1
         try:
             with contextlib.suppress(n.NVMLError):  # the driver is gone: nothing remains to shut down
                 n.nvmlShutdown()
         finally:
             _here.calls -= 1
-            self._turning = False
+            self._restarting = False
 
     def _call(self, what: str, work: Callable[[Any, str], T], uuid: str) -> T:
         """The result of `work` on the GPU. `what` names the reading in an error's text."""
@@ -408,7 +409,7 @@ class Nvml:
             raise suspension.refused("NVML")
         n = self._pynvml()  # outside the timing: the import may read a slow disk
         here = _here
-        if here.calls and not _possible(n):
+        if here.calls and not _may_call(n):
             raise DeviceError(_WITHIN)
         started = time.monotonic()
         here.calls += 1
@@ -439,7 +440,7 @@ class Nvml:
 
     def _ask(self, n: Any, what: str, work: Callable[[Any, str], T], uuid: str) -> T:
         """As `_asked`, after initialising NVML if needed. Callers hold the lock."""
-        if self._turning:
+        if self._restarting:
             raise DeviceError(_WITHIN)
         try:
             if self._pid != os.getpid():  # first use, or after a fork: the parent's handles are invalid here
@@ -490,7 +491,7 @@ class Nvml:
         )
 
     def _start(self, n: Any) -> None:
-        self._pid, self._doing, self._turning = None, "", True
+        self._pid, self._doing, self._restarting = None, "", True
         try:
             n.nvmlInit()
             try:
@@ -500,7 +501,7 @@ class Nvml:
                 raise
             self._pid = os.getpid()  # last, so that after a failure the next call starts from the beginning
         finally:
-            self._turning = False
+            self._restarting = False
 
     def _probe(self, n: Any) -> None:
         handles: dict[str, Any] = {}  # assigned only when complete, as other threads read it
@@ -542,7 +543,7 @@ class Nvml:
             except n.NVMLError_NoPermission:
                 if not self._mig(n, handle):
                     raise
-                self._refused[self._indices[uuid]] = divided(name, uuid)  # only root may read the whole GPU's memory
+                self._refused[self._indices[uuid]] = mig_advice(name, uuid)  # only root may read the whole GPU's memory
                 continue
             except n.NVMLError_NotSupported:
                 info = MemoryInfo(0, None, None, 0)
@@ -708,7 +709,7 @@ def _listed(n: Any, handle: Any, room: int = _ROOM) -> Sequence[Any]:
     return listed
 
 
-def divided(name: str, uuid: str) -> Advice:
+def mig_advice(name: str, uuid: str) -> Advice:
     """Why memguard cannot budget a GPU that MIG has divided."""
     return Advice(
         f"{name} ({uuid}) has MIG enabled, which this version does not support",

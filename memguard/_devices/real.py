@@ -12,7 +12,7 @@ from memguard._base.advice import Advice
 from memguard._base.logs import log as _log
 from memguard._base.types import Device, MemoryInfo
 from memguard._devices import contexts, cuda_order, proc
-from memguard._devices.nvml import Nvml, divided
+from memguard._devices.nvml import Nvml, mig_advice
 from memguard.errors import DeviceError
 
 _ELSEWHERE = {
@@ -59,7 +59,7 @@ class RealHost:
         found = self._visible(all_of_them, ordinals)
         for device in found:
             if self._nvml.mig(device.uuid):
-                raise DeviceError(divided(device.name, device.uuid))
+                raise DeviceError(mig_advice(device.name, device.uuid))
         return found
 
     def _visible(self, all_of_them: tuple[Device, ...], ordinals: bool) -> tuple[Device, ...]:
@@ -89,7 +89,7 @@ class RealHost:
         by_uuid = {device.uuid: device for device in all_of_them}
         for gpu in asked:
             if gpu.uuid not in by_uuid:  # a MIG instance, or a GPU missing from NVML's list: it would have no cap
-                parted = (divided(device.name, device.uuid) for device in all_of_them if self._nvml.mig(device.uuid))
+                parted = (mig_advice(device.name, device.uuid) for device in all_of_them if self._nvml.mig(device.uuid))
                 unlisted = Advice(f"CUDA shows {gpu.uuid}, and NVML does not", "compare with `nvidia-smi -L`")
                 raise DeviceError(next(parted, refused[0] if refused else unlisted))
         return tuple(_joined(by_uuid[gpu.uuid], gpu) for gpu in asked)

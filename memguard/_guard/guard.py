@@ -533,7 +533,7 @@ class Guard:
         It waits `_IMPORT` seconds for the lock. If that is too short, a later call sets the cap (`_set_late`).
         """
         if self.caps.off is not None:  # the cap is set when the process resumes
-            suspension.put_off(lambda: self._imported(name))
+            suspension.defer(lambda: self._imported(name))
         elif self.caps.turn.take(self._apply_imported, _IMPORT, name) is None:
             self._late.add(name)
             _log.warning(

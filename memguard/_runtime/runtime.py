@@ -161,7 +161,7 @@ class Runtime:
         """Whether `init` is running."""
         self.claiming = False
         """Whether `init` is waiting for a lease. `shutdown` ends the wait."""
-        self._unwanted = False
+        self._shutdown_requested = False
         """Whether `shutdown` was called during `init`, by a signal handler or by another thread."""
         self._environment: Any = sys.modules.get("_memguard_environment")
         """The module that applies MEMGUARD_CONFIG, if that was set at Python's start."""
@@ -188,7 +188,7 @@ class Runtime:
         """Whether this is a forked child without a budget of its own."""
         return self._state.why == _FORKED
 
-    def settled(self) -> Empty:
+    def state_for_call(self) -> Empty:
         """The state for a public call, after applying MEMGUARD_CONFIG and waiting for an `init` on another thread."""
         state = self._state
         if type(state) is Active or type(state) is Idle:
@@ -235,10 +235,10 @@ class Runtime:
                     return self._apply(loaded, simulate, replace, missing_gpu)
                 finally:
                     self.applying = False
-                    self._let_go()
+                    self._release_unused_leases()
             state = self._state
             if isinstance(state, Starting) and _same(state.session, loaded, simulate):
-                self._unwanted = False  # this `init` revokes a `shutdown` before it
+                self._shutdown_requested = False  # this `init` revokes a `shutdown` before it
                 return state.session.guard, None
             raise AlreadyActive(
                 "memguard.init is at work on this thread, and was called within that by a signal handler, a log "
@@ -250,7 +250,7 @@ class Runtime:
         self, loaded: Budget, simulate: str | Sequence[str] | None, replace: bool, missing_gpu: MissingGpu
     ) -> tuple[Guard, Session | None]:
         """`init`. Callers hold the lock."""
-        self._unwanted = False
+        self._shutdown_requested = False
         before = self._in_effect()
         if before is not None:
             now = before.guard
@@ -329,14 +329,14 @@ class Runtime:
             self.claiming = True
             say = _log.warning if is_heard() else import_hook.to_stderr
             wait = session.guard.budget.device.wait or 0.0
-            if lease.take(wait, say, lambda: self._unwanted, session.while_waiting(say)):
+            if lease.take(wait, say, lambda: self._shutdown_requested, session.while_waiting(say)):
                 until = time.monotonic() + _FREED
-                while any(session.guard.busy()) and time.monotonic() < until and not self._unwanted:
+                while any(session.guard.busy()) and time.monotonic() < until and not self._shutdown_requested:
                     time.sleep(0.05)
         finally:
             self.claiming = False
 
-    def _let_go(self) -> None:
+    def _release_unused_leases(self) -> None:
         """Release the leases that `init` claimed or took over, except the lease of the budget in effect."""
         active = self._state.session
         own = active.lease if active is not None and active.active else None
@@ -366,13 +366,13 @@ class Runtime:
         finally:
             if self.session is session:  # not in a child forked within `start`
                 self._state = Active(session, self._state.without_session())
-        if self._unwanted:  # `shutdown` was called during `start`
+        if self._shutdown_requested:  # `shutdown` was called during `start`
             session.guard.stop()
 
     def _in_effect(self) -> Session | None:
         """The session of the budget in effect, after undoing the rest of an interrupted one. Callers hold the lock."""
         if self.claimed and not self.applying:
-            self._let_go()
+            self._release_unused_leases()
         found = self._state.session
         if found is None or found.active:
             return found
@@ -446,19 +446,19 @@ class Runtime:
     def shutdown(self) -> list[str]:
         """Implements `memguard.shutdown`."""
         if self.claiming:  # end the wait of an `init` on another thread, or of one that this call interrupted
-            self._unwanted = True
+            self._shutdown_requested = True
         with self.lock:
             if outlived(self.session):
                 _log.debug("memguard.shutdown of a budget that is over: the one that came after it stays")
                 return []
             if self.claimed and not self.applying:
-                self._let_go()
+                self._release_unused_leases()
             if self.session is not None:
                 self.state.check("memguard.shutdown")  # the undo needs the GPUs
             self._end_idling()
             if self._environment is not None:
                 self._environment.disarm()
-            self._unwanted = True  # for an `init` that was interrupted by the signal handler that calls this
+            self._shutdown_requested = True  # for an `init` that was interrupted by the signal handler that calls this
             found = self.session
             # There is no budget, or a signal handler called this during `init`, which then stops the guard itself.
             if found is None or isinstance(self._state, Starting):

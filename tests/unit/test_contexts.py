@@ -21,7 +21,7 @@ from memguard.errors import DeviceError
 def nothing_found_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(libcuda, "_library", None)
     monkeypatch.setattr(contexts, "_initialised", None)
-    monkeypatch.setattr(contexts, "lost", False)
+    monkeypatch.setattr(contexts, "unusable_after_fork", False)
     monkeypatch.setattr(contexts, "_primaries", {})
     monkeypatch.setattr(contexts, "_handles", {})
 

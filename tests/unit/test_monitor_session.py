@@ -383,7 +383,7 @@ def test_a_checkpoint_of_a_callback_frees_nothing_on_the_monitors_thread() -> No
     done = threading.Event()
 
     def called(event: Event) -> None:
-        running._due.append(event)
+        running._pending_trims.append(event)
         memguard.checkpoint()
         done.set()
 

@@ -351,7 +351,7 @@ def off() -> None:
 
 def on() -> None:
     suspension.now = None
-    suspension.catch_up()
+    suspension.run_deferred()
 
 
 class Owner:
@@ -426,7 +426,7 @@ def test_a_block_of_the_shared_pool_is_freed_when_the_process_is_back(monkeypatc
     monkeypatch.setattr(contexts, "_initialised", NoLibrary(touched := []))
     pool: Any = object()
     blocks = pool_blocks.PoolBlocks(pool, 0, 1)
-    held = pool_blocks.Held(blocks)
+    held = pool_blocks.PoolBlock(blocks)
     held.address = 4096
     off()
     try:
@@ -460,7 +460,7 @@ def test_what_was_put_off_is_done_and_its_failure_said(caplog: pytest.LogCapture
 
     off()
     for call in (lambda: done.append(1), fails, lambda: done.append(2)):
-        suspension.put_off(call)
+        suspension.defer(call)
     assert done == []
     on()
     assert done == [1, 2] and "gone" in caplog.text
@@ -469,13 +469,13 @@ def test_what_was_put_off_is_done_and_its_failure_said(caplog: pytest.LogCapture
 def test_a_forked_child_gives_nothing_back() -> None:
     done: list[int] = []
     off()
-    suspension.put_off(lambda: done.append(1))
+    suspension.defer(lambda: done.append(1))
     child = os.fork()
     if not child:
         code = 1
         try:
             suspension.forked()
-            suspension.catch_up()
+            suspension.run_deferred()
             code = 0 if not done and suspension.now is None and suspension._of_parent else 2
         finally:
             os._exit(code)

@@ -78,7 +78,7 @@ class _Own:
         """The process is on its GPUs. It may be called again: it does what is left."""
         pause_memguard.end()  # first: what waited at the gates may call memguard
         self.undo.run()
-        suspension.catch_up()
+        suspension.run_deferred()
 
 
 _turn = Turn(order=LockOrder.SUSPENSION)
@@ -334,7 +334,7 @@ def _refuse_here() -> None:
     for kind, (pid, reason, fix) in [*suspension.forbidden.items()]:
         if pid == os.getpid():
             raise CannotSuspend([(kind, reason, fix)])
-    if contexts.lost or this.was_forked:
+    if contexts.unusable_after_fork or this.was_forked:
         reason = "this process was forked from one that uses CUDA, and has no GPU of its own"
         raise CannotSuspend(
             [("forked", reason, "suspend the parent, or start children with multiprocessing's 'spawn'")]
