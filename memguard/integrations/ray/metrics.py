@@ -1,4 +1,4 @@
-"""The ledger in Ray's metrics: gauges that Ray's agent shows on the node's port, with Ray's own labels beside ours."""
+"""Export the ledger as gauges to Ray's metrics: Ray's agent serves them on the node's port and adds its own labels."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
 
 _NAN = float("nan")
 _gauges: dict[tuple[str, tuple[str, ...]], Any] = {}
-"""By name and labels: Ray has one of each in a process."""
+"""The gauges of this process by name and labels: Ray allows one object for each."""
 
 
 class Metrics:
-    """Of one budget. `tell` is called on the monitor's thread; Ray's `Gauge.set` writes to memory and sends later."""
+    """The gauges of one budget. `update` runs on the monitor's thread; Ray's `Gauge.set` buffers and sends later."""
 
     def __init__(self, session: Session, job: str) -> None:
         self._source = Source(session, script(job))
         self._exported: dict[tuple[str, tuple[str, ...]], dict[str, str]] = {}
         self._ended = False
-        self._lock = threading.RLock()  # reentrant, for a signal handler: the end must not come amid a `tell`
+        self._lock = threading.RLock()  # re-entrant, because a signal handler may call `end` during `update`
 
     def update(self, sample: Sample | None = None) -> None:
-        """The figures of now. One that is not known any more is no longer told."""
+        """Export the current figures, and end the series of figures that are no longer known."""
         with self._lock:
             self._export()
 
@@ -42,10 +42,10 @@ class Metrics:
         gone = {key: tags for key, tags in self._exported.items() if key not in now}
         self._exported = now
         for (name, _), tags in gone.items():
-            self._set(name, tags, _NAN)  # which ends a series: Ray leaves it out
+            self._set(name, tags, _NAN)  # ends the series: Ray omits NaN
 
     def end(self) -> None:
-        """Tell nothing from now on. May be called again."""
+        """End all series, and export nothing from now on. May be called again."""
         with self._lock:
             self._ended = True
             self._source.end()

@@ -1,12 +1,12 @@
-"""A budget in one worker process of Ray: armed by its setup hook, applied once Ray has said which GPUs it gets.
+"""Apply a budget in one Ray worker process, once Ray has assigned its GPUs.
 
-The hook runs while the process starts. Only with a task or an actor comes the assignment: Ray sets
-CUDA_VISIBLE_DEVICES and then loads the function. It does the first in `ray._private.utils`, in a function that is
-wrapped here. The budget is applied right after it, before any code of the task. What fails then is raised in the place
-of the task's function, so that the caller gets it.
+The setup hook runs when the process starts, before Ray assigns GPUs. For a task or an actor Ray first sets
+CUDA_VISIBLE_DEVICES, in a function of `ray._private.utils`, and then loads the task's function. memguard wraps the
+former and applies the budget right after it, before any code of the task. If that fails, memguard replaces the task's
+function with one that raises the error, so that the caller receives it.
 
-A task without a GPU (`num_gpus=0`) applies nothing, unless it imports a framework: Ray hides no GPU from it. The same
-holds in a version of Ray that lacks the function.
+Ray hides no GPU from a task with `num_gpus=0`. There memguard applies the budget when the task imports a framework. The
+same holds for a version of Ray without the wrapped function.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from memguard._guard.guard import Guard
 
 _ASSIGN = "set_visible_accelerator_ids"
-"""Of `ray._private.utils`: called before each task, and before an actor is made."""
+"""The function of `ray._private.utils` that sets CUDA_VISIBLE_DEVICES before each task and each actor's creation."""
 _FUNCTION = "get_execution_info"
-"""Of Ray's function manager: what Ray calls to get a task's function."""
+"""The method of Ray's function manager that returns a task's function."""
 _LOST = (
     "the job's worker_process_setup_hook, {name}, was given as a function, and would not run: Ray runs one hook in a "
     'process, and this is memguard\'s\n    fix: runtime_env(budget, worker_process_setup_hook="module.function")'
@@ -45,7 +45,7 @@ _LOST = (
 
 
 class Worker:
-    """memguard in this process, from `arm` to `disarm`."""
+    """The budget of this worker process, from `arm` to `disarm`."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
@@ -58,7 +58,7 @@ class Worker:
         self._pid = os.getpid()
 
     def arm(self) -> None:
-        """In the setup hook. Applies nothing, and raises nothing: a worker whose hook fails is started for ever."""
+        """The setup hook. Applies no budget. Never raises: Ray restarts a worker with a failing hook for ever."""
         self._undo.add("the budget", self._end)
         self._undo.add("the wait for a framework", self._stop_waiting)
         try:
@@ -71,7 +71,7 @@ class Worker:
             self._refuse(error)
 
     def disarm(self) -> None:
-        """Undo it all. If it is interrupted, the next call does what is left."""
+        """Undo all steps. After an interruption the next call runs the remaining ones."""
         self._undo.run()
 
     def _wrap_assignment(self) -> None:
@@ -102,11 +102,11 @@ class Worker:
         self._undo.add("what Ray does before a task", unwrap)
         setattr(utils, _ASSIGN, assign)
 
-    # at a task, on its thread
+    # before a task, on its thread
 
     def _begin_task(self) -> None:
         request = self._request
-        if request is None:  # it could not be armed, and every task says so
+        if request is None:  # `arm` failed, so every task raises its error
             return
         try:
             self._run_hook_of_job(request)
@@ -122,12 +122,12 @@ class Worker:
             self._refusal, self._ran = None, True
 
     def _run_hook_of_job(self, request: WorkerRequest) -> None:
-        """The one in whose place ours ran, once. Not in our hook: to ask there for the runtime_env crashes Ray 2.60."""
+        """Run the job's own hook, which memguard's replaced, once. Reading runtime_env in `setup` crashes Ray 2.60."""
         if self._job_hook_ran or request.setup is not None:
             return
         import ray
 
-        self._request = None  # unless it succeeds
+        self._request = None  # set again below if the hook succeeds
         found = ray.get_runtime_context().runtime_env.get("worker_process_setup_hook")
         if found and found != HOOK:
             if not isinstance(found, str) or "." not in found:
@@ -160,11 +160,11 @@ class Worker:
         self._stop_waiting()
 
     def _enter(self, block: Block[Guard], job: str) -> None:
-        if not block.__enter__().active:  # switched off: the log says why
+        if not block.__enter__().active:  # MEMGUARD_DISABLE: the log has the reason
             return
         session = api.current_session()
         metrics = Metrics(session, job)
-        session.undo.add("the figures in Ray's metrics", metrics.end)  # also where the program ends the budget
+        session.undo.add("the figures in Ray's metrics", metrics.end)  # also if the program ends the budget
         watch = memguard.on_sample(metrics.update)
         self._applied.add("the samples for Ray's metrics", watch.remove)
         reports.begin(self._applied)
@@ -173,7 +173,7 @@ class Worker:
         self._applied.run()
         self._gpus = None
 
-    # without a GPU of Ray's
+    # without a GPU from Ray
 
     def _wait_for_import(self) -> None:
         self._finder = environment._Finder(self._on_import)
@@ -185,7 +185,7 @@ class Worker:
             environment._leave(finder)
 
     def _on_import(self) -> None:
-        """A task imports a framework, on its thread. What this raises fails the import, and the next one too."""
+        """Called on a task's thread when it imports a framework. An error fails this import, and the next one too."""
         request = self._request
         if request is not None and self._gpus is None and os.getpid() == self._pid:
             self._apply_late(request)
@@ -203,20 +203,20 @@ class Worker:
             self._applied.run()
             raise
 
-    # what cannot be applied
+    # failures
 
     def _refuse(self, error: Exception) -> None:
-        """Raise it in the place of the task's function."""
+        """Make tasks raise the error in place of their function."""
         from ray._private.worker import global_worker
 
         self._applied.run()
-        self._refusal = error.with_traceback(None)  # whose frames would live as long as the worker
+        self._refusal = error.with_traceback(None)  # its frames would stay alive as long as the worker
         manager: Any = getattr(global_worker, "function_actor_manager", None)
         original: Callable[..., Any] | None = getattr(manager, _FUNCTION, None)
         if self._function_wrapped:
             return
-        if original is None or self._ran:  # or Ray has kept functions of tasks that went well
-            raise error  # Ray ends the worker, and logs the text
+        if original is None or self._ran:  # `_ran`: Ray may have cached functions of earlier tasks
+            raise error  # Ray logs it and ends the worker
 
         def info(*args: Any, **kwargs: Any) -> Any:
             found = original(*args, **kwargs)
@@ -229,27 +229,27 @@ class Worker:
     def _or_refused(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def refused(*args: Any, **kwargs: Any) -> Any:
             if self._refusal is not None:
-                raise self._refusal.with_traceback(None)  # whose frames are all memguard's
+                raise self._refusal.with_traceback(None)  # its frames are all memguard's
             return function(*args, **kwargs)
 
         return refused
 
 
 def _run(name: str) -> None:
-    """A hook, `module.function`."""
+    """Run a hook, given as `module.function`."""
     module, _, function = name.rpartition(".")
     getattr(importlib.import_module(module), function)()
 
 
 def _assigned() -> tuple[str, ...]:
-    """The GPUs that Ray gave to this worker, by their numbers on the node."""
+    """The GPUs that Ray assigned to this worker, by their numbers on the node."""
     import ray
 
     return tuple(ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))
 
 
 def _name() -> str:
-    """What runs here: the class of the actor, or the function of the task. A process serves one, if it has a GPU."""
+    """The name of the actor's class or the task's function. A worker with a GPU serves only one."""
     import ray
 
     context = ray.get_runtime_context()
