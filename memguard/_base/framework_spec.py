@@ -72,7 +72,7 @@ OVERHEADS: Mapping[str, Outside] = MappingProxyType(
         SECOND_CONTEXT: Outside(518 * MIB, CONTEXT),
     }
 )
-"""Memory outside the caps that belongs to no framework, by name. A numbered name falls back to its base name."""
+"""Memory outside the caps that belongs to no framework, by name. `nccl 3` has the entry of `nccl`."""
 
 
 class Option(NamedTuple):
@@ -109,10 +109,10 @@ class ErrorPattern(NamedTuple):
 
     `text` is a regular expression for the error's text, ignoring case; `type` is one for the qualified name of its type
     and of each base class. Both must match. Errors are only matched if a type's name contains "Memory", or the text one
-    of `STEMS` in `memguard._oom.classify` or of the spec's `stems`. `certain` is False if the same words have other
-    causes. `why` explains the match in a few words. `shared`: other frameworks use the same words, so the error's type
-    identifies the requester. `refused`: the requester's own allocator raises this error, and only for two reasons: its
-    cap is reached or the GPU is full.
+    of `STEMS` in `memguard._oom.classify` or of the spec's `stems`. `certain` is False if errors with other causes have
+    the same text. `why` explains the match in a few words. `shared`: other frameworks use the same words, so the
+    error's type identifies the requester. `refused`: the requester's own allocator raises this error, and only for two
+    reasons: its cap is reached or the GPU is full.
     """
 
     memory: Memory

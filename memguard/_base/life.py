@@ -29,7 +29,7 @@ Call = Callable[[], object]
 
 
 class HookOrder(IntEnum):
-    """Lower rooms first. A forked child renews lower rooms before their users; an exit ends upper rooms first."""
+    """The order of hooks, lower rooms first. A forked child renews lower rooms first; an exit ends upper ones first."""
 
     CUDA = 1
     """The list of CUDA contexts (`_devices.contexts`)."""
@@ -77,7 +77,7 @@ main_thread_ends: list[Call] = []
 def at_fork(
     order: HookOrder, *, before: Call | None = None, parent: Call | None = None, child: Call | None = None
 ) -> None:
-    """Add hooks for every later fork, also of a forked child: before it, after it in the parent and in the child."""
+    """Add hooks for every later fork, also by a forked child: `before` it, and after it in `parent` and `child`."""
     forks.append(_ForkHook(order, before, parent, child))
 
 

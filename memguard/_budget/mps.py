@@ -62,7 +62,7 @@ def parse(text: str) -> list[Entry]:
 
 
 def unseen_gpus(entries: Iterable[Entry], devices: Sequence[Device]) -> list[str]:
-    """The identifiers of GPUs that this process does not see. With CUDA's ordinals unknown, any ordinal passes."""
+    """The identifiers of GPUs that this process does not see. Any ordinal counts as visible if ordinals are unknown."""
     numbered = all(device.ordinal is not None for device in devices)
     named = [entry.gpu for entry in entries if numbered or not entry.gpu.isdecimal()]
     return [gpu for gpu in named if not any(_identifies(gpu, device) for device in devices)]

@@ -150,7 +150,7 @@ class _Misfits:
 
     `found` holds a path, the misfit there on one device, and its fix (None: lower the parts to fit each device).
     `most` is the lowest usable memory of the GPUs for which a limit is set, `least` the largest need of one of them.
-    With several `sharers` the budget is one sharer's part.
+    With several `sharers` the budget is the part of one of them.
     """
 
     def __init__(self, sharers: int = 1) -> None:
@@ -211,7 +211,7 @@ def _device_plan(
     misfits: _Misfits,
     sharers: int,
 ) -> DevicePlan | None:
-    """The plan of one device; None if something does not fit it, which is then in `misfits`."""
+    """The plan of one device; None if the budget does not fit it: `misfits` has the reasons."""
     label = f"{device.name} ({device.uuid})"
     share = limit_rule.value
     limit = int(share * device.usable) if isinstance(share, Fraction) else share
@@ -382,8 +382,8 @@ def resized(
 ) -> Plan:
     """The plan with the framework's cap changed to `size` bytes on every device. PlanError if it does not fit.
 
-    `held` is by UUID and allocator, in bytes. Before, the guard takes back elastic caps above their min and
-    others' caches above their caps; `short` gives by UUID the bytes that this does not recover.
+    `held` is by UUID and allocator, in bytes. The guard first lowers elastic caps to their min and trims others' caches
+    above their caps; `short` gives, by UUID, the room that is still missing after that.
     """
     for part in current.devices:
         if (allocator := allocator_of(part, framework)) != framework:
@@ -396,7 +396,7 @@ def resized(
     for part in current.devices:
         uuid = part.device.uuid
         most = cap - short[uuid].missing if uuid in short else highest_cap(part, framework, held.get(uuid, {}))
-        available[uuid] = max(most, part.caps.get(framework, 0))  # lowering the cap takes nothing from the others
+        available[uuid] = max(most, part.caps.get(framework, 0))  # a lower cap always fits
         over[uuid] = _above(part, framework, held.get(uuid, {}))
     most = round_down(min(available.values(), default=0))
     live = dict.fromkeys(name for sizes in (*(room.live for room in short.values()), *over.values()) for name in sizes)
@@ -443,7 +443,7 @@ def with_cap(current: Plan, uuid: str, framework: str, cap: int) -> Plan:
 
 
 def guaranteed_cap(part: DevicePlan, framework: str) -> int:
-    """The room less the minima of elastic frameworks and the caps of the other allocators, in bytes."""
+    """The cap that siblings cannot reduce: the room less elastic siblings' minima and the others' caps, in bytes."""
     own = allocator_of(part, framework)
     others = (part.elastic.get(name, (cap, cap))[0] for name, cap in caps_of(part).items() if name != own)
     return part.limit - part.reserve - sum(others)
@@ -540,7 +540,7 @@ class OverCap:
     pool: str = ""
 
     def for_client(self, others: int, pool: str) -> OverCap:
-        """The figures of the framework alone, if others use `others` bytes of its allocator; `pool` says so."""
+        """The framework's own figures, if others use `others` bytes of its allocator; `pool` is the note on that."""
         held, in_use = ((None if size is None else size - others) for size in self.own[:2])
         own = self.own._replace(held=held, in_use=in_use)
         return replace(self, cap=max(self.cap - others, 0), own=own, pool=pool)
@@ -576,7 +576,7 @@ class NoneFree:
     pool: str = ""
 
     def for_client(self, others: int, pool: str) -> NoneFree:
-        """As for `OverCap`."""
+        """As `OverCap.for_client`, with the figures unchanged."""
         return replace(self, pool=pool)
 
     def advice(self) -> Advice:
@@ -628,8 +628,9 @@ def admit(
 ) -> Admission:
     """Whether `framework` can get `needed` bytes more on one device, within its cap and the GPU's free memory.
 
-    `usages` are by allocator; `allocator` serves the framework, if not its own. `footprint` is what that would take
-    from the driver for them, in bytes. `admit` refuses only a request that is certain to fail. So the allocator's own
+    `usages` are by allocator; `allocator` names the one that serves the framework, if that is not its own.
+    `footprint` is the bytes that it would allocate from the driver. `admit` refuses only a request that is certain to
+    fail. So the allocator's own
     cache counts as room: it returns the reclaimable part by itself, and the rest may serve the request. If held is
     unknown (TensorFlow with growth), live arrays count instead.
     """
@@ -676,7 +677,8 @@ def cached(usage: Usage) -> int:
     if usage.reclaimable is not None:
         return usage.reclaimable
     known = usage.held is not None and usage.in_use is not None
-    return max((usage.held or 0) - (usage.in_use or 0), 0) if known else 0  # clamped: two readings, at two moments
+    # Clamped, because the two figures were read at different times.
+    return max((usage.held or 0) - (usage.in_use or 0), 0) if known else 0
 
 
 def trim_order(idle: int, sure: bool) -> tuple[bool, int]:

@@ -196,7 +196,7 @@ def _choice(loc: Loc, key: str, kind: str, raw: object, info: Any) -> tuple[str,
         if meant and _UNSAFE.get(key) == meant and not word.startswith(meant):
             meant, fix = "", f"write {_quoted(words)}"
     if isinstance(raw, (str, int)) and meant:
-        # The value is right but for its quotes, so those are the problem.
+        # Only the quotes are wrong.
         quotes = " without quotes" if raw == meant else ""
         fix = f"write '[{meant}]'" if kind == "tuple_type" else f"write '{meant}'{quotes}"
     return f"each entry of {key} is {what}" if entry else f"{key} is {what}", fix

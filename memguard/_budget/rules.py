@@ -244,7 +244,10 @@ def _exactly_one(name: str, entry: Mapping[str, Any], data: Mapping[str, Any]) -
 
 
 def _other_bound(entry: Mapping[str, Any], bound: str, fixed: str) -> str:
-    """The bound that share or limit should be, given the other bound; "" if its value is on the wrong side."""
+    """The bound that the key `fixed` (share or limit) replaces, given the other `bound`.
+
+    "" if its value is on the wrong side of that bound.
+    """
     here, there = _read(values.least, entry[bound]), _read(values.least, entry[fixed])
     if here is None or there is None:
         return ""

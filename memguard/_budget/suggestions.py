@@ -118,8 +118,8 @@ def fitting(shares: Mapping[str, Fraction], limits: Mapping[str, int], room: int
     """Scale the parts to fit `room` bytes (None: unknown), in proportion to the declared ones; returns only changes.
 
     Lowers shares if they exceed 100% in sum, else limits; both to one half if lowering one kind is not enough, or
-    shares to what the smallest limits leave. With an unknown room, shares leave a tenth for limits. Empty if nothing
-    fits: no limit can be less than `GRANULE`, and no share is lowered to less than that.
+    shares to what the smallest limits leave. If the room is unknown, shares leave a tenth of it for limits. Empty if
+    nothing fits: no limit can be less than `GRANULE`, and no share is lowered to less than that.
     """
     wanted, sizes, least = sum(shares.values(), Fraction(0)), sum(limits.values()), len(limits) * GRANULE
     bytes_left: int | None
@@ -209,7 +209,7 @@ def is_quantity(name: str) -> bool:
 
 
 def bare_unit(name: str) -> str:
-    """The unit of a bare number under such a key."""
+    """The unit that a number without a unit most likely has under this unknown key."""
     key = normal(name)
     if _PART_KEY.fullmatch(key):
         return "%"

@@ -50,7 +50,8 @@ NOT_READY = 600
 NOT_SUPPORTED = 801
 """Checkpoint: the process has managed memory. It stays locked, and can be unlocked."""
 MARGIN = 4 * MIB
-"""Bytes added to the process's. With 1.5 MiB to spare a restore worked, with 0.4 MiB too little it failed (H200)."""
+"""Free bytes required beyond the process's own. A restore succeeded with 1.5 MiB more, and failed with 0.4 MiB less
+(H200)."""
 
 
 class State(IntEnum):
@@ -198,7 +199,7 @@ class MemoryPlaceholder:
             size -= piece
 
     def release(self, *, all_of_it: bool = False) -> None:
-        """Free the blocks, and the contexts that do not stay. `all_of_it`: every context."""
+        """Free the blocks, and the contexts that do not stay; with `all_of_it`, every context."""
         for uuid, entry in list(self._held.items()):
             with self._current(entry):
                 while entry.blocks:

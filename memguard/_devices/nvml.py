@@ -192,9 +192,9 @@ _all: weakref.WeakSet[Nvml] = weakref.WeakSet()
 
 
 def forget_prepared() -> None:
-    """This process leaves its GPUs: make the next readings go through `Nvml._call`, which then refuses them.
+    """Called when this process leaves its GPUs: the next readings go through `Nvml._call`, which then refuses them.
 
-    While the process is on its GPUs, a reading needs no check.
+    A prepared reading does not check whether the process is suspended.
     """
     for one in list(_all):
         one.forget_prepared()
@@ -245,7 +245,7 @@ class Nvml:
         _all.add(self)
 
     def devices(self) -> tuple[Device, ...]:
-        """The GPUs of the machine in NVML's order, whatever CUDA_VISIBLE_DEVICES is, without those in `refused`.
+        """The GPUs of the machine in NVML's order, regardless of CUDA_VISIBLE_DEVICES, without those in `refused`.
 
         A GPU whose memory NVML does not report, as with unified memory, is `unified` and has a total of 0 here.
         """
@@ -259,7 +259,7 @@ class Nvml:
     def memory(self, uuid: str) -> MemoryInfo:
         """nvmlDeviceGetMemoryInfo_v2; v1 (no `reserved`) on drivers that lack it. 8 µs on an H200."""
         ready = self._ready.get(uuid)
-        # NVML must still be the prepared one. The call skips pynvml's lock.
+        # Only while pynvml is unchanged since `_prepare`. The call skips pynvml's lock.
         if ready is not None and self._pid == os.getpid() and getattr(ready.n, _FIND, None) is ready.find:
             try:
                 found, out = ready.figures.pop()
@@ -404,7 +404,7 @@ class Nvml:
             self._restarting = False
 
     def _call(self, what: str, work: Callable[[Any, str], T], uuid: str) -> T:
-        """The result of `work` on the GPU. `what` names the reading in an error's text."""
+        """Run `work` on the GPU. `what` names the reading in an error's text."""
         if suspension.now is not None:  # NVML would block until the process is resumed
             raise suspension.refused("NVML")
         n = self._pynvml()  # outside the timing: the import may read a slow disk
@@ -454,7 +454,7 @@ class Nvml:
             raise DeviceError(self._text(error), missing=_missing(type(error).__name__)) from None
 
     def _asked(self, n: Any, what: str, work: Callable[[Any, str], T], uuid: str) -> T:
-        """The result of `work`. Passes NVMLError_Uninitialized on, raises every other error as a DeviceError."""
+        """Run `work`. Re-raises NVMLError_Uninitialized; raises every other error as a DeviceError."""
         self._here.doing = what, uuid
         try:
             return work(n, uuid)

@@ -22,8 +22,8 @@ from memguard.errors import Suspended
 
 @dataclass(frozen=True)
 class Off:
-    """Off the GPUs since `since` (Unix time). `bytes` were moved from each GPU (UUID). `moving`: the move is in
-    progress."""
+    """The process left its GPUs at `since` (Unix time), with `bytes` from each GPU (UUID). `moving`: the move is not
+    complete."""
 
     bytes: dict[str, int]
     since: float
@@ -57,7 +57,7 @@ def refused(what: str) -> Suspended:
 
 
 def off_its_gpus(what: str = "") -> Advice:
-    """The text of that error. Without `what`, of a second suspension."""
+    """The text of that error. Without `what`: the text for an attempt to suspend twice."""
     head = f"{what}: this process is" if what else "this process is already"
     off = now
     since = "" if off is None else f" since {time.strftime('%H:%M:%S', time.localtime(off.since))}"

@@ -316,7 +316,8 @@ class Runtime:
             if host is not None:
                 host.close()
             if isinstance(error, DeviceError) and (simulate is None if host is None else not host.simulated):
-                more = [_WITHOUT] if host is not None else []  # without a host the text names simulated GPUs itself
+                # Without a host the error already suggests simulated GPUs.
+                more = [_WITHOUT] if host is not None else []
                 more += [_MISSING] if error.missing else []
                 raise DeviceError(error.advice.with_alternatives(*more), missing=error.missing) from None
             raise
@@ -501,8 +502,8 @@ class Runtime:
         self._state = Forked(_FORKED)
         before.forked()
         if workers.from_fork_server(sys.modules, sys.orig_argv):  # the parent is multiprocessing's fork server
-            self._state = Forked(workers.SERVED)
-            _log.warning("%s", workers.SERVED)
+            self._state = Forked(workers.FROM_FORK_SERVER)
+            _log.warning("%s", workers.FROM_FORK_SERVER)
             return
         _log.debug("forked: memguard is inert in the child; call memguard.init there for a budget of its own")
 

@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from memguard._runtime.sampler import Monitor
 
 PEAKS_EVERY = 10.0
-"""Seconds between two lines with the peaks of the last sample. Peaks never fall, so few lines do."""
+"""Seconds between two lines with the peaks of the last sample. Peaks never fall, so few lines suffice."""
 GROWN = 0.01
-"""The relative growth of a peak that writes it again. It bounds the number of lines."""
+"""A peak is written again once it has grown by this fraction, which bounds the number of lines."""
 WORKLOAD = "workload"
 SPANS_EVERY = 1.0
-"""Seconds of short workloads of one name that become one event. A training step may be a workload."""
+"""Short workloads of one name within so many seconds become one event: each training step may be a workload."""
 MOST = 20
-"""Names of workloads with an event of their own in that time. Others share one, as a program may number its steps."""
+"""The most names with their own event in that time. Other names share one: a program may number its steps."""
 OTHERS = "other workloads"
 _HANGS = 0.5
 """Seconds after which the monitor's sample counts as hanging, at the end of the program or budget."""
@@ -92,7 +92,7 @@ def _writer(session: SessionContext) -> Writer:
 
 
 class Peaks:
-    """The peaks written last. For one thread at a time; two threads could at worst write a line twice."""
+    """The last written peaks. For one thread at a time; two threads could at worst write a line twice."""
 
     def __init__(self, every: float = PEAKS_EVERY, clock: Callable[[], float] = time.monotonic) -> None:
         self._every, self._clock = every, clock
@@ -192,7 +192,7 @@ class TimelineExtras:
         """`undo` already closes the writer. The step that stops the monitor comes later."""
         self._guard, self._monitor, self._writer = guard, monitor, writer
         self._peaks, self._spans = Peaks(), Spans()
-        self._pid, self._taken = os.getpid(), False  # whether the final sample was taken at the end of the main thread
+        self._pid, self._taken = os.getpid(), False  # `_taken`: `_before_exit` wrote the final sample
         undo.add("last sample", self.last)
         undo.add("last sample", lambda: life.not_at_main_thread_end(self._before_exit))
         life.at_main_thread_end(self._before_exit)

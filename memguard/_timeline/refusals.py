@@ -1,4 +1,4 @@
-"""The requests refused while a timeline was recorded, each once, with its need. Pure.
+"""Collect the requests refused while a timeline was recorded, each once, with its need. Pure.
 
 The unmet need of a request is the framework's unreclaimable memory at the refusal plus the requested bytes, whether or
 not the program caught the error. Events of older versions lack the figures of the refusal: the last sample's replace

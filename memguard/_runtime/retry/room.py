@@ -21,7 +21,7 @@ from memguard._runtime.retry.failure import Failure
 from memguard._runtime.runtime import this
 
 _ATTEMPTS = 4
-"""The most calls of `make_room` with a reduced size. The shortage of a call may be of the GPU or of the caps."""
+"""The most calls of `make_room` with a reduced size. A call may fall short because of the GPU or of the caps."""
 
 if TYPE_CHECKING:
     from memguard._base.framework_spec import CacheName, FrameworkName

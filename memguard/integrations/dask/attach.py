@@ -129,7 +129,7 @@ class Attached:
         guard = self._guard
         if guard is None or not guard.active:
             if self._pause is not None:
-                self._pause.release()  # the program ended the budget, so no sample will
+                self._pause.release()  # the program ended the budget: no later sample would resume the worker
             return {"active": False, "simulated": False, "why": getattr(guard, "why", None)}
         if self._sample is None:
             from distributed.utils import offload
