@@ -288,7 +288,8 @@ class Budget(_Model):
         "caps",
     )
     on_busy: Literal["warn", "raise"] = _key(
-        "What init does if other processes hold so much of a GPU that the limit is out of reach: log a warning, or raise.",
+        "What init does if other processes hold so much of a GPU that the limit is out of reach: warn (in the log) or "
+        "raise.",
         "warn",
     )
     ranks: values.Ranks = _key(
