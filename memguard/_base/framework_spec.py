@@ -128,8 +128,9 @@ class Allocators(NamedTuple):
     """The environment variable that selects a framework's allocator, and the values under which no cap can be set.
 
     `uncapped` maps each such value to the reason, as the end of a sentence that begins with the setting. `unlimited`
-    lists those of them that obey no limit at all. Under the values in `capped`, and under an empty one, a cap holds.
-    `unknown` is the reason for any other value; without it, any other value selects the default allocator.
+    lists the values of `uncapped` under which no limit at all applies. Under the values in `capped`, and under an empty
+    one, a cap holds. `unknown` is the reason for any other value; without it, any other value selects the default
+    allocator.
     """
 
     variable: str = ""

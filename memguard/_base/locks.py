@@ -102,7 +102,7 @@ class InterruptSafeLock(RLock):  # type: ignore[misc]  # final for type checkers
                 "holds memguard's lock",
                 fix="do not call it in a signal handler, a finalizer or a callback; memguard.ledger() may be",
             )
-        except BaseException:  # a Ctrl-C may have come right after the acquisition
+        except BaseException:  # a Ctrl-C may have interrupted right after the acquisition
             try:
                 _leave(self)
             finally:
@@ -131,8 +131,8 @@ _acquire = RLock.acquire
 
 
 def awaiting(thread: int, wait: Callable[..., T], *given: Any) -> T:
-    """Return `wait(*given)`, which waits for `thread`. Calls that interrupt that thread's work meanwhile do not wait
-    for this thread."""
+    """Return `wait(*given)`, which waits for `thread`. During the wait, calls that interrupt that thread's work do not
+    wait for this thread."""
     try:
         _awaited.append(thread)
         return wait(*given)

@@ -12,7 +12,8 @@ class Undo:
     """Undo steps, run last first. After an interruption the next `run` runs the remaining steps.
 
     Add a step before the change that it undoes: an interruption may come right after the change. So a step must also
-    work before the change was made, and after an earlier run of the step, complete or not. A step that ends is removed.
+    work before the change was made, and after an earlier run of the step, complete or not. A step that returns or fails
+    is removed.
     """
 
     def __init__(self) -> None:
@@ -46,7 +47,7 @@ class Undo:
             except BaseException as error:
                 interruption = interruption or error
                 continue
-            if step in self._steps:  # else a signal handler ran the steps meanwhile
+            if step in self._steps:  # else a signal handler ran the steps during `do`
                 self._steps.remove(step)
         if interruption is not None:
             raise interruption

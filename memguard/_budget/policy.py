@@ -289,8 +289,8 @@ def starting_caps(room: int, caps: Mapping[str, int], elastic: Mapping[str, tupl
     """The initial caps in bytes: `caps`, in which elastic frameworks have their min, plus the spare lent to those.
 
     Frameworks with an allocator other than memguard's borrow first: they cannot raise their cap within a request that
-    would fail. `rebalance` takes back what they do not use. The other elastic frameworks borrow the rest, in file
-    order. Σ caps ≤ `room`, and each elastic cap is within its bounds.
+    would fail. `rebalance` later lowers the caps that they do not use. The other elastic frameworks borrow the rest, in
+    file order. Σ caps ≤ `room`, and each elastic cap is within its bounds.
     """
     found, spare = dict(caps), round_down(max(room - sum(caps.values()), 0))
     for name in sorted(elastic, key=lambda name: SPECS[name].asks):

@@ -206,7 +206,7 @@ def _is_batch_script(environ: Mapping[str, str]) -> bool:
 
 
 def _tasks(environ: Mapping[str, str]) -> int | None:
-    """The tasks on this node: of the step, else of the job."""
+    """The number of tasks on this node, by the step's variables or else the job's."""
     for name in (_SRUN.counts[0], "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"):
         if not (text := environ.get(name, "").strip()):
             continue

@@ -181,7 +181,7 @@ def at(data: object, loc: Iterable[str | int]) -> Any:
 
 
 def share_left(data: object) -> str:
-    """A share that fits beside the declared shares: half of the remainder."""
+    """A share that fits in addition to the declared shares: half of the remainder."""
     shares = Fraction(0)
     entries = at(data, ["frameworks"])
     for entry in entries.values() if isinstance(entries, Mapping) else ():

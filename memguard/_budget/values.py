@@ -344,7 +344,7 @@ def device_key(value: str) -> str:
     if len(value) > MAX_KEY:
         raise InvalidValue(f"{shown} is longer than {MAX_KEY} characters", _NAME_A_GPU)
     if odd := next((c for c in name if not " " <= c <= "~"), ""):
-        # A digit of another alphabet would be parsed as an ordinal, and a look-alike letter matches no GPU's name.
+        # Python parses digits of other alphabets as an ordinal, and a look-alike letter matches no GPU's name.
         import unicodedata
 
         what = f"U+{ord(odd):04X} ({unicodedata.name(odd, 'a control character')})"

@@ -5,8 +5,8 @@ and restore it. Each call may take as long as the copy, or hang (a stopped targe
 (`_node/suspend/driver/helper.py`) makes these calls.
 
 The driver allocates a restored process's bytes in the first 30 ms of the restore (H200, driver 580.159), and destroys
-the process if they are not free. Reading the free bytes reserves nothing: another process may allocate them meanwhile.
-Memory that the helper has allocated (`MemoryPlaceholder`) stays available, and is freed as the restore begins.
+the process if they are not free. Reading the free bytes reserves nothing: another process may allocate them before the
+restore. Memory that the helper has allocated (`MemoryPlaceholder`) stays available, and is freed as the restore begins.
 
 To allocate, the helper needs a context of its own (about 0.5 GiB on an H200). If the GPU has room for both the context
 and the process, the context stays, and `MemoryPlaceholder.release` frees only the blocks, in milliseconds. Otherwise
@@ -48,7 +48,7 @@ ILLEGAL_STATE = 401
 NOT_READY = 600
 """Lock: the timeout ended before the GPU's work did. The process continues to run."""
 NOT_SUPPORTED = 801
-"""Checkpoint: the process has managed memory. It stays locked, and can be unlocked."""
+"""Checkpoint: the process has managed memory. It remains locked, and can be unlocked."""
 MARGIN = 4 * MIB
 """Free bytes required beyond the process's own. A restore succeeded with 1.5 MiB more, and failed with 0.4 MiB less
 (H200)."""

@@ -178,7 +178,7 @@ def primary(ordinal: int) -> int | None:
     Cached: the context lives as long as the framework that uses it, and reading the handle takes four calls.
     """
     known = _primaries.get(ordinal)
-    if known is not None:  # hence libcuda is loaded
+    if known is not None:  # so libcuda is loaded
         return known
     cuda = loaded()
     if cuda is None:
@@ -206,7 +206,7 @@ def ordinal_of(context: int | None) -> int | None:
 
 
 def primary_now(ordinal: int) -> int | None:
-    """`primary`, read anew: once every user has released a primary context, the next one has another handle."""
+    """`primary` without its cache: after every user has released a primary context, the next one has another handle."""
     _primaries.pop(ordinal, None)
     return primary(ordinal)
 

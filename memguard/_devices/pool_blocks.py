@@ -75,7 +75,7 @@ class PoolBlocks:
         self._waiting: deque[PoolBlock] = deque()
 
     def in_use(self) -> int:
-        """Bytes of the blocks not given back. One C call, hence atomic."""
+        """Bytes of the blocks that are not freed. One C call, so it is atomic."""
         return sum(self._live.values())
 
     def take(self, size: int) -> PoolBlock | None:
@@ -199,7 +199,7 @@ class PoolCap:
     def take(self, size: int) -> Claim | None:
         """The right to allocate `size` bytes now; None if they exceed the cap. End the claim after the allocation."""
         claim = Claim(self._claims, size)
-        # The order matters: another thread's allocation meanwhile is in one of the two figures, or in both.
+        # The order matters: an allocation that another thread makes now is in one of the two figures, or in both.
         claimed = sum(self._claims.values())
         used = self._used()
         if used + claimed <= self._most:

@@ -34,7 +34,7 @@ HANDLE_BYTES = sizeof(CUipcMemHandle)
 PAGE = 2 * MIB
 """Bytes. The driver's blocks of more than 1 MiB begin and end at a multiple of it; smaller blocks share one."""
 _retained: dict[int, int] = {}
-"""The primary contexts retained here for mapped memory. They stay, like a framework's."""
+"""The primary contexts retained here for mapped memory. They are never released, like a framework's."""
 
 
 class NoRoom(DeviceError):

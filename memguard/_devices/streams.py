@@ -58,7 +58,7 @@ class Mark:
         self._event, self._primary = 0, contexts.primary(ordinal) or 0
         self._of = self._primary if context is None else context
         if not self._of:
-            return  # no context, hence no work on the GPU
+            return  # no context, so no work on the GPU
         with contexts.entered(self._of):
             if stream is None and not hasattr(cuda, "cuCtxRecordEvent"):  # a driver before 12.5
                 _check("cuCtxSynchronize", cuda.cuCtxSynchronize())
@@ -91,7 +91,7 @@ class Mark:
 
     def _over(self) -> bool:
         event = self._event
-        if not event:  # closed by a signal handler meanwhile
+        if not event:  # a signal handler closed it during the wait
             return True
         code = self._cuda.cuEventQuery(event)
         if code != _NOT_READY:
@@ -148,8 +148,8 @@ def follow(ordinal: int, first: int | None, then: int | None, context: int | Non
 def follow_default(ordinal: int, then: int, context: int | None = None) -> None:
     """Make later work of stream `then` run after the work of the legacy default stream and of all blocking streams.
 
-    It records an event, for which the default stream waits for the blocking streams (documented). CUDA does not
-    document that `cuStreamQuery` of the default stream includes them. Raises as `follow` does.
+    Records an event on the default stream, which waits for all blocking streams (documented). CUDA does not document
+    that `cuStreamQuery` of the default stream includes them. Raises as `follow` does.
     """
     if (then or LEGACY) == LEGACY:
         return
@@ -244,7 +244,7 @@ def idle(ordinal: int, stream: int, context: int | None = None) -> bool:
     """
     cuda, of = contexts.driver(), contexts.primary(ordinal) if context is None else context
     if not of:
-        return True  # no context, hence no work on the GPU
+        return True  # no context, so no work on the GPU
     with contexts.entered(of), contexts.capture_safe():
         code = cuda.cuStreamQuery(stream)
     if code != _NOT_READY:

@@ -361,7 +361,7 @@ class Runtime:
     def _start(self, session: Session) -> None:
         """Make the session current and start it. `_in_effect` undoes an interrupted start. Callers hold the lock."""
         try:
-            # Before `start`: an import on another thread may call memguard at once.
+            # Set before `start`: during it, an import on another thread may already call memguard.
             self._state = Starting(session, self._state.without_session())
             session.start()
         finally:
@@ -492,7 +492,7 @@ class Runtime:
             _log.warning("the budget of a block could not be ended: %s", str(failure))
 
     def forked(self) -> None:
-        """Reset a forked child: no budget, and a new lock, because the inherited one may be held for ever."""
+        """Reset a forked child: no budget, and a new lock: the parent's threads may have held the inherited one."""
         self.lock, self.claiming, self.applying = ordered(InterruptSafeLock(), LockOrder.RUNTIME), False, False
         self.claimed.clear()
         sample_callbacks.clear()  # callbacks may depend on threads of the parent
@@ -521,7 +521,7 @@ class Runtime:
         try:
             for name in names:
                 catalog.models(name)
-        except DeviceError as error:  # before they are printed
+        except DeviceError as error:  # an invalid name is reported before the names are printed
             raise DeviceError(error.advice.within(workers.SIMULATE)) from None
         if not import_hook.warned:
             import_hook.warned = True

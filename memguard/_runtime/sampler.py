@@ -151,7 +151,8 @@ class Monitor:
         thread = self._thread
         if thread is None or thread is threading.current_thread():
             return
-        if thread.ident is None and not thread.is_alive():  # interrupted `start`: if it begins, it ends at once
+        # `start` was interrupted. If the thread still begins, it ends at once.
+        if thread.ident is None and not thread.is_alive():
             self._begun.wait(_BEGIN)
         if self._begun.is_set():  # else `join` would raise
             thread.join(JOIN)
@@ -192,7 +193,7 @@ class Monitor:
 
     def last(self, seconds: float) -> list[Sample]:
         """The samples of the last `seconds` before the newest one, oldest first."""
-        samples = self._ring.copy()  # atomic: the monitor's thread cannot append meanwhile
+        samples = self._ring.copy()  # atomic: the monitor's thread cannot append during the copy
         return [sample for sample in samples if sample.time >= samples[-1].time - seconds]
 
     def _run(self, stop: Flag, pid: int, begun_here: Flag | None = None) -> None:

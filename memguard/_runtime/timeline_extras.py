@@ -189,7 +189,7 @@ class TimelineExtras:
     """Writes the timeline extras of one budget. Never raises in the program: it omits figures that it cannot read."""
 
     def __init__(self, guard: Guard, monitor: Monitor, writer: Writer, undo: Undo) -> None:
-        """`undo` already closes the writer. The step that stops the monitor comes later."""
+        """`undo` already has the step that closes the writer; the step that stops the monitor is added later."""
         self._guard, self._monitor, self._writer = guard, monitor, writer
         self._peaks, self._spans = Peaks(), Spans()
         self._pid, self._taken = os.getpid(), False  # `_taken`: `_before_exit` wrote the final sample
@@ -226,7 +226,7 @@ class TimelineExtras:
         Skipped if the monitor's sample hangs in the driver, as this one would, and during interpreter finalization.
         Returns whether the sample was written.
         """
-        if sys.is_finalizing() or self._pid != os.getpid():  # in a forked child, inherited locks may be held for ever
+        if sys.is_finalizing() or self._pid != os.getpid():  # a forked child: nobody releases inherited locks
             return False
         self._write_spans(everything=True)
         if not self._monitor.wait_for_sample(_HANGS):

@@ -39,10 +39,10 @@ _closing_writers: dict[int, Writer] = {}
 
 
 class _Part:
-    """A full file. `mine` is False if an earlier run wrote it."""
+    """A full file. `own` is False if an earlier run wrote it."""
 
-    def __init__(self, number: int, path: str, size: int, mine: bool = True) -> None:
-        self.number, self.path, self.size, self.mine = number, path, size, mine
+    def __init__(self, number: int, path: str, size: int, own: bool = True) -> None:
+        self.number, self.path, self.size, self.own = number, path, size, own
 
 
 class Writer:
@@ -107,7 +107,7 @@ class Writer:
             try:
                 self._turn.take(self._begin_first, _LOCK_TIMEOUT)
             finally:
-                if self._pending or self._closing:  # by a signal handler or finalizer within it
+                if self._pending or self._closing:  # a signal handler or finalizer called a method during it
                     self._finish_pending(_LOCK_TIMEOUT)
 
     def _begin_first(self) -> None:
@@ -126,7 +126,7 @@ class Writer:
                 self._refuse_others(held)
             trial = files.rotated(self.path, "check")
             opened: list[int] = []
-            files.remove(trial)  # left by a process that was killed in this function
+            files.remove(trial)  # a process killed in this function left it behind
             try:
                 try:
                     _write(files.create(trial, opened), self._header(1), 0)
@@ -176,7 +176,7 @@ class Writer:
         _closing_writers.pop(id(self), None)
 
     def forked(self) -> None:
-        """In a forked child, close the parent's file, without the lock, which a thread of the parent may have held."""
+        """Close the parent's file in a forked child. Takes no lock: a thread of the parent may have held it."""
         if os.getpid() != self._pid:
             self._shut()
 
@@ -279,7 +279,7 @@ class Writer:
         self._append(line)
 
     def _append(self, line: bytes) -> None:
-        """Append the line with one write: if the process is killed meanwhile, only this line is lost."""
+        """Append the line with one write: if the process is killed during it, only this line is lost."""
         if len(line) > MAX_LINE or 2 * len(line) > self._most:
             raise _TooLong
         size = 0
@@ -294,7 +294,7 @@ class Writer:
             elif not self._in_place(about) and not self._follow(about):
                 self._replace_moved(room)
             elif not room:
-                self._rename(size, mine=True)  # before the close: if it fails, a closed file would block the path
+                self._rename(size, own=True)  # before the close: if it fails, a closed file would block the path
                 self._shut()
         if not self._opened:
             self._begin()
@@ -302,11 +302,11 @@ class Writer:
         self._size += len(line)
 
     def _adopt_existing(self) -> None:
-        """Adopt existing files with this name or its parts' names as an earlier run's, or refuse."""
+        """Treat existing files with this name or a part's name as an earlier run's. Raises if one must not change."""
         for number, path in files.numbered(self.path):
             self._number = max(self._number, number + 1)
             if files.is_ours(path):
-                self._parts.append(_Part(number, path, os.lstat(path).st_size, mine=False))
+                self._parts.append(_Part(number, path, os.lstat(path).st_size, own=False))
         if not os.path.lexists(self.path):
             return
         self._refuse_others(None)
@@ -315,7 +315,7 @@ class Writer:
     def _keep_earlier(self) -> None:
         """Make the existing file a part of an earlier run, or remove it if it is empty."""
         if size := os.lstat(self.path).st_size:
-            self._rename(size, mine=False)
+            self._rename(size, own=False)
         else:
             files.remove(self.path)
 
@@ -358,7 +358,8 @@ class Writer:
     def _begin(self) -> None:
         self._make_room()
         if files.is_ours(self.path) and not files.in_use(self.path):
-            self._keep_earlier()  # left by an attempt that could not write its header; or an earlier file was restored
+            # The file of an attempt that could not write its header, or an earlier file that was restored.
+            self._keep_earlier()
         handle = files.create(self.path, self._opened)
         self._head = self._head._replace(part=self._number)
         line, self._size = self._header(self._number), 0
@@ -418,19 +419,19 @@ class Writer:
         files.close(self._moved)
         self._pending_message = f"the timeline {self.path} was moved: it is begun anew"
 
-    def _rename(self, size: int, mine: bool) -> None:
+    def _rename(self, size: int, own: bool) -> None:
         while os.path.lexists(target := files.rotated(self.path, self._number)):
             self._number += 1
         os.rename(self.path, target)
-        self._parts.append(_Part(self._number, target, size, mine))
+        self._parts.append(_Part(self._number, target, size, own))
         self._number += 1
 
     def _make_room(self) -> None:
         """Free space for a new file and for the next thinning."""
-        os.stat(os.path.dirname(self.path))  # raises if the folder is missing: it may return, so its parts are kept
+        os.stat(os.path.dirname(self.path))  # raises if the folder is missing: it may be restored, so keep its parts
         while self._parts and self._held() > self._limit - 2 * self._most:
-            oldest = next((part for part in self._parts if not part.mine), self._parts[0])
-            if oldest.mine:
+            oldest = next((part for part in self._parts if not part.own), self._parts[0])
+            if oldest.own:
                 self._thin(oldest)
             else:
                 files.remove(oldest.path)

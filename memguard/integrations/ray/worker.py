@@ -58,7 +58,7 @@ class Worker:
         self._pid = os.getpid()
 
     def arm(self) -> None:
-        """The setup hook. Applies no budget. Never raises: Ray restarts a worker with a failing hook for ever."""
+        """The setup hook. Applies no budget. Never raises: Ray would restart the worker endlessly."""
         self._undo.add("the budget", self._end)
         self._undo.add("the wait for a framework", self._stop_waiting)
         try:
