@@ -88,7 +88,7 @@ class deferred_signals:  # noqa: N801 - used like a function: `with deferred_sig
 
 
 class _Recorder:
-    """The handler during the block: records its signal. If the program keeps it after the block, it calls the original.
+    """The handler during the block: records its signal. Called after the block, it calls the original handler.
 
     The weak reference ends the deferral with the block even if an exception from another thread prevents `__exit__`.
     """

@@ -117,9 +117,9 @@ _HALF = Fraction(1, 2)
 def fitting(shares: Mapping[str, Fraction], limits: Mapping[str, int], room: int | None) -> dict[str, Fraction | int]:
     """Scale the parts to fit `room` bytes (None: unknown), in proportion to the declared ones; returns only changes.
 
-    Lowers shares if they exceed 100% in sum, else limits; both to one half if lowering one kind is not enough, or
-    shares to what the smallest limits leave. If the room is unknown, shares leave a tenth of it for limits. Empty if
-    nothing fits: no limit can be less than `GRANULE`, and no share is lowered to less than that.
+    Lowers shares if they exceed 100% in sum, else limits; if lowering one kind is not enough, both to one half each, or
+    shares to the room beside the smallest limits. If the room is unknown, shares leave a tenth of it for limits. Empty
+    if nothing fits: no limit can be less than `GRANULE`, and no share is lowered to less than that.
     """
     wanted, sizes, least = sum(shares.values(), Fraction(0)), sum(limits.values()), len(limits) * GRANULE
     bytes_left: int | None

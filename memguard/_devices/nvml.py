@@ -416,12 +416,12 @@ class Nvml:
         try:
             if self._pid == os.getpid():  # without memguard's lock: NVML itself is thread-safe
                 try:
-                    return self._asked(n, what, work, uuid)
+                    return self._read(n, what, work, uuid)
                 except n.NVMLError_Uninitialized:  # other code in this process shut it down
                     pass
             with self._lock:
                 started = time.monotonic()  # after waiting for the lock
-                return self._ask(n, what, work, uuid)
+                return self._initialise_and_read(n, what, work, uuid)
         finally:
             here.calls -= 1
             spent = time.monotonic() - started
@@ -438,22 +438,22 @@ class Nvml:
             raise DeviceError(f"NVML: {error}", fix="pip install nvidia-ml-py") from None
         return pynvml
 
-    def _ask(self, n: Any, what: str, work: Callable[[Any, str], T], uuid: str) -> T:
-        """As `_asked`, after initialising NVML if needed. Callers hold the lock."""
+    def _initialise_and_read(self, n: Any, what: str, work: Callable[[Any, str], T], uuid: str) -> T:
+        """Initialise NVML if needed, then run `_read`. Callers hold the lock."""
         if self._restarting:
             raise DeviceError(_WITHIN)
         try:
             if self._pid != os.getpid():  # first use, or after a fork: the parent's handles are invalid here
                 self._start(n)
             try:
-                return self._asked(n, what, work, uuid)
+                return self._read(n, what, work, uuid)
             except n.NVMLError_Uninitialized:  # other code in this process shut it down
                 self._start(n)
-            return self._asked(n, what, work, uuid)
+            return self._read(n, what, work, uuid)
         except (n.NVMLError, n.NVMLLibraryMismatchError) as error:
             raise DeviceError(self._text(error), missing=_missing(type(error).__name__)) from None
 
-    def _asked(self, n: Any, what: str, work: Callable[[Any, str], T], uuid: str) -> T:
+    def _read(self, n: Any, what: str, work: Callable[[Any, str], T], uuid: str) -> T:
         """Run `work`. Re-raises NVMLError_Uninitialized; raises every other error as a DeviceError."""
         self._here.doing = what, uuid
         try:
