@@ -111,7 +111,7 @@ def percent(value: object) -> Fraction:
     try:
         return parse_percent(value)
     except InvalidValue as error:
-        raise _with_meant(error, value, "%", lambda text: "%" in text) from None
+        raise _with_suggestion(error, value, "%", lambda text: "%" in text) from None
 
 
 def size(value: object, least: int = GRANULE) -> int:
@@ -121,7 +121,7 @@ def size(value: object, least: int = GRANULE) -> int:
     try:
         size = parse_size(value)
     except InvalidValue as error:
-        raise _with_meant(error, value, "MiB", lambda text: "%" not in text) from None
+        raise _with_suggestion(error, value, "MiB", lambda text: "%" not in text) from None
     if size < least:
         why = ", the smallest piece that CUDA hands out" if least == GRANULE else ""
         unit = _unit_missing(value, size < MIB and size * MIB >= least, "MiB")
@@ -134,7 +134,7 @@ def share(value: object) -> Fraction:
     with contextlib.suppress(ValueError):
         return parse_percent(value)
     text = value if isinstance(value, str) and "%" not in value else ""
-    if text and (size := _meant(text, "%")) and not size.endswith("%"):
+    if text and (size := _suggestion(text, "%")) and not size.endswith("%"):
         raise InvalidValue(f"a share is a percentage, found the size {excerpt(value)}", f"write 'limit: {size}'")
     return percent(value)  # accepts a Fraction; raises the error for anything else
 
@@ -146,7 +146,7 @@ def limit(value: object) -> int:
     except ValueError:
         if not _is_part(value):
             raise
-        part = _meant(value, "%")
+        part = _suggestion(value, "%")
         instead = f"'share: {part}', or " if part else ""
         fix = f"write {instead}a size such as '4GiB'"
         raise InvalidValue(f"a framework's limit is bytes, found {excerpt(value)}", fix) from None
@@ -206,23 +206,23 @@ def _is_part(value: object) -> bool:
         with contextlib.suppress(ValueError):
             parse_size(value)
             return False
-    return isinstance(value, (str, float)) and (_meant(value, "MiB") or "").endswith("%")
+    return isinstance(value, (str, float)) and (_suggestion(value, "MiB") or "").endswith("%")
 
 
 def _is_all(value: object) -> bool:
     return isinstance(value, str) and value.strip().lower() in ("all", "max", "none", "unlimited", "full")
 
 
-def _meant(value: object, bare: str) -> str | None:
+def _suggestion(value: object, bare: str) -> str | None:
     """`suggestions.quantity`, imported only for an invalid value."""
     from memguard._budget import suggestions
 
     return suggestions.quantity(value, bare)
 
 
-def _with_meant(error: InvalidValue, value: object, bare: str, fits: Callable[[str], bool]) -> InvalidValue:
+def _with_suggestion(error: InvalidValue, value: object, bare: str, fits: Callable[[str], bool]) -> InvalidValue:
     """The error with the suggested value as its fix, if there is one."""
-    text = _meant(value, bare)
+    text = _suggestion(value, bare)
     said = f"write '{text}'", f"write for example '{text}'"
     if text is None or not fits(text) or error.advice.fix.startswith(said):
         return error

@@ -285,9 +285,9 @@ class Nvml:
                 return self._checked(n, uuid, found.total, found.reserved, found.used, found.free)
 
             return self._call("memory of", work, uuid)
-        asked = self._call("memory of", self._memory, uuid)
+        reading = self._call("memory of", self._memory, uuid)
         self._prepare(uuid)
-        return asked
+        return reading
 
     def processes(self, uuid: str) -> Mapping[int, int | None]:
         """Bytes of every compute process by PID; None if NVML reports no bytes, empty if it has no list (Jetson).

@@ -178,11 +178,11 @@ def quick_idle(ordinal: int, stream: int | None, other: int | None, inside: bool
             with contexts.entered(context):
                 return quick_idle(ordinal, stream, other, True)
     status = c_int()
-    for asked in (stream, other):
-        if asked is None:
+    for queried in (stream, other):
+        if queried is None:
             continue
-        code = cuda.cuStreamIsCapturing(asked, status)
-        if code == _IMPLICIT and asked in (0, LEGACY):
+        code = cuda.cuStreamIsCapturing(queried, status)
+        if code == _IMPLICIT and queried in (0, LEGACY):
             raise _apart()
         if code or status.value:
             return None
