@@ -301,7 +301,7 @@ class Budget(_Model):
         "A thread that samples the GPU memory of each framework. Without this key there is none; {} takes the defaults."
     )
     on_pressure: Annotated[tuple[Literal["trim", "raise"], ...], values.LISTED] = _key(
-        "At critical pressure, trim: free idle caches; raise: raise in the next workload or require. Needs monitor.",
+        "At critical pressure, trim: free idle caches; raise: an error in the next workload or require. Needs monitor.",
         (),
         examples=[["trim"]],
         json_schema_extra=_UNIQUE,
