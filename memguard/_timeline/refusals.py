@@ -40,7 +40,7 @@ class Refusal:
     """
 
     time: float
-    requested: int | None
+    asked: int | None  # the name is part of `--json`
     held: int | None
     cap: int | None
     times: int
@@ -49,7 +49,7 @@ class Refusal:
     @property
     def need(self) -> int:
         """The least memory that would have served it. If the cap refused, it is more than that cap."""
-        need = (self.held or 0) + (self.requested or 0)
+        need = (self.held or 0) + (self.asked or 0)
         return need if self.full or self.cap is None else max(need, self.cap + GRANULE)
 
 
@@ -125,13 +125,13 @@ def counting_event(events: Sequence[Refusal], left: Sequence[int], report: Repor
         at = bisect_left(events, report.event, key=attrgetter("time"))
         return at if at < len(events) and events[at].time == report.event and left[at] else None
     when, by = (report.refusal.time, _REPORT) if report.moment is None else (report.moment, _MOMENT)
-    requested, counted = report.refusal.requested, not report.refusal.times
+    requested, counted = report.refusal.asked, not report.refusal.times
     first = bisect_left(events, when - by, key=attrgetter("time"))
     for at in range(first, len(events)):
         event = events[at]
         if event.time > when + by and not (at == first and event.times > 1 and counted):
             return None
-        if left[at] and (requested is None or event.requested is None or requested == event.requested):
+        if left[at] and (requested is None or event.asked is None or requested == event.asked):
             return at
     return None
 
@@ -145,8 +145,8 @@ def _merged(event: Refusal, report: Reported) -> Refusal:
     another = report.event is not None and event.times > 1
     if (another or not report.exact) and event.need > best.need:
         best = event
-    requested = event.requested if best.requested is None else best.requested
-    return replace(best, time=event.time, requested=requested, times=event.times)
+    requested = event.asked if best.asked is None else best.asked
+    return replace(best, time=event.time, asked=requested, times=event.times)
 
 
 class RefusalCollector:

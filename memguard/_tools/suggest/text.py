@@ -165,9 +165,7 @@ def _pool(figure: Figure) -> str:
 
 
 def _refused(refusal: Refusal) -> str:
-    asked = (
-        f"{format_size(refusal.requested)} were" if refusal.requested is not None else "a request of unknown size was"
-    )
+    asked = f"{format_size(refusal.asked)} were" if refusal.asked is not None else "a request of unknown size was"
     why = ""
     if refusal.full:
         why = ", as the GPU was full"
@@ -175,7 +173,7 @@ def _refused(refusal: Refusal) -> str:
         why = f" under a cap of {format_size(refusal.cap)}"
     times = f", the last of {refusal.times:,}" if refusal.times > 1 else ""
     held = "" if refusal.held is None else f" on top of {format_size(refusal.held)}"
-    if refusal.cap is not None and refusal.need > (refusal.held or 0) + (refusal.requested or 0):
+    if refusal.cap is not None and refusal.need > (refusal.held or 0) + (refusal.asked or 0):
         why += ", so more than that was needed"
     return f"{when(refusal.time)}: {asked} refused{held}{why}{times}."
 
