@@ -11,7 +11,7 @@ from memguard._base.types import Event, Sample, WorkloadReport
 from memguard._guard.guard import Guard
 from memguard._oom import hooks
 from memguard._runtime.runtime import BudgetLike, MissingGpu, this
-from memguard._runtime.session import WITHOUT_MONITOR, Session, callbacks, watches
+from memguard._runtime.session import WITHOUT_MONITOR, Session, event_callbacks, sample_callbacks
 
 if TYPE_CHECKING:
     from memguard._base.framework_spec import CacheName, FrameworkName
@@ -23,7 +23,7 @@ EXTENSIONS = {
     "device.lease": "memguard._node.leases.extension:Leases",
     "device.on_wait: suspend-idle": "memguard._node.suspend.triggers.making_room:SuspendsIdle",
     "metrics": "memguard._node.metrics:Metrics",
-    "monitor.timeline": "memguard._runtime.beside:Timeline",
+    "monitor.timeline": "memguard._runtime.timeline_extras:Timeline",
     "monitor.top": "memguard._node.top.server:Top",
     "suspend.when_idle": "memguard._node.suspend.triggers.when_idle:WhenIdle",
     "suspend": "memguard._node.suspend.triggers.listener:Reachable",
@@ -157,7 +157,7 @@ def reclaimable() -> Reclaimable:
 def checkpoint() -> None:
     """Carry out a pending `on_pressure` action of the budget now: trim, or raise UnderPressure. For loops without a
     `workload`."""
-    this.settled().checkpoint()
+    this.state_for_call().checkpoint()
 
 
 def on_event(callback: Callable[[Event], object]) -> Watch:
@@ -171,7 +171,7 @@ def on_event(callback: Callable[[Event], object]) -> Watch:
         raise TypeError(f"memguard.on_event takes a function, found {callback!r}")
     from memguard._runtime.callbacks import Watch
 
-    callbacks.append(watch := Watch(callback, callbacks))
+    event_callbacks.append(watch := Watch(callback, event_callbacks))
     return watch
 
 
@@ -187,7 +187,7 @@ def on_sample(callback: Callable[[Sample], object]) -> Watch:
         raise TypeError(f"memguard.on_sample takes a function, found {callback!r}")
     from memguard._runtime.callbacks import Watch
 
-    watches.append(watch := Watch(callback, watches))
+    sample_callbacks.append(watch := Watch(callback, sample_callbacks))
     if (found := this.session) is not None and found.active and found.guard.budget.monitor is None:
         _log.warning("%s", WITHOUT_MONITOR)
     return watch
@@ -195,7 +195,7 @@ def on_sample(callback: Callable[[Sample], object]) -> Watch:
 
 def current() -> Guard:
     """The active guard; the idle one while nothing is applied. Raises NotActive if there is none."""
-    return this.settled().guard()
+    return this.state_for_call().guard()
 
 
 def current_session() -> Session:

@@ -1,6 +1,7 @@
 """A message as data (reason, fix, alternatives), and the base classes of the errors that carry it.
 
-Only `str()` joins the parts to text. Rooms import errors from `memguard.errors`, but for `_base`, which is below it.
+Only `str()` joins the parts to text. Other rooms import errors from `memguard.errors`; `_base` cannot, as it is a lower
+room.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ class Origin:
         return hash(Origin)
 
     def problem(self, loc: Loc, message: str, fix: str) -> Problem:
-        """A problem with the value at `loc`. If the file leaves it out, the line is that of the nearest key above."""
+        """A problem with the value at `loc`. If the file omits it, the line is that of the nearest parent key."""
         marks = self._marks()
         line, column = marks.get(nearest(loc, marks)) or (None, None)
         return Problem(message, fix, line, column, path(loc))

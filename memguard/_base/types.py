@@ -121,7 +121,7 @@ class Plan:
 class Usage(NamedTuple):
     """One framework's memory on one device. A tuple, as the monitor makes them many times a second.
 
-    held         bytes it has taken from the driver; None if it does not report them
+    held         bytes allocated from the driver; None if the framework does not report them
     in_use       bytes that live arrays occupy
     reclaimable  the part of held − in_use that a trim would return; None if unknown
     held_at_least, held_at_most   bounds if `held` is None
@@ -259,7 +259,7 @@ class Applied(NamedTuple):
 class TraceEvent(NamedTuple):
     """One line of an allocation trace (`docs/trace.md`).
 
-    `op` is `alloc` and `free` (with `id`), `in_use` (a framework that reports only its total), `trim`,
+    `op` is `alloc` or `free` (with `id`), `in_use` (the total of a framework that reports nothing else), `trim`,
     or `mark` (the measured held and in use at that moment: for comparison, not for replay).
     `time` is seconds; `device` the position in the trace header's device list.
     """
@@ -278,8 +278,8 @@ class TraceEvent(NamedTuple):
 class WorkloadReport:
     """The memory use of a `workload` block, in bytes in use. Filled in when the block ends; None if unknown.
 
-    `peak` is also None if the process had been higher before the block: frameworks keep only one peak. `reserved` is
-    the reservation that `needs` requested; `waited` is the seconds that the block waited for it.
+    `peak` is also None if the process's use was higher before the block, as a framework records only one peak.
+    `reserved` is the reservation that `needs` requested; `waited` is the seconds that the block waited for it.
     """
 
     name: str
@@ -367,16 +367,15 @@ _LEVEL_STYLES = {"warn": "color: #a65f00", "critical": "color: #b3001b"}
 class Event(NamedTuple):
     """A change that the monitor or the guard observed or made.
 
-    kind: pressure (its level changed), forecast (cap or limit is reached in `seconds`), leak (a workload leaves more
-    behind each time; without a framework: unaccounted memory keeps growing), probe (a probe failed, or works again),
-    trim, oom, note (a cap no longer holds, or holds again; a later setting met it), refused (only in timelines:
-    an allocator refused `times` requests, whether or not the program catches the errors), peak (only in timelines: an
-    allocator reports a peak of `bytes` in use so far), workload (only in timelines: one has ended, after
-    `seconds`, or `times` of them in a row; `bytes` is the peak), reclaim (siblings returned
-    `bytes` for `framework`, or its elastic cap changed), retry (a function is run again, after `bytes` were freed),
-    suspended (the process left its GPUs with `bytes`, within `seconds`: the next sample follows its resumption),
-    resumed, lease (another process uses `bytes` of a GPU, above its lease or without one; or this process's lease was
-    lost).
+    kind: pressure (its level changed), forecast (cap or limit is reached in `seconds`), leak (a workload's memory in
+    use grows with each run; without a framework: unaccounted memory keeps growing), probe (a probe failed, or works
+    again), trim, oom, note (a cap no longer holds, holds again, or is affected by a later setting), refused (only in
+    timelines: an allocator refused `times` requests, whether or not the program catches the errors), peak (only in
+    timelines: an allocator reports a peak of `bytes` in use so far), workload (only in timelines: one has ended, after
+    `seconds`, or `times` of them in a row; `bytes` is the peak), reclaim (siblings returned `bytes` for `framework`, or
+    its elastic cap changed), retry (a function is run again, after `bytes` were freed), suspended (the process moved
+    `bytes` off its GPUs within `seconds`; the next sample follows its resumption), resumed, lease (another process uses
+    `bytes` of a GPU, above its lease or without one; or this process's lease was lost).
 
     For a refused request `bytes` is its size. `held`, `in_use`, `reclaimable` and `cap` are the framework's at
     that moment, and `free` is the GPU's, all in bytes.

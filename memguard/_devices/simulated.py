@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from memguard._base.framework_spec import DOORS
-from memguard._base.locks import Rank, ranked
+from memguard._base.framework_spec import ENTRY_POINTS
+from memguard._base.locks import LockOrder, ordered
 from memguard._base.types import Device, MemoryInfo
 from memguard._base.units import MIB, format_size
 from memguard._devices import catalog
@@ -77,7 +77,7 @@ class SimulatedHost:
         self.names = tuple(catalog.canonical(name) if isinstance(name, str) else name.name for name in names)
         kinds = [kind for name in names for kind in (catalog.models(name) if isinstance(name, str) else (name,))]
         # Re-entrant: a signal handler or a finalizer may interrupt a call.
-        self.lock: Any = ranked(threading.RLock(), Rank.ALLOCATOR)
+        self.lock: Any = ordered(threading.RLock(), LockOrder.ALLOCATOR)
         """One lock for the machine and its simulated frameworks: signal handlers would take two locks in any order."""
         self._states: dict[str, _State] = {}
         for index, kind in enumerate(kinds):
@@ -136,10 +136,10 @@ class SimulatedHost:
         """Empty until the first `enter`, as on a machine where no library is observable."""
         return frozenset(self._entries.items())
 
-    def enter(self, *doors: str) -> None:
-        """Run the entry functions of these `DOORS` on a thread of this process."""
+    def enter(self, *libraries: str) -> None:
+        """Run the entry functions of these `ENTRY_POINTS` on a thread of this process."""
         with self.lock:
-            self._entries = {name: self._entries.get(name, 0) + (name in doors) for name in DOORS}
+            self._entries = {name: self._entries.get(name, 0) + (name in libraries) for name in ENTRY_POINTS}
 
     def multiprocessors(self, uuid: str) -> int | None:
         return self._states[uuid].model.multiprocessors if uuid in self._states else None

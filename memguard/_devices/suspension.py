@@ -23,7 +23,7 @@ from memguard.errors import Suspended
 
 @dataclass(frozen=True)
 class Off:
-    """Off the GPUs since `since` (Unix time). `bytes` were moved from each GPU (UUID)."""
+    """The process left its GPUs at `since` (Unix time), with `bytes` from each GPU (UUID)."""
 
     bytes: dict[str, int]
     since: float
@@ -55,7 +55,7 @@ forbidden: dict[str, tuple[int, str, str]] = {}
 
 The work adds its entry at its beginning and removes it at its end. A forked child does not continue it.
 """
-_later: deque[Callable[[], object]] = deque()
+_deferred: deque[Callable[[], object]] = deque()
 """Driver calls that destructors deferred."""
 _of_parent: list[deque[Callable[[], object]]] = []
 
@@ -91,7 +91,7 @@ def refused(what: str) -> Suspended:
 
 
 def off_its_gpus(what: str = "") -> Advice:
-    """The text of that error. Without `what`, of a second suspension."""
+    """The text of that error. Without `what`: the text for an attempt to suspend twice."""
     head = f"{what}: this process is" if what else "this process is already"
     off = now
     since = "" if off is None else f" since {time.strftime('%H:%M:%S', time.localtime(off.since))}"
@@ -110,16 +110,16 @@ def check(what: str) -> None:
         raise refused(what)
 
 
-def put_off(call: Callable[[], object]) -> None:
+def defer(call: Callable[[], object]) -> None:
     """Defer a call until the process is resumed. For destructors, on any thread at any moment: it takes no lock."""
-    _later.append(call)
+    _deferred.append(call)
 
 
-def catch_up() -> None:
+def run_deferred() -> None:
     """Carry out the deferred calls. The process is back on its GPUs."""
-    while _later:
+    while _deferred:
         try:
-            call = _later.popleft()
+            call = _deferred.popleft()
         except IndexError:  # another thread took the last one
             return
         try:
@@ -130,7 +130,7 @@ def catch_up() -> None:
 
 def forked() -> None:
     """In a forked child, which has no CUDA, drop the parent's deferred calls."""
-    global now, _later
+    global now, _deferred
     now = None
-    _of_parent.append(_later)
-    _later = deque()
+    _of_parent.append(_deferred)
+    _deferred = deque()

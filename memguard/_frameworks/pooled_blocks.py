@@ -8,7 +8,7 @@ from typing import Any
 from memguard._base.types import Device, Usage
 from memguard._base.units import format_size
 from memguard._devices import contexts
-from memguard._devices.pool_blocks import Held, PoolBlocks
+from memguard._devices.pool_blocks import PoolBlocks
 from memguard._frameworks.pooled import MOST_TIMES, PooledCapped
 from memguard._frameworks.shared_pool import SharedPool
 
@@ -43,7 +43,7 @@ class PooledBlocks(PooledCapped):
         blocks = self.shared_pool.blocks_on(self.name, uuid)
         return 0 if blocks is None else blocks.in_use()
 
-    def _from_pool(self, blocks: PoolBlocks, size: int, flush: Callable[[], object]) -> Held | None:
+    def _from_pool(self, blocks: PoolBlocks, size: int, flush: Callable[[], object]) -> PoolBlock | None:
         """Allocate a block; None if the pool has no room even after `flush` and after siblings made room."""
         held = blocks.take(size)
         for _ in range(MOST_TIMES):

@@ -456,7 +456,9 @@ class Admission:
             return result
         in_use = policy.in_use(usages.get(name)) or 0
         others = max((policy.in_use(usages.get(allocator)) or 0) - in_use, 0)
-        return result._replace(refusal=result.refusal.beside(others, shared_pool.note_on(device_plan, name, others)))
+        return result._replace(
+            refusal=result.refusal.for_client(others, shared_pool.note_on(device_plan, name, others))
+        )
 
     def _within_min(self, request: Request, device_plan: DevicePlan, own: Usage | None) -> bool:
         """Whether the request stays within the bytes that the allocator is guaranteed: its min, or its cap if it is

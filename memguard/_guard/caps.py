@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from memguard._base.locks import InterruptSafeLock, LockedRunner, Rank, ranked
+from memguard._base.locks import InterruptSafeLock, LockedRunner, LockOrder, ordered
 from memguard._base.logs import log as _log
 from memguard._base.types import (
     POOL,
@@ -138,9 +138,9 @@ class CapTable:
         return replace(self.plan, devices=found) if found else self.plan
 
     def _make_locks(self) -> None:
-        self.lock: InterruptSafeLock = ranked(InterruptSafeLock(), Rank.GUARD)
+        self.lock: InterruptSafeLock = ordered(InterruptSafeLock(), LockOrder.GUARD)
         self.locked = LockedRunner(self.lock)
-        self.drift_locked = LockedRunner(rank=Rank.DRIFT)
+        self.drift_locked = LockedRunner(order=LockOrder.DRIFT)
         """The lock for recording drift. Its owner never waits for another lock or a driver."""
 
     def forked(self) -> None:

@@ -190,7 +190,7 @@ class ElasticCaps:
             for device_plan in self._caps.plan.devices
             if allocator_of(device_plan, framework) == framework and sets and not entry.drift
             if round_down(size)
-            > max(device_plan.caps[framework], policy.left_beside(device_plan, framework, self._held(device_plan)))
+            > max(device_plan.caps[framework], policy.highest_cap(device_plan, framework, self._held(device_plan)))
         ]
         for last in (False, True):  # dry run first: if the cap does not fit on one GPU, none changes
             act = last and not self.why_trim_forbidden()
@@ -248,7 +248,7 @@ class ElasticCaps:
         if names and (why := self.why_trim_forbidden()):
             _log.info("%s: nothing is trimmed", why.text)
             return
-        with contexts.beside_captures():
+        with contexts.capture_safe():
             for name in names:
                 self._allocator(name).trim(device)
                 self.trims[name, device.uuid] += 1

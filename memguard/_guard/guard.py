@@ -552,7 +552,7 @@ class Guard:
         It waits `_IMPORT_LOCK_TIMEOUT` seconds for the lock. If that is too short, `_cap_uncapped` sets the cap later.
         """
         if self.caps.suspended is not None:  # the cap is set when the process resumes
-            suspension.put_off(lambda: self._imported(name))
+            suspension.defer(lambda: self._imported(name))
         elif self.caps.locked.run(self._apply_imported, _IMPORT_LOCK_TIMEOUT, name) is None:
             self._uncapped.add(name)
             _log.warning(

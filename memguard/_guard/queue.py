@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from memguard._base.blocks import WITHIN
-from memguard._base.locks import LockedRunner, Rank
+from memguard._base.locks import LockedRunner, LockOrder
 from memguard._guard.reservations import EMPTY, Reservations, ended
 
 _LOCK_TIMEOUT = 1.0
@@ -70,7 +70,7 @@ class ReservationQueue:
 
     def __init__(self) -> None:
         self.current: Reservations = EMPTY
-        self._locked = LockedRunner(rank=Rank.RESERVATIONS)
+        self._locked = LockedRunner(order=LockOrder.RESERVATIONS)
         self._tickets: dict[int, weakref.ref[Ticket]] = {}
 
     @property
@@ -80,7 +80,7 @@ class ReservationQueue:
 
     def forked(self) -> None:
         """Drop all reservations and the parent's lock in a forked child."""
-        self.current, self._locked, self._tickets = EMPTY, LockedRunner(rank=Rank.RESERVATIONS), {}
+        self.current, self._locked, self._tickets = EMPTY, LockedRunner(order=LockOrder.RESERVATIONS), {}
 
     def ticket(self) -> Ticket:
         made = Ticket()

@@ -218,7 +218,7 @@ class Reclaimer:
         """Trim one sibling by `size` bytes. Returns the measured decrease of this process's memory."""
         before = self.available(device)
         try:
-            with contexts.beside_captures():
+            with contexts.capture_safe():
                 self._caps.allocators[name].trim_partly(device, size)
         except Exception as error:  # a sibling's error must not replace the requester's
             _log.debug("%s: nothing was given back: %s", name, str(error))

@@ -84,7 +84,7 @@ def highest_cap(device_plan: DevicePlan, framework: str) -> int:
     """The highest possible cap on one GPU, in bytes: the framework's max, or less if siblings' minima need the room."""
     if framework not in device_plan.elastic:
         return device_plan.caps[framework]
-    return min(device_plan.elastic[framework][1], policy.beside_minima(device_plan, framework))
+    return min(device_plan.elastic[framework][1], policy.guaranteed_cap(device_plan, framework))
 
 
 def no_room(framework: str, snapshot: Snapshot) -> Room | None:

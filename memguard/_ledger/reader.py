@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
 from memguard._base.framework_spec import KERNELS, SECOND_CONTEXT
-from memguard._base.locks import LockedRunner, Rank, interrupting
+from memguard._base.locks import LockedRunner, LockOrder, interrupting
 from memguard._base.types import (
     POOL,
     Device,
@@ -66,7 +66,7 @@ class LedgerReader:
     def __init__(self, host: Host, unnamed: Sequence[str], warn: Callable[[str], None]) -> None:
         self.host, self._unnamed, self._warn = host, unnamed, warn
         self.shared_pool: SharedPool | None = None
-        self._locked = LockedRunner(rank=Rank.READER)
+        self._locked = LockedRunner(order=LockOrder.READER)
         self._created: dict[str, Framework] = {}
         self._overhead: dict[str, Overhead] = {}
         self._latest: dict[str, Mapping[str, Usage | None]] = {}  # the usages of the last reading of each GPU
@@ -94,7 +94,7 @@ class LedgerReader:
 
     def forked(self) -> None:
         """In a forked child, replace the lock: another thread of the parent may have held it."""
-        self._locked = LockedRunner(rank=Rank.READER)
+        self._locked = LockedRunner(order=LockOrder.READER)
 
     def wait(self, seconds: float) -> bool:
         """Wait for readings in progress. Whether they end within `seconds`."""

@@ -169,7 +169,7 @@ def _higher_cap(case: Case) -> Iterator[Remedy]:
             for r in case.frameworks:
                 held[allocator_of(device_plan, r.name)] += r.bytes or 0
             # Exclude memory lent to elastic frameworks, and memory that others hold above their caps.
-            now = wanted <= min(policy.left_beside(p, name, held if p is device_plan else {}) for p in plan.devices)
+            now = wanted <= min(policy.highest_cap(p, name, held if p is device_plan else {}) for p in plan.devices)
             later = f", or memguard.resize({name!r}, '{wanted // MIB}MiB')" if now else ""
         setting = _share(plan, device_plan, wanted, spare, least) or f"limit to {least}{wanted // MIB}MiB"
         if case.budget is not None and case.budget.frameworks[name].min is not None:  # only its min is guaranteed

@@ -1,11 +1,12 @@
 """Evaluates samples: pressure levels of frameworks and process, forecasts of a reached cap or limit, and leaks.
 
 Pure: no clock, thread, environment or GPU; times come from the samples. `decide` is a function of the settings, a
-sample and the previous state. A level rises at once and falls only below its threshold less the hysteresis.
+sample and the previous state. A level rises as soon as its threshold is reached, and falls only below the threshold
+less the hysteresis.
 
-A forecast needs a steady rise over at least 3 s and 6 blocks, above all levels of the previous five minutes, with
-three quarters of the cap in use. Below three quarters the rise may be a model being loaded, or the first batch. So a
-leak is announced when a quarter of the cap is left, at the earliest. A leak that is small compared with a workload's
+A forecast needs a steady rise over at least 3 s and 6 blocks, above all levels of the previous five minutes, with three
+quarters of the cap in use. Below three quarters the rise may be a model being loaded, or the first batch. So a leak is
+announced when three quarters of the cap are in use, at the earliest. A leak that is small compared with a workload's
 swings over several seconds is detected late; `leaks` detects it between repetitions.
 
 Unaccounted memory has no cap, and no framework can trim it. So its steady rise is reported as a leak at any level:

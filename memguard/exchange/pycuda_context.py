@@ -107,7 +107,7 @@ class pycuda_context:  # noqa: N801 (a context manager that is entered by its na
 def _close_at_exit() -> None:
     """Register the exit hook once. PyCUDA's own modules pop at exit too: a pop removes the top of the stack, so only
     the number of pops matters."""
-    life.at_exit(life.Rank.PYCUDA, _close_here)
+    life.at_exit(life.HookOrder.PYCUDA, _close_here)
 
 
 def _close_here() -> None:

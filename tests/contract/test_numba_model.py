@@ -113,7 +113,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Setting]]:
     monkeypatch.setattr(sys, "meta_path", others)
     for owner, name in (
         (contexts, "pushed"), (contexts, "current_handle"), (contexts, "primary"), (streams, "Mark"),
-        (streams, "blocking"), (streams, "quiet"),
+        (streams, "blocking"), (streams, "quick_idle"),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, instead(name))
     monkeypatch.setattr(contexts, "current", lambda: next(iter(driver_of_model()._stack()[-1:]), None))

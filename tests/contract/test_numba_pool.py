@@ -377,7 +377,7 @@ def test_a_kernel_of_another_gpu_may_read_it(model: Model) -> None:
 
 @pytest.mark.parametrize("own", [0, 1], ids=["no stream", "own stream"])
 def test_a_capture_on_another_thread_is_not_ended(setting: Setting, own: int) -> None:
-    """The model's `Mark` and `quiet` fail where an event or a question would end a capture."""
+    """The model's `Mark` and `quick_idle` fail where an event or a question would end a capture."""
     kept = [setting.cuda.stream() for _ in range(own)]
     stream = setting.driver.gpu.stream(blocking=True)
     setting.driver.gpu.captures.add(stream)
@@ -560,7 +560,7 @@ def test_a_mark_that_fails_leaves_the_blocks_to_the_driver(
         monkeypatch.setattr(setting.driver.Mark, "passed", failing)
         assert kept is not None
     else:
-        monkeypatch.setattr(streams, "quiet", failing)
+        monkeypatch.setattr(streams, "quick_idle", failing)
     arrays = [setting.cuda.device_array(8 * MIB) for _ in range(8)]
     where = {address(array) for array in arrays[:1]}
     arrays.clear()
@@ -874,7 +874,7 @@ def test_what_a_refused_request_gives_back_ends_no_capture_of_another_thread(
         yield
         inside.pop()
 
-    monkeypatch.setattr(contexts, "beside_captures", beside)
+    monkeypatch.setattr(contexts, "capture_safe", beside)
     free = setting.driver.driver.cuMemFree
     monkeypatch.setattr(setting.driver.driver, "cuMemFree", lambda at: (seen.append(bool(inside)), free(at))[1])
     arrays = [setting.cuda.device_array(16 * MIB) for _ in range(4)]

@@ -176,7 +176,7 @@ class Driver:
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     driver = Driver()
     monkeypatch.setattr(contexts, "_initialised", driver)
-    monkeypatch.setattr(contexts, "lost", False)
+    monkeypatch.setattr(contexts, "unusable_after_fork", False)
     monkeypatch.setattr(contexts, "_primaries", {0: 77})
     monkeypatch.setattr(shared_memory, "_retained", {})
     lifetimes.held_for_processes.clear()
@@ -305,7 +305,7 @@ def test_a_fork_of_a_process_with_cuda_cannot_attach(monkeypatch: pytest.MonkeyP
             return 3
 
     monkeypatch.setattr(contexts, "_initialised", None)
-    monkeypatch.setattr(contexts, "lost", True)
+    monkeypatch.setattr(contexts, "unusable_after_fork", True)
     monkeypatch.setattr(libcuda, "_library", Forked())
     with pytest.raises(DeviceError, match="forked"):
         shared_memory.ordinal(UUID)

@@ -41,7 +41,7 @@ FILE = {"_base.yaml"}
 MONITOR = {"_runtime.pressure", "_runtime.sampler"}
 TIMELINE = {
     "_budget.ranks",
-    "_runtime.beside",
+    "_runtime.timeline_extras",
     *("_timeline", "_timeline.files", "_timeline.format", "_timeline.writer"),
 }
 REAL = {"_devices.cuda_order", "_devices.proc", "_devices.nvml", "_devices.real"}

@@ -241,7 +241,7 @@ small, total = cuda.to_device(np.ones(1000, "f4")), cuda.to_device(np.zeros(1))
 slow[1, 32](small, total, 1)
 array.copy_to_device(other)
 context.synchronize()
-def ask(): return [watch.default_alone(), streams.quiet(0, streams.LEGACY, None)]
+def ask(): return [watch.default_alone(), streams.quick_idle(0, streams.LEGACY, None)]
 result["before"] = ask()
 {GIVEN[what]}
 result["during"] = ask()

@@ -289,7 +289,7 @@ def test_a_mark_that_a_signal_handler_closes_while_it_is_asked_is_over(beside: R
         + """
 from memguard._devices import streams
 handle = int(context.handle)
-real = contexts.beside_captures
+real = contexts.capture_safe
 made = []
 class closing(real):
     def __enter__(self):
@@ -300,9 +300,9 @@ kept.close()
 result["over"] = []
 for ask in ("passed", "wait"):
     made.append(streams.Mark(0, streams.LEGACY, handle))
-    contexts.beside_captures = closing
+    contexts.capture_safe = closing
     result["over"].append(getattr(made[-1], ask)())
-    contexts.beside_captures = real
+    contexts.capture_safe = real
 result["idle"] = len(streams._idle[contexts.primary(0)])
 """
     )

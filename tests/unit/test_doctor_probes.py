@@ -440,10 +440,10 @@ def test_descendants() -> None:
     child = subprocess.Popen(["sh", "-c", "sleep 30 & wait"], start_new_session=True)
     try:
         deadline = time.monotonic() + 5
-        while not proc.family("/", child.pid) and time.monotonic() < deadline:
+        while not proc.descendants("/", child.pid) and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert len(proc.family("/", child.pid) or ()) == 1
-        assert child.pid in (proc.family("/", os.getpid()) or ())
+        assert len(proc.descendants("/", child.pid) or ()) == 1
+        assert child.pid in (proc.descendants("/", os.getpid()) or ())
     finally:
         os.killpg(child.pid, 9)
         child.wait()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import memguard
 from memguard import api
-from memguard._base.framework_spec import DOORS, KERNELS, LAZY, LIBRARIES
+from memguard._base.framework_spec import ENTRY_POINTS, KERNELS, LAZY, LIBRARIES
 from memguard._base.units import MIB
 from memguard._devices import loaded_libraries
 from memguard._devices.real import RealHost
@@ -28,7 +28,7 @@ from memguard._ledger.overhead import ANY, FIRST_USE_SECONDS, Overhead
 from memguard._runtime import runtime
 
 Entries = frozenset[tuple[str, int]]
-NOTHING: Entries = frozenset((name, 0) for name in DOORS)
+NOTHING: Entries = frozenset((name, 0) for name in ENTRY_POINTS)
 SETS = [("torch",), ("torch", "cupy"), ("torch", "cupy", "pycuda", "numba"), tuple(SPECS)]
 USES = [(name, library, size // MIB) for name, row in SPECS.items() for library, size in row.first_uses]
 
@@ -138,7 +138,7 @@ def test_raw_memory_is_not_the_beginning_of_a_first_use() -> None:
 
 def test_what_was_entered_before_the_first_look_counts_only_if_nothing_has_appeared() -> None:
     """A page may lie there because the one beside it was used."""
-    appeared, before = frozenset({"context", "torch"}), entered(NOTHING, *DOORS)
+    appeared, before = frozenset({"context", "torch"}), entered(NOTHING, *ENTRY_POINTS)
     state = Overhead().after(612 * MIB, appeared, entries=before)
     assert state.entered == frozenset()
     for mib in (2, 16, 24, 64, 98):
@@ -153,7 +153,7 @@ def test_what_was_entered_before_the_first_look_counts_only_if_nothing_has_appea
 def test_what_dips_below_what_is_charged_and_comes_back_is_charged_no_second_time() -> None:
     state = live("torch")
     for mib in (-4, 4, -64, 64, -98, 98):
-        state = grown(state, mib, *DOORS)
+        state = grown(state, mib, *ENTRY_POINTS)
         assert state.charged == live("torch").charged
 
 
@@ -243,7 +243,7 @@ def test_a_leak_while_libraries_are_at_work_takes_what_is_open_at_most() -> None
         rng, state = random.Random(seed), live(*SPECS)
         begun = state.charged
         for _ in range(200):
-            doors = rng.sample(sorted(DOORS), rng.randint(0, 5))
+            doors = rng.sample(sorted(ENTRY_POINTS), rng.randint(0, 5))
             state = grown(state, rng.choice([0, 2, 8, 16]), *doors, after=0.1)
         bound = sum(size for *_, size in USES) * 5 // 4 + LAZY // MIB * len(SPECS)
         assert state.charged - begun <= bound * MIB
@@ -283,7 +283,7 @@ def test_what_is_given_back_is_overhead_no_more_and_may_be_charged_again() -> No
 
 
 def test_a_library_of_which_nothing_tells_is_judged_by_its_size_alone() -> None:
-    told = frozenset((name, 0) for name in DOORS if name != "cusolver")
+    told = frozenset((name, 0) for name in ENTRY_POINTS if name != "cusolver")
     appeared = frozenset({"context", "torch"})
     state = Overhead().after(612 * MIB, appeared, entries=told).after(612 * MIB, appeared, entries=told, now=9)
     sizes = {mib: state.after(state.last_gap + mib * MIB, appeared, now=10, entries=told).charged - state.charged
@@ -386,7 +386,7 @@ def test_what_one_gpu_s_reading_sees_another_s_knows(monkeypatch: pytest.MonkeyP
         use("torch", 1)
         overheads()
         host.load(*LIBRARIES)
-        host.enter(*DOORS)
+        host.enter(*ENTRY_POINTS)
         use("torch", 0)
         begun = overheads()
         host.take(gpus[0], 98 * MIB)
@@ -516,7 +516,7 @@ door, other = function("tgamma"), function("cbrt")
 page = libcuda.address(maths, "tgamma") // mmap.PAGESIZE * mmap.PAGESIZE
 assert page != libcuda.address(maths, "cbrt") // mmap.PAGESIZE * mmap.PAGESIZE
 door(2.5), other(2.5)
-doors = loaded_libraries.Doors()
+doors = loaded_libraries.EntryDetector()
 def counts(mark=True): return dict(doors.entries(mark))
 """
 
@@ -588,9 +588,9 @@ def test_threads_run_a_function_whose_page_is_taken_again_and_again() -> None:
         ctypes.memmove(page, ctypes.string_at(page, 1), 1)
         assert libc.mprotect(at, ctypes.c_size_t(mmap.PAGESIZE), 5) == 0""",
         ),
-        ("no page map", "doors = loaded_libraries.Doors('/proc/self/none')"),
-        ("a page map that says nothing", "doors = loaded_libraries.Doors('/dev/null')"),
-        ("a page map of zeros", "doors = loaded_libraries.Doors('/dev/zero')"),
+        ("no page map", "doors = loaded_libraries.EntryDetector('/proc/self/none')"),
+        ("a page map that says nothing", "doors = loaded_libraries.EntryDetector('/dev/null')"),
+        ("a page map of zeros", "doors = loaded_libraries.EntryDetector('/dev/zero')"),
         ("no such function", "NAMES = ('tgamma2',)"),
         ("no such library", "path = '/usr/lib/libnothing.so'"),
     ],
@@ -626,7 +626,7 @@ def test_a_second_library_of_a_name_of_which_nothing_is_told_makes_the_first_sil
 
 def test_a_part_of_a_library_that_has_no_such_function_makes_it_no_silent_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """cuDNN has its functions in one file of several."""
-    doors = loaded_libraries.Doors()
+    doors = loaded_libraries.EntryDetector()
     monkeypatch.setattr(loaded_libraries, "files", lambda: frozenset({("cudnn", "/nvidia/libcudnn_ops.so.9")}))
     assert doors.libraries() == {"cudnn"} and not doors._silent
     monkeypatch.setattr(loaded_libraries, "files", lambda: frozenset({("cudnn", "/nvidia/libcudnn_graph.so.9")}))
@@ -651,4 +651,4 @@ def test_the_list_of_files_names_each_with_its_path(tmp_path: Path) -> None:
     }
     assert loaded_libraries.libraries(str(maps)) == {"cublas"}
     assert loaded_libraries.files(str(tmp_path / "none")) is None
-    assert RealHost.entries(object.__new__(RealHost)) == loaded_libraries.doors.entries()
+    assert RealHost.entries(object.__new__(RealHost)) == loaded_libraries.entry_detector.entries()

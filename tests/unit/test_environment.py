@@ -508,7 +508,7 @@ def test_what_stands_twice_is_the_same() -> None:
     """The file that waits imports nothing of memguard's, so it repeats some names."""
     assert tuple(row.hook for row in SPECS.values()) == environment.MODULES
     assert environment.POOLS == workers._POOLS
-    assert environment.CHILDREN == workers.ASKED
+    assert environment.CHILDREN == workers.CHILDREN
 
 
 def test_an_installation_has_the_line_at_the_top_of_its_site_packages() -> None:

@@ -578,7 +578,7 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Capturin
             return made[name]
 
         replaced(monkeypatch, torch=make, tensorflow=make, pycuda=make)
-        monkeypatch.setattr(contexts, "beside_captures", beside)
+        monkeypatch.setattr(contexts, "capture_safe", beside)
         start(budget)
         return made
 

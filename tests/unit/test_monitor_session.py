@@ -41,7 +41,7 @@ def nothing_left() -> Iterator[None]:
     hooks = sys.excepthook, threading.excepthook
     yield
     memguard.shutdown()
-    session.callbacks.clear()
+    session.event_callbacks.clear()
     assert (sys.excepthook, threading.excepthook) == hooks
     assert not [thread for thread in threading.enumerate() if "memguard" in thread.name]
 
@@ -251,7 +251,7 @@ def test_pressure_is_logged_and_passed_to_callbacks(caplog: pytest.LogCaptureFix
     assert first.level == "critical", "it can be compared with text"
     for one in (broken, watch, watch):
         one.remove()
-    assert session.callbacks == []
+    assert session.event_callbacks == []
 
 
 @pytest.mark.parametrize(
@@ -383,7 +383,7 @@ def test_a_checkpoint_of_a_callback_frees_nothing_on_the_monitors_thread() -> No
     done = threading.Event()
 
     def called(event: Event) -> None:
-        running._due.append(event)
+        running._pending_trims.append(event)
         memguard.checkpoint()
         done.set()
 

@@ -170,7 +170,7 @@ def test_the_budget_that_a_refusal_asks_for_has_room_for_the_request(needed: int
 
 def test_a_refusal_never_asks_for_more_than_the_budget_has() -> None:
     part = of_room(cupy={"min": "5%", "max": "100%"}, torch={"min": "5%", "max": "90%"})
-    memory, most = MemoryInfo(100 * GIB, 0, 0, 100 * GIB), policy.beside_minima(part, "cupy")
+    memory, most = MemoryInfo(100 * GIB, 0, 0, 100 * GIB), policy.guaranteed_cap(part, "cupy")
     plain = policy.admit("cupy", 3 * GIB, 3 * GIB, most, {"cupy": Usage(0, 0, 0)}, memory).refusal
     assert plain is not None
     refusal = str(policy.elastic_advice(plain, part, Room({}, None, GIB, {})))

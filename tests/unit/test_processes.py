@@ -248,7 +248,7 @@ def test_init_imports_no_multiprocessing(tmp_path: Path) -> None:
 def importing_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process looks like a worker in which multiprocessing imports the script again."""
     monkeypatch.setattr(multiprocessing.process.current_process(), "_inheriting", True, raising=False)
-    monkeypatch.delenv(workers.ASKED, raising=False)
+    monkeypatch.delenv(workers.CHILDREN, raising=False)
 
 
 @pytest.mark.usefixtures("importing_again")
@@ -290,7 +290,7 @@ def test_whatever_a_guard_can_do_a_passive_one_answers_or_refuses() -> None:
 def test_a_block_under_a_passive_budget_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     with memguard.guard(BUDGET) as guard:
         assert not guard.active
-        monkeypatch.setenv(workers.ASKED, "1")
+        monkeypatch.setenv(workers.CHILDREN, "1")
         assert start().active
     assert memguard.ledger().simulated, "the block ends what it began, which is nothing"
 

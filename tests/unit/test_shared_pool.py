@@ -57,7 +57,7 @@ def test_the_minima_beside_an_elastic_share_count_the_pool_once() -> None:
     pycuda = {"min": "1GiB", "max": "8GiB", "context": "own"}
     frameworks = {"torch": {"limit": "40GiB"}, "cupy": {"limit": "40GiB"}, "pycuda": pycuda}
     (part,) = plan(frameworks).devices
-    assert policy.beside_minima(part, "pycuda") == part.limit - part.reserve - 80 * GIB
+    assert policy.guaranteed_cap(part, "pycuda") == part.limit - part.reserve - 80 * GIB
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_pressure_is_that_of_what_the_others_leave() -> None:
 def test_a_refusal_says_what_the_pool_is_and_what_others_have_of_it() -> None:
     (part,) = plan({"torch": {"limit": "6GiB"}, "cupy": {"limit": "2GiB"}, "pycuda": BESIDE}).devices
     whole = policy.OverCap("torch", 5, 5, 0, 8 * GIB, Usage(7 * GIB, 6 * GIB))
-    said = whole.beside(5 * GIB, shared_pool.note_on(part, "torch", 5 * GIB)).advice()
+    said = whole.for_client(5 * GIB, shared_pool.note_on(part, "torch", 5 * GIB)).advice()
     assert "its cap is 3.00 GiB and it holds 2.00 GiB, of which 1.00 GiB in use" in said.reason
     assert said.reason.endswith(
         " in use; torch and cupy share one pool of 8.00 GiB, of which others have 5.00 GiB in use"

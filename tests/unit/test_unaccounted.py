@@ -42,7 +42,7 @@ def nothing_left() -> Iterator[None]:
     clock[0] = 0.0
     yield
     memguard.shutdown()
-    session.callbacks.clear()
+    session.event_callbacks.clear()
 
 
 @pytest.fixture

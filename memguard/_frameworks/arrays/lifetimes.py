@@ -195,7 +195,7 @@ def _running_work(
     try:
         if stream is not None and mine is not None and (stream or LEGACY) == (mine or LEGACY):
             return None  # on one stream, the producer's next work follows the consumer's
-        if context is None and streams.quiet(device, stream, mine):
+        if context is None and streams.quick_idle(device, stream, mine):
             return None
         if any(known is not None and streams.capturing(device, known) for known in (stream, mine)):
             return None  # a capturing stream must not wait; the graph's owner keeps the captured memory alive

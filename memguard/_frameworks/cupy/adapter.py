@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from memguard._base.locks import Rank, ranked
+from memguard._base.locks import LockOrder, ordered
 from memguard._base.types import Applied, Device, Drift, Enforcement, Shortage, Usage, usage_of
 from memguard._base.undo import Undo
 from memguard._base.units import GRANULE, round_up
@@ -166,14 +166,14 @@ class CuPy(Limits, resource.RmmClient):
         if ordinal is None:
             return
         if self._rmm is None and not self._former:
-            with contexts.beside_captures(), contexts.pushed(ordinal) as there:
+            with contexts.capture_safe(), contexts.pushed(ordinal) as there:
                 pool = self._queried_pool(cupy) if there else None
                 if isinstance(pool, cupy.cuda.MemoryAsyncPool):
                     if self._trim_to(cupy, pool, ordinal, needed):
                         return
                 elif pool is not None and self._blocks.free(pool, ordinal, needed):
                     return
-        with contexts.beside_captures():
+        with contexts.capture_safe():
             self.trim(device)
 
     def _trim_to(self, cupy: Any, pool: Any, ordinal: int, needed: int) -> bool:
@@ -285,7 +285,7 @@ class CuPy(Limits, resource.RmmClient):
         return {"allocator": "rmm" if self._rmm is not None else type(self._queried_pool(cupy)).__name__}
 
     def forked(self) -> None:
-        self._lock, self._caps, self._limited = ranked(threading.RLock(), Rank.ALLOCATOR), {}, {}
+        self._lock, self._caps, self._limited = ordered(threading.RLock(), LockOrder.ALLOCATOR), {}, {}
         self._blocks = blocks.Blocks()
 
     def _make_allocator(self, cupy: Any, pool: Any) -> Callable[[int], Any]:

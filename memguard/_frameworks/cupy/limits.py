@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from memguard._base.locks import Rank, ranked
+from memguard._base.locks import LockOrder, ordered
 from memguard._base.units import MIB, format_size
 from memguard._devices import contexts
 from memguard._frameworks.base import Framework
@@ -26,7 +26,7 @@ class Limits(Framework):
 
     def __init__(self, host: Any) -> None:
         super().__init__(host)
-        self._lock: Any = ranked(threading.RLock(), Rank.ALLOCATOR)
+        self._lock: Any = ordered(threading.RLock(), LockOrder.ALLOCATOR)
         self._caps: dict[str, int] = {}
         self._limited: dict[
             int, tuple[int, int]
@@ -108,7 +108,7 @@ class Limits(Framework):
         idle = bool(self._former) and not self.capturing()  # freeing memory would break the capture
         for pool, limited in self._former:
             if idle:
-                with contexts.beside_captures():
+                with contexts.capture_safe():
                     self._call_on_device(ordinal, lambda pool: pool.free_all_blocks(), pool)
             total = self._call_on_device(ordinal, lambda pool: int(pool.total_bytes()), pool) or 0
             if total or ordinal in limited:

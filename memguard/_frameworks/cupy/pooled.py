@@ -129,7 +129,7 @@ class PooledCuPy(PooledCapped, CuPy):
 
             def __del__(self) -> None:
                 if suspension.now is not None:  # `cudaFreeAsync` would block this thread until the resume
-                    suspension.put_off(self._ends)
+                    suspension.defer(self._ends)
                 else:
                     self._ends()
 

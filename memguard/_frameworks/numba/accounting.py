@@ -7,7 +7,7 @@ import weakref
 from collections import deque
 from typing import Any
 
-from memguard._base.locks import Rank, ranked
+from memguard._base.locks import LockOrder, ordered
 from memguard._base.units import round_up
 from memguard._frameworks.driver_pages import DriverPages, slabs
 from memguard._frameworks.numba.pool import PENDING, USED, Block, BlockOwner
@@ -114,7 +114,7 @@ class ManagerGroup:
     """
 
     def __init__(self) -> None:
-        self.lock: Any = ranked(threading.RLock(), Rank.ALLOCATOR)
+        self.lock: Any = ordered(threading.RLock(), LockOrder.ALLOCATOR)
         self.members: weakref.WeakSet[Any] = weakref.WeakSet()
         """The managers that have allocated since their last reset."""
         self.single = True

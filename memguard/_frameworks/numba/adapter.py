@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from memguard._base.locks import Rank, ranked
+from memguard._base.locks import LockOrder, ordered
 from memguard._base.logs import log as _log
 from memguard._base.types import Applied, Device, Drift, Enforcement, Usage, usage_of
 from memguard._base.undo import Undo
@@ -221,7 +221,7 @@ class Numba(resource.RmmClient):
         self._manager.pooling = False
         for group in self._manager.groups.values():
             # Another thread of the parent may hold the old lock.
-            group.lock = ranked(threading.RLock(), Rank.ALLOCATOR)
+            group.lock = ordered(threading.RLock(), LockOrder.ALLOCATOR)
 
     def room_for(self, error: BaseException, uuid: str, size: int) -> bool:
         """Request room for a failed request; returns whether room was made. Callers have released the managers'
@@ -246,7 +246,7 @@ class Numba(resource.RmmClient):
 def _free_pooled(groups: Mapping[str, ManagerGroup]) -> None:
     """Free all pooled blocks. Never raises: a block that the driver cannot free stays allocated."""
     for group in list(groups.values()):
-        with group.lock, contexts.beside_captures():
+        with group.lock, contexts.capture_safe():
             for manager in group.all():
                 try:
                     manager.drain()

@@ -111,7 +111,7 @@ def capped(driver: Any) -> type:
             if cap is not None and self.pool.idle and self._from_pool(self.pool.take, memory, size, cap):
                 return
             if not self._from_driver(memory, size, cap):
-                with contexts.beside_captures():
+                with contexts.capture_safe():
                     self._after_making_room(memory, size, cap)
 
         def _from_pool(
@@ -351,7 +351,7 @@ def _record() -> Sequence[Mark] | None:
         if len(there) == 1 and default_alone() and _at_rest(there[0]):
             return ()
         places = [(int(context.device.id), handle_of(context)) for context in there]
-        with contexts.beside_captures():
+        with contexts.capture_safe():
             if any(streams.awaits_capture(handle) for _, handle in places):
                 return None
             made.extend(ended.unfinished())
@@ -367,4 +367,4 @@ def _at_rest(context: Any) -> bool:
     """Whether all work on a context's legacy default stream is done. False unless it is the cached primary context.
     Raises DeviceError if the query would break a capture, or CUDA refuses."""
     ordinal = int(context.device.id)
-    return contexts.primary(ordinal) == handle_of(context) and bool(streams.quiet(ordinal, streams.LEGACY, None))
+    return contexts.primary(ordinal) == handle_of(context) and bool(streams.quick_idle(ordinal, streams.LEGACY, None))

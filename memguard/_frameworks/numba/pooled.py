@@ -15,7 +15,7 @@ from memguard._base.types import Applied, Device, Enforcement
 from memguard._base.undo import Undo
 from memguard._base.units import GRANULE
 from memguard._devices import contexts, pool_blocks
-from memguard._devices.pool_blocks import Held
+from memguard._devices.pool_blocks import PoolBlock
 from memguard._frameworks.numba.adapter import Numba
 from memguard._frameworks.numba.contexts import DRIVER, handle_of, numba_contexts
 from memguard._frameworks.pooled_blocks import PooledBlocks
@@ -100,7 +100,7 @@ def joined(driver: Any) -> type:
                 raise owner._with_reported_refusal_here(driver.CudaAPIError(code, text), size)
             return self._array_of(held)
 
-        def _array_of(self, held: Held) -> Any:
+        def _array_of(self, held: PoolBlock) -> Any:
             """Create the array's pointer. If a Ctrl-C comes before the pointer has its finalizer, the last reference to
             `held` ends, which frees the block."""
             address, size = held.address, held.size
@@ -108,7 +108,7 @@ def joined(driver: Any) -> type:
             pointer = as_pointer(address) if as_pointer is not None else address
             allocations, pending = self.allocations, self.deallocations
 
-            def carry_out(block: Held) -> None:
+            def carry_out(block: PoolBlock) -> None:
                 block.give()
 
             def finish() -> None:

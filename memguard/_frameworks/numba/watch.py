@@ -154,7 +154,7 @@ class EndedStreams:
             if self._lives[context] == life:  # otherwise the stream was destroyed, and the driver would crash
                 if len(self.marks) > self._most:
                     self._most = max(_MOST_ENDED, 2 * len(self.unfinished()))
-                with contexts.beside_captures():
+                with contexts.capture_safe():
                     self.marks.append(self.SharedMark(streams.Mark(ordinal, handle, context), context))
 
         return mark

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
-from memguard._base.locks import Rank, ranked
+from memguard._base.locks import LockOrder, ordered
 from memguard._base.types import Applied, Device, Drift, Enforcement, TraceEvent, Usage, usage_of
 from memguard._base.undo import Undo
 from memguard._base.units import GRANULE, format_size, round_up
@@ -47,7 +47,7 @@ class PyCUDA(Framework):
 
     def __init__(self, host: Any) -> None:
         super().__init__(host)
-        self._lock: Any = ranked(threading.RLock(), Rank.ALLOCATOR)
+        self._lock: Any = ordered(threading.RLock(), LockOrder.ALLOCATOR)
         self._caps: dict[str, int] = {}
         self._by_ordinal: dict[int, str] = {}
         self._ordinals: dict[str, int] = {}
@@ -217,7 +217,7 @@ class PyCUDA(Framework):
         return stop
 
     def forked(self) -> None:
-        self._lock, self._caps = ranked(threading.RLock(), Rank.ALLOCATOR), {}
+        self._lock, self._caps = ordered(threading.RLock(), LockOrder.ALLOCATOR), {}
 
     def _patch(self, drv: Any, own_context: bool, undo: Undo) -> None:
         raw_alloc, raw_pitch, pool_class = drv.mem_alloc, drv.mem_alloc_pitch, drv.DeviceMemoryPool

@@ -13,7 +13,7 @@ from typing import Any
 
 from memguard._base.types import Applied, Device, Enforcement, TraceEvent
 from memguard._base.undo import Undo
-from memguard._devices.pool_blocks import Held
+from memguard._devices.pool_blocks import PoolBlock
 from memguard._frameworks.pooled_blocks import PooledBlocks
 from memguard._frameworks.pycuda.adapter import PyCUDA, _swap_defaults
 from memguard._frameworks.pycuda.contexts import current_context, serve_by_primary, watch_streams
@@ -104,7 +104,7 @@ def _block_class(drv: Any) -> type:
     class PoolAllocation(drv.PointerHolderBase):  # type: ignore[misc]
         """A block of memguard's shared pool, freed once: by `free` or at this object's end."""
 
-        def __init__(self, held: Held) -> None:
+        def __init__(self, held: PoolBlock) -> None:
             super().__init__()
             self._held, self._address = held, held.address
 

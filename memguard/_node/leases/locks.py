@@ -132,4 +132,4 @@ def _in_child() -> None:
 
 @functools.cache
 def watch_forks() -> None:
-    life.at_fork(life.Rank.LEASES, before=_before_fork, parent=_in_parent, child=_in_child)
+    life.at_fork(life.HookOrder.LEASES, before=_before_fork, parent=_in_parent, child=_in_child)

@@ -81,7 +81,7 @@ def _pause(session: Session, undo: Undo, until: float) -> None:
     monitor = session.monitor
     if monitor is None:
         return
-    undo.add("the pause of the monitor", monitor.go_on)
+    undo.add("the pause of the monitor", monitor.resume)
     if not monitor.pause(_left(until)):
         raise _busy("the monitor's sample", "run `nvidia-smi` to see if the driver hangs, and try again")
 

@@ -293,7 +293,7 @@ def person(pid: int) -> Person:
 
 def is_helper(pid: int, root: str = "/") -> bool:
     """Whether it is a helper process of memguard's, whose context is a placeholder's."""
-    return _HELPER in (proc.text(proc.of(root, pid, "cmdline")) or "")
+    return _HELPER in (proc.text(proc.path_of(root, pid, "cmdline")) or "")
 
 
 def candidates(root: str, without: Collection[int]) -> list[Process]:

@@ -121,7 +121,7 @@ def family(process: Process, listed: Listing, wanted: Callable[[processes.Row], 
     The process itself is left out if it is not, and others are: a launcher often has no GPU memory.
     """
     chosen = []
-    for pid, stat in (proc.family("/", process.pid) or {}).items():
+    for pid, stat in (proc.descendants("/", process.pid) or {}).items():
         row = listed.of(pid)
         own = proc.user_of(pid) == os.geteuid() and not processes.is_helper(pid)
         if row is not None and own and wanted(row):

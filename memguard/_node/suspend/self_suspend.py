@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from memguard._base import life
 from memguard._base.advice import Advice
-from memguard._base.locks import LockedRunner, Rank
+from memguard._base.locks import LockedRunner, LockOrder
 from memguard._base.logs import log as _log
 from memguard._base.types import Event
 from memguard._base.undo import Undo
@@ -93,7 +93,7 @@ class _Own:
             return
         if self.gate is not None:
             self.gate.open()
-        suspension.catch_up()
+        suspension.run_deferred()
         events, self.events = self.events, []
         for event in events:
             _announce(event)
@@ -105,7 +105,7 @@ class _Own:
         suspension.enter(Phase.OFF if self.lost is None else Phase.LOST, sizes)
 
 
-_locked = LockedRunner(rank=Rank.SUSPENSION)
+_locked = LockedRunner(order=LockOrder.SUSPENSION)
 """Of the thread that takes the process off its GPUs, or brings it back."""
 _BUSY = "another call takes this process off its GPUs, or brings it back"
 _now: _Own | None = None
@@ -357,7 +357,7 @@ def _refuse_here() -> None:
     for kind, (pid, reason, fix) in [*suspension.forbidden.items()]:
         if pid == os.getpid():
             raise CannotSuspend([(kind, reason, fix)])
-    if contexts.lost or this.was_forked:
+    if contexts.unusable_after_fork or this.was_forked:
         reason = "this process was forked from one that uses CUDA, and has no GPU of its own"
         raise CannotSuspend(
             [("forked", reason, "suspend the parent, or start children with multiprocessing's 'spawn'")]
@@ -366,13 +366,13 @@ def _refuse_here() -> None:
 
 @functools.cache
 def _watch_forks() -> None:
-    life.at_fork(life.Rank.SUSPENSION, child=_forked)
+    life.at_fork(life.HookOrder.SUSPENSION, child=_forked)
 
 
 def _forked() -> None:
     """A forked child has no CUDA: it is not suspended, and waits at no gate."""
     global _now, _locked
-    own, _now, _locked = _now, None, LockedRunner(rank=Rank.SUSPENSION)
+    own, _now, _locked = _now, None, LockedRunner(order=LockOrder.SUSPENSION)
     suspension.forked()
     at_exit.dismiss()
     if own is not None:

@@ -35,28 +35,28 @@ _TRACEBACK: Any = vars(BaseException)["__traceback__"]
 class Failure(NamedTuple):
     """One failed run. Sizes are bytes; None if unknown.
 
-    who      the framework or library that requested memory
-    request  the record of the refused request, if the allocator reported it
-    words    type and text of the error, in one line
-    in_use   the live arrays of each framework when the error was caught, by UUID and name
-    held     the memory that each framework had taken from the driver then, by UUID and name
+    requester   the framework or library that requested memory
+    request     the record of the refused request, if the allocator reported it
+    error_text  type and text of the error, in one line
+    in_use      the live arrays of each framework when the error was caught, by UUID and name
+    held        the memory that each framework had taken from the driver then, by UUID and name
     """
 
-    who: str | None
-    asked: int | None
+    requester: str | None
+    requested: int | None
     certain: bool
     request: RefusedRequest | None
     facts: ErrorFacts
     classification: Classification
-    words: str
+    error_text: str
     in_use: Mapping[str, Mapping[str, int]] = {}
     held: Mapping[str, Mapping[str, int]] = {}
 
     @property
     def title(self) -> str:
-        size = "" if self.asked is None else f" ({format_size(self.asked)} asked for)"
+        size = "" if self.requested is None else f" ({format_size(self.requested)} asked for)"
         possibly = "" if self.certain else "possibly "
-        return f"{self.who or 'an unknown requester'} {possibly}ran out of GPU memory{size}"
+        return f"{self.requester or 'an unknown requester'} {possibly}ran out of GPU memory{size}"
 
 
 def recognised(error: BaseException, outer: int | None = None) -> Failure | None:
@@ -71,10 +71,12 @@ def recognised(error: BaseException, outer: int | None = None) -> Failure | None
         return None
     facts, classification = found
     request = hooks.request_of(facts, classification)
-    asked = request.requested if request is not None and request.requested is not None else classification.requested
+    requested = request.requested if request is not None and request.requested is not None else classification.requested
     own = hooks.facts_of(error)
-    words = f"{own.type.rpartition('.')[2]}: {first_sentences(own.text)}"
-    return Failure(classification.requester, asked, classification.certain, request, facts, classification, words)
+    error_text = f"{own.type.rpartition('.')[2]}: {first_sentences(own.text)}"
+    return Failure(
+        classification.requester, requested, classification.certain, request, facts, classification, error_text
+    )
 
 
 def first_sentences(text: str) -> str:

@@ -166,7 +166,7 @@ def _reserve(runs: Sequence[Run], devices: Sequence[Device], names: Sequence[str
 
 
 def _size_of_context(device: Device) -> Fraction:
-    return policy.SMALLER.get(device.architecture, Fraction(1))
+    return policy.RESERVE_BY_ARCHITECTURE.get(device.architecture, Fraction(1))
 
 
 def _misfit(

@@ -52,7 +52,7 @@ def environment(environ: Mapping[str, str], budget: Budget, gpus: Sequence[str])
     if gpus:
         text = mps.value(mps.limits(plan))
         return dict(environ), f"--mps would set {mps.LIMIT}={text}; these GPUs are simulated, so it is not set{ranks}"
-    sizes = mps.met(plan, environ.get(mps.LIMIT))
+    sizes = mps.strictest(plan, environ.get(mps.LIMIT))
     text = mps.value(sizes)
     each = ", ".join(f"{format_size(sizes[part.device.uuid])} of {part.device.name}" for part in plan.devices)
     said = f"MPS lets each process have {each}, its CUDA context included: {mps.LIMIT}={text}{ranks}"

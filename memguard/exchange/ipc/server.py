@@ -369,8 +369,8 @@ def current() -> Server:
 
 @functools.cache
 def _prepare() -> None:
-    life.at_exit(life.Rank.EXPORTS, _at_exit)
-    life.at_fork(life.Rank.EXPORTS, child=_forked)
+    life.at_exit(life.HookOrder.EXPORTS, _at_exit)
+    life.at_fork(life.HookOrder.EXPORTS, child=_forked)
 
 
 def _at_exit() -> None:

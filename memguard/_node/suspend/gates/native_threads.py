@@ -42,11 +42,11 @@ def unheld(tables: Iterable[Gates]) -> Iterator[str]:
 
 def seen(root: str, pid: int, tables: Iterable[Gates]) -> tuple[str, ...] | None:
     """From outside: the libraries of a process that have such a thread. None if its maps cannot be read."""
-    maps = proc.text(proc.of(root, pid, "maps"))
+    maps = proc.text(proc.path_of(root, pid, "maps"))
     if maps is None:
         return None
     rows = [(table.hook, native) for table in tables for native in table.natives]
-    inside = proc.of(root, pid, "root")
+    inside = proc.path_of(root, pid, "root")
     return tuple(
         f"{hook}: {native.library}"
         for hook, native in rows

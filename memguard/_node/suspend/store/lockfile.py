@@ -96,4 +96,4 @@ def _forked() -> None:
 
 @functools.cache
 def _watch_forks() -> None:
-    life.at_fork(life.Rank.CLAIMS, child=_forked)
+    life.at_fork(life.HookOrder.LOCK_FILES, child=_forked)

@@ -62,7 +62,7 @@ def _register(pid: int, bring_back: Callable[[float], None]) -> None:
     first: Callable[[Any], None] | None = getattr(threading, "_register_atexit", None)
     if first is not None:
         first(at_exit)
-    life.at_exit(life.Rank.SUSPENSION, at_exit)
+    life.at_exit(life.HookOrder.SUSPENSION, at_exit)
 
 
 def _at_exit(bring_back: Callable[[float], None]) -> None:

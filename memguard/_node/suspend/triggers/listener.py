@@ -34,7 +34,7 @@ from memguard.errors import MemguardError, Suspended
 from memguard.exchange.ipc import wire
 
 if TYPE_CHECKING:
-    from memguard._runtime.extensions import Context
+    from memguard._runtime.extensions import SessionContext
 
 _OPS = ("suspend", "leave", "state")
 _NOT = {
@@ -133,7 +133,7 @@ def start(ask: Ask | None, budget: str = "", simulated: bool = False, leave: Ask
 class Reachable(Extension):
     """`memguard ps` shows the budget, and `memguard suspend PID` asks this process, if the budget allows it."""
 
-    def start(self, session: Context) -> None:
+    def start(self, session: SessionContext) -> None:
         budget, suspend = session.guard.budget, session.guard.budget.suspend
         assert suspend is not None
         leased = session.lease is not None and suspend.on_demand is not None
@@ -185,8 +185,8 @@ def _leave() -> Suspension:
 
 @functools.cache
 def _prepare() -> None:
-    life.at_exit(life.Rank.TOLD, _end)
-    life.at_fork(life.Rank.TOLD, child=_end)
+    life.at_exit(life.HookOrder.ENDPOINTS, _end)
+    life.at_fork(life.HookOrder.ENDPOINTS, child=_end)
 
 
 def _end() -> None:

@@ -22,7 +22,7 @@ from memguard._node.suspend.triggers.idle import Look, Usage, idle_for
 from memguard._runtime.extensions import Extension
 
 if TYPE_CHECKING:
-    from memguard._runtime.extensions import Context
+    from memguard._runtime.extensions import SessionContext
 
 EVERY = 1.0
 """Seconds between two looks at what the others do."""
@@ -39,7 +39,9 @@ def _request(process: Process) -> tuple[dict[str, int], float]:
 class SuspendsIdle(Extension):
     """A budget with `device: {on_wait: suspend-idle}`, while `init` waits for its lease."""
 
-    def while_waiting(self, session: Context, say: Callable[[str], object]) -> Callable[[list[Claim]], object] | None:
+    def while_waiting(
+        self, session: SessionContext, say: Callable[[str], object]
+    ) -> Callable[[list[Claim]], object] | None:
         return MakingRoom(session.lease, say).look if isinstance(session.lease, Lease) else None
 
 

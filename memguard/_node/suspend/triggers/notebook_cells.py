@@ -236,7 +236,7 @@ def _is_child() -> None:
 
 
 _forked = False
-life.at_fork(life.Rank.CELLS, child=_is_child)
+life.at_fork(life.HookOrder.NOTEBOOK, child=_is_child)
 
 
 def _in_cells(shell: Any) -> Iterator[int]:

@@ -21,7 +21,7 @@ from memguard._node.suspend.triggers.notebook_cells import shell_here
 from memguard._runtime.extensions import Extension
 
 if TYPE_CHECKING:
-    from memguard._runtime.extensions import Context
+    from memguard._runtime.extensions import SessionContext
 
 Source = Literal["budget", "environment", "notebook"]
 """Who asked. The budget's ends with it; a later one replaces it, except that the budget's gives way to the others'."""
@@ -36,7 +36,7 @@ _lock = threading.Lock()
 
 
 class WhenIdle(Extension):
-    def start(self, session: Context) -> None:
+    def start(self, session: SessionContext) -> None:
         suspend = session.guard.budget.suspend
         assert suspend is not None and suspend.when_idle is not None
         session.undo.add("the watch for idleness", end_of_budget)
@@ -152,8 +152,8 @@ def _say(text: str) -> None:
 @functools.cache
 def _prepare(pid: int) -> None:
     """Once in a process."""
-    life.at_exit(life.Rank.IDLE, end)
-    life.at_fork(life.Rank.IDLE, child=_forked)
+    life.at_exit(life.HookOrder.IDLE_WATCHER, end)
+    life.at_fork(life.HookOrder.IDLE_WATCHER, child=_forked)
 
 
 def _forked() -> None:

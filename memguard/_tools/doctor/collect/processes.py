@@ -182,7 +182,7 @@ def _kill(process: subprocess.Popen[bytes], mark: str) -> int | None:
     """Kill the process and its descendants. Returns its exit code; None if it is stuck, or was reaped elsewhere."""
     reaped = _was_reaped(process)
     if not reaped:  # a reaped PID may belong to another process
-        for pid in proc.family("/", process.pid) or ():  # before their parent: orphans get init as parent
+        for pid in proc.descendants("/", process.pid) or ():  # before their parent: orphans get init as parent
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(OSError):
