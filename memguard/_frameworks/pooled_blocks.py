@@ -8,7 +8,7 @@ from typing import Any
 from memguard._base.types import Device, Usage
 from memguard._base.units import format_size
 from memguard._devices import contexts
-from memguard._devices.pool_blocks import PoolBlocks
+from memguard._devices.pool_blocks import PoolBlock, PoolBlocks
 from memguard._frameworks.pooled import MOST_TIMES, PooledCapped
 from memguard._frameworks.shared_pool import SharedPool
 
